@@ -1,0 +1,6 @@
+"""The prefix tree: which tokens have their KV in which pages, and who may reuse or evict them.
+
+Owns: pages and their free list (`pages.py`), the tree over them (`tree.py`), the events that say what is cached
+(`events.py`) and the mirror that a router keeps of a replica's tree (`mirror.py`). Knows nothing of attention or HTTP.
+Read `tree.py` first.
+"""

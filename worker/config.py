@@ -1,0 +1,36 @@
+"""What one replica may be told. `cluster.config` composes this into the configuration file."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class WorkerConfig(BaseModel):
+    """Settings of one replica's scheduler and workers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs; auto takes a GPU if there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="type of weights and KV cache; auto is bfloat16 on a GPU, float32 on a CPU"
+    )
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks in a stage")
+    pp: int = Field(1, ge=1, description="pipeline stages in a replica")
+    page_size: int = Field(16, ge=1, le=64, description="tokens in a KV page; prefixes are shared in whole pages")
+    kv_tokens: int | None = Field(
+        None, ge=16, description="tokens that the KV cache holds; by default as many as fit in the memory that is free"
+    )
+    kv_memory_fraction: float = Field(
+        0.9, gt=0, lt=1, description="part of a GPU's memory that weights, KV cache and activations may take together"
+    )
+    context_length: int | None = Field(
+        None, ge=1, description="longest prompt and output together, in tokens; by default the model's own"
+    )
+    max_running: int = Field(64, ge=1, description="most sequences that run at once")
+    token_budget: int = Field(512, ge=1, description="most tokens that one step computes, decodes included")
+    max_waiting: int = Field(4096, ge=1, description="most requests that may wait; more are refused with 429")
+    starvation_s: float = Field(
+        5.0, ge=0, description="seconds after which a waiting request goes before those with longer cached prefixes"
+    )
+    cpu_threads: int | None = Field(None, ge=1, description="threads of one rank on a CPU; by default torch's own choice")
+    grammar_timeout_s: float = Field(10.0, gt=0, description="longest time that a grammar may take to compile, in seconds")
