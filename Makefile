@@ -39,7 +39,7 @@ unit: env
 helm-test: env  ## lint, render and validate the chart
 	$(BIN)/python helm/check.py
 
-lock: env  ## after a change of dependencies: pin all that is installed
+lock:  ## after a change of dependencies: pin all that is installed
 	$(BIN)/python -m pip freeze --exclude-editable --exclude torch > requirements.lock
 
 clean:
