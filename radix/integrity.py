@@ -1,0 +1,106 @@
+"""Proof that a tree and its pool are sound: pages, links, locks, counts, eviction order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radix.node import TOKEN_BYTES, walk
+
+if TYPE_CHECKING:
+    from radix.tree import PagedNode, Tree
+
+
+def check(tree: Tree, held_pages: Iterable[int]) -> None:
+    """Raises AssertionError with what is wrong. `held_pages` are the pages that requests own (not those they share)."""
+    nodes = list(_reachable(tree))
+    tree.pool.check_integrity()
+    for node in nodes:
+        _check_node(tree, node)
+        _check_locks(node)
+    _check_counts(tree, nodes)
+    _check_heap(tree, nodes)
+    _check_pages(tree, nodes, held_pages)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def _reachable(tree: Tree) -> Iterable[PagedNode]:
+    """The nodes, each once: a node that can be reached twice would make the walk endless."""
+    seen: set[int] = set()
+    for node in walk(tree.root):
+        _require(node.number not in seen, f"two nodes have the number {node.number}, or there is a cycle")
+        seen.add(node.number)
+        yield node
+
+
+def _check_node(tree: Tree, node: PagedNode) -> None:
+    page_bytes = tree.page_size * TOKEN_BYTES
+    name = f"node {node.number}"
+    _require((node is tree.root) == (node.parent is None), f"{name} has no parent, or is a root that has one")
+    _require((node is tree.root) == (not node.edge), f"{name} has no tokens, or is a root that has some")
+    _require(len(node.edge) == len(node.pages) * page_bytes, f"{name} does not fill its pages exactly")
+    for key, child in node.children.items():
+        _require(child.parent is node, f"node {child.number} is a child of {name} but names another parent")
+        _require(
+            child.edge[:page_bytes] == key, f"node {child.number} is filed under tokens that it does not begin with"
+        )
+        _require(child.last_used <= node.last_used, f"node {child.number} was used after {name}, its parent")
+
+
+def _check_locks(node: PagedNode) -> None:
+    below = sum(child.locks for child in node.children.values())
+    _require(node.own_locks >= 0, f"node {node.number} was unlocked more often than locked")
+    _require(
+        node.locks == node.own_locks + below,
+        f"node {node.number} counts {node.locks} locks, but has {node.own_locks} and its children {below}",
+    )
+
+
+def _check_counts(tree: Tree, nodes: list[PagedNode]) -> None:
+    cached = sum(len(node.pages) for node in nodes)
+    evictable = sum(len(node.pages) for node in nodes if node.locks == 0)
+    _require(tree.num_cached == cached, f"num_cached is {tree.num_cached}, the nodes hold {cached} pages")
+    _require(
+        tree.num_evictable == evictable, f"num_evictable is {tree.num_evictable}, unlocked nodes hold {evictable} pages"
+    )
+
+
+def _check_heap(tree: Tree, nodes: list[PagedNode]) -> None:
+    heap = tree.heap
+    values = {}
+    alive = {id(node) for node in nodes}
+    for position, (value, number, node) in enumerate(heap):
+        _require(id(node) in alive, f"the eviction heap holds node {number}, which is gone")
+        _require(number not in values, f"the eviction heap holds node {number} twice")
+        _require(heap[(position - 1) // 2][0] <= value or position == 0, "the eviction heap is out of order")
+        values[number] = value
+    for node in nodes:
+        listed = node.number in values
+        _require(node.queued == listed, f"node {node.number} is marked queued={node.queued}, but listed={listed}")
+        if node is not tree.root and not node.children and node.locks == 0:
+            _require(listed, f"node {node.number} is an evictable leaf that eviction cannot find")
+            _require(values[node.number] <= tree.policy(node), f"the value of node {node.number} has fallen")
+
+
+def _check_pages(tree: Tree, nodes: list[PagedNode], held_pages: Iterable[int]) -> None:
+    free = tree.pool.free_pages()
+    held = np.fromiter(held_pages, dtype=np.int64)
+    cached = np.concatenate([node.pages for node in nodes])
+    count = tree.pool.num_pages
+    for owner, pages in (("a request", held), ("the tree", cached)):
+        foreign = pages[(pages < 0) | (pages >= count)]
+        _require(not foreign.size, f"{owner} owns pages {foreign[:8].tolist()}, which are not of the pool")
+    owners = [np.bincount(pages, minlength=count) for pages in (free, held, cached)]
+    total = owners[0] + owners[1] + owners[2]
+    for page in np.flatnonzero(total != 1)[:1].tolist():
+        in_free, in_held, in_tree = (int(owner[page]) for owner in owners)
+        raise AssertionError(
+            f"{int((total != 1).sum())} pages have not exactly one owner, such as page {page}: "
+            f"free {in_free} times, held by requests {in_held} times, in the tree {in_tree} times"
+        )

@@ -1,0 +1,122 @@
+"""Any history of matches, inserts, locks and evictions, against a model with no tree: a dict of cached prefixes."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from radix.tree import PagedNode
+
+from .conftest import Cache
+
+NUM_PAGES = 24
+PROMPTS = st.lists(st.integers(0, 2), max_size=24)
+
+
+class Model(RuleBasedStateMachine):
+    """`prefixes` maps each cached prefix (whole pages) to the page of its last tokens and the time of its last use;
+    `locks` lists what is locked with how many tokens end there."""
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
+    def start(self, page_size: int) -> None:
+        self.cache = Cache(NUM_PAGES, page_size)
+        self.page_size = page_size
+        self.prefixes: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.locks: list[tuple[PagedNode, tuple[int, ...]]] = []
+        self.now = 0
+
+    def cached(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        """The cached prefixes of `tokens`, short to long; counts as a use."""
+        self.now += 1
+        found = []
+        for end in range(self.page_size, len(tokens) + 1, self.page_size):
+            prefix = tuple(tokens[:end])
+            if prefix not in self.prefixes:
+                break
+            self.prefixes[prefix] = (self.prefixes[prefix][0], self.now)
+            found.append(prefix)
+        return found
+
+    def pinned(self) -> set[tuple[int, ...]]:
+        return {held[:end] for _, held in self.locks for end in range(self.page_size, len(held) + 1, self.page_size)}
+
+    @rule(tokens=PROMPTS)
+    def match(self, tokens: list[int]) -> None:
+        found = self.cached(tokens)
+        assert self.cache.mirror.match(tokens) == len(found) * self.page_size
+        match = self.cache.tree.match(tokens)
+        assert match.num_tokens == len(found) * self.page_size
+        assert match.pages.tolist() == [self.prefixes[prefix][0] for prefix in found]
+
+    @rule(tokens=PROMPTS, knows_what_is_cached=st.booleans())
+    def insert(self, tokens: list[int], knows_what_is_cached: bool) -> None:
+        """A request that did not know what is cached has computed all of it, and keeps what was there before."""
+        tokens = tokens[: len(tokens) // self.page_size * self.page_size]
+        total = len(tokens) // self.page_size
+        found = self.cached(tokens)
+        mine = self.cache.pool.allocate(total - (len(found) if knows_what_is_cached else 0))
+        if mine is None:
+            return
+        self.cache.held.update(mine.tolist())
+        shared = [self.prefixes[prefix][0] for prefix in found] if knows_what_is_cached else []
+        pages = np.array([*shared, *mine.tolist()], dtype=np.int32)
+        inserted = self.cache.tree.insert(tokens, pages)
+        assert inserted.num_present == len(found) * self.page_size
+        for index in range(len(found), total):
+            self.prefixes[tuple(tokens[: (index + 1) * self.page_size])] = (int(pages[index]), self.now)
+            self.cache.held.remove(int(pages[index]))
+        if not knows_what_is_cached:
+            self.cache.free(pages[: len(found)])
+
+    @rule(tokens=PROMPTS)
+    def lock(self, tokens: list[int]) -> None:
+        found = self.cached(tokens)
+        node = self.cache.tree.match(tokens).node
+        self.cache.tree.lock(node)
+        self.locks.append((node, found[-1] if found else ()))
+
+    @precondition(lambda self: self.locks)
+    @rule(which=st.integers(0, 100))
+    def unlock(self, which: int) -> None:
+        node, _ = self.locks.pop(which % len(self.locks))
+        self.cache.tree.unlock(node)
+
+    @rule(num_pages=st.integers(0, 8))
+    def evict(self, num_pages: int) -> None:
+        free = set(self.prefixes) - self.pinned()
+        before = {event.node for event in self.cache.tree.snapshot()}
+        assert self.cache.tree.num_evictable == len(free)
+        assert self.cache.tree.evict(num_pages) == min(num_pages, len(free))
+        left = {prefix: use for prefix, use in self.prefixes.items() if self.is_cached(prefix)}
+        gone = {prefix: use for prefix, use in self.prefixes.items() if prefix not in left}
+        assert len(gone) == min(num_pages, len(free)) and set(gone) <= free
+        # Least recently used first: what went was never used after a leaf that could have gone instead.
+        leaves = {
+            prefix: use
+            for prefix, use in left.items()
+            if prefix in free and not any(other[: len(prefix)] == prefix and other != prefix for other in left)
+        }
+        if gone and leaves:
+            assert max(use for _, use in gone.values()) <= min(use for _, use in leaves.values())
+        assert len(before) + 1 >= len(self.cache.tree.snapshot()), "eviction splits one leaf at most"
+        self.prefixes = left
+
+    def is_cached(self, prefix: tuple[int, ...]) -> bool:
+        return self.cache.mirror.match(prefix) == len(prefix)
+
+    @precondition(lambda self: not self.locks)
+    @rule()
+    def reset(self) -> None:
+        self.cache.tree.reset()
+        self.prefixes = {}
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check()
+            assert self.cache.tree.num_cached == len(self.prefixes)
+            assert self.cache.tree.num_evictable == len(set(self.prefixes) - self.pinned())
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
