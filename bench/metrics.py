@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between tokens (TBT): the waits between one chunk with output and the next, which is what a reader sees.
+        """Times between tokens (TBT): the waits between one chunk with output and the next, as a reader sees them.
 
         A chunk of several tokens is one wait, neither divided by its tokens (that would hide a stall behind a burst)
         nor followed by waits of zero (that would make a server that sends rarely look smooth). How many tokens a chunk
@@ -115,7 +115,7 @@ def summarise(
     told = [sample for sample in answered if sample.prompt_tokens is not None]
     cache = [sample for sample in told if sample.cached_tokens is not None]
     prompt = sum(sample.prompt_tokens or 0 for sample in told)
-    cached = sum(sample.cached_tokens or 0 for sample in cached)
+    cached = sum(sample.cached_tokens or 0 for sample in cache)
     chunks = sum(len(sample.chunk_s) for sample in answered)
     summary: dict[str, Any] = {
         "requests": len(samples),
