@@ -1,4 +1,4 @@
 """Attention and the other operators, each behind one interface with a plain PyTorch reference.
 
-Owns: the arithmetic of a layer that is not a plain matrix product. Knows nothing of requests. Read `attention.py` first.
+Owns: the arithmetic of a layer. Knows nothing of requests. Read `attention.py` first.
 """

@@ -1,0 +1,97 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) and the ways in which models stretch it."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One table of angles. `kind` is one of KINDS, `theta` the base, `scaling` the other parameters of that kind under
+    the names that Hugging Face configurations give them.
+
+    The dynamic kind changes nothing up to the model's own context length, and nothing longer is served: past it, a
+    token's keys would depend on how far its neighbours in the batch have come.
+    """
+
+    head_dim: int
+    theta: float
+    kind: str = "default"
+    scaling: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"rope type {self.kind!r} is not supported; these are: {', '.join(KINDS)}")
+
+    @property
+    def amplitude(self) -> float:
+        """By what cosines and sines are multiplied: 1 but for yarn, where it stands in for a softmax temperature."""
+        if self.kind != "yarn":
+            return 1.0
+        if (given := self.scaling.get("attention_factor")) is not None:
+            return float(given)
+        factor, mscale = self.scaling["factor"], self.scaling.get("mscale")
+        over = self.scaling.get("mscale_all_dim")
+        if mscale and over:
+            return _yarn_temperature(factor, mscale) / _yarn_temperature(factor, over)
+        return _yarn_temperature(factor, 1.0)
+
+    def frequencies(self) -> torch.Tensor:
+        """Radians a position, for each pair of dimensions: float32 `[head_dim // 2]`."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        plain = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return plain / self.scaling["factor"]
+        if self.kind == "llama3":
+            return _llama3(plain, self.scaling)
+        if self.kind == "yarn":
+            return self._yarn(plain)
+        return plain
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for int64 positions `[n]`: two of `[n, 1, head_dim]`, both halves filled, ready to
+        broadcast over heads. Angles are taken in float32 whatever the dtype."""
+        turns = positions[:, None].float() * self.frequencies().to(positions.device)
+        both = torch.cat((turns, turns), dim=-1)[:, None]
+        return (both.cos() * self.amplitude).to(dtype), (both.sin() * self.amplitude).to(dtype)
+
+    def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
+        """Slow dimensions are interpolated, fast ones left, with a ramp between (https://arxiv.org/abs/2309.00071)."""
+        original = self.scaling["original_max_position_embeddings"]
+
+        def dimension(rotations: float) -> float:
+            """The dimension that turns so often within the original context."""
+            return self.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low = dimension(self.scaling.get("beta_fast") or 32)
+        high = dimension(self.scaling.get("beta_slow") or 1)
+        if self.scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = ((torch.arange(self.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        return plain / self.scaling["factor"] * ramp + plain * (1 - ramp)
+
+
+def _yarn_temperature(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _llama3(plain: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+    """Wavelengths beyond the original context are stretched, short ones left, those between interpolated."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / plain)
+    smooth = (turns - low) / (high - low)
+    between = (1 - smooth) * plain / factor + smooth * plain
+    return torch.where(turns < low, plain / factor, torch.where(turns > high, plain, between))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn `[n, heads, head_dim]` by the angles of `Rope.angles`; dimension i is paired with `i + head_dim // 2`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,171 @@
+"""The one decoder's configuration, and how each supported architecture maps onto it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig, PretrainedConfig
+
+from kernels.attention import AttentionShape
+from kernels.rotary import Rope
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder of the Llama family. Sizes are in elements; `windows` and `ropes` have one entry a layer.
+
+    `gemma_norms`: norms multiply in float32 by one plus the stored weight. `sandwich_norms`: attention and MLP
+    have a norm after them too, before the residual sum. `context_length` is the longest that the model was made for.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: Literal["silu", "gelu_tanh"]
+    context_length: int
+    tied_embeddings: bool
+    windows: tuple[int | None, ...]
+    ropes: tuple[Rope, ...]
+    attention_scale: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    gemma_norms: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        return AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.attention_scale,
+            windows=self.windows,
+            softcap=self.attention_softcap,
+        )
+
+
+def _llama(hf: PretrainedConfig) -> dict[str, Any]:
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+
+
+def _mistral(hf: PretrainedConfig) -> dict[str, Any]:
+    return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
+
+
+def _qwen2(hf: PretrainedConfig) -> dict[str, Any]:
+    return {"qkv_bias": True}
+
+
+def _qwen3(hf: PretrainedConfig) -> dict[str, Any]:
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": True}
+
+
+def _gemma(hf: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "gemma_norms": True,
+        "embedding_scale": hf.hidden_size**0.5,
+    }
+
+
+def _gemma2(hf: PretrainedConfig) -> dict[str, Any]:
+    return _gemma(hf) | {
+        "sandwich_norms": True,
+        "attention_scale": hf.query_pre_attn_scalar**-0.5,
+        "attention_softcap": hf.attn_logit_softcapping,
+        "logit_softcap": hf.final_logit_softcapping,
+    }
+
+
+def _gemma3(hf: PretrainedConfig) -> dict[str, Any]:
+    return _gemma2(hf) | {"qk_norm": True}
+
+
+# By `model_type`: what differs from a plain Llama without biases.
+ARCHITECTURES: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+}
+
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_config(model: Path) -> PretrainedConfig:
+    """The Hugging Face configuration of a model folder, or of a `.gguf` file.
+
+    Raises ValueError if there is none that transformers understands.
+    """
+    try:
+        if model.suffix == ".gguf":
+            return AutoConfig.from_pretrained(model.parent, gguf_file=model.name)
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{model} has no readable model configuration: {error}") from error
+
+
+def decoder_config(hf: PretrainedConfig) -> DecoderConfig:
+    """Raises ValueError for an architecture, or a variant of one, that the decoder does not run."""
+    if hf.model_type not in ARCHITECTURES:
+        raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise ValueError("models with bidirectional attention are not supported")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    layer_types = _layer_types(hf)
+    common: dict[str, Any] = {
+        "model_type": hf.model_type,
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": hf.intermediate_size,
+        "num_layers": hf.num_hidden_layers,
+        "num_heads": hf.num_attention_heads,
+        "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
+        "head_dim": head_dim,
+        "norm_eps": hf.rms_norm_eps,
+        "activation": _activation(hf),
+        "context_length": hf.max_position_embeddings,
+        "tied_embeddings": hf.tie_word_embeddings,
+        "windows": tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in layer_types),
+        "ropes": tuple(_rope(hf, kind, head_dim) for kind in layer_types),
+        "attention_scale": head_dim**-0.5,
+    }
+    return DecoderConfig(**(common | ARCHITECTURES[hf.model_type](hf)))
+
+
+def _layer_types(hf: PretrainedConfig) -> list[str]:
+    kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer types {sorted(unknown)} are not supported")
+    return list(kinds)
+
+
+def _activation(hf: PretrainedConfig) -> Literal["silu", "gelu_tanh"]:
+    name = getattr(hf, "hidden_activation", None) or hf.hidden_act
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not supported; these are: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _rope(hf: PretrainedConfig, layer_type: str, head_dim: int) -> Rope:
+    parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
+    kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
+    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("models that rotate only a part of each head are not supported")
+    return Rope(head_dim, theta, kind, parameters)

@@ -1,0 +1,125 @@
+"""The decoder: embedding, layers of attention and gated MLP, norm, output head. One for all architectures."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.attention import AttentionBackend
+from kernels.norm import rms_norm
+from kernels.rotary import rotate
+from worker.models.config import DecoderConfig
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """The decoder's parameters by name. Matrices are `[out, in]`; `qkv` and `gate_up` are stacked in that order."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q_rows, qkv_rows = config.num_heads * head_dim, (config.num_heads + 2 * config.num_kv_heads) * head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_norm": (hidden,),
+        "qkv": (qkv_rows, hidden),
+        "out": (hidden, q_rows),
+        "mlp_norm": (hidden,),
+        "gate_up": (2 * config.intermediate_size, hidden),
+        "down": (hidden, config.intermediate_size),
+    }
+    if config.qkv_bias:
+        layer["qkv_bias"] = (qkv_rows,)
+    if config.out_bias:
+        layer["out_bias"] = (hidden,)
+    if config.mlp_bias:
+        layer |= {"gate_up_bias": (2 * config.intermediate_size,), "down_bias": (hidden,)}
+    if config.qk_norm:
+        layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+    if config.sandwich_norms:
+        layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
+    shapes = {"embedding": (config.vocab_size, hidden), "norm": (hidden,)}
+    if not config.tied_embeddings:
+        shapes["head"] = (config.vocab_size, hidden)
+    return shapes | {f"layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's parameters, named as in `parameter_shapes`."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    out: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    out_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    attention_out_norm: torch.Tensor | None = None
+    mlp_out_norm: torch.Tensor | None = None
+
+
+class Decoder:
+    """`parameters` are those of `parameter_shapes(config)`, all on one device."""
+
+    def __init__(self, config: DecoderConfig, parameters: dict[str, torch.Tensor]) -> None:
+        self.config = config
+        self.embedding = parameters["embedding"]
+        self.norm = parameters["norm"]
+        self.head = self.embedding if config.tied_embeddings else parameters["head"]
+        per_layer: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
+        for name, tensor in parameters.items():
+            if name.startswith("layers."):
+                _, index, short = name.split(".")
+                per_layer[int(index)][short] = tensor
+        self.layers = [_Layer(**tensors) for tensors in per_layer]
+        self.activate = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
+        # The scale is rounded as the embedding is: Gemma was trained with it so.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """Run all layers. token_ids and positions: int64 `[n]`, of the chunks that `attention` has planned, in order.
+
+        Returns the last layer's output `[n, hidden_size]`, before the final norm.
+        """
+        x = F.embedding(token_ids, self.embedding)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        angles = {rope: rope.angles(positions, x.dtype) for rope in dict.fromkeys(self.config.ropes)}
+        for index, layer in enumerate(self.layers):
+            x = x + self._attend(index, layer, x, angles[self.config.ropes[index]], attention)
+            x = x + self._mlp(layer, x)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`."""
+        scores = F.linear(self._normed(hidden, self.norm), self.head)
+        if (cap := self.config.logit_softcap) is not None:
+            scores = torch.tanh(scores / cap) * cap
+        return scores.float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = F.linear(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        q, k, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+        out = attention.run(index, rotate(q, *angles), rotate(k, *angles), v)
+        out = F.linear(out.flatten(1), layer.out, layer.out_bias)
+        return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
+
+    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        gate_up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        out = F.linear(self.activate(gate_up), layer.down, layer.down_bias)
+        return out if layer.mlp_out_norm is None else self._normed(out, layer.mlp_out_norm)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self.config.norm_eps)
