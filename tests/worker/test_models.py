@@ -1,0 +1,93 @@
+"""Every architecture against transformers: the same logits, the same tokens, however the work is cut."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from tests.worker.conftest import TINY, Sequences
+from worker.config import WorkerConfig
+from worker.models.config import ARCHITECTURES, decoder_config, read_config
+from worker.runner import Runner
+
+NEW_TOKENS = 8
+
+
+def prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(4, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def expected(folder: Path, batch: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+    """For each prompt: it and the tokens that transformers adds, and the logits of all positions but the last."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    results = []
+    for prompt in batch:
+        tokens = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        results.append((tokens[0].tolist(), model(tokens).logits[0, :-1].float()))
+    return results
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("chunk", "page_size"), [(1, 16), (7, 1), (64, 4), (7, 16)])
+def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model: Callable[[str], Path]) -> None:
+    folder = tiny_model(name)
+    runner = Runner(folder, WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=page_size))
+    batch = prompts((1, 33, 6, 70), runner.vocab_size)
+    wanted = expected(folder, batch)
+    sequences = Sequences(runner)
+    slots = (5, 0, 63, 2)
+    for slot, prompt in zip(slots, batch, strict=True):
+        # Each joins while the earlier ones decode or are in the middle of their prompts.
+        sequences.add(slot, prompt)
+        sequences.advance({s: chunk for s in reversed(sequences.tokens)})
+    ends = {slot: len(prompt) + NEW_TOKENS for slot, prompt in zip(slots, batch, strict=True)}
+    while unfinished := [s for s in slots if len(sequences.tokens[s]) < ends[s]]:
+        sequences.advance(dict.fromkeys(unfinished, chunk))
+    for slot, (tokens, logits) in zip(slots, wanted, strict=True):
+        assert sequences.tokens[slot][: len(tokens)] == tokens
+        got = torch.cat(sequences.logits[slot])[: len(logits)]
+        torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {model_type for model_type, _ in TINY.values()} == set(ARCHITECTURES)
+
+
+def test_other_architecture_lists_what_is_supported() -> None:
+    with pytest.raises(ValueError, match=r"'gpt2' is not supported; these are: llama, mistral"):
+        decoder_config(GPT2Config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 64,
+                    "long_factor": [1.0] * 64,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "rope type 'longrope' is not supported; these are: default",
+        ),
+    ],
+)
+def test_unsupported_variants(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoder_config(LlamaConfig(**changes))
+
+
+def test_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no readable model configuration"):
+        read_config(tmp_path)
