@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.client import Endpoint, Http, ask
+from bench.client import Endpoint, ask
+from bench.http import Http
 from bench.metrics import Sample
 from bench.workload import Session, Span, Turn, Vocabulary
 

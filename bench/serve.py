@@ -1,0 +1,178 @@
+"""`shoal bench serve`: a load against any server that speaks OpenAI's HTTP protocol, and what came of it.
+
+Sends a workload (`bench.workload`) or a trace (`bench.trace`), measures (`bench.metrics`), prints a table, and leaves a
+JSON file and a picture. The options are in `bench.options`.
+"""
+
+import argparse
+import asyncio
+import gc
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench import metrics, results, workload
+from bench.client import Endpoint, probe
+from bench.http import Http
+from bench.load import Load
+from bench.options import UsageError, parser, plan, settings
+from bench.report import show
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns 0 when at least one request was answered, 1 when none was, 2 for a wrong command line,
+    130 when interrupted (what was measured until then is still reported)."""
+    args = parser().parse_args(argv)
+    try:
+        sessions = plan(args)
+        http = Http(args.url, args.api_key)
+    except (UsageError, ValueError, OSError) as error:
+        print(f"shoal bench serve: {error}", file=sys.stderr)
+        return 2
+    try:
+        outcome = uvloop.run(run(args, sessions, http))
+    except ServerError as error:
+        print(f"shoal bench serve: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return report(args, outcome)
+
+
+class ServerError(Exception):
+    """The server cannot be asked at all."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A load that has ended; `refusals` are what the server said to requests that it does not take in that form."""
+
+    load: Load
+    refusals: list[str]
+    interrupted: bool
+
+
+async def run(args: argparse.Namespace, sessions: list[workload.Session], http: Http) -> Outcome:
+    """Find out what the server takes, warm it up, and put the load on it. Ctrl-C ends the load early.
+
+    Raises ServerError when there is no server, or it refuses even the simplest request.
+    """
+    endpoint = Endpoint(args.endpoint == "chat", args.model or await _model(http), args.extra)
+    # The answers of a conversation come back as text, and the next prompt must go on from them.
+    text = args.text or args.workload == "multi-turn"
+    endpoint, first, refusals = await probe(http, endpoint, args.token_range[1] - 1, args.timeout, text)
+    if first.error is not None:
+        raise ServerError(f"{http.base}{endpoint.path} answers {first.error}: {first.message}")
+    vocabulary = workload.Vocabulary(args.seed, *args.token_range)
+    if args.warmup:
+        short = workload.Lengths("fixed", 64), workload.Lengths("fixed", 16)
+        # Another seed: the warm-up must not put the measured prompts into the server's cache.
+        other = workload.Vocabulary(args.seed + 1_000_003, *args.token_range)
+        warm = workload.unrelated(np.random.default_rng(0), args.warmup, *short)
+        await Load(warm, http, endpoint, other, args.timeout).run(args.concurrency or 8)
+    load = Load(sessions, http, endpoint, vocabulary, args.timeout)
+    gc.collect()
+    gc.freeze()  # the workload stays: the collector need not walk it in the middle of a measurement
+    task = asyncio.ensure_future(load.run(args.concurrency))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+    watch = asyncio.ensure_future(_watch(load)) if not args.quiet else None
+    try:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        gc.unfreeze()
+        if watch is not None:
+            watch.cancel()
+            await asyncio.wait([watch])
+        http.close()
+    return Outcome(load, refusals, task.cancelled())
+
+
+async def _model(http: Http) -> str:
+    try:
+        status, value = await asyncio.wait_for(http.get("/v1/models"), 30)
+    except (OSError, TimeoutError) as error:
+        raise ServerError(f"no server at {http.base} ({error}); start one with `shoal serve`, or say --url") from None
+    try:
+        return value["data"][0]["id"]
+    except (KeyError, IndexError, TypeError):
+        raise ServerError(f"{http.base}/v1/models answers {status} and lists no model; say --model") from None
+
+
+async def _watch(load: Load) -> None:
+    """The progress bar; drawn twice a second, so that it does not get between the measurements."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        bar = progress.add_task("requests", total=load.planned, now="")
+        while True:
+            ended = [sample for sample in load.samples if sample.end_s]
+            failed = sum(sample.error is not None for sample in ended)
+            chunks = sum(len(sample.chunk_s) for sample in load.samples)
+            now = f"{len(load.samples) - len(ended)} in flight, {chunks / max(load.elapsed_s(), 1e-9):,.0f} chunks/s"
+            progress.update(bar, completed=len(ended), now=now + (f", [red]{failed} failed[/]" if failed else ""))
+            progress.refresh()
+            await asyncio.sleep(0.5)
+
+
+def report(args: argparse.Namespace, outcome: Outcome) -> int:
+    """Print the table, write the JSON file and the picture; returns the exit code."""
+    load, interrupted = outcome.load, outcome.interrupted
+    summary = metrics.summarise(load.samples, args.slo_ttft, args.slo_tbt)
+    summary |= {"planned": load.planned, "interrupted": interrupted}
+    abilities = load.endpoint.abilities
+    setting = settings(args) | {"model": load.endpoint.model, "server_takes": asdict(abilities)}
+    console = Console()
+    show(console, summary, setting, load.samples, outcome.refusals)
+    name = args.name or f"serve-{datetime.now():%Y%m%d-%H%M%S}"
+    raw = {"settings": setting, "summary": summary, "requests": columns(load.samples)}
+    path = results.write(name, metrics.figures(name, summary), raw, folder=args.out)
+    picture = path.with_suffix(".png")
+    if load.samples:
+        from bench.plot import draw  # matplotlib takes a while to import, and only here is it needed
+
+        draw(load.samples, picture, f"{load.endpoint.model}: {setting['load']}", args.slo_ttft, args.slo_tbt)
+    console.print(f"\n{path}\n{picture}", style="dim", highlight=False)
+    return 130 if interrupted else 0 if summary["answered"] else 1
+
+
+def columns(samples: list[metrics.Sample]) -> dict[str, list[Any]]:
+    """The samples without their text and chunks, a list a column: what a later look at a result needs. Seconds are
+    rounded to microseconds."""
+    rows = [
+        {
+            "session": s.session,
+            "turn": s.turn,
+            "due_s": round(s.due_s, 6),
+            "sent_s": round(s.sent_s, 6),
+            "end_s": round(s.end_s, 6),
+            "ttft_s": round(s.ttft_s, 6) if s.chunk_s else None,
+            "tbt_max_s": round(max(s.gaps_s), 6) if len(s.chunk_s) > 1 else None,
+            "prompt_tokens": s.prompt_tokens,
+            "cached_tokens": s.cached_tokens,
+            "output_tokens": s.output_tokens,
+            "finish_reason": s.finish_reason,
+            "error": s.error,
+        }
+        for s in samples
+    ]
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
