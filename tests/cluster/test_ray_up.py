@@ -1,0 +1,121 @@
+"""The `ray up` files against Ray's own schema and checks, their commands against bash, and what they serve against
+Shoal's configuration. Nothing here needs a network, credentials or a second machine."""
+
+import copy
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray.autoscaler
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from cluster.config import Config, load
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "cluster" / "ray"
+FILES = ["machines", "aws"]
+COMMANDS = ["setup_commands", "head_setup_commands", "worker_setup_commands"]
+COMMANDS += ["head_start_ray_commands", "worker_start_ray_commands"]
+# What AWS says of the instance types in use: vCPUs and GPUs.
+INSTANCES = {"m7i.xlarge": (4, 0), "g6.12xlarge": (48, 4)}
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+def served(name: str) -> Config:
+    """The configuration that the head is started with, read from its command as the shell reads it."""
+    words = shlex.split(read(name)["head_start_ray_commands"][-1])
+    inner = shlex.split(words[words.index("-c") + 1])
+    arguments = inner[inner.index("serve") + 1 :]
+    flags = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert inner[inner.index("serve") - 1] == "~/shoal-env/bin/shoal"
+    file = flags.pop("--config").removeprefix("~/shoal/")
+    return load(ROOT / file, {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ray_accepts_it(name: str) -> None:
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    jsonschema.validate(read(name), schema)
+    prepared = prepare_config(copy.deepcopy(read(name)))
+    validate_config(prepared)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ray_would_see_a_mistake(name: str) -> None:
+    wrong = read(name) | {"max_worker": 3}
+    with pytest.raises(jsonschema.ValidationError, match="max_worker"):
+        validate_config(prepare_config(wrong))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_its_commands_are_bash(name: str) -> None:
+    config = read(name)
+    commands = [command for key in COMMANDS for command in config.get(key, [])]
+    assert len(commands) >= 9
+    for command in commands:
+        parsed = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, check=False)
+        assert parsed.returncode == 0 and not parsed.stderr, (command, parsed.stderr)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_it_copies_is_there_and_is_what_it_installs(name: str) -> None:
+    config = read(name)
+    assert config["file_mounts"] == {"~/shoal": "."}
+    install = config["setup_commands"][-1].split()
+    assert install[-1] == "~/shoal"
+    constraint = install[install.index("--constraint") + 1]
+    assert (ROOT / constraint.removeprefix("~/shoal/")).is_file()
+    torch = config["setup_commands"][-2].split()[-1]
+    assert torch.startswith("torch==") and f'"{torch}"' in (ROOT / "Makefile").read_text()
+
+
+def test_both_install_and_start_alike() -> None:
+    machines, aws = read("machines"), read("aws")
+    assert machines["setup_commands"] == aws["setup_commands"]
+    assert machines["worker_start_ray_commands"] == aws["worker_start_ray_commands"]
+    assert machines["head_start_ray_commands"][:-1] == aws["head_start_ray_commands"][:-1]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_serves_to_others_on_the_cluster_that_ray_up_made(name: str) -> None:
+    config = served(name)
+    assert config.address == "auto"
+    assert config.host == "0.0.0.0"
+
+
+def test_every_machine_of_ones_own_is_used() -> None:
+    prepared = prepare_config(read("machines"))
+    machines = prepared["provider"]["worker_ips"]
+    (node_type,) = prepared["available_node_types"].values()
+    assert node_type["min_workers"] == node_type["max_workers"] == len(machines)
+    assert prepared["provider"]["head_ip"] not in machines
+
+
+def test_aws_types_say_what_their_instances_have() -> None:
+    config = read("aws")
+    images = set()
+    for node_type in config["available_node_types"].values():
+        cpus, gpus = INSTANCES[node_type["node_config"]["InstanceType"]]
+        assert node_type["resources"] == {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        images.add(node_type["node_config"]["ImageId"])
+    assert len(images) == 1  # one Python everywhere: Ray insists
+
+
+def test_what_aws_serves_fits_its_workers() -> None:
+    config, shoal = read("aws"), served("aws")
+    worker = config["available_node_types"]["gpu"]
+    head = config["available_node_types"][config["head_node_type"]]
+    assert 0 <= worker["min_workers"] <= worker["max_workers"] <= config["max_workers"]
+    assert shoal.device == "cuda"
+    gpus = shoal.tp * shoal.pp * shoal.gpus_per_rank
+    assert gpus <= worker["resources"]["GPU"]
+    assert shoal.replicas * gpus <= worker["max_workers"] * worker["resources"]["GPU"]
+    assert shoal.routers * shoal.cpus_per_router <= head["resources"]["CPU"]
