@@ -1,0 +1,293 @@
+"""`shoal chat`: a conversation with a running server, in the terminal, or from a pipe for scripts."""
+
+import argparse
+import os
+import readline
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shoal.client import Answer, Client, ServerError
+from shoal.markdown import stream
+
+EPILOG = """\
+examples:
+  shoal chat
+  shoal chat --url http://gpu-box:8000 --system "Answer in one sentence." --temperature 0
+  printf 'My name is Ada.\\nWhat is my name?\\n' | shoal chat --max-tokens 50
+
+While an answer comes, Ctrl-C stops it and not the chat; Ctrl-D leaves. /help lists what else can be done.
+From a pipe, every line is a prompt of one conversation, and only the answers are printed.
+"""
+COMMANDS = {
+    "/help": "this list",
+    "/reset": "forget the conversation; the system prompt stays",
+    "/system TEXT": "set the system prompt and forget the conversation; without TEXT show it, with - remove it",
+    "/save FILE": "write the conversation to FILE, as Markdown, or as JSON messages if it ends in .json",
+    "/stats": "show or hide the line of figures under an answer",
+    "/quit": "leave, as Ctrl-D does",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `shoal chat`."""
+    made = argparse.ArgumentParser(
+        prog="shoal chat",
+        description="Talk to a running server in the terminal.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    made.add_argument("--model", help="default: the first that the server lists")
+    made.add_argument(
+        "--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY"
+    )
+    made.add_argument("--system", metavar="TEXT", help="the system prompt: what the model is told before all else")
+    sampling = made.add_argument_group("how it answers (the server's defaults unless said)")
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
+    sampling.add_argument("--top-p", type=float, metavar="X", help="only tokens that make up this much probability")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    sampling.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Chat until the input ends. Returns 0; 1 when there is no server, or from a pipe a prompt got no answer."""
+    args = parser().parse_args(argv)
+    named = ("temperature", "top_p", "max_tokens", "seed")
+    parameters = {name: value for name in named if (value := getattr(args, name)) is not None}
+    try:
+        with Client(args.url, args.api_key) as client:
+            models = client.models()
+            if args.model is None and not models:
+                raise ServerError(f"{client.url} lists no model; say --model")
+            talk = Conversation(client, args.model or models[0], args.system, parameters)
+            if sys.stdin.isatty() and sys.stdout.isatty():
+                Terminal(talk).run()
+                return 0
+            return piped(talk, sys.stdin, sys.stdout.write)
+    except ServerError as error:
+        print(f"shoal chat: {error}", file=sys.stderr)
+        return 1
+
+
+class Conversation:
+    """What was said so far. A question that gets no answer leaves no trace."""
+
+    def __init__(self, client: Client, model: str, system: str | None, parameters: dict[str, Any]) -> None:
+        self.client, self.model, self.parameters = client, model, parameters
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, question: str, show: Callable[[Iterable[str]], None]) -> Answer:
+        """Send a question and hand the answer's pieces to `show` as they come. A KeyboardInterrupt in there stops the
+        answer: what came of it counts as said. Raises ServerError."""
+        answer = Answer()
+        self.messages.append({"role": "user", "content": question})
+        with closing(self.client.chat(self.model, self.messages, answer, **self.parameters)) as pieces:
+            try:
+                show(pieces)
+            except KeyboardInterrupt:
+                answer.finish_reason = "stopped"
+            except BaseException:
+                self.messages.pop()
+                raise
+        if answer.text:
+            self.messages.append({"role": "assistant", "content": answer.text})
+        else:
+            self.messages.pop()
+        return answer
+
+
+def piped(talk: Conversation, lines: Iterable[str], write: Callable[[str], object]) -> int:
+    """A prompt a line, answers and nothing else out. Stops at the first prompt that fails, with exit code 1."""
+
+    def show(pieces: Iterable[str]) -> None:
+        for piece in pieces:
+            write(piece)
+            sys.stdout.flush()
+
+    for line in lines:
+        if question := line.strip():
+            try:
+                answer = talk.ask(question, show)
+            except ServerError as error:
+                sys.stdout.flush()
+                print(f"\nshoal chat: {error}", file=sys.stderr)
+                return 1
+            write("\n")
+            if answer.finish_reason == "stopped":
+                return 130
+    return 0
+
+
+class Terminal:
+    """The chat as one sees it: a prompt with history and editing, answers as Markdown, figures under them."""
+
+    def __init__(self, talk: Conversation) -> None:
+        self.talk = talk
+        self.console = Console(highlight=False)
+        self.figures = True
+
+    def run(self) -> None:
+        """Until /quit or Ctrl-D."""
+        self.console.print(f"[bold]{self.talk.model}[/] [dim]at {self.talk.client.url} · /help, Ctrl-D leaves[/]\n")
+        history = History()
+        readline.set_completer(_complete)
+        readline.set_completer_delims("")
+        readline.parse_and_bind("tab: complete")
+        try:
+            while (line := self._read()) is not None:
+                if line.startswith("/"):
+                    if not self._command(line):
+                        return
+                elif line:
+                    self._ask(line)
+        finally:
+            history.save()
+
+    def _read(self) -> str | None:
+        """A line, or more where one ends in a backslash; None at the end of the input. Ctrl-C drops the line."""
+        lines: list[str] = []
+        while True:
+            # \x01 and \x02 tell readline that what is between them takes no room.
+            prompt = "\x01\x1b[1;36m\x02> \x01\x1b[0m\x02" if not lines else "\x01\x1b[2m\x02. \x01\x1b[0m\x02"
+            try:
+                line = input(prompt)
+            except EOFError:
+                self.console.print()
+                return None
+            except KeyboardInterrupt:
+                self.console.print("\n[dim]Ctrl-D or /quit leaves[/]")
+                return ""
+            lines.append(line.removesuffix("\\"))
+            if not line.endswith("\\"):
+                return "\n".join(lines).strip()
+
+    def _ask(self, question: str) -> None:
+        self.console.print()
+        try:
+            answer = self.talk.ask(question, lambda pieces: stream(self.console, pieces))
+        except ServerError as error:
+            self.console.print(f"{error}", style="red", markup=False)
+            self.console.print("[dim]the question was not kept; /reset starts over[/]\n")
+            return
+        if self.figures or answer.finish_reason == "stopped":
+            self.console.print(figures(answer), style="dim", markup=False)
+        self.console.print()
+
+    def _command(self, line: str) -> bool:
+        """Run a /command; false when it leaves."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        match name:
+            case "/quit" | "/exit":
+                return False
+            case "/help":
+                for command, what in COMMANDS.items():
+                    self.console.print(f"  [cyan]{command:<13}[/] [dim]{what}[/]")
+                self.console.print("  [dim]a line that ends in \\ goes on in the next; Ctrl-C stops an answer[/]")
+            case "/reset":
+                self.talk.reset()
+                self._say("the conversation is forgotten")
+            case "/system":
+                self._system(rest)
+            case "/stats":
+                self.figures = not self.figures
+                self._say(f"figures are {'shown' if self.figures else 'hidden'}")
+            case "/save":
+                self._save(rest)
+            case _:
+                self._say(f"no command {name}; /help lists them")
+        self.console.print()
+        return True
+
+    def _system(self, text: str) -> None:
+        if not text:
+            self._say(self.talk.system or "there is no system prompt")
+            return
+        self.talk.system = None if text == "-" else text
+        self.talk.reset()
+        self._say(
+            "set; the conversation is forgotten" if self.talk.system else "removed; the conversation is forgotten"
+        )
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._say("say where: /save FILE")
+            return
+        path = Path(name).expanduser()
+        try:
+            path.write_text(transcript(self.talk.messages, as_json=path.suffix == ".json"), encoding="utf-8")
+        except OSError as error:
+            self._say(f"not saved: {path}: {error.strerror}")
+        else:
+            self._say(f"{len(self.talk.messages)} messages saved to {path}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False)
+
+
+def figures(answer: Answer) -> str:
+    """The line under an answer: its tokens, how much of the prompt was cached, how fast it came."""
+    parts = []
+    if answer.finish_reason == "stopped":
+        parts.append("stopped")
+    if answer.finish_reason == "length":
+        parts.append("cut at the longest answer allowed")
+    if answer.output_tokens is not None:
+        parts.append(f"{answer.output_tokens} tokens")
+    if answer.prompt_tokens is not None:
+        cached = f", {answer.cached_tokens} cached" if answer.cached_tokens is not None else ""
+        parts.append(f"prompt {answer.prompt_tokens}{cached}")
+    if answer.tokens_per_s is not None:
+        parts.append(f"{answer.tokens_per_s:.1f} tokens/s")
+    if answer.first_s is not None:
+        parts.append(f"first after {answer.first_s:.2f} s")
+    return " · ".join(parts)
+
+
+def transcript(messages: list[dict[str, str]], as_json: bool) -> str:
+    """The conversation for a file: a heading a message, or OpenAI's messages."""
+    if as_json:
+        import json
+
+        return json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
+    return "\n".join(f"## {message['role']}\n\n{message['content'].strip()}\n" for message in messages)
+
+
+def _complete(text: str, state: int) -> str | None:
+    names = [command.split()[0] for command in COMMANDS]
+    found = [name for name in names if text.startswith("/") and name.startswith(text)]
+    return found[state] if state < len(found) else None
+
+
+class History:
+    """What was typed before, across chats, in $XDG_STATE_HOME/shoal or ~/.local/state/shoal."""
+
+    def __init__(self) -> None:
+        state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        self._path = state / "shoal" / "chat_history"
+        try:
+            readline.read_history_file(self._path)
+        except OSError:
+            readline.clear_history()  # none yet, or not readable: a chat works without
+
+    def save(self) -> None:
+        """Keep the last thousand lines, for this user's eyes."""
+        readline.set_history_length(1000)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)
+            readline.write_history_file(self._path)
+        except OSError:
+            pass  # a home that cannot be written to is no reason to fail on leaving

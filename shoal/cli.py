@@ -1,0 +1,96 @@
+"""The `shoal` command: finds the command that is meant and hands the rest of the line to it.
+
+Every command is a module with `main(argv) -> exit code`, imported only when it is called: `shoal --help` answers at
+once, and `shoal chat` needs neither torch nor Ray. Exit codes: 0 done, 1 it went wrong, 2 the command line makes no
+sense, 130 interrupted. What goes wrong is said on stderr, without a traceback.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+
+from shoal import __version__
+
+COMMANDS = {
+    "serve": ("shoal.serve", "start a server on this machine or on a Ray cluster"),
+    "chat": ("shoal.chat", "talk to a running server in the terminal"),
+    "status": ("shoal.status", "what a running server is doing, replica by replica"),
+    "pull": ("shoal.pull", "get a model, check it, and keep it in the cache"),
+    "bench": ("", "measure: a server under load, the engine alone, the router"),
+}
+BENCHES = {
+    "serve": ("bench.serve", "put a load on any OpenAI-compatible server: latencies, throughput, goodput"),
+    "offline": ("bench.offline", "the engine without a server, beside transformers"),
+    "router": ("bench.router", "the three placements on a trace with shared prefixes"),
+}
+HELP = """\
+Shoal serves large language models on clusters of GPUs, and on machines without one.
+
+usage: shoal COMMAND [options]
+
+commands:
+{commands}
+
+  shoal COMMAND --help   explains a command, with examples
+  shoal --version        prints the version
+
+To begin, in one terminal and in another:
+  shoal serve
+  shoal chat
+"""
+BENCH_HELP = """\
+Measure, and keep what was measured.
+
+usage: shoal bench WHAT [options]
+
+what:
+{commands}
+
+  shoal bench WHAT --help   explains it, with examples
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command of `argv` (by default the process's own); returns the exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `| head` does; nor may Python's last flush complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(argv: list[str]) -> int:
+    match argv:
+        case ["--version" | "-V"]:
+            print(f"shoal {__version__}")
+            return 0
+        case ["bench", *rest]:
+            there = {name: bench for name, bench in BENCHES.items() if importlib.util.find_spec(bench[0])}
+            return _dispatch("shoal bench", there, BENCH_HELP, rest)
+    return _dispatch("shoal", COMMANDS, HELP, argv)
+
+
+def _dispatch(program: str, commands: Mapping[str, tuple[str, str]], text: str, argv: list[str]) -> int:
+    """Call the command that `argv` begins with, or explain which there are."""
+    listed = "\n".join(f"  {name:<8} {what}" for name, (_, what) in commands.items())
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(text.format(commands=listed), end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    name = argv[0]
+    if name not in commands:
+        close = difflib.get_close_matches(name, commands, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(commands)}"
+        what = "option" if name.startswith("-") else "command"
+        print(f"{program}: no {what} {name!r}; {hint}", file=sys.stderr)
+        return 2
+    return importlib.import_module(commands[name][0]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

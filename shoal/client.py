@@ -1,0 +1,150 @@
+"""A small client of a running server, for the command line: what it serves, and a chat answer as it comes.
+
+Works with any server that speaks OpenAI's protocol. (From Python, use the `openai` package.)
+"""
+
+import json
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import httpx
+
+
+class ServerError(Exception):
+    """The server is not there, refuses, or breaks off; the message is for the user as it stands."""
+
+
+@dataclass
+class Answer:
+    """A chat answer. `text` grows while it streams; the counts are the server's and come with the end (None where it
+    sends none). Times are seconds since the request was sent."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    first_s: float | None = None
+    last_s: float | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Speed after the first token; None where there is nothing to measure."""
+        if self.output_tokens is None or self.first_s is None or self.last_s is None:
+            return None
+        time_s = self.last_s - self.first_s
+        return (self.output_tokens - 1) / time_s if self.output_tokens > 1 and time_s > 0 else None
+
+
+class Client:
+    """Requests to one server, at `url` with or without `/v1`. Use as a context manager."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # An answer may take as long as it takes; a connection, or a page about the server, may not.
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(None, connect=10))
+        except httpx.InvalidURL as error:
+            raise ServerError(f"{url!r} is no URL of a server: {error}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def get(self, path: str) -> httpx.Response:
+        """GET, whatever status comes. Raises ServerError when nothing comes."""
+        try:
+            return self._http.get(path, timeout=10)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+
+    def models(self) -> list[str]:
+        """Names of the models that the server lists. Raises ServerError."""
+        response = self.get("/v1/models")
+        try:
+            if response.status_code != 200:
+                raise ServerError(f"{self.url}: {_reason(response)}")
+            return [model["id"] for model in response.json()["data"]]
+        except (ValueError, KeyError, TypeError):
+            raise ServerError(f"{self.url} does not speak OpenAI's protocol: /v1/models is no list of models") from None
+
+    def chat(
+        self, model: str, messages: list[dict[str, str]], answer: Answer, **parameters: Any
+    ) -> Generator[str, None, None]:
+        """Stream an answer: yields pieces of text and fills `answer`. Closing the iterator stops the server's work.
+
+        Raises ServerError; what came before it is in `answer`.
+        """
+        body = {
+            "model": model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **parameters,
+        }
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise ServerError(_reason(response))
+                yield from _pieces(response, answer)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> ServerError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return ServerError(f"no server at {self.url}; start one with `shoal serve`, or say --url")
+        return ServerError(f"{self.url}: the connection broke: {error or type(error).__name__}")
+
+
+def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
+    """The text of a stream of server-sent events; raises ServerError when it reports an error or ends too early."""
+    for line in response.iter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            raise ServerError(f"the server sent a chunk that is not JSON: {data[:100]}") from None
+        if chunk.get("error"):
+            raise ServerError(_message(chunk))
+        _count(chunk.get("usage"), answer)
+        for choice in chunk.get("choices") or []:
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            if piece := (choice.get("delta") or {}).get("content"):
+                answer.last_s = time.perf_counter() - answer.started
+                answer.first_s = answer.first_s if answer.first_s is not None else answer.last_s
+                answer.text += piece
+                yield piece
+    raise ServerError("the server broke the answer off")
+
+
+def _count(usage: dict[str, Any] | None, answer: Answer) -> None:
+    if usage:
+        answer.prompt_tokens = usage.get("prompt_tokens")
+        answer.output_tokens = usage.get("completion_tokens")
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+def _reason(response: httpx.Response) -> str:
+    if response.status_code == 401:
+        return "the server wants a key: say --api-key KEY, or set OPENAI_API_KEY"
+    try:
+        return _message(response.json())
+    except ValueError:
+        return f"the server answers {response.status_code}: {response.text[:200].strip() or response.reason_phrase}"
+
+
+def _message(body: Any) -> str:
+    """The message of an error in OpenAI's form, or the whole of it."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return error["message"] if isinstance(error, dict) and isinstance(error.get("message"), str) else json.dumps(error)

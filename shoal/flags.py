@@ -1,0 +1,78 @@
+"""Command-line flags made from a pydantic model, so that a setting has one name, type, default and description."""
+
+import argparse
+import difflib
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (int, "N"),
+    float: (float, "X"),
+    str: (str, "TEXT"),
+    Path: (Path, "FILE"),
+    SecretStr: (str, "SECRET"),
+}
+
+
+def add(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
+    """A flag for every field of `model`: `served_model_name` is `--served-model-name`.
+
+    Parsed arguments hold only what was given (`given` takes it out); ranges and what must fit together are the model's
+    to check. Fields stand in groups by the class that declares them, under the first line of its docstring. Raises
+    TypeError for a field of a type that has no flag.
+    """
+    for owner in model.__mro__:
+        if not (issubclass(owner, BaseModel) and owner is not BaseModel):
+            continue
+        fields = {name: field for name, field in model.model_fields.items() if name in owner.__annotations__}
+        if fields:
+            title = (owner.__doc__ or owner.__name__).strip().split("\n")[0].rstrip(".")
+            group = parser.add_argument_group(title[0].lower() + title[1:])
+            for name, field in fields.items():
+                _flag(group, name, field)
+
+
+def given(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
+    """What the command line set, by field."""
+    return {name: value for name, value in vars(args).items() if name in model.model_fields}
+
+
+def did_you_mean(flag: str, model: type[BaseModel]) -> str:
+    """A hint at the field that a wrong flag may stand for, to follow what is wrong with it; empty if none is near."""
+    name = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    near = difflib.get_close_matches(name, model.model_fields, n=1)
+    return f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
+
+
+def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    text = (field.description or "").replace("%", "%%")
+    kind = _bare(field.annotation)
+    default = field.get_default(call_default_factory=True)
+    if default is not None:
+        # Without quotes: what one would type. A secret that has a default stays one.
+        text += f" (default: {str(default).lower() if kind is bool else default})".replace("%", "%%")
+    common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
+    if kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    elif get_origin(kind) is Literal:
+        # Python 3.11 compares what is typed with the choices themselves: all of them are strings.
+        group.add_argument(flag, choices=get_args(kind), **common)
+    elif kind in TYPES:
+        convert, metavar = TYPES[kind]
+        group.add_argument(flag, type=convert, metavar=metavar, **common)
+    else:
+        raise TypeError(f"{name}: no flag for a field of type {field.annotation}")
+
+
+def _bare(annotation: Any) -> Any:
+    """The type without its `| None`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        return kinds[0] if len(kinds) == 1 else annotation
+    return annotation

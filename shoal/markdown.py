@@ -1,0 +1,69 @@
+"""Markdown in a terminal while it is still being written."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment
+
+
+class _Tail:
+    """The end of what Markdown renders to: as much as the terminal shows. A live display cannot take back lines that
+    have scrolled away."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(Markdown(self._text), options.update(height=None), pad=False)
+        for line in lines[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+def stream(console: Console, pieces: Iterable[str]) -> None:
+    """Print pieces of Markdown as they come. A block that is complete is printed for good; only the last one, still
+    growing, is drawn again and again, so that an answer of any length scrolls as text does. What was shown stays when
+    `pieces` raises."""
+    text = ""
+    with Live(console=console, refresh_per_second=12, transient=True, vertical_overflow="crop") as live:
+        try:
+            for piece in pieces:
+                text += piece
+                *done, text = blocks(text)
+                if done:
+                    live.update("")
+                for block in done:
+                    _print(console, block)
+                live.update(_Tail(text))
+        finally:
+            live.update("")
+            if text.strip():
+                _print(console, text)
+
+
+def _print(console: Console, block: str) -> None:
+    if block.strip():
+        console.print(Markdown(block.strip("\n")))
+        console.print()
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Markdown cut at the blank lines between blocks, which are not those inside a fence of code; the last block may
+    be unfinished, and empty. Joined they are the text."""
+    start = position = 0
+    fence = ""
+    while (end := text.find("\n", position)) != -1:
+        line = text[position:end].strip()
+        if fence:
+            if line.startswith(fence) and not line.strip(fence[0]):
+                fence = ""
+        elif opening := re.match(r"`{3,}|~{3,}", line):
+            fence = opening.group()
+        elif not line and text[start:position].strip():
+            yield text[start : end + 1]
+            start = end + 1
+        position = end + 1
+    yield text[start:]
