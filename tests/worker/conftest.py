@@ -1,10 +1,12 @@
-"""Tiny random models of every supported architecture, made by transformers, and a driver that generates with a Runner."""
+"""What tests of the worker share: tiny random models of every architecture, made by transformers, with a driver that
+generates with a Runner; and a fake runner whose answers are a hash, for everything that needs no model."""
 
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -133,3 +135,91 @@ class Sequences:
             self.computed[chunk.slot] += len(chunk.token_ids)
             if self.computed[chunk.slot] == len(self.tokens[chunk.slot]):
                 self.tokens[chunk.slot].append(int(rows[-1].argmax()))
+
+
+MASK = (1 << 62) - 1
+
+
+def mix(state: int, value: int) -> int:
+    """A hash of both, 62 bits."""
+    x = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK
+    x ^= x >> 29
+    return (x * 0xBF58476D1CE4E5B9) & MASK
+
+
+class FakeRunner:
+    """A runner whose "model" is a hash, with KV in pages like a real one's, so that a wrong page, position or token
+    gives a wrong next token: a token's KV depends on all tokens before it, and the next token on the KV of all.
+
+    Tokens are 0 .. vocab_size-1. Pages start with rubbish. A step that computes the token `poison` fails.
+    """
+
+    def __init__(
+        self,
+        num_pages: int = 64,
+        page_size: int = 4,
+        vocab_size: int = 50,
+        context_length: int = 10_000,
+        eos_token_ids: tuple[int, ...] = (),
+        poison: int | None = None,
+    ) -> None:
+        self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, vocab_size
+        self.context_length = min(context_length, num_pages * page_size)
+        self.eos_token_ids = eos_token_ids
+        self.device = torch.device("cpu")
+        self.poison = poison
+        self.plans: list[Plan] = []
+        self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
+        self.tables: dict[int, list[int]] = {}
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        self.plans.append(plan)
+        assert len({chunk.slot for chunk in plan.chunks}) == len(plan.chunks)
+        rows = [row for chunk in plan.chunks for row in self._chunk(chunk)]
+        logits = torch.full((len(rows), self.vocab_size), -1.0)
+        for i, token in enumerate(rows):
+            logits[i, token] = 9.0
+        return logits
+
+    def _chunk(self, chunk: Chunk) -> list[int]:
+        """The likeliest next token after each of the last `num_logits` tokens."""
+        assert self.poison not in chunk.token_ids, "a poisoned token"
+        table = self.tables.setdefault(chunk.slot, [])
+        if chunk.reset:
+            table.clear()
+        table.extend(chunk.pages)
+        assert len(set(table)) == len(table)
+        end = chunk.start + len(chunk.token_ids)
+        where = (np.array(table)[:, None] * self.page_size + np.arange(self.page_size)).ravel()[:end]
+        assert len(where) == end, "a chunk without pages"
+        states = self.kv[where]
+        for i, token in enumerate(chunk.token_ids, chunk.start):
+            states[i] = mix(int(states[i - 1]) if i else 0, token)
+        self.kv[where[chunk.start :]] = states[chunk.start :]
+        seen = np.bitwise_xor.accumulate(states)
+        return [self._next(int(seen[i])) for i in range(end - chunk.num_logits, end)]
+
+    def _next(self, seen: int) -> int:
+        return mix(seen, 7) % self.vocab_size
+
+    def generate(self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+        """What it should say, computed without pages: until a stop token, `max_tokens` or the context's end."""
+        state = seen = 0
+        for token in prompt:
+            state = mix(state, token)
+            seen ^= state
+        output: list[int] = []
+        while len(output) < min(max_tokens, self.context_length - len(prompt)):
+            token = self._next(seen)
+            output.append(token)
+            if token in stop_ids:
+                break
+            state = mix(state, token)
+            seen ^= state
+        return output
+
+
+@pytest.fixture(scope="session")
+def fake_runner() -> type[FakeRunner]:
+    """The class: make one of any size."""
+    return FakeRunner

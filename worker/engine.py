@@ -1,0 +1,318 @@
+"""One replica without its socket: the scheduler, the model, the sampler and the grammars, put together.
+
+A step reads `schedule -> run -> sample -> update`. The scheduler sees plans and sampled tokens only, so a plan may as
+well go to other ranks, and the next one be made while this one runs.
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from radix.events import Event, Stored
+from radix.pages import PagePool
+from radix.tree import Tree
+from worker.config import WorkerConfig
+from worker.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
+from worker.messages import Failure, Generate, Load, Output, SamplingParams, TokenLogprobs
+from worker.plan import Plan
+from worker.request import Sequence
+from worker.runner import Runner
+from worker.sampling import Sampled, Sampler, prompt_logprobs
+from worker.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class DeviceLost(RuntimeError):
+    """The device no longer computes. Nothing that this process holds can be saved: end it, start another."""
+
+
+class Parts(NamedTuple):
+    """What an engine is made of, beside the scheduler and the tree."""
+
+    runner: Runner
+    sampler: Sampler
+    grammars: GrammarCompiler
+
+
+def load_parts(model_dir: Path, config: WorkerConfig) -> Parts:
+    """Loads the model of a folder. Raises whatever its files or the device have to complain about."""
+    runner = Runner(model_dir, config)
+    sampler = Sampler(config.max_running, runner.vocab_size, runner.device)
+    grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
+    return Parts(runner, sampler, grammars)
+
+
+@dataclass
+class Finished:
+    """What became of one prompt of `Engine.generate`. `token_ids` are the outputs, a stop token included."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str = ""
+    failure: Failure | None = None
+    cached_tokens: int = 0
+
+    def take(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+            self.prompt_logprobs = output.prompt_logprobs
+        self.finish_reason = output.finish_reason or ""
+        self.failure = output.failure
+
+
+class Engine:
+    """Runs requests. One thread at a time; only `on_ready` is called from another."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: WorkerConfig,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
+        load: Callable[[Path, WorkerConfig], Parts] = load_parts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_event` is told of every change of the radix tree. `on_ready` is called, from any thread, when a request
+        that waited outside the queue wants a `step`. `load` makes the parts."""
+        self.runner, self.sampler, self.grammars = load(Path(model_dir), config)
+        self.tree = Tree(config.page_size, PagePool(self.runner.num_pages, config.page_size), on_event=on_event)
+        self.scheduler = Scheduler(
+            config,
+            self.tree,
+            vocab_size=self.runner.vocab_size,
+            context_length=self.runner.context_length,
+            eos_token_ids=self.runner.eos_token_ids,
+            clock=clock,
+        )
+        self._on_ready = on_ready
+        self._compiling: dict[str, Future[CompiledGrammar]] = {}
+        self._compiled: queue.SimpleQueue[tuple[str, Future[CompiledGrammar]]] = queue.SimpleQueue()
+        self._grammars: dict[str, CompiledGrammar] = {}  # of requests that run or wait
+
+    # ------------------------------------------------------------ requests
+
+    def add(self, request: Generate) -> None:
+        """Takes a request; what becomes of it comes out of `step`. Raises ValueError for an id that is in use."""
+        grammar = request.sampling.grammar
+        if self.scheduler.add(request, ready=grammar is None) and grammar is not None:
+            future = self.grammars.submit(grammar)
+            self._compiling[request.request_id] = future
+            future.add_done_callback(lambda done: self._wake(request.request_id, done))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forgets these requests and frees their pages at once. Unknown ids are ignored. No output follows."""
+        request_ids = list(request_ids)
+        self.scheduler.abort(request_ids)
+        for request_id in request_ids:
+            self._forget_grammar(request_id)
+        self._leave_slots()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do now. A grammar that compiles is none: `on_ready` tells."""
+        return self.scheduler.has_work or not self._compiled.empty()
+
+    def step(self) -> list[Output]:
+        """Computes one batch. Returns what there is to tell. Raises DeviceLost."""
+        self._take_compiled()
+        plan = self.scheduler.schedule()
+        self._take_slots(plan)
+        if plan is not None and plan.chunks:
+            logits = self._run(plan)
+            if logits is not None:
+                self.scheduler.update(plan, *self._sample(plan, logits))
+        outputs = self.scheduler.take_outputs()
+        self._leave_slots()
+        if self._grammars:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._forget_grammar(output.request_id)
+        return outputs
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Finished]:
+        """Runs a batch of prompts to its end, as one user without a server. `sampling` is for all or one for each.
+        `progress` is called after every step with the number of prompts done. Returns in the order of `prompts`; one
+        that could not run has a `failure`."""
+        each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        arrivals = enumerate(zip(prompts, each, strict=True))
+        finished = [Finished() for _ in prompts]
+        num_done = 0
+        try:
+            while num_done < len(prompts):
+                room = self.scheduler.config.max_waiting - self.scheduler.num_waiting
+                for i, (prompt, params) in islice(arrivals, room):
+                    self.add(Generate(request_id=f"prompt-{i}", prompt_ids=prompt, sampling=params))
+                if not self.has_work:
+                    wait(self._compiling.values(), return_when=FIRST_COMPLETED)
+                for output in self.step():
+                    finished[int(output.request_id.removeprefix("prompt-"))].take(output)
+                    num_done += output.finish_reason is not None
+                if progress is not None:
+                    progress(num_done)
+        finally:  # nothing goes on after an interrupt
+            self.abort(f"prompt-{i}" for i, result in enumerate(finished) if not result.finish_reason)
+        return finished
+
+    # ------------------------------------------------------------ what is there
+
+    def load(self) -> Load:
+        """What the replica carries. `incarnation` and `bookings_seen` are left to the caller."""
+        return self.scheduler.load()
+
+    def snapshot(self) -> list[Stored]:
+        """Events that build the tree as it is now."""
+        return self.tree.snapshot()
+
+    def reset_cache(self) -> None:
+        """Forgets every cached prefix. Raises ValueError while a request runs."""
+        self.tree.reset()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page, slot and sequence is where it belongs. Walks everything."""
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Ends the compiler's thread. The engine is of no use afterwards."""
+        self.grammars.close()
+
+    # ------------------------------------------------------------ the parts of a step
+
+    def _run(self, plan: Plan) -> torch.Tensor | None:
+        """The logits of a step. When the model fails, so do this step's requests, and those alone."""
+        try:
+            return self.runner.forward(plan)
+        except Exception as error:
+            if _is_lost(self.runner.device):
+                raise DeviceLost(f"{self.runner.device} failed in step {plan.step} and does not answer") from error
+            log.exception("the model failed in step %d", plan.step)
+            for chunk in plan.chunks:
+                self._fail(chunk.slot, f"the model failed: {_line(error)}")
+            return None
+
+    def _sample(self, plan: Plan, logits: torch.Tensor) -> tuple[dict[int, Sampled], dict[int, list[TokenLogprobs]]]:
+        """By slot: the next token of every sequence that lacks none any more, and log probabilities of prompts."""
+        slots: list[int] = []
+        rows: list[int] = []
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        end = 0
+        for chunk in plan.chunks:
+            start, end = end, end + chunk.num_logits
+            seq = self.scheduler.sequence(chunk.slot)
+            assert seq is not None
+            if seq.wants_prompt_logits and chunk.num_logits:
+                prompts[chunk.slot] = self._prompt_logprobs(seq, logits[start:end])
+            if seq.num_missing == 0:
+                slots.append(chunk.slot)
+                rows.append(end - 1)
+        if not slots:
+            return {}, prompts
+        if len(rows) < end:
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        return self._sample_rows(logits, slots), prompts
+
+    def _sample_rows(self, logits: torch.Tensor, slots: list[int]) -> dict[int, Sampled]:
+        """One token for each slot, from its row of `logits` [len(slots), vocabulary]."""
+        return dict(zip(slots, self.sampler.sample(logits, slots), strict=True))
+
+    def _prompt_logprobs(self, seq: Sequence, logits: torch.Tensor) -> list[TokenLogprobs]:
+        """Of the prompt's tokens that follow those of `logits` [n, vocabulary]. The prompt's last token has none after
+        it."""
+        first = seq.num_computed - len(logits) + 1
+        token_ids = seq.tokens.view(first, seq.num_computed + 1).tolist()
+        return prompt_logprobs(logits[: len(token_ids)], token_ids, seq.sampling.prompt_logprobs or 0)
+
+    # ------------------------------------------------------------ slots of the sampler
+
+    def _take_slots(self, plan: Plan | None) -> None:
+        """Tells the sampler who left and who came in this step. One that it cannot take fails alone."""
+        self._leave_slots()
+        for seq in self.scheduler.started:
+            try:
+                self._take_slot(seq)
+            except Exception as error:
+                log.exception("request %s cannot be prepared", seq.request_id)
+                self._fail(seq.slot, f"the request could not be prepared: {_line(error)}")
+        if plan is not None and self.scheduler.vacated:
+            plan.chunks = [chunk for chunk in plan.chunks if self.scheduler.sequence(chunk.slot) is not None]
+
+    def _take_slot(self, seq: Sequence) -> None:
+        compiled = self._grammars.get(seq.request_id)
+        # One that was preempted begins anew and is led over its outputs again.
+        seq.grammar = GrammarState(compiled) if compiled is not None else None
+        prompt_ids = seq.tokens.view(0, seq.num_prompt).tolist()
+        self.sampler.add(seq.slot, seq.sampling, prompt_ids, seq.output_ids(), self.runner.eos_token_ids, seq.grammar)
+
+    def _leave_slots(self) -> None:
+        for slot in self.scheduler.vacated:
+            self.sampler.remove(slot)
+        self.scheduler.vacated.clear()
+
+    def _fail(self, slot: int, message: str) -> None:
+        seq = self.scheduler.sequence(slot)
+        if seq is not None:
+            self.scheduler.fail(seq.request_id, Failure("internal", message))
+
+    # ------------------------------------------------------------ grammars
+
+    def _wake(self, request_id: str, future: "Future[CompiledGrammar]") -> None:
+        self._compiled.put((request_id, future))
+        if self._on_ready is not None:
+            self._on_ready()
+
+    def _take_compiled(self) -> None:
+        """Lets requests into the queue whose grammar is there, and fails those whose grammar will not be."""
+        while not self._compiled.empty():
+            request_id, future = self._compiled.get()
+            if self._compiling.get(request_id) is not future:
+                continue  # aborted meanwhile
+            del self._compiling[request_id]
+            error = future.exception()
+            if error is None:
+                self._grammars[request_id] = future.result()
+                self.scheduler.release(request_id)
+            elif isinstance(error, GrammarError):
+                self.scheduler.fail(request_id, Failure("invalid", str(error), "response_format"))
+            else:
+                log.error("a grammar's compiler failed", exc_info=error)
+                self.scheduler.fail(request_id, Failure("internal", f"the grammar's compiler failed: {_line(error)}"))
+
+    def _forget_grammar(self, request_id: str) -> None:
+        self._grammars.pop(request_id, None)
+        future = self._compiling.pop(request_id, None)
+        if future is not None:
+            future.cancel()
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether a GPU is beyond use: after an illegal access every call fails until the process ends."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except Exception:
+        return True
+    return False
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line, for a client."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"

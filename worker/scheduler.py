@@ -1,0 +1,407 @@
+"""What the next step computes. Pure Python over token counts and pages: no tensors, no model.
+
+One rule: every sequence's `num_computed` tokens catch up with its tokens. There is no prefill phase and no decode
+phase; a decode is a sequence that lacks one token. Each step, whoever lacks one token gets it first, chunks of longer
+gaps fill the rest of the token budget, and then waiting sequences start while there are slots, tokens and pages.
+
+When pages run out, cached ones are evicted; then the running sequence that ranks last (lowest priority, latest arrival)
+gives up its slot. What it computed goes to the tree, and it waits at the front of its class to go on from whatever of
+that is still cached. The sequence that ranks first can take every page that way, and no sequence is let in that needs
+more than all of them, so there is always one that moves.
+"""
+
+import copy
+import time
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
+
+from pipeline.chunk import chunk_tokens, pages_for
+from radix.tree import Tree
+from worker.config import WorkerConfig
+from worker.holdings import Holdings
+from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
+from worker.plan import Chunk, Plan
+from worker.refusal import refusal
+from worker.request import Sequence
+from worker.waiting import WaitingQueue
+
+if TYPE_CHECKING:
+    from worker.sampling import Sampled
+
+# Of all pages, the part that stays out of reach of new sequences while running ones may still need it to grow: without
+# it a full cache lets one in, preempts it for the next decodes, and lets it in again.
+GROWTH_RESERVE = 1 / 16
+# Most in a step: where log probabilities of prompts are wanted, every token gives a row, of vocabulary x 4 bytes.
+PROMPT_LOGIT_ROWS = 256
+
+
+class Scheduler:
+    """Owns every sequence from arrival to its last token, and the pages that running ones hold. One thread at a time.
+
+    Use: `plan = schedule()`, run it, `update(plan, sampled)`, `take_outputs()`.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        tree: Tree,
+        *,
+        vocab_size: int,
+        context_length: int,
+        eos_token_ids: Collection[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.holdings = Holdings(tree)
+        self.num_pages = tree.pool.num_pages
+        self.page_size = tree.page_size
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.kv_tokens = self.num_pages * self.page_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.clock = clock
+        self.counters = Load(incarnation="", kv_tokens_total=self.kv_tokens)
+        # Given by `schedule`: sequences that got a slot in this step. Slots given up since the caller cleared it.
+        self.started: list[Sequence] = []
+        self.vacated: list[int] = []
+        # More running sequences than tokens in a step would only wait for each other with pages in hand.
+        num_slots = min(config.max_running, config.token_budget)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._by_slot: list[Sequence | None] = [None] * num_slots
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # by rank
+        self._waiting = WaitingQueue(config.starvation_s, self.holdings.cached_tokens)
+        self._held: dict[str, Sequence] = {}  # not ready: their grammar compiles
+        self._outputs: list[Output] = []
+        self._planned: dict[Sequence, int] = {}  # of this step: how many tokens
+        self._prefilling: list[Sequence] = []  # of this step: those that compute tokens of their prompt
+        self._budget = 0  # of this step: tokens left
+        self._logit_rows = 0  # of this step: left for prompts
+        self._step = 0
+        self._num_arrivals = 0
+
+    # ------------------------------------------------------------ requests come and go
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot, those whose grammar compiles among them."""
+        return len(self._waiting) + len(self._held)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` has anything to consider, or outputs are to be taken."""
+        return bool(self._running or self._outputs or len(self._waiting))
+
+    def add(self, request: Generate, ready: bool = True) -> bool:
+        """Takes a request; with `ready` False it is not run until `release`. Returns False when nothing is left to do
+        for it: it was refused or is complete already, and `take_outputs` says so. Raises ValueError for an id that is
+        in use."""
+        if request.request_id in self._sequences:
+            raise ValueError(f"request id {request.request_id!r} is in use: ids must be unique while a request lives")
+        failure = self._refusal(request)
+        if failure is not None:
+            self.counters.failed += 1
+            self._outputs.append(Output(request_id=request.request_id, finish_reason="error", failure=failure))
+            return False
+        limit = min(len(request.prompt_ids) + request.sampling.max_tokens, self.context_length, self.kv_tokens)
+        self._num_arrivals += 1
+        seq = Sequence(request, self._num_arrivals, self.clock(), limit, self.eos_token_ids)
+        if request.output_ids and self._finish_complete(seq):
+            return False
+        self._sequences[seq.request_id] = seq
+        if ready:
+            self._waiting.add(seq, self._step)
+        else:
+            self._held[seq.request_id] = seq
+        return True
+
+    def release(self, request_id: str) -> Sequence:
+        """A request that was added with `ready` False may run now."""
+        seq = self._held.pop(request_id)
+        self._waiting.add(seq, self._step)
+        return seq
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forgets these requests, wherever they are, and frees their pages. Unknown ids are ignored. No output follows.
+        Not between `schedule` and `update`."""
+        for request_id in request_ids:
+            seq = self._sequences.get(request_id)
+            if seq is not None:
+                self._forget(seq, keep=True)
+                self.counters.aborts += 1
+
+    def fail(self, request_id: str, failure: Failure) -> None:
+        """Ends this request alone with `failure`. Whatever it computed is thrown away, since it may be what failed."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._forget(seq, keep=False)
+            self.counters.failed += 1
+            self._outputs.append(Output(request_id=request_id, finish_reason="error", failure=failure))
+
+    def take_outputs(self) -> list[Output]:
+        """What there is to tell since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ------------------------------------------------------------ a step
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when there is nothing to compute. `started` then names the sequences that are new in
+        it. Every plan must be followed by its `update` before the next `schedule`."""
+        self.started.clear()
+        self._planned.clear()
+        self._prefilling.clear()
+        self._budget = self.config.token_budget
+        self._logit_rows = PROMPT_LOGIT_ROWS
+        preemptions = self.counters.preemptions
+        running = self._running.copy()
+        for seq in running:
+            if seq.tokens.size - seq.num_computed == 1:
+                self._plan(seq)
+        for seq in running:
+            if seq.tokens.size - seq.num_computed > 1:
+                self._plan(seq)
+        # Right after a preemption, what it freed is for those that run.
+        if len(self._waiting) and self.counters.preemptions == preemptions:
+            self._admit()
+        if not self._planned:
+            return None
+        self._step += 1
+        self.counters.steps = self._step
+        return Plan(self._step, [self._chunk(seq, size) for seq, size in self._planned.items()])
+
+    def sequence(self, slot: int) -> Sequence | None:
+        """Who runs in `slot`."""
+        return self._by_slot[slot]
+
+    def update(
+        self, plan: Plan, sampled: "dict[int, Sampled]", prompt_logprobs: dict[int, list[TokenLogprobs]]
+    ) -> None:
+        """Takes back what a plan gave, by slot: a token for every sequence that lacks none any more, and log
+        probabilities of prompts. Sequences that have gone since are skipped."""
+        for chunk in plan.chunks:
+            seq = self._by_slot[chunk.slot]
+            if seq is None:
+                continue
+            if chunk.start < seq.num_prompt:
+                self.holdings.cache(seq)
+            if seq.prompt_logprobs is not None and chunk.slot in prompt_logprobs:
+                seq.prompt_logprobs.extend(prompt_logprobs[chunk.slot])
+            if seq.num_computed == seq.tokens.size:
+                self._take_token(seq, sampled[chunk.slot])
+
+    # ------------------------------------------------------------ what is there
+
+    def load(self) -> Load:
+        """What is carried now, in tokens, and the counters. `incarnation` and `bookings_seen` are the caller's."""
+        load = copy.copy(self.counters)
+        others = [*self._waiting, *self._held.values()]
+        load.running = len(self._running)
+        load.waiting = len(others)
+        load.context_tokens = sum(seq.num_computed for seq in self._running)
+        load.waiting_tokens = sum(max(0, seq.num_prompt - seq.num_computed) for seq in self._running)
+        load.waiting_tokens += sum(max(0, seq.num_prompt - seq.cached_estimate) for seq in others)
+        load.kv_tokens_cached = self.holdings.tree.num_evictable * self.page_size
+        load.kv_tokens_used = self.kv_tokens - self.holdings.num_available * self.page_size
+        return load
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page has one owner and every sequence one place. Walks everything."""
+        self.holdings.check_integrity(self._running)
+        waiting = [*self._waiting, *self._held.values()]
+        places = [*self._running, *waiting]
+        assert len(places) == len(self._sequences), "a sequence is nowhere, or in two places"
+        assert all(self._sequences[seq.request_id] is seq for seq in places)
+        assert len(self._running) + len(self._free_slots) == len(self._by_slot), "a slot is lost"
+        assert self._running == sorted(self._running, key=lambda seq: seq.rank)
+        for seq in self._running:
+            assert self._by_slot[seq.slot] is seq
+            assert seq.num_computed <= seq.pages.size * self.page_size, "tokens without a page"
+        for seq in waiting:
+            assert seq.slot == -1 and seq.pages.size == 0 and seq.node is None, "a waiting sequence holds pages"
+
+    # ------------------------------------------------------------ arrival
+
+    def _refusal(self, request: Generate) -> Failure | None:
+        if self.num_waiting >= self.config.max_waiting:
+            return Failure("overloaded", f"{self.num_waiting} requests are waiting already: try again later")
+        return refusal(
+            request, vocab_size=self.vocab_size, context_length=self.context_length, kv_tokens=self.kv_tokens
+        )
+
+    def _finish_complete(self, seq: Sequence) -> bool:
+        """A resumed sequence may have had its last token before it came here."""
+        output = Output(request_id=seq.request_id)
+        self._judge(seq, output)
+        if output.finish_reason is None:
+            return False
+        self.counters.finished += 1
+        self._outputs.append(output)
+        return True
+
+    # ------------------------------------------------------------ choosing
+
+    def _plan(self, seq: Sequence) -> None:
+        """Puts the next chunk of a running sequence into this step, unless there are no tokens or pages for it now."""
+        if seq.slot < 0:
+            return  # preempted by one that ranks before it
+        missing = seq.tokens.size - seq.num_computed
+        budget = min(self._budget, self._logit_rows) if seq.wants_prompt_logits else self._budget
+        size = min(missing, budget)
+        if size > 0:
+            size = chunk_tokens(missing, budget, self._make_room(seq, size))
+        if size > 0:
+            self._planned[seq] = size
+            self._budget -= size
+            if seq.wants_prompt_logits:
+                self._logit_rows -= size
+            if seq.num_computed < seq.num_prompt:
+                self._prefilling.append(seq)
+
+    def _make_room(self, seq: Sequence, tokens: int) -> int:
+        """Gets pages for `tokens` more tokens of a running sequence, or for as many as are to be had. It takes pages
+        from those that rank below it only when it could not move at all. Returns the tokens that fit now."""
+        room = seq.pages.size * self.page_size - seq.num_computed
+        if room >= tokens:
+            return room
+        wanted = pages_for(tokens - room, self.page_size)
+        pages = min(wanted, self.holdings.num_available)
+        while pages == 0 and room == 0 and self._running[-1] is not seq:
+            self._preempt(self._running[-1])
+            pages = min(wanted, self.holdings.num_available)
+        if pages:
+            self.holdings.grow(seq, pages)
+        return room + pages * self.page_size
+
+    def _admit(self) -> None:
+        """Starts waiting sequences while there are slots, tokens and pages. One that does not fit holds up those behind
+        it, or a long prompt would wait forever; one whose prefix is being computed does not."""
+        now_s = self.clock()
+        for seq in self._waiting.in_order(self._step, now_s):
+            if not self._free_slots or self._budget <= 0:
+                return
+            if not self._waiting.is_starved(seq, now_s) and self._is_underway(seq):
+                continue
+            if not self._start(seq, now_s):
+                return
+
+    def _is_underway(self, seq: Sequence) -> bool:
+        """Whether a sequence in this step computes the page that `seq` would compute first: it is in the tree after the
+        step, so waiting costs less than computing it twice."""
+        for other in self._prefilling:
+            start = other.num_computed - other.num_computed % self.page_size
+            end = start + self.page_size
+            if start < seq.cached_estimate or end > seq.reusable_tokens:
+                continue
+            # The page itself first: it is the likeliest to differ.
+            if seq.tokens.agrees(other.tokens, start, end) and seq.tokens.agrees(other.tokens, 0, start):
+                return True
+        return False
+
+    def _start(self, seq: Sequence, now_s: float) -> bool:
+        """Gives a waiting sequence a slot and its first chunk, if there are pages for all the tokens that it has now
+        beside what running ones are going to need."""
+        reserved = self._num_reserved
+        least = pages_for(seq.tokens.size, self.page_size) - pages_for(seq.cached_estimate, self.page_size)
+        if self._running and least + reserved > self.holdings.num_available:
+            return False  # without asking the tree: this is the common case when the cache is full
+        if not self.holdings.open(seq, reserved):
+            return False
+        self._waiting.remove(seq)
+        seq.slot = self._free_slots.pop()
+        self._by_slot[seq.slot] = seq
+        insort(self._running, seq, key=lambda s: s.rank)
+        self.started.append(seq)
+        if seq.started_s is None:
+            seq.started_s = now_s
+            seq.cached_tokens = min(seq.num_computed, seq.num_prompt)
+            self.counters.prompt_tokens += seq.num_prompt
+            self.counters.cached_tokens += seq.cached_tokens
+        self._plan(seq)
+        return True
+
+    @property
+    def _num_reserved(self) -> int:
+        """Pages that running sequences are going to need: all those for tokens they have, and some to grow."""
+        promised = sum(seq.pages_missing(self.page_size) for seq in self._running)
+        growth = sum(seq.pages_to_grow(self.page_size) for seq in self._running)
+        return promised + min(growth, 1 + int(self.num_pages * GROWTH_RESERVE))
+
+    def _chunk(self, seq: Sequence, size: int) -> Chunk:
+        """The chunk as the ranks see it, and the sequence as it is after the step."""
+        start, end = seq.num_computed, seq.num_computed + size
+        token_ids = [seq.last_token] if size == 1 and end == seq.tokens.size else seq.tokens.view(start, end).tolist()
+        if seq.new_table:
+            seq.num_sent_pages = 0
+        pages: list[int] = []
+        if seq.num_sent_pages < seq.pages.size:
+            pages = seq.pages.view(seq.num_sent_pages, seq.pages.size).tolist()
+        num_logits = 1 if end == seq.tokens.size else 0
+        if seq.wants_prompt_logits:
+            num_logits = end - max(start, seq.reusable_tokens)
+        chunk = Chunk(seq.slot, start, token_ids, pages, seq.new_table, num_logits)
+        seq.new_table = False
+        seq.num_sent_pages = seq.pages.size
+        seq.num_computed = end
+        return chunk
+
+    # ------------------------------------------------------------ giving back
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._budget += self._planned.pop(seq, 0)
+        self._vacate(seq, keep=True)
+        seq.preempted = True
+        self.counters.preemptions += 1
+        self._waiting.add(seq, self._step)
+
+    def _forget(self, seq: Sequence, keep: bool) -> None:
+        del self._sequences[seq.request_id]
+        if seq.is_running:
+            self._vacate(seq, keep)
+        elif self._held.pop(seq.request_id, None) is None:
+            self._waiting.remove(seq)
+
+    def _vacate(self, seq: Sequence, keep: bool) -> None:
+        """Takes a running sequence's slot and pages."""
+        self.holdings.close(seq, keep)
+        self._running.remove(seq)
+        self._by_slot[seq.slot] = None
+        self._free_slots.append(seq.slot)
+        self.vacated.append(seq.slot)
+        seq.slot = -1
+
+    # ------------------------------------------------------------ tokens
+
+    def _take_token(self, seq: Sequence, sampled: "Sampled") -> None:
+        seq.append(sampled.token_id)
+        self.counters.output_tokens += 1
+        output = Output(request_id=seq.request_id, token_ids=[sampled.token_id])
+        if sampled.logprobs is not None:
+            output.logprobs = [sampled.logprobs]
+        if not seq.announced:
+            seq.announced = True
+            output.cached_tokens = seq.cached_tokens
+            output.queue_s = (seq.started_s or seq.arrived_s) - seq.arrived_s
+            output.prompt_logprobs = seq.prompt_logprobs
+        self._judge(seq, output)
+        if output.finish_reason is not None:
+            self._forget(seq, keep=True)
+            self.counters.finished += 1
+        self._outputs.append(output)
+
+    def _judge(self, seq: Sequence, output: Output) -> None:
+        """Writes into `output` whether the sequence's last token ends it."""
+        if seq.last_token in seq.stop_ids:
+            output.finish_reason = "stop"
+            output.stop_token_id = seq.last_token
+        elif seq.grammar is not None and seq.grammar.terminated:
+            output.finish_reason = "stop"
+        elif seq.tokens.size >= seq.token_limit:
+            output.finish_reason = "length"

@@ -1,0 +1,59 @@
+"""The requests that wait for a slot and pages, and which of them goes next."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+
+from worker.request import Sequence
+
+WINDOW = 128  # of the first come, how many compete for being next
+LOOKUPS_A_STEP = 8
+LOOKUP_EVERY_STEPS = 16
+
+
+class WaitingQueue:
+    """Waiting sequences. Order: higher priority; then those that ran before and were preempted; then those that have
+    waited for longer than `starvation_s`, first come first; then by longest cached prefix.
+
+    What the tree holds changes with every step, and thousands may wait, so a sequence's cached prefix is an estimate:
+    looked up when it arrives and then, for those in the window, every few steps.
+    """
+
+    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int]) -> None:
+        """`look_up`: how many of a sequence's tokens the tree has now."""
+        self._starvation_s = starvation_s
+        self._look_up = look_up
+        self._queue: list[Sequence] = []  # by place
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._queue)
+
+    def add(self, seq: Sequence, step: int) -> None:
+        self._estimate(seq, step)
+        insort(self._queue, seq, key=lambda s: s.place)
+
+    def remove(self, seq: Sequence) -> None:
+        del self._queue[bisect_left(self._queue, seq.place, key=lambda s: s.place)]
+
+    def is_starved(self, seq: Sequence, now_s: float) -> bool:
+        return seq.preempted or now_s - seq.arrived_s > self._starvation_s
+
+    def in_order(self, step: int, now_s: float) -> list[Sequence]:
+        """Those that may go next, best first."""
+        window = self._queue[:WINDOW]
+        if len(window) > 1:
+            old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
+            for seq in old[:LOOKUPS_A_STEP]:
+                self._estimate(seq, step)
+            window.sort(key=lambda seq: self._urgency(seq, now_s))
+        return window
+
+    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int]:
+        starved = self.is_starved(seq, now_s)
+        return (-seq.priority, not seq.preempted, not starved, 0 if starved else -seq.cached_estimate, seq.arrival)
+
+    def _estimate(self, seq: Sequence, step: int) -> None:
+        seq.cached_estimate = self._look_up(seq)
+        seq.estimated_at_step = step
