@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until Ctrl-C. Returns 0, 1 when the server could not start, 2 for a wrong configuration."""
+    """Serve until Ctrl-C. Returns 0; 1 when the server did not start or did not live; 2 for a wrong configuration."""
     line = parser()
     args, unknown = line.parse_known_args(argv)
     if unknown:
@@ -53,5 +53,4 @@ def main(argv: list[str] | None = None) -> int:
 
     from cluster import launch  # Ray takes seconds to import: not before the configuration is right
 
-    launch.serve(config)
-    return 0
+    return launch.serve(config)

@@ -1,0 +1,206 @@
+"""`shoal status`: what a running server is doing, replica by replica, read from its pages."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from shoal.client import Client, ServerError
+
+EPILOG = """\
+examples:
+  shoal status
+  shoal status --url http://gpu-box:8000 --watch 1
+  shoal status --json
+
+exit code: 0 when the server can answer, 1 when it cannot or is not there.
+"""
+# The server's metric for each field of Replica that is one.
+METRICS = {
+    "running": "shoal_running_requests",
+    "waiting": "shoal_waiting_requests",
+    "kv_tokens": "shoal_kv_tokens",
+    "kv_tokens_used": "shoal_kv_tokens_used",
+    "kv_tokens_cached": "shoal_kv_tokens_cached",
+    "prompt_tokens": "shoal_prompt_tokens_total",
+    "cached_tokens": "shoal_cached_tokens_total",
+    "output_tokens": "shoal_output_tokens_total",
+    "finished": "shoal_finished_requests_total",
+    "failed": "shoal_failed_requests_total",
+    "preemptions": "shoal_preemptions_total",
+    "ttft_count": "shoal_time_to_first_token_seconds_count",
+    "ttft_sum_s": "shoal_time_to_first_token_seconds_sum",
+    "tbt_count": "shoal_inter_token_latency_seconds_count",
+    "tbt_sum_s": "shoal_inter_token_latency_seconds_sum",
+}
+
+
+@dataclass
+class Replica:
+    """What one replica says of itself; counts are since it started, requests and tokens."""
+
+    name: str
+    running: float = 0
+    waiting: float = 0
+    kv_tokens: float = 0
+    kv_tokens_used: float = 0
+    kv_tokens_cached: float = 0
+    prompt_tokens: float = 0
+    cached_tokens: float = 0
+    output_tokens: float = 0
+    finished: float = 0
+    failed: float = 0
+    preemptions: float = 0
+    ttft_count: float = 0
+    ttft_sum_s: float = 0
+    tbt_count: float = 0
+    tbt_sum_s: float = 0
+
+
+@dataclass
+class Status:
+    """One look at a server. `problem` says why it cannot answer, None when it can."""
+
+    url: str
+    problem: str | None
+    models: list[str]
+    replicas: list[Replica]
+
+
+def look(client: Client) -> Status:
+    """Ask the server. Raises ServerError when there is none, or it wants a key."""
+    ready = client.get("/ready")
+    problem = None
+    if ready.status_code == 404:
+        problem = "this server has no /ready: it is not Shoal's"
+    elif ready.status_code != 200:
+        problem = "not ready" + (f": {reason}" if (reason := _reason(ready.text)) else "")
+    metrics = client.get("/metrics")
+    found = replicas(metrics.text) if metrics.status_code == 200 else []
+    return Status(client.url, problem, client.models(), found)
+
+
+def replicas(page: str) -> list[Replica]:
+    """The replicas on a page of Prometheus metrics, by name; metrics that are not Shoal's are passed over."""
+    fields = {metric: name for name, metric in METRICS.items()}
+    found: dict[str, Replica] = {}
+    try:
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name in fields and (name := sample.labels.get("replica")):
+                    setattr(found.setdefault(name, Replica(name)), fields[sample.name], sample.value)
+    except ValueError:
+        raise ServerError("/metrics is no page of Prometheus metrics") from None
+    return [found[name] for name in sorted(found)]
+
+
+def _reason(text: str) -> str:
+    try:
+        value = json.loads(text)
+        return str(value["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text.strip()[:200]
+
+
+def render(status: Status) -> RenderableType:
+    """The status for a terminal."""
+    state = Text("ready", "bold green") if status.problem is None else Text(status.problem, "bold red")
+    head = Text.assemble((", ".join(status.models) or "no model", "bold"), (f"  {status.url}  ", "dim"), state)
+    if not status.replicas:
+        return Group(head, Text("no replica has reported yet", "dim"))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("replica")
+    for column in ("running", "waiting", "KV in use", "KV kept", "prompt", "cached", "hit rate", "output"):
+        table.add_column(column, justify="right")
+    for column in ("TTFT", "TBT", "done", "failed", "preempted"):
+        table.add_column(column, justify="right")
+    for replica in status.replicas:
+        table.add_row(*_row(replica))
+    if len(status.replicas) > 1:
+        table.add_section()
+        table.add_row(*_row(total(status.replicas)), style="bold")
+    return Group(head, Text(), table)
+
+
+def total(found: list[Replica]) -> Replica:
+    """All replicas as one."""
+    return Replica("all", **{name: sum(getattr(replica, name) for replica in found) for name in METRICS})
+
+
+def _row(replica: Replica) -> list[str]:
+    counts = (replica.finished, replica.failed, replica.preemptions)
+    return [
+        replica.name,
+        f"{replica.running:,.0f}",
+        f"{replica.waiting:,.0f}",
+        _share(replica.kv_tokens_used, replica.kv_tokens),
+        _share(replica.kv_tokens_cached, replica.kv_tokens),
+        f"{replica.prompt_tokens:,.0f}",
+        f"{replica.cached_tokens:,.0f}",
+        _share(replica.cached_tokens, replica.prompt_tokens),
+        f"{replica.output_tokens:,.0f}",
+        _mean_ms(replica.ttft_sum_s, replica.ttft_count),
+        _mean_ms(replica.tbt_sum_s, replica.tbt_count),
+        *(f"{count:,.0f}" for count in counts),
+    ]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _mean_ms(sum_s: float, count: float) -> str:
+    return f"{sum_s / count * 1000:,.0f} ms" if count else "-"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the status. Returns 0 when the server can answer, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="shoal status",
+        description="What a running server is doing, replica by replica. TTFT and TBT are means since its start.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--watch", type=float, metavar="S", help="look again every S seconds, until Ctrl-C")
+    how.add_argument("--json", action="store_true", help="as JSON, for scripts")
+    args = parser.parse_args(argv)
+    if args.watch is not None and not args.watch > 0:
+        parser.error("--watch: the seconds must be above 0")
+    try:
+        with Client(args.url, args.api_key) as client:
+            status = look(client)
+            if args.watch is not None:
+                _watch(client, args.watch)
+            elif args.json:
+                print(json.dumps(asdict(status), indent=2))
+            else:
+                Console(highlight=False).print(render(status))
+    except ServerError as error:
+        print(f"shoal status: {error}", file=sys.stderr)
+        return 1
+    return 0 if status.problem is None else 1
+
+
+def _watch(client: Client, every_s: float) -> None:
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            try:
+                shown = render(look(client))
+            except ServerError as error:
+                shown = Text(str(error), "bold red")  # it may come back
+            live.update(shown, refresh=True)
+            time.sleep(every_s)
