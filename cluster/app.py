@@ -1,0 +1,108 @@
+"""The Serve application: routers in front, replicas behind, the same from every way of starting.
+
+`build` is what `serve run cluster.app:build` and a RayService's `import_path` name; its arguments are the keys of the
+configuration. `shoal serve` calls `application` itself.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import Config, load
+from cluster.models import resolve
+from cluster.replica import CONTROL_CPUS, Replica, bundles
+from cluster.request_router import ServePlacer, listen
+from router.api import create_app
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.replicas import Replicas
+from router.service import Service
+from router.tokenizer import Tokenizer
+
+APP = "shoal"  # the application's name in Serve
+UNLIMITED = 1 << 20  # requests that Serve lets through at once: admission is the scheduler's, in tokens
+DRAIN_S = 20.0  # what the streams of a router that is taken away get to finish
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for a configuration's keys. Raises ConfigError. Ray must be running: it knows the GPUs."""
+    config, _ = settle(load(overrides=args), gpus=ray.cluster_resources().get("GPU", 0))
+    return application(config)
+
+
+def settle(config: Config, gpus: float) -> tuple[Config, str | None]:
+    """Fills in what depends on the cluster, so that all processes agree, and what there is to say about it."""
+    note = None
+    device = config.device
+    if device == "auto":
+        device = "cuda" if gpus > 0 else "cpu"
+        note = None if gpus > 0 else "no GPU here: the model runs on CPUs"
+    name = config.served_model_name or model_name(config.model)
+    return config.model_copy(update={"device": device, "served_model_name": name}), note
+
+
+def model_name(model: str) -> str:
+    """A hub id as it is; of a path the last part."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).exists():
+        return model
+    path = Path(model).expanduser().resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def application(config: Config) -> Application:
+    """Raises nothing: `config` is settled."""
+    replicas = serve.deployment(
+        num_replicas=config.replicas,
+        ray_actor_options={"num_cpus": CONTROL_CPUS},
+        placement_group_bundles=bundles(config),
+        placement_group_strategy="PACK",
+        request_router_config=RequestRouterConfig(
+            request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # their mistake
+        ),
+        health_check_period_s=config.health_check_period_s,
+        graceful_shutdown_wait_loop_s=0.1,  # nothing runs in the control actor
+        graceful_shutdown_timeout_s=1.0,
+    )(Replica).bind(config)
+    return serve.deployment(
+        num_replicas=config.routers,
+        ray_actor_options={"num_cpus": config.cpus_per_router},
+        max_ongoing_requests=UNLIMITED,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=DRAIN_S,
+    )(Router).bind(config, replicas)
+
+
+@serve.ingress()
+class Router:
+    """One HTTP process: OpenAI's API, this process's view of the fleet, and its connections to the replicas."""
+
+    def __init__(self, config: Config, handle: DeploymentHandle) -> None:
+        self._config = config
+        fleet = Fleet()
+        replicas = Replicas(fleet)
+        self._service = Service(
+            Tokenizer.from_folder(resolve(config.model)),
+            replicas,
+            ServePlacer(handle, fleet, replicas),
+            fleet,
+            Metrics(replicas.loads),
+            model=config.served_model_name or model_name(config.model),
+            context_length=config.context_length or UNLIMITED,
+        )
+        listen(self._take)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._service, self._config)
+
+    def _take(self, replicas: dict[str, dict[str, Any]]) -> None:
+        """What Serve says of the replicas that run: id to what each published (`Replica.record_replica_metadata`)."""
+        if replicas:
+            self._service.context_length = min(replica["context_length"] for replica in replicas.values())
+        self._service.replicas.set_replicas({name: replica["address"] for name, replica in replicas.items()})

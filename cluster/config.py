@@ -1,0 +1,144 @@
+"""The configuration: one flat, frozen table, from a YAML file, the command line, or Serve's application arguments.
+
+Every way of starting Shoal ends here, so a name means the same in a file, after `--` and in the Helm chart's values.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from router.config import RouterConfig
+from worker.config import WorkerConfig
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, one line for each key. The message is for the user as it stands."""
+
+
+class Config(WorkerConfig, RouterConfig):
+    """All settings of a deployment of Shoal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a hub id"
+    )
+    replicas: int = Field(2, ge=1, description="copies of the model, each with a cache of its own")
+    routers: int = Field(1, ge=1, description="HTTP processes in front of the replicas")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every network interface"
+    )
+    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
+    address: str | None = Field(
+        None,
+        description="the Ray cluster to join: host:port, or auto; by default one is started on this machine",
+    )
+    replica_host: str | None = Field(
+        None,
+        description="address that replicas listen on for routers; by default 127.0.0.1 where Ray is started here, else "
+        "the node's own",
+    )
+    cpus_per_rank: float | None = Field(
+        None,
+        gt=0,
+        description="Ray CPUs that one rank asks for, and its threads; by default this machine's cores shared out, "
+        "and 1 on a cluster that is joined",
+    )
+    gpus_per_rank: float = Field(
+        1.0, gt=0, le=1, description="Ray GPUs that one rank asks for where the model runs on GPUs"
+    )
+    cpus_per_router: float = Field(1.0, gt=0, description="Ray CPUs that one router asks for")
+    health_check_period_s: float = Field(
+        0.5, ge=0.1, description="seconds between health checks of a replica; it is replaced after three that fail"
+    )
+    start_timeout_s: float = Field(
+        600.0, gt=0, description="longest time that `shoal serve` waits until the server can answer, in seconds"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.tp > 1 or self.pp > 1:
+            raise ValueError(
+                f"tp={self.tp}, pp={self.pp}: this version runs one rank a replica; leave both at 1 and raise replicas"
+            )
+        if self.kv_tokens is not None and self.kv_tokens < self.page_size:
+            raise ValueError(f"kv_tokens={self.kv_tokens} is less than one page (page_size={self.page_size})")
+        if self.kv_tokens is not None and self.context_length is not None and self.context_length > self.kv_tokens:
+            raise ValueError(
+                f"context_length={self.context_length} does not fit into kv_tokens={self.kv_tokens}: "
+                "raise kv_tokens or lower context_length"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """The effective configuration as YAML, one key a line, this class's fields first; secrets as asterisks."""
+        values = self.model_dump(mode="json")
+        own = {key: values.pop(key) for key in Config.__annotations__ if key in values}
+        return yaml.safe_dump({**own, **values}, sort_keys=False, allow_unicode=True, width=120)
+
+
+def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Reads a YAML file (or nothing), puts `overrides` over it, and checks the result.
+
+    Raises ConfigError: every unknown key and every wrong value in one message.
+    """
+    settings = {**(_read(path) if path is not None else {}), **(overrides or {})}
+    source = f"{path}" if path is not None else "configuration"
+    try:
+        return Config(**settings)
+    except ValidationError as error:
+        problems = [_problem(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n  ".join([f"{source}: {_count(len(problems))}", *problems])) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: must be a table of `key: value` lines, not a {type(settings).__name__}")
+    if wrong := [key for key in settings if not isinstance(key, str)]:
+        raise ConfigError(f"{path}: keys must be names, not {wrong[0]!r}")
+    return settings
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML lets a later key win over an earlier one of the same name; in a configuration that is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _problem(detail: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        return f"{key}: unknown{_did_you_mean(key, Config.model_fields)}"
+    if not key:
+        return message
+    shown = "" if "api_key" in key else f" {detail['input']!r}:"
+    return f"{key}:{shown} {message[0].lower()}{message[1:]}"
+
+
+def _did_you_mean(key: str, known: Iterable[str]) -> str:
+    close = get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _count(problems: int) -> str:
+    return "1 setting is wrong" if problems == 1 else f"{problems} settings are wrong"

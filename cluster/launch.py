@@ -1,0 +1,227 @@
+"""`shoal serve`: brings a server up, tells what it waits for, and leaves nothing behind.
+
+Without an address Ray is started on this machine for this server alone and ends with it. With one, the application
+is put on that cluster, and taken off again.
+"""
+
+import json
+import logging
+import re
+import shutil
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import FrameType
+
+import ray
+from ray import serve as ray_serve
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
+from rich.console import Console
+
+from cluster import local  # before ray: it sets what Ray reads when it is imported
+from cluster.app import APP, application, settle
+from cluster.config import Config
+from cluster.models import ModelError, resolve
+
+POLL_S = 0.2
+ATTEND_S = 2.0  # between looks at a server that runs
+FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+
+
+class LaunchError(RuntimeError):
+    """The server did not start, or has ended. The message is for the user as it stands."""
+
+
+def serve(config: Config, console: Console | None = None) -> int:
+    """Serves until SIGINT or SIGTERM. Returns the exit code: 1 if the server did not start or did not live."""
+    launch = _Launch(config, console or Console(highlight=False))
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        launch.start()
+        launch.attend()
+    except KeyboardInterrupt:
+        return 0
+    except (LaunchError, ModelError, local.PortTaken, OSError) as error:
+        launch.failed(error)
+    finally:
+        # From here on a second Ctrl-C must not leave half of the processes behind.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        launch.end()
+    return 1
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+class _Launch:
+    """One server from its start to its end, seen from the terminal."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self._config = config
+        self._console = console
+        self._line = console.status("") if console.is_terminal else None
+        self._said = ""
+        self._folder: Path | None = None  # of a Ray of our own
+
+    def start(self) -> None:
+        """Returns when the server can answer. Raises LaunchError, ModelError, PortTaken, OSError."""
+        if self._line is not None:
+            self._line.start()
+        if self._config.address is None:
+            self._start_ray()
+        else:
+            self._join_ray(self._config.address)
+        self._deploy()
+        self._wait()
+        self._greet()
+
+    def attend(self) -> None:
+        """Tells of replicas that die and come back. Returns never; raises LaunchError if Ray is gone."""
+        seen = ""
+        while True:
+            time.sleep(ATTEND_S)
+            try:
+                now = _short(_overview())
+            except Exception as error:
+                raise LaunchError(f"Ray is gone: {error}") from error
+            if now != seen and seen:
+                self._console.print(time.strftime("%H:%M:%S"), now, markup=False)
+            seen = now
+
+    def failed(self, error: Exception) -> None:
+        self._quiet()
+        self._console.print(f"shoal: {error}", style="red", markup=False, soft_wrap=True)
+        if self._folder is not None:
+            self._console.print(f"Ray's logs stay in {self._folder} until the next start", markup=False)
+            self._folder = None
+
+    def end(self) -> None:
+        """Takes everything down that `start` brought up, however far it came."""
+        self._quiet()
+        if self._config.address is None:
+            local.end()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        elif ray.is_initialized():
+            ray_serve.delete(APP)
+            ray.shutdown()
+
+    # ------------------------------------------------------------ the steps of a start
+
+    def _start_ray(self) -> None:
+        local.check_port(self._config.host, self._config.port)
+        self._say(f"getting {self._config.model}")
+        resolve(self._config.model, progress=self._say)
+        self._config = local.fit(self._config)
+        self._say("starting Ray")
+        self._folder = local.start(self._config)
+
+    def _join_ray(self, address: str) -> None:
+        self._say(f"joining the Ray cluster at {address}")
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError) as error:
+            raise LaunchError(f"no Ray cluster at {address}: {error}") from error
+
+    def _deploy(self) -> None:
+        # Ray has put its own handler in place of ours.
+        signal.signal(signal.SIGTERM, _interrupt)
+        self._say("starting Ray Serve")
+        self._config, note = settle(self._config, gpus=ray.cluster_resources().get("GPU", 0))
+        if note:
+            self._print(note)
+        options = {"host": self._config.host, "port": self._config.port}
+        ray_serve.start(
+            http_options=options, logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING")
+        )
+        targets = [ray_serve.RunTarget(application(self._config), name=APP, route_prefix="/")]
+        ray_serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._config.start_timeout_s
+        while True:
+            overview = _overview()
+            if overview is not None and overview.status == ApplicationStatus.RUNNING and _answers(f"{self._url}/ready"):
+                return
+            if reason := _failure(overview):
+                raise LaunchError(reason)
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"not ready after start_timeout_s={self._config.start_timeout_s:g}: {_short(overview)}"
+                )
+            self._say(f"waiting for {self._config.model}: {_short(overview)}")
+            time.sleep(POLL_S)
+
+    def _greet(self) -> None:
+        self._quiet()
+        body = json.dumps(
+            {"model": self._config.served_model_name, "messages": [{"role": "user", "content": "Hello!"}]}
+        )
+        key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key or self._config.api_key_file else ""
+        self._print(f"\nShoal serves {self._config.served_model_name} at {self._url}/v1\n")
+        self._print(f"  curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n")
+        self._print("Ctrl-C stops it.")
+
+    @property
+    def _url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.host, self._config.host)
+        return f"http://{host}:{self._config.port}"
+
+    # ------------------------------------------------------------ the terminal
+
+    def _say(self, text: str) -> None:
+        """What is being waited for: a live line on a terminal, elsewhere a line whenever it changes."""
+        if self._line is not None:
+            self._line.update(text)
+        elif text != self._said:
+            self._print(text)
+        self._said = text
+
+    def _quiet(self) -> None:
+        if self._line is not None:
+            self._line.stop()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _overview() -> ApplicationStatusOverview | None:
+    return ray_serve.status().applications.get(APP)
+
+
+def _short(overview: ApplicationStatusOverview | None) -> str:
+    """`Router 1 running, Replica 1 running, 1 starting`."""
+    if overview is None:
+        return "nothing deployed yet"
+    parts = []
+    for name, deployment in sorted(overview.deployments.items(), reverse=True):
+        counts = ", ".join(f"{count} {state.lower()}" for state, count in deployment.replica_states.items() if count)
+        parts.append(f"{name} {counts or 'none'}")
+    return "; ".join(parts) or "nothing deployed yet"
+
+
+def _failure(overview: ApplicationStatusOverview | None) -> str | None:
+    """Why the application does not start: the exception that ended a replica, without Ray's stack around it."""
+    if overview is None:
+        return None
+    messages = [deployment.message for deployment in overview.deployments.values()]
+    if not any("failed to start" in message for message in messages) and overview.status not in FAILED:
+        return None
+    text = "\n".join([*messages, overview.message])
+    if named := re.findall(r"ReplicaError: (.+)", text):
+        return named[-1]
+    lines = [line.strip() for line in text.splitlines() if re.match(r"\s*[\w.]+(Error|Exception)\b", line)]
+    return lines[-1] if lines else text
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,92 @@
+"""Ray on this machine, for one server alone: it is started with it and ends with it, whatever happens in between."""
+
+import logging
+import math
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported
+
+import psutil
+import ray
+
+from cluster.config import Config
+from cluster.replica import CONTROL_CPUS, rank_resources
+
+OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it
+MEMORY_BYTES = 1 << 30  # a label that nothing asks for; what Ray would measure is wrong on some machines
+END_S = 3.0  # what Ray gets to end its processes, before they are killed
+PREFIX = "shoal-ray-"
+
+
+class PortTaken(RuntimeError):
+    """Another program listens there."""
+
+
+def fit(config: Config) -> Config:
+    """What a server on this machine alone does not leave open: cores shared out, replicas on the loopback interface,
+    and a model's path that holds in every process."""
+    ranks = config.replicas * config.tp * config.pp
+    path = Path(config.model).expanduser()
+    return config.model_copy(
+        update={
+            "cpus_per_rank": config.cpus_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks),
+            "replica_host": config.replica_host or "127.0.0.1",
+            "model": str(path.resolve()) if path.exists() else config.model,
+        }
+    )
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises PortTaken, or OSError if `host` is none of this machine's addresses."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno != 98:  # EADDRINUSE
+                raise
+            raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
+
+
+def start(config: Config) -> Path:
+    """Starts Ray with as many logical CPUs as the server asks for, however many cores there are. Returns its folder."""
+    _sweep()
+    # Not $TMPDIR: the paths of Ray's sockets are in there, and those must be short.
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
+    ranks = config.tp * config.pp * rank_resources(config)["CPU"]
+    cpus = config.replicas * (CONTROL_CPUS + ranks) + config.routers * config.cpus_per_router
+    ray.init(
+        num_cpus=math.ceil(cpus),
+        num_gpus=0 if config.device == "cpu" else None,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _memory=MEMORY_BYTES,
+        _temp_dir=str(folder),
+        # The kernel kills who takes too much; Ray's guess at what is free is wrong on some machines.
+        _system_config={"memory_monitor_refresh_ms": 0},
+    )
+    return folder
+
+
+def end() -> None:
+    """Ends Ray and everything it started from this process, also if it is only half there."""
+    children = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, alive = psutil.wait_procs(children, timeout=END_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=END_S)
+
+
+def _sweep() -> None:
+    """Removes what servers that were killed, or did not start, have left in /tmp."""
+    for folder in Path("/tmp").glob(f"{PREFIX}*"):
+        if not psutil.pid_exists(int(folder.name.removeprefix(PREFIX).split("-")[0])):
+            shutil.rmtree(folder, ignore_errors=True)

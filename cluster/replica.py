@@ -1,0 +1,99 @@
+"""One replica in Ray: a light control actor, which Serve watches, and the rank processes, which it watches.
+
+The ranks are the control actor's children: when it ends, however it ends, Ray ends them. When one of them ends, the
+health check fails and Serve puts a new replica, with new processes, in this one's place.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import Config
+from cluster.rank import Rank
+
+CONTROL_CPUS = 0.01  # the control actor sleeps nearly always, but a bundle must hold something
+
+log = logging.getLogger("ray.serve")
+
+
+class ReplicaError(RuntimeError):
+    """A rank did not start, or ended. One line, for people."""
+
+
+def bundles(config: Config) -> list[dict[str, float]]:
+    """The resources of one replica's placement group: the control actor's, then one bundle a rank."""
+    return [{"CPU": CONTROL_CPUS}] + [rank_resources(config)] * (config.tp * config.pp)
+
+
+def rank_resources(config: Config) -> dict[str, float]:
+    cpus = config.cpus_per_rank or 1.0
+    return {"CPU": cpus, "GPU": config.gpus_per_rank} if config.device == "cuda" else {"CPU": cpus}
+
+
+class Replica:
+    """The Serve deployment. Runs no model and carries no tokens; must stay free of torch, to start at once."""
+
+    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._ended: str | None = None
+        group = ray.util.get_current_placement_group()
+        assert group is not None, "the deployment has placement_group_bundles"
+        self._ranks = [_start(config, group, bundle) for bundle in range(1, len(bundles(config)))]
+        published = await self._gather([rank.load.remote(config) for rank in self._ranks])
+        self._published: dict[str, Any] = published[0]  # the scheduler is on the first rank
+        self._runs: list[ray.ObjectRef] = [rank.run.remote() for rank in self._ranks]
+        self._watcher = asyncio.create_task(self._watch())
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What Serve tells every router about this replica, once, before it sends requests here."""
+        return self._published
+
+    def check_health(self) -> None:
+        """Raises ReplicaError once a rank has ended."""
+        if self._ended is not None:
+            raise ReplicaError(self._ended)
+
+    async def _watch(self) -> None:
+        """No rank's `run` returns while the replica is well: the first that does is the end of it."""
+        try:
+            await asyncio.wait([asyncio.ensure_future(run) for run in self._runs], return_when=asyncio.FIRST_COMPLETED)
+            await self._gather(self._runs)
+            self._ended = "a rank's loop ended"
+        except ReplicaError as error:
+            self._ended = str(error)
+        log.error("replica at %s: %s", self._published["address"], self._ended)
+
+    async def _gather(self, refs: list[ray.ObjectRef]) -> list[Any]:
+        results = await asyncio.gather(*refs, return_exceptions=True)
+        for rank, result in enumerate(results):
+            if isinstance(result, BaseException):
+                raise ReplicaError(f"rank {rank}: {_reason(result)}") from None
+        return results
+
+
+def _start(config: Config, group: PlacementGroup, bundle: int) -> ActorHandle:
+    resources = rank_resources(config)
+    actor: Any = ray.remote(Rank).options(
+        num_cpus=resources["CPU"],
+        num_gpus=resources.get("GPU", 0),
+        max_concurrency=2,  # `run` keeps one thread
+        max_restarts=0,  # a rank alone is of no use: the replica is replaced as a whole
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+    )
+    handle: ActorHandle = actor.remote()
+    return handle
+
+
+def _reason(error: BaseException) -> str:
+    """One line: the rank's own exception, or how its process ended."""
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
+    if isinstance(error, RayActorError):
+        detail = " ".join(str(error).split())
+        return f"its process died. {detail[-300:]}"
+    return f"{type(error).__name__}: {error}"
