@@ -1,12 +1,14 @@
 """The decoder: embedding, layers of attention and gated MLP, norm, output head. One for all architectures."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.attention import AttentionBackend
+from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rotary import rotate
 from worker.models.config import DecoderConfig
@@ -42,38 +44,40 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's parameters, named as in `parameter_shapes`."""
+    """One layer, its parts named as in `parameter_shapes`."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    out: torch.Tensor
+    qkv: Linear
+    out: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    out_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
+    gate_up: Linear
+    down: Linear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
 
+def _take_layer(parameters: dict[str, torch.Tensor], index: int) -> _Layer:
+    prefix = f"layers.{index}."
+    parts: dict[str, Any] = {
+        name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)
+    }
+    for name in ("qkv", "out", "gate_up", "down"):
+        parts[name] = Linear(parts[name], parts.pop(f"{name}_bias", None))
+    return _Layer(**parts)
+
+
 class Decoder:
-    """`parameters` are those of `parameter_shapes(config)`, all on one device."""
+    """`parameters` are those of `parameter_shapes(config)`, all on one device; they are taken out of the dictionary, so
+    that a weight and its rearranged copy stand in memory together for one layer at a time."""
 
     def __init__(self, config: DecoderConfig, parameters: dict[str, torch.Tensor]) -> None:
         self.config = config
-        self.embedding = parameters["embedding"]
-        self.norm = parameters["norm"]
-        self.head = self.embedding if config.tied_embeddings else parameters["head"]
-        per_layer: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
-        for name, tensor in parameters.items():
-            if name.startswith("layers."):
-                _, index, short = name.split(".")
-                per_layer[int(index)][short] = tensor
-        self.layers = [_Layer(**tensors) for tensors in per_layer]
+        self.embedding = parameters.pop("embedding")
+        self.norm = parameters.pop("norm")
+        self.head = Linear(self.embedding if config.tied_embeddings else parameters.pop("head"))
+        self.layers = [_take_layer(parameters, index) for index in range(config.num_layers)]
         self.activate = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         # The scale is rounded as the embedding is: Gemma was trained with it so.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
@@ -94,7 +98,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`."""
-        scores = F.linear(self._normed(hidden, self.norm), self.head)
+        scores = self.head(self._normed(hidden, self.norm))
         if (cap := self.config.logit_softcap) is not None:
             scores = torch.tanh(scores / cap) * cap
         return scores.float()
@@ -108,17 +112,17 @@ class Decoder:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = F.linear(self._normed(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = layer.qkv(self._normed(x, layer.input_norm))
         q, k, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
         out = attention.run(index, rotate(q, *angles), rotate(k, *angles), v)
-        out = F.linear(out.flatten(1), layer.out, layer.out_bias)
+        out = layer.out(out.flatten(1))
         return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
 
     def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        gate_up = F.linear(self._normed(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
-        out = F.linear(self.activate(gate_up), layer.down, layer.down_bias)
+        gate_up = layer.gate_up(self._normed(x, layer.mlp_norm))
+        out = layer.down(self.activate(gate_up))
         return out if layer.mlp_out_norm is None else self._normed(out, layer.mlp_out_norm)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,28 @@
+"""Products with a weight that never changes."""
+
+import torch
+import torch.nn.functional as F
+
+# Rows of x for which oneDNN chooses the layout; measured, it serves 1 to 512 rows as well as their own layouts would.
+_PACKED_FOR_ROWS = 64
+
+
+class Linear:
+    """`x @ weight.T + bias`. weight: `[out, in]`; bias: `[out]` or None.
+
+    On a CPU the weight is kept only in the blocked layout of oneDNN, which makes products of few rows 1.3 to 2 times as
+    fast as `torch.nn.functional.linear` does on the plain one (float32 and bfloat16, AVX-512).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.bias = bias
+        self.is_packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        if self.is_packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: `[n, in]`, contiguous; returns `[n, out]` of the same dtype."""
+        if self.is_packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
