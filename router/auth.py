@@ -1,0 +1,45 @@
+"""Who may use the server: those who send one of the keys."""
+
+import hmac
+
+from fastapi import Request
+
+from router.config import RouterConfig
+from router.errors import ApiError
+
+
+class Keys:
+    """The keys of a configuration. Without any, the server is open. Raises ValueError for a key file with none in it,
+    so that a mistake does not open the server."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        keys = []
+        if config.api_key is not None:
+            keys.append(config.api_key.get_secret_value())
+        if config.api_key_file is not None:
+            lines = [line.strip() for line in config.api_key_file.read_text().splitlines()]
+            keys += [line for line in lines if line]
+            if not any(lines):
+                raise ValueError(f"{config.api_key_file} has no key in it: write one a line")
+        if "" in keys:
+            raise ValueError("an API key must not be empty")
+        self._keys = [key.encode() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def check(self, request: Request) -> None:
+        """Raises ApiError (401) unless the request has a key. Takes the same time for every wrong one."""
+        if not self._keys:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            raise _unauthorized("Send your API key as `Authorization: Bearer KEY`.")
+        token = given.strip().encode()
+        known = [hmac.compare_digest(token, key) for key in self._keys]  # every one, so that time tells nothing
+        if not any(known):
+            raise _unauthorized("The API key is not one that this server accepts.")
+
+
+def _unauthorized(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

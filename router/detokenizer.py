@@ -1,0 +1,120 @@
+"""Tokens to text, one token at a time, with no character cut in two.
+
+Text is made from the bytes that tokens stand for (`TokenBytes`), not by decoding ever longer lists of tokens: each
+token costs the same, and the streamed text is the whole decoded text whatever the tokens are.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
+
+
+class TokenBytes:
+    """The bytes that each token of a vocabulary contributes to a text.
+
+    Knows the two families of decoders that language models use: ByteLevel (GPT-2, Llama 3, Qwen) and the
+    SentencePiece kind, where a mark stands for the space and bytes may stand for themselves (Llama 2, Mistral, Gemma).
+    `strips_first_space`: a text of its own loses one space at its start, because the tokenizer put one there.
+    Raises ValueError for a decoder of another kind.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+        self._replacements: list[tuple[str, str]] = []
+        self._byte_level = self._byte_fallback = self.strips_first_space = False
+        decoder = tokenizer.decoder
+        if decoder is None:
+            raise ValueError("tokenizer.json has no decoder, so its tokens cannot be turned into text")
+        for step in _steps(json.loads(decoder.__getstate__())):
+            self._add(step)
+
+    def _add(self, step: dict[str, Any]) -> None:
+        kind = step["type"]
+        if kind == "ByteLevel":
+            self._byte_level = True
+        elif kind == "ByteFallback":
+            self._byte_fallback = True
+        elif kind == "Replace" and "String" in step["pattern"]:
+            self._replacements.append((step["pattern"]["String"], step["content"]))
+        elif kind == "Metaspace":
+            self._replacements.append((step["replacement"], " "))
+            self.strips_first_space |= step.get("prepend_scheme", "always") != "never"
+        elif kind == "Strip" and step["content"] == " " and step["start"] <= 1 and step["stop"] == 0:
+            self.strips_first_space |= step["start"] == 1
+        elif kind != "Fuse":
+            raise ValueError(f"the decoder step {step} of tokenizer.json is not supported")
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Empty for a number that is no token."""
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._of(self._tokenizer.id_to_token(token_id))
+        return known
+
+    def _of(self, token: str | None) -> bytes:
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTE_OF[character] for character in token)
+            except KeyError:  # an added token: its text is meant literally
+                return token.encode()
+        if self._byte_fallback and token in _BYTE_TOKENS:
+            return _BYTE_TOKENS[token]
+        for mark, text in self._replacements:
+            token = token.replace(mark, text)
+        return token.encode()
+
+
+def _steps(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    if decoder["type"] == "Sequence":
+        for inner in decoder["decoders"]:
+            yield from _steps(inner)
+    else:
+        yield decoder
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's writing of bytes: printable ones of Latin-1 as themselves, the others from U+0100 on, in order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+
+
+class Detokenizer:
+    """The text of one sequence as its tokens arrive.
+
+    Bytes of a character that is not complete wait for the next token; bytes that are no UTF-8 become U+FFFD. Tokens in
+    `skip` have no text. `continues`: the tokens go on from others, so a space at their start is real and stays.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, skip: frozenset[int] = frozenset(), continues: bool = False) -> None:
+        self._bytes = token_bytes
+        self._skip = skip
+        self._strip = token_bytes.strips_first_space and not continues
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; often all of its own, sometimes none."""
+        if token_id in self._skip:
+            return ""
+        return self._stripped(self._decoder.decode(self._bytes[token_id]))
+
+    def flush(self) -> str:
+        """U+FFFD if the tokens ended in the middle of a character, otherwise nothing."""
+        return self._stripped(self._decoder.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text

@@ -1,0 +1,59 @@
+"""What a client is told when a request cannot be answered, in OpenAI's form."""
+
+import json
+
+from fastapi.responses import Response
+
+SERVER_ERROR = "server_error"
+INVALID = "invalid_request_error"
+
+
+class ApiError(Exception):
+    """An answer with HTTP status `status` instead of a result.
+
+    `param` names the parameter at fault, `code` is for programs, `message` is for people and says what to do.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The JSON object that clients of OpenAI's API expect."""
+        kind = INVALID if self.status < 500 and self.status != 429 else SERVER_ERROR
+        if self.status == 429:
+            kind = "rate_limit_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400: the request itself is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def internal() -> ApiError:
+    """A 500 that gives nothing of the inside away; the cause is in the log."""
+    return ApiError(500, "Something went wrong inside the server; it has been logged.", code="internal_error")
+
+
+class NoReplica(ApiError):
+    """No replica could take the request in time. Raised by a placer."""
+
+    def __init__(self, message: str = "No replica is ready to answer; try again shortly.") -> None:
+        super().__init__(503, message, code="no_replica", headers={"Retry-After": "2"})

@@ -1,0 +1,203 @@
+"""One HTTP request for text, made ready: its prompts as tokens, its sequences, and how they are to be sampled."""
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import msgspec
+
+from router.chat_template import TemplateError
+from router.errors import ApiError, invalid
+from router.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.sampling import check_token_ids, grammar_param, sampling_params, sequence_seed
+from router.tokenizer import PromptTooLong, Tokenizer
+from worker.messages import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`text` is what `echo` repeats: None for a prompt that came as tokens."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One choice of the answer. `first`: the first of its prompt's."""
+
+    index: int
+    prompt: Prompt
+    sampling: SamplingParams
+    first: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything about one request but its running. `discard`: no token was asked for; the one that the replica makes
+    nevertheless is thrown away. `arrived`: `perf_counter` when the request came."""
+
+    id: str
+    sequences: list[Sequence]
+    prompt_tokens: int
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    priority: int
+    include_usage: bool
+    grammar_param: str | None
+    wants_logprobs: bool = False
+    echo: bool = False
+    discard: bool = False
+    arrived: float = field(default_factory=perf_counter)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def chat_job(
+    request: ChatRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+) -> Job:
+    """Renders and tokenises: slow, for a thread. Raises ApiError."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
+    sampling = sampling_params(
+        request, tokenizer.vocab_size, logprobs=(request.top_logprobs or 0) if request.logprobs else None
+    )
+    _check_request(request, 1, max_sequences)
+    try:
+        text = tokenizer.render_chat([message.for_template() for message in request.messages])
+        token_ids = tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
+    except TemplateError as error:
+        raise invalid(f"The chat template refuses these messages: {error}.", "messages") from None
+    except PromptTooLong as error:
+        raise _too_long(error.tokens, context_length, "messages", "at least ") from None
+    room = _room(token_ids, context_length, "messages")
+    param = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
+    max_tokens = _max_tokens(limits.pop() if limits else None, room, room, param)
+    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived)
+
+
+def completion_job(
+    request: CompletionRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+) -> Job:
+    """Tokenises: slow, for a thread. Raises ApiError."""
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
+    sampling = sampling_params(
+        request,
+        tokenizer.vocab_size,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
+    inputs = _inputs(request.prompt)
+    _check_request(request, len(inputs), max_sequences)
+    prompts, max_tokens = [], []
+    for entry in inputs:
+        prompts.append(_prompt(entry, tokenizer, context_length))
+        room = _room(prompts[-1].token_ids, context_length, "prompt")
+        max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
+    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived)
+
+
+def _job(
+    request: ChatRequest | CompletionRequest,
+    prefix: str,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    max_tokens: list[int],
+    arrived: float,
+) -> Job:
+    n = request.n or 1
+    sequences: list[Sequence] = []
+    for prompt, limit in zip(prompts, max_tokens, strict=True):
+        if sampling.min_tokens > limit:
+            raise invalid(f"'min_tokens' is {sampling.min_tokens}, but at most {limit} tokens may come.", "min_tokens")
+        for choice in range(n):
+            params = msgspec.structs.replace(
+                sampling, max_tokens=max(limit, 1), seed=sequence_seed(request.seed, choice)
+            )
+            sequences.append(Sequence(len(sequences), prompt, params, choice == 0))
+    return Job(
+        id=prefix + uuid.uuid4().hex,
+        sequences=sequences,
+        prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        priority=request.priority or 0,
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        grammar_param=grammar_param(request),
+        wants_logprobs=sampling.logprobs is not None,
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        discard=request.max_tokens == 0,
+        arrived=arrived,
+    )
+
+
+def _check_request(request: GenerationRequest, num_prompts: int, max_sequences: int) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise invalid("'stream_options' is for streams only: set 'stream' to true.", "stream_options")
+    asked = num_prompts * (request.n or 1)
+    if asked > max_sequences:
+        param = "n" if num_prompts <= max_sequences else "prompt"
+        raise invalid(f"Prompts times 'n' is {asked}; the limit is {max_sequences} in one request.", param)
+
+
+def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of one request, of which `prompt` may be one or many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    texts = [entry for entry in prompt if isinstance(entry, str)]
+    token_ids = [entry for entry in prompt if isinstance(entry, int)]
+    lists = [entry for entry in prompt if isinstance(entry, list)]
+    if len(token_ids) == len(prompt):
+        return [token_ids]
+    if len(texts) == len(prompt):
+        return list(texts)
+    if len(lists) == len(prompt):
+        return list(lists)
+    raise invalid("'prompt' mixes texts, token ids and lists: a list must be all of one kind.", "prompt")
+
+
+def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int) -> Prompt:
+    if isinstance(entry, list):
+        check_token_ids(entry, tokenizer.vocab_size, "prompt")
+        return Prompt(entry)
+    try:
+        token_ids = tokenizer.encode(entry, context_length=context_length)
+    except PromptTooLong as error:
+        raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
+    if not token_ids:
+        raise invalid("'prompt' is empty: this model needs at least one token to begin with.", "prompt")
+    return Prompt(token_ids, entry)
+
+
+def _room(token_ids: list[int], context_length: int, param: str) -> int:
+    """Tokens that fit after the prompt."""
+    room = context_length - len(token_ids)
+    if room < 1:
+        raise _too_long(len(token_ids), context_length, param)
+    return room
+
+
+def _too_long(tokens: int, context_length: int, param: str, about: str = "") -> ApiError:
+    return invalid(
+        f"The prompt has {about}{tokens} tokens; prompt and answer together may have {context_length}.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _max_tokens(asked: int | None, default: int, room: int, param: str) -> int:
+    if asked is None:
+        return min(default, room)
+    if asked > room:
+        raise invalid(
+            f"{param!r} is {asked}, but only {room} tokens of the model's context are left after the prompt.",
+            param,
+            "context_length_exceeded",
+        )
+    return asked

@@ -1,0 +1,222 @@
+"""The bodies that clients may send: OpenAI's fields, and those that other servers have made usual.
+
+Types are strict (`"1"` is no number), unknown fields are errors, and what is declared here is what `/openapi.json`
+says. Fields that OpenAI's clients send but that mean nothing here are accepted at the one value that changes nothing
+(`Neutral`, `NeutralList`, `neutral_flags`), and refused by name at any other.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+INT32 = (1 << 31) - 1
+INT63 = (1 << 63) - 1
+
+Neutral = Annotated[None, Meta(description="not supported: leave it out")]
+NeutralList = Annotated[list[Any], Meta(max_length=0, description="not supported: leave it out or empty")]
+TokenId = Annotated[int, Meta(ge=0, le=INT32)]
+Count = Annotated[int, Meta(ge=1, le=INT32)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2, description="0")]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Flag = bool | None
+
+
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Any object that a client sends."""
+
+    neutral_flags: ClassVar[tuple[str, ...]] = ()  # refused when true
+
+
+class StreamOptions(Body, frozen=True):
+    neutral_flags = ("include_obfuscation",)
+
+    include_usage: Annotated[Flag, Meta(description="end the stream with a chunk that counts tokens")] = None
+    include_obfuscation: Annotated[Flag, Meta(description="not supported: false")] = None
+
+
+class TextFormat(Body, frozen=True, tag_field="type", tag="text"):
+    """Any text: the default."""
+
+
+class JsonObjectFormat(Body, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Body, frozen=True):
+    """What the output must validate against. It always does, whatever `strict` says."""
+
+    name: NonEmpty
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: Flag = None
+
+
+class JsonSchemaFormat(Body, frozen=True, tag_field="type", tag="json_schema"):
+    """JSON that validates against a schema."""
+
+    json_schema: JsonSchema
+
+
+class GenerationRequest(Body, frozen=True, kw_only=True):
+    """What chat and plain completions have in common."""
+
+    model: str
+    stream: Annotated[Flag, Meta(description="send the text as it is made, as server-sent events")] = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[Choices | None, Meta(description="answers to each prompt; 1")] = None
+    temperature: Annotated[Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 is greedy; 1")] = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=INT32)] | None, Meta(description="0 and -1 stand for all tokens; 0")
+    ] = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="1")] | None = None
+    logit_bias: Annotated[
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None,
+        Meta(description="token ids, as strings, to what is added to their logits"),
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=-INT63 - 1, le=INT63)] | None,
+        Meta(description="the same seed gives the same text, whatever else the server is doing"),
+    ] = None
+    stop: Annotated[
+        NonEmpty | Annotated[list[NonEmpty], Meta(max_length=16)] | None,
+        Meta(description="texts that end the answer; they are not part of it"),
+    ] = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    min_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None,
+        Meta(description="tokens before the answer may end; stop strings count in the text after them"),
+    ] = None
+    ignore_eos: Flag = None
+    skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; true")] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-INT32 - 1, le=INT32)] | None, Meta(description="higher goes first; 0")
+    ] = None
+    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    regex: Annotated[NonEmpty | None, Meta(description="the output matches this regular expression")] = None
+    choice: Annotated[
+        Annotated[list[NonEmpty], Meta(min_length=1, max_length=1024)] | None,
+        Meta(description="the output is one of these"),
+    ] = None
+    ebnf: Annotated[NonEmpty | None, Meta(description="the output follows this grammar (GBNF)")] = None
+
+
+class TextPart(Body, frozen=True, tag_field="type", tag="text"):
+    """A part of a message."""
+
+    text: str
+
+
+class Message(Body, frozen=True):
+    """One message of a conversation. `developer` means `system`. Text parts are joined by newlines."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    name: str | None = None
+    refusal: Neutral = None
+    annotations: NeutralList | None = None
+    audio: Neutral = None
+    function_call: Neutral = None
+    tool_calls: NeutralList | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates want it: text alone."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else message | {"name": self.name}
+
+
+Messages = Annotated[list[Message], Meta(min_length=1)]
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    neutral_flags = ("store",)
+
+    messages: Messages
+    max_tokens: Annotated[
+        Count | None, Meta(description="most tokens of the answer; by default what fits into the context")
+    ] = None
+    max_completion_tokens: Annotated[Count | None, Meta(description="as max_tokens")] = None
+    logprobs: Flag = None
+    top_logprobs: Annotated[TopLogprobs | None, Meta(description="needs logprobs to be true")] = None
+
+    audio: Neutral = None
+    function_call: Literal["none", "auto"] | None = None
+    functions: NeutralList | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=0)] | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
+    moderation: Neutral = None
+    parallel_tool_calls: Annotated[Flag, Meta(description="there are no tools: either value changes nothing")] = None
+    prediction: Neutral = None
+    prompt_cache_key: Neutral = None
+    prompt_cache_options: Neutral = None
+    prompt_cache_retention: Neutral = None
+    reasoning_effort: Neutral = None
+    safety_identifier: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Annotated[Flag, Meta(description="not supported: false")] = None
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: NeutralList | None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: Neutral = None
+
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}, "minItems": 1}
+_PROMPT_SCHEMA = [
+    {"type": "string"},
+    _IDS_SCHEMA,
+    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
+]
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
+        Meta(
+            description="a text, token ids, a list of texts, or a list of lists of token ids",
+            extra_json_schema={"anyOf": _PROMPT_SCHEMA},  # the type cannot say that a list is all of one kind
+        ),
+    ]
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="most tokens of the answer; 16")
+    ] = None
+    echo: Annotated[Flag, Meta(description="begin the text with the prompt")] = None
+    logprobs: TopLogprobs | None = None
+    best_of: Annotated[Choices | None, Meta(description="accepted if equal to n")] = None
+    suffix: Neutral = None
+
+
+class TokenizeRequest(Body, frozen=True):
+    """POST /tokenize: of a text (`prompt`) or of a conversation (`messages`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: Annotated[
+        Flag, Meta(description="those that the model expects around a text; true for a prompt, false for messages")
+    ] = None
+    add_generation_prompt: Annotated[
+        Flag, Meta(description="end a conversation where the answer begins; true for messages")
+    ] = None
+
+
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; false")] = None

@@ -1,0 +1,198 @@
+"""One sequence's life: placed, booked, sent, followed to its end, and resumed elsewhere if its replica dies."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from router.errors import ApiError, NoReplica, internal, invalid
+from router.fleet import Fleet
+from router.metrics import Metrics, ReplicaTimes
+from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, Stream
+from router.tokenizer import Tokenizer
+from worker.messages import Failure, Generate, Output, SamplingParams
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# A request that was running on replicas when they died is not tried on more than this many: it may be the cause.
+MAX_ATTEMPTS = 3
+# How long a request may look for a replica that is connected after the placer named one that is not.
+PLACE_S = 10.0
+PLACE_RETRY_S = 0.05
+
+
+class Placer(Protocol):
+    """Chooses a replica and books the request there, in one act (`Fleet.place`)."""
+
+    async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
+        """The chosen replica's id, none of `exclude`. Raises NoReplica when none could be had in a bounded time."""
+        ...
+
+
+class Service:
+    """Answers for one model, with whatever replicas there are.
+
+    `model` is its name in the API, `context_length` the most tokens of prompt and output together.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        replicas: Replicas,
+        placer: Placer,
+        fleet: Fleet,
+        metrics: Metrics,
+        *,
+        model: str,
+        context_length: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.replicas = replicas
+        self.metrics = metrics
+        self.model = model
+        self.context_length = context_length
+        self._placer = placer
+        self._fleet = fleet
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "tokenize")
+
+    async def start(self) -> None:
+        """To be called in the event loop that will serve."""
+        await self.replicas.start()
+
+    async def close(self) -> None:
+        await self.replicas.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Long work on text, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, priority: int, arrived: float
+    ) -> AsyncGenerator[Output, None]:
+        """The outputs of one sequence, to the one with a finish reason. `sampling` has a seed; `arrived` is the
+        `perf_counter` of the HTTP request. Raises ApiError.
+
+        Close it (`contextlib.aclosing`) to abort. A sequence that is cut off goes on, after the tokens that were
+        yielded, on another replica or the same.
+        """
+        produced: list[int] = []
+        lost: list[str] = []
+        ending = "abandoned"
+        try:
+            for run in itertools.count():
+                request = Generate(
+                    request_id=f"{request_id}.{run}",
+                    prompt_ids=prompt_ids,
+                    sampling=sampling,
+                    output_ids=list(produced),
+                    priority=priority,
+                )
+                try:
+                    async with contextlib.aclosing(self._run(request, lost, arrived)) as outputs:
+                        async for output in outputs:
+                            produced += output.token_ids
+                            yield output
+                            if output.finish_reason is not None:
+                                ending = output.finish_reason
+                                return
+                except ReaderTooSlow:
+                    self.metrics.resumed.labels("slow_reader").inc()
+                except ReplicaLost as error:
+                    lost.append(error.replica_id)
+                    log.warning("%s: %s, %d of %d attempts", request_id, error, len(lost), MAX_ATTEMPTS)
+                    if len(lost) == MAX_ATTEMPTS:
+                        raise internal() from error
+                    self.metrics.resumed.labels("replica_lost").inc()
+                if produced:
+                    sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        except ApiError:
+            ending = "error"
+            raise
+        finally:
+            self.metrics.sequences.labels(ending).inc()
+
+    async def _run(self, request: Generate, lost: list[str], arrived: float) -> AsyncGenerator[Output, None]:
+        """On one replica. Raises ReplicaLost, ReaderTooSlow, ApiError."""
+        try:
+            replica_id, stream = await self._send(request, lost)
+            clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
+            try:
+                async for output in stream:
+                    if output.finish_reason == "error":
+                        raise _failed(output.failure)
+                    if clock.first_token(output):
+                        self._fleet.first_token(request.request_id)
+                    yield output
+            finally:
+                stream.close()
+        finally:
+            self._fleet.release(request.request_id)
+
+    async def _send(self, request: Generate, lost: list[str]) -> tuple[str, Stream]:
+        """Places, books and sends. A placer may name a replica whose loss it has not heard of yet: then again."""
+        token_ids = request.prompt_ids + request.output_ids
+        unreachable = set(lost)
+        deadline = perf_counter() + PLACE_S
+        while True:
+            exclude = frozenset(unreachable - self.replicas.ready)
+            replica_id = await self._placer.place(request.request_id, token_ids, exclude)
+            booking = self._fleet.booking(request.request_id)
+            request.booking = 0 if booking is None else booking.number
+            try:
+                return replica_id, self.replicas.generate(replica_id, request)
+            except ReplicaLost:
+                self._fleet.release(request.request_id)
+                if perf_counter() > deadline:
+                    raise NoReplica() from None
+                unreachable.add(replica_id)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.replicas.changed(), PLACE_RETRY_S)
+
+
+class _Clock:
+    """Measures one run of a sequence."""
+
+    def __init__(self, times: ReplicaTimes, arrived: float, resumed: bool) -> None:
+        self._times = times
+        self._arrived = arrived
+        self._resumed = resumed
+        self._last: float | None = None
+
+    def first_token(self, output: Output) -> bool:
+        """Counts the output; whether it brought the first token of this run."""
+        now = perf_counter()
+        first = self._last is None
+        if output.queue_s is not None:
+            self._times.queue.observe(output.queue_s)
+        if output.finish_reason is not None:
+            self._times.request.observe(now - self._arrived)
+        if not output.token_ids:
+            return False
+        if self._last is not None:
+            gap = (now - self._last) / len(output.token_ids)
+            for _ in output.token_ids:
+                self._times.inter_token.observe(gap)
+        elif not self._resumed:
+            self._times.first_token.observe(now - self._arrived)
+        self._last = now
+        return first
+
+
+def _failed(failure: Failure | None) -> ApiError:
+    """A replica's failure as the client hears of it."""
+    if failure is None or failure.kind == "internal":
+        log.error("a replica failed a request: %s", failure)
+        return internal()
+    if failure.kind == "overloaded":
+        return ApiError(429, failure.message, code="overloaded", headers={"Retry-After": "1"})
+    return invalid(failure.message, failure.param, "invalid_value")

@@ -1,0 +1,91 @@
+"""Answers that take a while: sent as they are made, and given up when the client goes away."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.errors import ApiError, internal
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Emit = Callable[[bytes], Awaitable[None]]
+
+_encoder = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+def event(data: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled at once if the client disconnects: then raises ClientGone."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events that `produce` emits. Emitting waits while the client's connection is full.
+
+    The status is sent with the first event: what fails before is an answer with a status of its own, what fails later
+    an event with the error.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]], headers: dict[str, str]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | headers)
+        del self.headers["content-length"]
+        self._produce = produce
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def emit(data: bytes) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        error: ApiError | None = None
+        try:
+            await unless_gone(receive, self._produce(emit))
+        except (ClientGone, OSError):  # a server may tell by an error of its `send`
+            return
+        except ApiError as known:
+            error = known
+        except Exception:
+            log.exception("a stream failed")
+            error = internal()
+        if error is not None:
+            if not started:
+                await error.response()(scope, receive, send)
+                return
+            await emit(b"data: " + error.body() + b"\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,438 @@
+"""A router without models: tiny tokenizers, a scripted replica that speaks the real messages over real ZeroMQ, and the
+real server around them."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import uvicorn
+import zmq
+from fastapi import FastAPI
+from openai import OpenAI
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from router.api import create_app
+from router.chat_template import ChatTemplate
+from router.config import RouterConfig
+from router.errors import NoReplica
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.replicas import Replicas
+from router.service import Service
+from router.tokenizer import Tokenizer
+from worker.messages import (
+    Abort,
+    CacheEvents,
+    Generate,
+    Load,
+    Output,
+    Outputs,
+    Subscribe,
+    TokenLogprobs,
+    decode_from_router,
+    encode,
+)
+
+WAIT_S = 20.0
+CONTEXT = 512
+MODEL = "tiny"
+REPLY = "The quick brown fox — naïve café 🦊👩‍👩‍👧 jumps over 12 lazy dogs."
+CORPUS = [REPLY, "Hello there, general! The capital of France is Paris.", "user assistant system\n", "a b c d e f g h"]
+CHATML = (
+    "{% for message in messages %}{% if message.role == 'assistant' and loop.first %}"
+    "{{ raise_exception('a conversation begins with the user') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+REAL_MODEL = Path.home() / ".cache/shoal/models/SmolLM2-135M-Instruct"
+
+
+def byte_level_backend() -> tokenizers.Tokenizer:
+    """As GPT-2, Llama 3 and Qwen have it."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens(["<tool é>"])  # an added token that is text, with a character that is no byte's
+    return backend
+
+
+def byte_fallback_backend() -> tokenizers.Tokenizer:
+    """As Llama 2 and Mistral have it: a mark for the space, bytes for what is not in the vocabulary."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.é", "▁H", "▁h", "el", "lo", "▁lo", "hel"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("▁", "h"), ("e", "l"), ("l", "o"), ("▁", "lo"), ("h", "el")]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_backend(), ChatTemplate(CHATML, {}))
+
+
+@pytest.fixture(scope="session")
+def real_folder() -> Path:
+    if not (REAL_MODEL / "tokenizer.json").exists():
+        pytest.skip(f"{REAL_MODEL} is not there: `make serve` fetches it")
+    return REAL_MODEL
+
+
+# ---------------------------------------------------------------- the fleet
+
+
+class DirectPlacer:
+    """Asks the fleet at once; with no replica it waits a moment."""
+
+    def __init__(self, fleet: Fleet, replicas: Replicas, wait_s: float = 0.2) -> None:
+        self.fleet, self.replicas, self.wait_s = fleet, replicas, wait_s
+        self.placed: list[tuple[str, list[int], str]] = []
+
+    async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
+        try:
+            async with asyncio.timeout(self.wait_s):
+                while not (candidates := self.replicas.ready - exclude):
+                    await self.replicas.changed()
+        except TimeoutError:
+            raise NoReplica() from None
+        replica_id = self.fleet.place(request_id, prompt_ids, candidates).replica_id
+        self.placed.append((request_id, prompt_ids, replica_id))
+        return replica_id
+
+
+# ---------------------------------------------------------------- a replica
+
+
+@dataclass
+class Running:
+    identity: bytes
+    request: Generate
+    token_ids: list[int]  # all of its output, also what another replica has made
+    position: int
+
+
+Script = Callable[[Generate], list[int]]
+
+
+def says(tokenizer: Tokenizer, text: str = REPLY) -> Script:
+    """A script: the same text for everybody, then the end of the turn."""
+    ids = [*tokenizer.encode(text), tokenizer.token_id("<|im_end|>")]
+    return lambda request: ids
+
+
+class FakeReplica:
+    """A scheduler that follows a script: `script(request)` gives all output tokens of a request. One token a step for
+    each request. `allow` holds it after so many tokens in total, until more are allowed. Runs in a thread of its own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, script: Script, per_step: int = 1) -> None:
+        self._end_id = tokenizer.token_id("<|im_end|>")
+        self.script = script
+        self.reply: Callable[[Generate], Output | None] = lambda request: None
+        self.per_step = per_step
+        self.cached_tokens = 3
+        self.load = Load(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
+        self.tells_load = True
+        self._credit: int | None = None
+        self._running: list[Running] = []
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{self._port}"
+        self._inbox: list[Callable[[], None]] = []
+        self._bell = self._context.socket(zmq.PUSH)
+        self._ear = self._context.socket(zmq.PULL)
+        self._ear.bind("inproc://bell")
+        self._bell.connect("inproc://bell")
+        self._news = threading.Condition()
+        self.received: list[Generate | Abort | Subscribe] = []
+        self._subscribers: set[bytes] = set()
+        self._alive = True
+        self._thread = threading.Thread(target=self._run, name="replica")
+        self._thread.start()
+
+    # ------------------------------------------------ for tests
+
+    def allow(self, tokens: int | None) -> None:
+        """So many tokens more, or (None) any number."""
+        self._do(lambda: self._allow(tokens))
+
+    def tell(self, message: Any) -> None:
+        """Sends a message, or raw bytes, to every router that subscribed."""
+        frame = message if isinstance(message, bytes) else encode(message)
+        self._do(lambda: [self._socket.send_multipart([who, frame]) for who in self._subscribers])
+
+    def wait_for(self, wanted: Callable[[], Any]) -> Any:
+        """The first true value of `wanted`, asked whenever something has been received or sent."""
+        with self._news:
+            assert self._news.wait_for(wanted, WAIT_S), f"waited in vain; received {self.received}"
+            return wanted()
+
+    def requests(self) -> list[Generate]:
+        return [message for message in self.received if isinstance(message, Generate)]
+
+    def aborted(self) -> list[str]:
+        return [name for message in self.received if isinstance(message, Abort) for name in message.request_ids]
+
+    @property
+    def running(self) -> list[str]:
+        return [running.request.request_id for running in self._running]
+
+    def die(self) -> None:
+        """As a process that is killed: the connection breaks, what was not sent is lost."""
+        if self._alive:
+            self._do(self._stop)
+            self._thread.join(WAIT_S)
+            self._bell.close(0)
+            self._context.destroy(0)
+
+    # ------------------------------------------------ in its thread
+
+    def _do(self, work: Callable[[], Any]) -> None:
+        self._inbox.append(work)
+        self._bell.send(b"")
+
+    def _stop(self) -> None:
+        self._alive = False
+
+    def _allow(self, tokens: int | None) -> None:
+        self._credit = None if tokens is None else (self._credit or 0) + tokens
+
+    def hold(self) -> "FakeReplica":
+        """No token until some are allowed."""
+        self._credit = 0
+        return self
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._ear, zmq.POLLIN)
+        while self._alive:
+            busy = bool(self._running) and self._credit != 0
+            ready = dict(poller.poll(0 if busy else None))
+            with self._news:
+                if self._ear in ready:
+                    self._ear.recv()
+                    self._inbox.pop(0)()
+                if self._socket in ready:
+                    identity, frame = self._socket.recv_multipart()
+                    self._take(identity, decode_from_router(frame))
+                if self._alive:
+                    self._step()
+                self._news.notify_all()
+        self._socket.close(0)
+        self._ear.close(0)
+
+    def _take(self, identity: bytes, message: Generate | Abort | Subscribe) -> None:
+        self.received.append(message)
+        match message:
+            case Subscribe():
+                self._subscribers.add(identity)
+                snapshot = CacheEvents(incarnation="one", first_seq=1, events=[], page_size=16, snapshot=True)
+                self._socket.send_multipart([identity, encode(snapshot)])
+                if self.tells_load:
+                    self._socket.send_multipart([identity, encode(self.load)])
+            case Generate():
+                answer = self.reply(message)
+                if answer is not None:
+                    self._socket.send_multipart([identity, encode(Outputs([answer]))])
+                    return
+                token_ids = self.script(message)
+                self._running.append(Running(identity, message, token_ids, len(message.output_ids)))
+            case Abort():
+                self._running = [r for r in self._running if r.request.request_id not in message.request_ids]
+
+    def _step(self) -> None:
+        for running in list(self._running):
+            if self._credit == 0:
+                return
+            if self._credit is not None:
+                self._credit -= 1
+            output = self._output(running)
+            self._socket.send_multipart([running.identity, encode(Outputs([output]))])
+            if output.finish_reason is not None:
+                self._running.remove(running)
+
+    def _output(self, running: Running) -> Output:
+        request, sampling = running.request, running.request.sampling
+        first = running.position == len(request.output_ids)
+        end = min(running.position + self.per_step, len(running.token_ids), sampling.max_tokens)
+        token_ids = running.token_ids[running.position : end]
+        running.position = end
+        stops = {*sampling.stop_token_ids} if sampling.ignore_eos else {*sampling.stop_token_ids, self._end_id}
+        stopped = [token_id for token_id in token_ids if token_id in stops]
+        if stopped:
+            token_ids = token_ids[: token_ids.index(stopped[0]) + 1]
+        length = end in (sampling.max_tokens, len(running.token_ids))
+        output = Output(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            finish_reason="stop" if stopped else "length" if length else None,
+            stop_token_id=stopped[0] if stopped else None,
+        )
+        if sampling.logprobs is not None:
+            output.logprobs = [self._logprobs(token_id, sampling.logprobs) for token_id in token_ids]
+        if first:
+            output.cached_tokens = self.cached_tokens
+            output.queue_s = 0.25
+            if sampling.prompt_logprobs is not None:
+                rest = [self._logprobs(token_id, sampling.prompt_logprobs) for token_id in request.prompt_ids[1:]]
+                output.prompt_logprobs = [None, *rest]
+        return output
+
+    def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:
+        likeliest = [(token_id, -0.5), *((other, -2.0 - other) for other in range(100, 100 + top))]
+        return TokenLogprobs(token_id, -0.5, likeliest[:top])
+
+
+# ---------------------------------------------------------------- the server
+
+
+class Server(uvicorn.Server):
+    """The application on a port of its own, in a thread."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=5))
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.up = threading.Event()
+        self.loop: asyncio.AbstractEventLoop
+        self.thread = threading.Thread(target=self.run, kwargs={"sockets": [self.socket]}, name="server")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.up.set()
+
+    def __enter__(self) -> "Server":
+        self.thread.start()
+        assert self.up.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.should_exit = True
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
+
+
+@dataclass
+class Stack:
+    """Everything of one router, and its replicas."""
+
+    tokenizer: Tokenizer
+    fleet: Fleet
+    placer: DirectPlacer
+    replicas: Replicas
+    service: Service
+    server: Server
+    fakes: dict[str, FakeReplica]
+    client: OpenAI = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def ready(self, *names: str) -> None:
+        """Waits until exactly these replicas are ready."""
+
+        async def wait() -> None:
+            while self.replicas.ready != set(names):
+                await self.replicas.changed()
+
+        self.server.do(wait())
+
+    def idle(self) -> None:
+        """Waits until no request is booked."""
+
+        async def wait() -> None:
+            while any(view.bookings for view in self.fleet.snapshot()):
+                await asyncio.sleep(0.005)
+
+        self.server.do(asyncio.wait_for(wait(), WAIT_S))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples whose line begins with `name`."""
+        lines = self.service.metrics.page().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+StackMaker = Callable[..., Stack]
+
+
+@pytest.fixture
+def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
+    """Makes a running server with fake replicas; ends all of it, and sees that nothing is left behind."""
+    with ExitStack() as stack:
+
+        def make(*fakes: FakeReplica, config: RouterConfig | None = None, tokens: Tokenizer = tokenizer) -> Stack:
+            named = {f"r{number}": fake for number, fake in enumerate(fakes)}
+            for fake in fakes:
+                stack.callback(fake.die)
+            fleet = Fleet("round_robin")
+            metrics = Metrics()
+            replicas = Replicas(fleet, metrics)
+            placer = DirectPlacer(fleet, replicas)
+            service = Service(
+                tokens,
+                replicas,
+                placer,
+                fleet,
+                metrics,
+                model=MODEL,
+                context_length=CONTEXT,
+            )
+            replicas.set_replicas({name: fake.address for name, fake in named.items()})
+            server = stack.enter_context(Server(create_app(service, config or RouterConfig())))
+            made = Stack(tokens, fleet, placer, replicas, service, server, named)
+            stack.callback(made.client.close)
+            made.ready(*named)
+
+            def nothing_left() -> None:
+                made.idle()
+                assert not any(link.streams for link in replicas._connections.values())
+
+            stack.callback(nothing_left)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def make_replica(tokenizer: Tokenizer) -> Callable[..., FakeReplica]:
+    def make(text: str | None = None, script: Script | None = None, **options: Any) -> FakeReplica:
+        return FakeReplica(tokenizer, script or says(tokenizer, text), **options)
+
+    return make
+
+
+@pytest.fixture
+def stack(make_stack: StackMaker, make_replica: Callable[..., FakeReplica]) -> Stack:
+    """One replica that says REPLY."""
+    return make_stack(make_replica())
