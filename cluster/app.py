@@ -85,14 +85,15 @@ class Router:
 
     def __init__(self, config: Config, handle: DeploymentHandle) -> None:
         self._config = config
-        fleet = Fleet()
-        replicas = Replicas(fleet)
+        fleet = Fleet(config.placement)
+        metrics = Metrics()
+        replicas = Replicas(fleet, metrics)
         self._service = Service(
             Tokenizer.from_folder(resolve(config.model)),
             replicas,
             ServePlacer(handle, fleet, replicas),
             fleet,
-            Metrics(replicas.loads),
+            metrics,
             model=config.served_model_name or model_name(config.model),
             context_length=config.context_length or UNLIMITED,
         )

@@ -14,13 +14,15 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from router.errors import NoReplica
+from router.fleet import Fleet
+from router.replicas import Replicas
 
 WAIT_S = 20.0  # for a replica to come (back) before a request is refused
 RETRY_S = 0.1
@@ -29,27 +31,6 @@ Listener = Callable[[dict[str, dict[str, Any]]], None]
 """Told what all running replicas publish of themselves, by replica id, whenever that may have changed."""
 
 _listeners: list[Listener] = []
-
-
-class Fleet(Protocol):
-    """The part of `router.fleet.Fleet` that is used here."""
-
-    def place(self, request_id: str, prompt_ids: Sequence[int], candidates: Collection[str]) -> str:
-        """Decides and books in one act. Raises NoReplica if no candidate will do."""
-        ...
-
-
-class Connections(Protocol):
-    """The part of `router.replicas.Replicas` that is used here."""
-
-    @property
-    def ready(self) -> frozenset[str]:
-        """Those that are connected."""
-        ...
-
-    async def changed(self) -> None:
-        """Returns when a replica came or went."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,8 +59,8 @@ class PlacementRouter(RequestRouter):
         assert pending_request is not None, "only ServePlacer asks"
         ask: Ask = pending_request.args[0]
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        chosen = ask.fleet.place(ask.request_id, ask.prompt_ids, replicas.keys() - set(ask.exclude))
-        return [[replicas[chosen]]]
+        booking = ask.fleet.place(ask.request_id, ask.prompt_ids, replicas.keys() - set(ask.exclude))
+        return [[replicas[booking.replica_id]]]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -101,7 +82,7 @@ class PlacementRouter(RequestRouter):
 class ServePlacer:
     """`router.service.Placer` by Serve's request router. To be made in the event loop that serves."""
 
-    def __init__(self, handle: DeploymentHandle, fleet: Fleet, connections: Connections) -> None:
+    def __init__(self, handle: DeploymentHandle, fleet: Fleet, connections: Replicas) -> None:
         self._handle = handle
         self._fleet = fleet
         self._connections = connections
