@@ -120,18 +120,21 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
 
 def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
     routes = APIRouter(tags=["model"])
-    model = Model(id=service.model, created=int(time.time()), max_model_len=service.context_length)
+    created = int(time.time())
+
+    def model() -> Model:
+        return Model(id=service.model, created=created, max_model_len=service.context_length)
 
     @routes.get("/v1/models", responses=openapi.answers(ModelList, 401))
     async def models() -> Response:
         """The model that is served, as a list."""
-        return _json(ModelList(data=[model]))
+        return _json(ModelList(data=[model()]))
 
     @routes.get("/v1/models/{model_id:path}", responses=openapi.answers(Model, 401, 404))
     async def one_model(model_id: str) -> Response:
         """The model, by its name."""
         _check_model(service, model_id)
-        return _json(model)
+        return _json(model())
 
     @routes.post(
         "/tokenize",

@@ -107,8 +107,8 @@ class Generation:
                     if piece.finish_reason is not None:
                         break
         except ApiError as error:
-            if error.param == "grammar":  # as replicas call it; clients have several names for it
-                error.param = job.grammar_param
+            if error.param == "prompt":  # as replicas call it
+                error.param = job.prompt_param
             raise
         finally:
             self._completion_tokens += transcript.num_tokens

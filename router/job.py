@@ -10,7 +10,7 @@ import msgspec
 from router.chat_template import TemplateError
 from router.errors import ApiError, invalid
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest
-from router.sampling import check_token_ids, grammar_param, sampling_params, sequence_seed
+from router.sampling import check_token_ids, sampling_params, sequence_seed
 from router.tokenizer import PromptTooLong, Tokenizer
 from worker.messages import SamplingParams
 
@@ -47,7 +47,7 @@ class Job:
     skip_special_tokens: bool
     priority: int
     include_usage: bool
-    grammar_param: str | None
+    prompt_param: str
     wants_logprobs: bool = False
     echo: bool = False
     discard: bool = False
@@ -129,7 +129,7 @@ def _job(
         skip_special_tokens=request.skip_special_tokens is not False,
         priority=request.priority or 0,
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        grammar_param=grammar_param(request),
+        prompt_param="prompt" if isinstance(request, CompletionRequest) else "messages",
         wants_logprobs=sampling.logprobs is not None,
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         discard=request.max_tokens == 0,

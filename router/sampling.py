@@ -38,13 +38,8 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
-        grammar=_grammar(request)[1],
+        grammar=_grammar(request),
     )
-
-
-def grammar_param(request: GenerationRequest) -> str | None:
-    """The name of the parameter that asks for a grammar, if one does."""
-    return _grammar(request)[0]
 
 
 def sequence_seed(seed: int | None, choice: int) -> int:
@@ -80,7 +75,7 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     return result
 
 
-def _grammar(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
+def _grammar(request: GenerationRequest) -> Grammar | None:
     asked: list[tuple[str, Grammar]] = []
     match request.response_format:
         case JsonObjectFormat():
@@ -96,4 +91,4 @@ def _grammar(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
     if len(asked) > 1:
         names = " and ".join(repr(name) for name, _ in asked)
         raise invalid(f"{names} exclude each other: send one of them.", asked[1][0])
-    return asked[0] if asked else (None, None)
+    return asked[0][1] if asked else None
