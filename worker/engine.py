@@ -21,7 +21,7 @@ from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
-from worker.messages import Failure, Generate, Load, Output, SamplingParams, TokenLogprobs
+from worker.messages import Failure, Generate, Grammar, Load, Output, SamplingParams, TokenLogprobs
 from worker.plan import Plan
 from worker.request import Sequence
 from worker.runner import Runner
@@ -98,7 +98,7 @@ class Engine:
             clock=clock,
         )
         self._on_ready = on_ready
-        self._compiling: dict[str, Future[CompiledGrammar]] = {}
+        self._compiling: dict[str, tuple[Future[CompiledGrammar], Grammar]] = {}
         self._compiled: queue.SimpleQueue[tuple[str, Future[CompiledGrammar]]] = queue.SimpleQueue()
         self._grammars: dict[str, CompiledGrammar] = {}  # of requests that run or wait
 
@@ -109,7 +109,7 @@ class Engine:
         grammar = request.sampling.grammar
         if self.scheduler.add(request, ready=grammar is None) and grammar is not None:
             future = self.grammars.submit(grammar)
-            self._compiling[request.request_id] = future
+            self._compiling[request.request_id] = future, grammar
             future.add_done_callback(lambda done: self._wake(request.request_id, done))
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -161,7 +161,7 @@ class Engine:
                 for i, (prompt, params) in islice(arrivals, room):
                     self.add(Generate(request_id=f"prompt-{i}", prompt_ids=prompt, sampling=params))
                 if not self.has_work:
-                    wait(self._compiling.values(), return_when=FIRST_COMPLETED)
+                    wait([future for future, _ in self._compiling.values()], return_when=FIRST_COMPLETED)
                 for output in self.step():
                     finished[int(output.request_id.removeprefix("prompt-"))].take(output)
                     num_done += output.finish_reason is not None
@@ -202,9 +202,7 @@ class Engine:
         except Exception as error:
             if _is_lost(self.runner.device):
                 raise DeviceLost(f"{self.runner.device} failed in step {plan.step} and does not answer") from error
-            log.exception("the model failed in step %d", plan.step)
-            for chunk in plan.chunks:
-                self._fail(chunk.slot, f"the model failed: {_line(error)}")
+            self._fail([chunk.slot for chunk in plan.chunks], f"the model failed in step {plan.step}", error)
             return None
 
     def _sample(self, plan: Plan, logits: torch.Tensor) -> tuple[dict[int, Sampled], dict[int, list[TokenLogprobs]]]:
@@ -218,7 +216,11 @@ class Engine:
             seq = self.scheduler.sequence(chunk.slot)
             assert seq is not None
             if seq.wants_prompt_logits and chunk.num_logits:
-                prompts[chunk.slot] = self._prompt_logprobs(seq, logits[start:end])
+                try:
+                    prompts[chunk.slot] = self._prompt_logprobs(seq, logits[start:end])
+                except Exception as error:
+                    self._fail([chunk.slot], "log probabilities of the prompt failed", error)
+                    continue
             if seq.num_missing == 0:
                 slots.append(chunk.slot)
                 rows.append(end - 1)
@@ -229,8 +231,18 @@ class Engine:
         return self._sample_rows(logits, slots), prompts
 
     def _sample_rows(self, logits: torch.Tensor, slots: list[int]) -> dict[int, Sampled]:
-        """One token for each slot, from its row of `logits` [len(slots), vocabulary]."""
-        return dict(zip(slots, self.sampler.sample(logits, slots), strict=True))
+        """One token for each slot, from its row of `logits` [len(slots), vocabulary]. When that fails, whoever fails
+        alone too is at fault."""
+        try:
+            return dict(zip(slots, self.sampler.sample(logits, slots), strict=True))
+        except Exception as error:
+            if len(slots) == 1:
+                self._fail(slots, "its next token could not be sampled", error)
+                return {}
+        sampled: dict[int, Sampled] = {}
+        for row, slot in enumerate(slots):
+            sampled |= self._sample_rows(logits[row : row + 1], [slot])
+        return sampled
 
     def _prompt_logprobs(self, seq: Sequence, logits: torch.Tensor) -> list[TokenLogprobs]:
         """Of the prompt's tokens that follow those of `logits` [n, vocabulary]. The prompt's last token has none after
@@ -248,8 +260,7 @@ class Engine:
             try:
                 self._take_slot(seq)
             except Exception as error:
-                log.exception("request %s cannot be prepared", seq.request_id)
-                self._fail(seq.slot, f"the request could not be prepared: {_line(error)}")
+                self._fail([seq.slot], "the request could not be prepared", error)
         if plan is not None and self.scheduler.vacated:
             plan.chunks = [chunk for chunk in plan.chunks if self.scheduler.sequence(chunk.slot) is not None]
 
@@ -265,10 +276,11 @@ class Engine:
             self.sampler.remove(slot)
         self.scheduler.vacated.clear()
 
-    def _fail(self, slot: int, message: str) -> None:
-        seq = self.scheduler.sequence(slot)
-        if seq is not None:
-            self.scheduler.fail(seq.request_id, Failure("internal", message))
+    def _fail(self, slots: list[int], what: str, error: Exception) -> None:
+        failed = [seq.request_id for slot in slots if (seq := self.scheduler.sequence(slot)) is not None]
+        log.error("%s: requests %s", what, ", ".join(failed), exc_info=error)
+        for request_id in failed:
+            self.scheduler.fail(request_id, Failure("internal", f"{what}: {_line(error)}"))
 
     # ------------------------------------------------------------ grammars
 
@@ -280,25 +292,31 @@ class Engine:
     def _take_compiled(self) -> None:
         """Lets requests into the queue whose grammar is there, and fails those whose grammar will not be."""
         while not self._compiled.empty():
-            request_id, future = self._compiled.get()
-            if self._compiling.get(request_id) is not future:
+            request_id, done = self._compiled.get()
+            future, grammar = self._compiling.get(request_id, (None, None))
+            if future is not done or grammar is None:
                 continue  # aborted meanwhile
             del self._compiling[request_id]
-            error = future.exception()
+            error = done.exception()
             if error is None:
-                self._grammars[request_id] = future.result()
+                self._grammars[request_id] = done.result()
                 self.scheduler.release(request_id)
             elif isinstance(error, GrammarError):
-                self.scheduler.fail(request_id, Failure("invalid", str(error), "response_format"))
+                self.scheduler.fail(request_id, Failure("invalid", str(error), _param(grammar)))
             else:
                 log.error("a grammar's compiler failed", exc_info=error)
                 self.scheduler.fail(request_id, Failure("internal", f"the grammar's compiler failed: {_line(error)}"))
 
     def _forget_grammar(self, request_id: str) -> None:
         self._grammars.pop(request_id, None)
-        future = self._compiling.pop(request_id, None)
+        future, _ = self._compiling.pop(request_id, (None, None))
         if future is not None:
             future.cancel()
+
+
+def _param(grammar: Grammar) -> str:
+    """What the client calls it."""
+    return "response_format" if grammar.kind in ("json_schema", "json_object") else grammar.kind
 
 
 def _is_lost(device: torch.device) -> bool:

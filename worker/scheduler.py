@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Of all pages, the part that stays out of reach of new sequences while running ones may still need it to grow: without
 # it a full cache lets one in, preempts it for the next decodes, and lets it in again.
-GROWTH_RESERVE = 1 / 16
+GROWTH_RESERVE = 1 / 8
 # Most in a step: where log probabilities of prompts are wanted, every token gives a row, of vocabulary x 4 bytes.
 PROMPT_LOGIT_ROWS = 256
 

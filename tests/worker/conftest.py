@@ -4,6 +4,7 @@ generates with a Runner; and a fake runner whose answers are a hash, for everyth
 import json
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from worker.config import WorkerConfig
+from worker.messages import Grammar
 from worker.plan import Chunk, Plan
 from worker.runner import Runner
 
@@ -223,3 +226,65 @@ class FakeRunner:
 def fake_runner() -> type[FakeRunner]:
     """The class: make one of any size."""
     return FakeRunner
+
+
+class FakeSampler:
+    """Takes the likeliest token. Holds the calling order to the contract: a slot is added, sampled, removed."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, list[int]] = {}
+        self.refuse: int | None = None  # the first token of a prompt that `add` cannot take
+        self.choke: int | None = None  # the first token of a prompt for which `sample` fails
+
+    def add(self, slot, sampling, prompt_ids, output_ids, eos_token_ids, grammar) -> None:
+        assert slot not in self.slots
+        if prompt_ids[0] == self.refuse:
+            raise RuntimeError("the sampler does not like it")
+        self.slots[slot] = prompt_ids + output_ids
+
+    def remove(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> list:
+        from worker.sampling import Sampled
+
+        assert logits.shape[0] == len(slots) and set(slots) <= set(self.slots)
+        if any(self.slots[slot][0] == self.choke for slot in slots):
+            raise RuntimeError("the sampler chokes")
+        return [Sampled(token, None) for token in logits.argmax(1).tolist()]
+
+
+class FakeGrammars:
+    """A compiler whose futures the test settles."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+        self.closed = False
+
+    def submit(self, grammar: Grammar) -> Future:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeParts:
+    """For `load=` of an engine: a fake runner, sampler and compiler."""
+
+    def __init__(self, **runner: object) -> None:
+        self.runner = FakeRunner(**runner)
+        self.sampler = FakeSampler()
+        self.grammars = FakeGrammars()
+
+    def __call__(self, model_dir: Path, config: WorkerConfig):
+        from worker.engine import Parts
+
+        self.runner.page_size = config.page_size
+        return Parts(self.runner, self.sampler, self.grammars)
+
+
+@pytest.fixture(scope="session")
+def fake_parts() -> type[FakeParts]:
+    """The class: its arguments are the fake runner's."""
+    return FakeParts

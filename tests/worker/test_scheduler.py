@@ -422,9 +422,9 @@ def test_eviction_comes_before_preemption(drive):
 
 def test_new_ones_are_let_in_only_with_room_to_grow(drive, monkeypatch):
     def preemptions() -> int:
-        d = drive(num_pages=64, page_size=1, token_budget=64)
-        for i in range(40):
-            d.add(str(i), prompt(8, seed=i), max_tokens=8)
+        d = drive(num_pages=128, page_size=4, token_budget=32)
+        for i in range(60):
+            d.add(str(i), prompt(8 + i % 13, seed=i), max_tokens=10 + i * 7 % 40)
         d.run()
         return d.scheduler.load().preemptions
 
