@@ -120,10 +120,11 @@ class Http:
         ).encode() + body
         while True:
             connection = await self._connection()
+            kept = connection.used
             try:
                 status = await connection.send(request, on_data)
             except Broken as broken:
-                if broken.clean and connection.used:
+                if broken.clean and kept:
                     continue
                 raise
             except BaseException:
