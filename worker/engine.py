@@ -228,21 +228,12 @@ class Engine:
             return {}, prompts
         if len(rows) < end:
             logits = logits[torch.tensor(rows, device=logits.device)]
-        return self._sample_rows(logits, slots), prompts
-
-    def _sample_rows(self, logits: torch.Tensor, slots: list[int]) -> dict[int, Sampled]:
-        """One token for each slot, from its row of `logits` [len(slots), vocabulary]. When that fails, whoever fails
-        alone too is at fault."""
         try:
-            return dict(zip(slots, self.sampler.sample(logits, slots), strict=True))
-        except Exception as error:
-            if len(slots) == 1:
-                self._fail(slots, "its next token could not be sampled", error)
-                return {}
-        sampled: dict[int, Sampled] = {}
-        for row, slot in enumerate(slots):
-            sampled |= self._sample_rows(logits[row : row + 1], [slot])
-        return sampled
+            sampled = self.sampler.sample(logits, slots)
+        except Exception as error:  # not one row's: those are in the answer
+            self._fail(slots, f"sampling failed in step {plan.step}", error)
+            return {}, prompts
+        return dict(zip(slots, sampled, strict=True)), prompts
 
     def _prompt_logprobs(self, seq: Sequence, logits: torch.Tensor) -> list[TokenLogprobs]:
         """Of the prompt's tokens that follow those of `logits` [n, vocabulary]. The prompt's last token has none after

@@ -380,6 +380,9 @@ class Scheduler:
     # ------------------------------------------------------------ tokens
 
     def _take_token(self, seq: Sequence, sampled: "Sampled") -> None:
+        if sampled.failure is not None:
+            self.fail(seq.request_id, sampled.failure)
+            return
         seq.append(sampled.token_id)
         self.counters.output_tokens += 1
         output = Output(request_id=seq.request_id, token_ids=[sampled.token_id])

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.config import WorkerConfig
-from worker.messages import Grammar
+from worker.messages import Failure, Grammar
 from worker.plan import Chunk, Plan
 from worker.runner import Runner
 
@@ -234,7 +234,8 @@ class FakeSampler:
     def __init__(self) -> None:
         self.slots: dict[int, list[int]] = {}
         self.refuse: int | None = None  # the first token of a prompt that `add` cannot take
-        self.choke: int | None = None  # the first token of a prompt for which `sample` fails
+        self.choke: int | None = None  # the first token of a prompt that gets a failure from `sample`
+        self.broken = False  # whether `sample` raises
 
     def add(self, slot, sampling, prompt_ids, output_ids, eos_token_ids, grammar) -> None:
         assert slot not in self.slots
@@ -249,9 +250,13 @@ class FakeSampler:
         from worker.sampling import Sampled
 
         assert logits.shape[0] == len(slots) and set(slots) <= set(self.slots)
-        if any(self.slots[slot][0] == self.choke for slot in slots):
-            raise RuntimeError("the sampler chokes")
-        return [Sampled(token, None) for token in logits.argmax(1).tolist()]
+        if self.broken:
+            raise RuntimeError("the sampler is broken")
+        choke = Failure("invalid", "the sampler chokes", "regex")
+        return [
+            Sampled(token) if self.slots[slot][0] != self.choke else Sampled(-1, failure=choke)
+            for slot, token in zip(slots, logits.argmax(1).tolist(), strict=True)
+        ]
 
 
 class FakeGrammars:

@@ -47,7 +47,7 @@ class Driver:
             for chunk in plan.chunks:
                 end += chunk.num_logits
                 if self.scheduler.sequence(chunk.slot).num_missing == 0:
-                    sampled[chunk.slot] = SimpleNamespace(token_id=rows[end - 1], logprobs=None)
+                    sampled[chunk.slot] = SimpleNamespace(token_id=rows[end - 1], logprobs=None, failure=None)
             self.scheduler.update(plan, sampled, {})
         self.collect()
         return plan
