@@ -1,0 +1,34 @@
+"""The size of a chunk."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.chunk import chunk_tokens, pages_for
+
+
+@pytest.mark.parametrize(
+    ("missing", "budget", "room", "size"),
+    [
+        (1, 512, 16, 1),  # a decode
+        (1000, 512, 2000, 512),  # a long prompt takes what the step has left
+        (1000, 512, 40, 40),  # or what there are pages for
+        (10, 512, 2000, 10),
+        (10, 0, 2000, 0),
+        (10, -3, 2000, 0),
+        (10, 512, 0, 0),
+    ],
+)
+def test_sizes(missing, budget, room, size):
+    assert chunk_tokens(missing, budget, room) == size
+
+
+def test_a_complete_sequence_is_refused():
+    with pytest.raises(ValueError, match="nothing missing"):
+        chunk_tokens(0, 1, 1)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 64))
+def test_pages_hold_the_tokens_and_no_page_is_idle(tokens, page_size):
+    pages = pages_for(tokens, page_size)
+    assert pages * page_size >= tokens > (pages - 1) * page_size or tokens == pages == 0
