@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from bench.metrics import Sample, percentile
+from bench.results import number
 
 BLUE, ORANGE, RED, GREY = "#2a6f97", "#e07a1f", "#b3261e", "#6b7280"
 
@@ -36,18 +38,19 @@ def _distribution(axes: Axes, values: Sequence[float], name: str, limit_s: float
     if not values:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=GREY)
         return
-    scale, unit = (1.0, "s") if percentile(values, 99) >= 2 else (1000.0, "ms")
+    scale, unit = (1.0, "s") if percentile(values, 99) >= 1 else (1000.0, "ms")
     ordered = np.sort(np.asarray(values)) * scale
     axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), color=BLUE, lw=1.8, drawstyle="steps-post")
     for q, style in ((50, "-"), (99, "--")):
         at = percentile(values, q) * scale
-        axes.axvline(at, color=GREY, lw=0.9, ls=style, label=f"P{q}  {at:,.3g} {unit}")
+        axes.axvline(at, color=GREY, lw=0.9, ls=style, label=f"P{q}  {number(at)} {unit}")
     if limit_s is not None:
-        axes.axvline(limit_s * scale, color=RED, lw=1.2, ls=":", label=f"SLO  {limit_s * scale:,.3g} {unit}")
+        axes.axvline(limit_s * scale, color=RED, lw=1.2, ls=":", label=f"SLO  {number(limit_s * scale)} {unit}")
     # A few stalls must not squeeze all the rest against the left edge, nor be hidden: then the axis is logarithmic.
     if ordered[-1] > 12 * max(np.median(ordered), 1e-9):
         axes.set_xscale("log")
         axes.set_xlim(left=max(float(np.percentile(ordered, 1)), 1e-3) / 1.5)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     else:
         axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _position: f"{value:g}")
@@ -78,14 +81,15 @@ def _throughput(axes: Axes, samples: Sequence[Sample]) -> None:
 
 
 def _in_flight(axes: Axes, samples: Sequence[Sample]) -> None:
-    axes.set_title("Requests in flight", loc="left", fontsize=10)
+    failed = [sample.end_s for sample in samples if sample.error is not None]
+    axes.set_title(
+        "Requests in flight" + (f", and {len(failed)} failed (x)" if failed else ""), loc="left", fontsize=10
+    )
     _clean(axes)
     changes = sorted([(s.sent_s, 1) for s in samples] + [(s.end_s, -1) for s in samples])
     times = [0.0, *(when for when, _ in changes)]
     axes.step(times, [0, *np.cumsum([by for _, by in changes]).tolist()], where="post", color=ORANGE, lw=1.4)
-    if failed := [s.end_s for s in samples if s.error is not None]:
-        axes.plot(failed, [0] * len(failed), "x", color=RED, ms=6, clip_on=False, label=f"{len(failed)} failed")
-        axes.legend(fontsize=9, frameon=False, loc="upper right")
+    axes.plot(failed, [0] * len(failed), "x", color=RED, ms=6, clip_on=False)
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, max(max(times), 1e-9))
     axes.set_xlabel("seconds since the load began", fontsize=9)
