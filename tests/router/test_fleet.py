@@ -1,0 +1,365 @@
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from radix.events import Event, Removed, Stored
+from radix.pages import PagePool
+from radix.tree import Tree
+from router.errors import NoReplica
+from router.expected import EXPIRES_S
+from router.fleet import Fleet
+from worker.messages import CacheEvents, Load
+
+PROMPT = list(range(100, 164))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Publisher:
+    """A replica's tree and what it tells of it."""
+
+    def __init__(self, incarnation: str = "first", page_size: int = 4) -> None:
+        self.incarnation = incarnation
+        self.pool = PagePool(256, page_size)
+        self.pending: list[Event] = []
+        self.next_seq = 1
+        self.tree = Tree(page_size, self.pool, on_event=self.pending.append)
+
+    def store(self, tokens: list[int]) -> None:
+        match = self.tree.match(tokens)
+        fresh = self.pool.allocate(len(tokens) // self.tree.page_size - len(match.pages))
+        self.tree.insert(tokens, np.concatenate([match.pages, fresh]))
+
+    def events(self) -> CacheEvents:
+        events, self.pending[:] = list(self.pending), []
+        first, self.next_seq = self.next_seq, self.next_seq + len(events)
+        return CacheEvents(self.incarnation, first, events, self.tree.page_size)
+
+    def snapshot(self) -> CacheEvents:
+        self.events()
+        return CacheEvents(self.incarnation, self.next_seq, self.tree.snapshot(), self.tree.page_size, snapshot=True)
+
+
+def load(bookings_seen: int = 0, **figures: int) -> Load:
+    return Load(incarnation="first", bookings_seen=bookings_seen, **figures)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def fleet(clock):
+    fleet = Fleet("cache_aware", clock)
+    for replica_id in ("a", "b", "c"):
+        fleet.join(replica_id)
+    return fleet
+
+
+def view(fleet: Fleet, replica_id: str):
+    return next(view for view in fleet.snapshot() if view.replica_id == replica_id)
+
+
+# ---------------------------------------------------------------- caches
+
+
+def test_goes_where_the_prompt_is_cached_and_says_how_much(fleet):
+    publisher = Publisher()
+    publisher.store(PROMPT[:40])
+    assert fleet.apply_events("b", publisher.snapshot())
+    booking = fleet.place("r", PROMPT, ["a", "b", "c"])
+    assert (booking.replica_id, booking.cached_tokens, booking.number) == ("b", 40, 1)
+    assert fleet.booking("r") == booking
+    assert view(fleet, "b").mirror_tokens == 40
+    assert view(fleet, "a").mirror_tokens is None
+
+
+def test_the_last_token_of_a_prompt_is_never_counted_as_cached(fleet):
+    publisher = Publisher()
+    publisher.store(PROMPT)
+    fleet.apply_events("b", publisher.snapshot())
+    assert fleet.place("r", PROMPT, ["b"]).cached_tokens == 63
+
+
+def test_follows_events_after_a_snapshot(fleet):
+    publisher = Publisher()
+    assert fleet.apply_events("b", publisher.snapshot())
+    publisher.store(PROMPT)
+    publisher.store([*PROMPT[:32], *PROMPT[:32]])
+    assert fleet.apply_events("b", publisher.events())
+    assert view(fleet, "b").mirror_tokens == 96
+    publisher.tree.evict(2)
+    assert fleet.apply_events("b", publisher.events())
+    assert view(fleet, "b").mirror_tokens == 88
+
+
+def spoil_by_gap(publisher: Publisher) -> CacheEvents:
+    publisher.store(PROMPT[:4])
+    publisher.events()
+    publisher.store(PROMPT)
+    return publisher.events()
+
+
+def spoil_by_restart(publisher: Publisher) -> CacheEvents:
+    return CacheEvents("second", publisher.next_seq, [Stored(1, 0, PROMPT)], 4)
+
+
+def spoil_by_another_page_size(publisher: Publisher) -> CacheEvents:
+    return CacheEvents("first", publisher.next_seq, [Stored(1, 0, PROMPT)], 8)
+
+
+def spoil_by_nonsense(publisher: Publisher) -> CacheEvents:
+    return CacheEvents("first", publisher.next_seq, [Removed(77)], 4)
+
+
+@pytest.mark.parametrize("spoil", [spoil_by_gap, spoil_by_restart, spoil_by_another_page_size, spoil_by_nonsense])
+def test_what_does_not_follow_drops_the_mirror_and_asks_once_for_a_snapshot(fleet, spoil):
+    publisher = Publisher()
+    fleet.apply_events("b", publisher.snapshot())
+    assert not fleet.apply_events("b", spoil(publisher))
+    assert view(fleet, "b").mirror_tokens is None
+    publisher.store([1, 2, 3, 4])
+    assert fleet.apply_events("b", publisher.events()), "a snapshot is on its way: do not ask again"
+    assert view(fleet, "b").mirror_tokens is None
+    assert fleet.apply_events("b", publisher.snapshot())
+    assert view(fleet, "b").mirror_tokens == publisher.tree.num_cached * 4
+
+
+def test_a_snapshot_of_a_new_incarnation_replaces_the_old(fleet):
+    old, new = Publisher(), Publisher("second")
+    old.store(PROMPT)
+    fleet.apply_events("b", old.snapshot())
+    fleet.apply_events("b", new.snapshot())
+    assert view(fleet, "b").mirror_tokens == 0
+    new.store(PROMPT[:8])
+    assert fleet.apply_events("b", new.events())
+    assert view(fleet, "b").mirror_tokens == 8
+
+
+def test_a_snapshot_that_contradicts_itself_counts_as_no_cache(fleet, caplog):
+    assert fleet.apply_events("b", CacheEvents("first", 5, [Stored(2, 1, PROMPT)], 4, snapshot=True))
+    assert view(fleet, "b").mirror_tokens is None
+    assert "snapshot of its cache that is none" in caplog.text
+    assert fleet.place("r", PROMPT, ["b"]).cached_tokens == 0
+
+
+def test_a_burst_with_one_new_prefix_stays_together_for_a_while(fleet, clock):
+    first = fleet.place("r0", [*PROMPT * 8, 1], "abc")
+    fleet.release("r0")
+    for number in range(1, 4):
+        booking = fleet.place(f"r{number}", [*PROMPT * 8, number * 7], "abc")
+        fleet.release(f"r{number}")
+        assert (booking.replica_id, booking.cached_tokens) == (first.replica_id, 512)
+    clock.now_s = EXPIRES_S
+    assert fleet.place("late", [*PROMPT * 8, 99], "abc").cached_tokens == 0
+
+
+def test_events_confirm_what_was_expected(fleet, clock):
+    publisher = Publisher()
+    fleet.apply_events("a", publisher.snapshot())
+    assert fleet.place("r0", PROMPT, "a").cached_tokens == 0
+    publisher.store(PROMPT[:60])
+    fleet.apply_events("a", publisher.events())
+    clock.now_s = 10 * EXPIRES_S
+    assert fleet.place("r1", PROMPT, "a").cached_tokens == 60
+
+
+# ---------------------------------------------------------------- load and bookings
+
+
+def test_a_booking_counts_from_the_moment_it_is_made_until_the_replica_counts_it(fleet):
+    fleet.apply_load("a", load(waiting_tokens=10, context_tokens=7))
+    fleet.place("r", PROMPT, ["a"])
+    assert (view(fleet, "a").waiting_tokens, view(fleet, "a").context_tokens) == (74, 7)
+    fleet.first_token("r")
+    assert (view(fleet, "a").waiting_tokens, view(fleet, "a").context_tokens) == (10, 71)
+    fleet.apply_load("a", load(bookings_seen=1, context_tokens=80))
+    assert (view(fleet, "a").waiting_tokens, view(fleet, "a").context_tokens) == (0, 80)
+    assert view(fleet, "a").bookings == 1
+    fleet.release("r")
+    assert view(fleet, "a").bookings == 0
+
+
+def test_a_load_that_does_not_count_the_youngest_bookings_leaves_them_added(fleet):
+    for number in range(1, 4):
+        assert fleet.place(f"r{number}", [number] * 10, ["a"]).number == number
+    fleet.apply_load("a", load(bookings_seen=2, waiting_tokens=20))
+    assert view(fleet, "a").waiting_tokens == 30
+    fleet.release("r3")
+    assert view(fleet, "a").waiting_tokens == 20
+
+
+def test_a_burst_of_different_prompts_spreads_before_any_load_is_published(fleet):
+    placed = [fleet.place(f"r{n}", [n] * 100, "abc").replica_id for n in range(30)]
+    assert [placed.count(name) for name in "abc"] == [10, 10, 10]
+
+
+def test_placing_again_replaces_the_booking(fleet):
+    fleet.place("r", PROMPT, ["a"])
+    assert fleet.place("r", PROMPT, ["b"]).replica_id == "b"
+    assert [view.bookings for view in fleet.snapshot()] == [0, 1, 0]
+    assert [view.waiting_tokens for view in fleet.snapshot()] == [0, 64, 0]
+
+
+def test_only_known_candidates_are_chosen(fleet):
+    assert fleet.place("r", PROMPT, ["x", "b"]).replica_id == "b"
+    with pytest.raises(NoReplica):
+        fleet.place("r", PROMPT, ["x"])
+    assert fleet.booking("r") is None
+    with pytest.raises(NoReplica):
+        fleet.place("r", PROMPT, [])
+    with pytest.raises(ValueError, match="token ids"):
+        fleet.place("r", [2**40], ["a"])
+
+
+def test_a_replica_that_left_leaves_no_ghost(fleet):
+    publisher = Publisher()
+    publisher.store(PROMPT)
+    fleet.apply_events("a", publisher.snapshot())
+    fleet.place("r", PROMPT, ["a"])
+    fleet.leave("a")
+    fleet.leave("a")
+    assert [view.replica_id for view in fleet.snapshot()] == ["b", "c"]
+    assert fleet.booking("r") is None
+    fleet.first_token("r")
+    fleet.release("r")
+    assert fleet.apply_events("a", publisher.events()), "nothing to subscribe to"
+    fleet.apply_load("a", load(waiting_tokens=5))
+    fleet.join("a")
+    assert view(fleet, "a") == type(view(fleet, "a"))("a", None, 0, 0, None, 0)
+    assert fleet.place("r", PROMPT, ["a"]).number == 1
+
+
+def test_a_newcomer_is_not_flooded(fleet):
+    for n in range(60):
+        fleet.place(f"r{n}", [n] * 1000, "abc")
+        fleet.release(f"r{n}")
+    fleet.join("d")
+    placed = [fleet.place(f"s{n}", [100 + n] * 1000, "abcd").replica_id for n in range(8)]
+    assert placed.count("d") <= 3
+
+
+def test_round_robin_and_least_load(clock):
+    fleet = Fleet("round_robin", clock)
+    blind = Fleet("least_load", clock)
+    for one in (fleet, blind):
+        one.join("a")
+        one.join("b")
+        one.apply_load("a", load(waiting_tokens=500))
+    assert [fleet.place(f"r{n}", PROMPT, "ab").replica_id for n in range(4)] == ["a", "b", "a", "b"]
+    assert [blind.place(f"r{n}", PROMPT, "ab").replica_id for n in range(3)] == ["b", "b", "b"]
+
+
+def test_many_threads_keep_the_books_straight(fleet):
+    errors = []
+
+    def work(worker: int) -> None:
+        try:
+            for n in range(60):
+                booking = fleet.place(f"{worker}-{n}", [worker, n] * 20, "abc")
+                fleet.apply_load(booking.replica_id, load(bookings_seen=n % 7, waiting_tokens=n))
+                fleet.first_token(booking.request_id)
+                fleet.snapshot()
+                if n % 3:
+                    fleet.release(booking.request_id)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert sum(view.bookings for view in fleet.snapshot()) == 6 * 20
+    for worker in range(6):
+        for n in range(0, 60, 3):
+            fleet.release(f"{worker}-{n}")
+    assert sum(view.bookings for view in fleet.snapshot()) == 0
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of placing, first tokens, loads, releases, joins and leaves, against sums over a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet("least_load", Clock())
+        self.joined: set[str] = set()
+        self.loads: dict[str, Load] = {}
+        self.books: dict[str, dict] = {}
+
+    @rule(name=st.sampled_from("ab"))
+    def join(self, name: str) -> None:
+        self.fleet.join(name)
+        self._forget(name)
+        self.joined.add(name)
+
+    @rule(name=st.sampled_from("ab"))
+    def leave(self, name: str) -> None:
+        self.fleet.leave(name)
+        self._forget(name)
+        self.joined.discard(name)
+
+    def _forget(self, name: str) -> None:
+        self.loads.pop(name, None)
+        self.books = {key: book for key, book in self.books.items() if book["booking"].replica_id != name}
+
+    @rule(request=st.integers(0, 8), tokens=st.integers(1, 15))
+    def place(self, request: int, tokens: int) -> None:
+        self.books.pop(str(request), None)
+        if not self.joined:
+            with pytest.raises(NoReplica):
+                self.fleet.place(str(request), [1] * tokens, "ab")
+            return
+        booking = self.fleet.place(str(request), [1] * tokens, "ab")
+        self.books[str(request)] = {"booking": booking, "tokens": tokens, "first": False, "seen": False}
+
+    @rule(request=st.integers(0, 8))
+    def first_token(self, request: int) -> None:
+        self.fleet.first_token(str(request))
+        if str(request) in self.books:
+            self.books[str(request)]["first"] = True
+
+    @rule(request=st.integers(0, 8))
+    def release(self, request: int) -> None:
+        self.fleet.release(str(request))
+        self.books.pop(str(request), None)
+
+    @rule(name=st.sampled_from("ab"), seen=st.integers(0, 12), waiting=st.integers(0, 50), context=st.integers(0, 50))
+    def publish(self, name: str, seen: int, waiting: int, context: int) -> None:
+        published = load(bookings_seen=seen, waiting_tokens=waiting, context_tokens=context)
+        self.fleet.apply_load(name, published)
+        if name in self.joined:
+            self.loads[name] = published
+            for book in self.books.values():
+                if book["booking"].replica_id == name and book["booking"].number <= seen:
+                    book["seen"] = True
+
+    @invariant()
+    def agrees(self) -> None:
+        views = self.fleet.snapshot()
+        assert [view.replica_id for view in views] == sorted(self.joined)
+        for view in views:
+            mine = [book for book in self.books.values() if book["booking"].replica_id == view.replica_id]
+            published = self.loads.get(view.replica_id, load())
+            added = [book for book in mine if not book["seen"]]
+            assert view.bookings == len(mine)
+            waiting = sum(book["tokens"] for book in added if not book["first"])
+            assert view.waiting_tokens == published.waiting_tokens + waiting
+            context = sum(book["tokens"] for book in added if book["first"])
+            assert view.context_tokens == published.context_tokens + context
+        assert all(self.fleet.booking(key) == book["booking"] for key, book in self.books.items())
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
