@@ -1,0 +1,90 @@
+"""A server that speaks enough of OpenAI's protocol to be chatted with."""
+
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+
+@dataclass
+class Fake:
+    """Answers "You said: ..." word by word. `bodies` has every chat request; `api_key` is wanted where set; `fault` is
+    what goes wrong: "refuses", "hangs up", "error" or "no end"."""
+
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    api_key: str | None = None
+    fault: str | None = None
+    ready: Response = field(default_factory=lambda: JSONResponse({}))
+    metrics: bytes = b""
+
+    def refused(self, request: Request) -> Response | None:
+        if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
+            return JSONResponse({"error": {"message": "wrong key"}}, 401)
+        return None
+
+    async def list_models(self, request: Request) -> Response:
+        return self.refused(request) or JSONResponse({"data": [{"id": "fake"}, {"id": "other"}]})
+
+    async def is_ready(self, request: Request) -> Response:
+        return self.ready
+
+    async def show_metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self.metrics)
+
+    async def chat(self, request: Request) -> Response:
+        if refused := self.refused(request):
+            return refused
+        self.bodies.append(await request.json())
+        if self.fault == "refuses":
+            return JSONResponse({"error": {"message": "the prompt is too long", "type": "invalid_request_error"}}, 400)
+        return StreamingResponse(self._stream(self.bodies[-1]), media_type="text/event-stream")
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        def event(value: object) -> str:
+            return f"data: {json.dumps(value)}\n\n"
+
+        words = f"You said: {body['messages'][-1]['content']}".split(" ")
+        yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for n, word in enumerate(words):
+            if n == 2 and self.fault == "hangs up":
+                raise ConnectionAbortedError  # uvicorn closes the connection without an end
+            if n == 2 and self.fault == "error":
+                yield event({"error": {"message": "out of luck"}})
+                return
+            yield event({"choices": [{"delta": {"content": (" " if n else "") + word}}]})
+        yield event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        usage = {"prompt_tokens": 9, "completion_tokens": len(words), "prompt_tokens_details": {"cached_tokens": 4}}
+        yield event({"choices": [], "usage": usage})
+        if self.fault != "no end":
+            yield "data: [DONE]\n\n"
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    server = Fake()
+    routes = [
+        Route("/ready", server.is_ready),
+        Route("/metrics", server.show_metrics),
+        Route("/v1/models", server.list_models),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+    ]
+    config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", timeout_graceful_shutdown=1)
+    uv = uvicorn.Server(config)
+    listening = config.bind_socket()
+    server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    listening.listen()  # from now on a connection waits for the server instead of being refused
+    thread = threading.Thread(target=uv.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield server
+    uv.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()

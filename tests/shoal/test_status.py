@@ -1,0 +1,104 @@
+"""The status is what the router's own page says."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from starlette.responses import JSONResponse, PlainTextResponse
+
+from router.metrics import Metrics
+from shoal import status
+from shoal.client import ServerError
+from shoal.status import Replica, Status, render, replicas, total
+from worker.messages import Load
+
+Fake = Any  # of conftest.py
+Captured = pytest.CaptureFixture[str]
+
+
+def page() -> bytes:
+    loads = {
+        "b": Load(
+            incarnation="x", running=3, waiting=2, kv_tokens_total=1000, kv_tokens_used=250, kv_tokens_cached=500
+        ),
+        "a": Load(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5, preemptions=1),
+    }
+    metrics = Metrics()
+    metrics.loads.update(loads)
+    metrics.replica("a").first_token.observe(0.2)
+    metrics.replica("a").first_token.observe(0.4)
+    metrics.replica("a").inter_token.observe(0.05)
+    return metrics.page()
+
+
+def test_every_metric_that_is_read_is_one_that_the_router_writes() -> None:
+    written = page().decode()
+    for metric in status.METRICS.values():
+        assert f"\n{metric}{{" in written, metric
+
+
+def test_replicas_of_a_page() -> None:
+    a, b = replicas(page().decode())
+    assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished, a.preemptions) == (
+        "a",
+        400,
+        100,
+        70,
+        5,
+        1,
+    )
+    assert (a.ttft_count, a.tbt_count) == (2, 1) and a.ttft_sum_s == pytest.approx(0.6)
+    assert (b.running, b.waiting, b.kv_tokens, b.kv_tokens_used, b.kv_tokens_cached) == (3, 2, 1000, 250, 500)
+    assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == []
+    with pytest.raises(ServerError, match="no page of Prometheus"):
+        replicas("<html>")
+
+
+def shown(value: Status) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160, highlight=False).print(render(value))
+    return out.getvalue()
+
+
+def test_the_table() -> None:
+    found = replicas(page().decode())
+    text = shown(Status("http://x", None, ["m"], found))
+    assert "ready" in text and "25%" in text and "300 ms" in text and "50 ms" in text
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["a", "b", "all"]
+    assert total(found).running == 3 and total(found).prompt_tokens == 400
+    assert "no replica has reported yet" in shown(Status("http://x", "not ready", ["m"], []))
+    assert "all" not in shown(Status("http://x", None, ["m"], [Replica("one")])).split()
+
+
+def test_a_server_that_is_ready(fake: Fake, capsys: Captured) -> None:
+    fake.metrics = page()
+    assert status.main(["--url", fake.url]) == 0
+    assert "fake, other" in capsys.readouterr().out
+    assert status.main(["--url", fake.url, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["problem"] is None and [replica["name"] for replica in value["replicas"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("ready", "says"),
+    [
+        (JSONResponse({"error": {"message": "no replica yet"}}, 503), "not ready: no replica yet"),
+        (PlainTextResponse("", 503), "not ready"),
+        (PlainTextResponse("what?", 404), "it is not Shoal's"),
+    ],
+)
+def test_a_server_that_is_not(fake: Fake, ready: Any, says: str, capsys: Captured) -> None:
+    fake.ready = ready
+    assert status.main(["--url", fake.url]) == 1
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_server_and_no_key(fake: Fake, capsys: Captured) -> None:
+    assert status.main(["--url", "http://127.0.0.1:1"]) == 1
+    assert "no server at http://127.0.0.1:1" in capsys.readouterr().err
+    fake.api_key = "sesame"
+    assert status.main(["--url", fake.url]) == 1
+    assert "wants a key" in capsys.readouterr().err
+    assert status.main(["--url", fake.url, "--api-key", "sesame"]) == 0
