@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.app import APP, model_name
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,6 +52,7 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
 
 def arguments(values: dict[str, Any]) -> dict[str, Any]:
     (application,) = yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])["applications"]
+    assert application["name"] == APP
     return application["args"]
 
 
@@ -215,8 +218,15 @@ def notes(values: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_notes_have_a_line_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = notes({"model": "org/name", "service": {"port": 80}}, tmp_path, monkeypatch)
     assert "port-forward service/shoal-try 8000:80" in text
-    assert '"model": "name"' in text
+    assert '"model": "org/name"' in text
     assert "Authorization" not in text and "whoever reaches" in text
+
+
+@pytest.mark.parametrize("model", ["SmolLM2-135M-Instruct", "org/name-1.5", "/cache/mine", "/cache/a/b.gguf"])
+def test_the_notes_name_the_model_as_the_server_does(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f'"model": "{model_name(model)}"' in notes({"model": model}, tmp_path, monkeypatch)
 
 
 def test_the_notes_say_where_the_key_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
