@@ -2,6 +2,7 @@
 real server around them."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -91,6 +92,26 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def byte_level_tokenizer() -> tokenizers.Tokenizer:
+    return byte_level_backend()
+
+
+@pytest.fixture(scope="session")
+def byte_level_tokenizer_maker() -> Callable[[], tokenizers.Tokenizer]:
+    return byte_level_backend
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_tokenizer_maker() -> Callable[[], tokenizers.Tokenizer]:
+    return byte_fallback_backend
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_tokenizer() -> tokenizers.Tokenizer:
+    return byte_fallback_backend()
+
+
+@pytest.fixture(scope="session")
 def real_folder() -> Path:
     if not (REAL_MODEL / "tokenizer.json").exists():
         pytest.skip(f"{REAL_MODEL} is not there: `make serve` fetches it")
@@ -152,6 +173,7 @@ class FakeReplica:
         self.cached_tokens = 3
         self.load = Load(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
         self.tells_load = True
+        self.logprob = -0.5
         self._credit: int | None = None
         self._running: list[Running] = []
         self._context = zmq.Context()
@@ -301,8 +323,8 @@ class FakeReplica:
         return output
 
     def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:
-        likeliest = [(token_id, -0.5), *((other, -2.0 - other) for other in range(100, 100 + top))]
-        return TokenLogprobs(token_id, -0.5, likeliest[:top])
+        likeliest = [(token_id, self.logprob), *((other, -2.0 - other) for other in range(100, 100 + top))]
+        return TokenLogprobs(token_id, self.logprob, likeliest[:top])
 
 
 # ---------------------------------------------------------------- the server
@@ -377,6 +399,17 @@ class Stack:
 
         self.server.do(asyncio.wait_for(wait(), WAIT_S))
 
+    def raw(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """A connection on which the request has been sent and nothing read."""
+        host, port = self.server.socket.getsockname()[:2]
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        connection = socket.create_connection((host, port), timeout=WAIT_S)
+        connection.sendall(head.encode() + data)
+        return connection
+
     def metric(self, name: str) -> float:
         """The sum of a metric's samples whose line begins with `name`."""
         lines = self.service.metrics.page().decode().splitlines()
@@ -426,7 +459,7 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
 
 @pytest.fixture
 def make_replica(tokenizer: Tokenizer) -> Callable[..., FakeReplica]:
-    def make(text: str | None = None, script: Script | None = None, **options: Any) -> FakeReplica:
+    def make(text: str = REPLY, script: Script | None = None, **options: Any) -> FakeReplica:
         return FakeReplica(tokenizer, script or says(tokenizer, text), **options)
 
     return make

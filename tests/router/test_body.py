@@ -1,0 +1,247 @@
+"""What is refused of a body, and under which name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from router.body import parse
+from router.errors import ApiError
+from router.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+def refused(model: type, body: Any) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(model, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert error.value.status == 400
+    assert json.loads(error.value.body())["error"]["type"] == "invalid_request_error"
+    return error.value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2, "temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0.5, "seed": -(1 << 63), "priority": -3},
+        {"stop": "x", "stop_token_ids": [1], "min_tokens": 0, "ignore_eos": True, "skip_special_tokens": False},
+        {"stop": ["x", "y"], "logit_bias": {"5": -100, "6": 1.5}, "user": "u", "stream": True},
+        {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1.1},
+        {"response_format": SCHEMA},
+        {"response_format": {"type": "text"}},
+        {"regex": "a+"},
+        {"choice": ["a", "b"]},
+        {"ebnf": 'root ::= "a"'},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+        {"n": None, "stop": None, "stream_options": None, "response_format": None, "logit_bias": None},
+    ],
+)
+def test_accepted_in_both(fields: dict[str, Any]) -> None:
+    for model, base in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION)):
+        request = parse(model, json.dumps(base | fields).encode())
+        for name, value in fields.items():
+            if not isinstance(value, dict):
+                assert getattr(request, name) == value
+
+
+# What OpenAI's clients send at values that change nothing.
+NEUTRAL = {
+    "audio": None,
+    "function_call": "none",
+    "functions": [],
+    "metadata": {},
+    "modalities": ["text"],
+    "moderation": None,
+    "parallel_tool_calls": True,
+    "prediction": None,
+    "prompt_cache_key": None,
+    "prompt_cache_options": None,
+    "prompt_cache_retention": None,
+    "reasoning_effort": None,
+    "safety_identifier": "u",
+    "service_tier": "auto",
+    "store": False,
+    "tool_choice": "none",
+    "tools": [],
+    "verbosity": None,
+    "web_search_options": None,
+}
+
+
+def test_neutral_values_are_accepted() -> None:
+    parse(ChatRequest, json.dumps(CHAT | NEUTRAL).encode())
+    parse(CompletionRequest, json.dumps(COMPLETION | {"suffix": None, "best_of": 1}).encode())
+    answer = {"role": "assistant", "content": "x", "refusal": None, "annotations": None, "audio": None}
+    answer |= {"function_call": None, "tool_calls": None}
+    parse(ChatRequest, json.dumps(CHAT | {"messages": [*CHAT["messages"], answer]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"audio": {"voice": "a"}}, "audio"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"metadata": {"a": "b"}}, "metadata"),
+        ({"modalities": ["audio"]}, "modalities[0]"),
+        ({"modalities": ["text", "audio"]}, "modalities[1]"),
+        ({"prediction": {"type": "content", "content": ""}}, "prediction"),
+        ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"store": True}, "store"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"best_of": 1}, "best_of"),  # of completions only
+        ({"echo": False}, "echo"),
+        ({"n": "1"}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"seed": 1 << 80}, "seed"),
+        ({"seed": 0.5}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": "1"}, "stop_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"stream": "yes"}, "stream"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"priority": 1 << 31}, "priority"),
+        ({"user": 3}, "user"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"regex": ""}, "regex"),
+        ({"choice": []}, "choice"),
+        ({"choice": ["a", 1]}, "choice[1]"),
+        ({"ebnf": 1}, "ebnf"),
+        ({"model": 1}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [3]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages[0].y"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ],
+)
+def test_refused_by_name_in_chat(fields: dict[str, Any], param: str) -> None:
+    assert refused(ChatRequest, CHAT | fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"messages": []}, "messages"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"echo": "x"}, "echo"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+    ],
+)
+def test_refused_by_name_in_completions(fields: dict[str, Any], param: str) -> None:
+    assert refused(CompletionRequest, COMPLETION | fields).param == param
+
+
+@pytest.mark.parametrize("name", ["model", "messages"])
+def test_missing_parameters_are_named(name: str) -> None:
+    error = refused(ChatRequest, {key: value for key, value in CHAT.items() if key != name})
+    assert (error.param, error.code) == (name, "missing_required_parameter")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"nonsense", "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
+        (b'{"model": "m", "prompt": "\\ud800"}', "invalid_json"),  # half a surrogate pair is no text
+        (b'{"model": "m", "prompt": "\xe9"}', "invalid_json"),
+        (b'{"model": "m", "prompt": "x", "temperature": NaN}', "invalid_json"),
+        (b'{"model": "m", "prompt": "x"} more', "invalid_json"),
+        (b"[]", None),
+        (b"3", None),
+        (b"null", None),
+        (b'{"model":"m","prompt":"x","logit_bias":' + b'{"a":' * 100_000, "invalid_json"),
+        (b'{"model":"m","prompt":' + b"[" * 100_000, "invalid_json"),
+    ],
+)
+def test_what_is_no_json_object(body: bytes, code: str | None) -> None:
+    error = refused(CompletionRequest, body)
+    if code is not None:
+        assert error.code in (code, "invalid_value")
+
+
+def test_deeply_nested_schemas_are_refused_not_fatal() -> None:
+    deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    body = b'{"model":"m","prompt":"x","response_format":{"type":"json_schema","json_schema":{"name":"x","schema":'
+    assert refused(CompletionRequest, body + deep + b"}}}").code == "invalid_json"
+
+
+def test_text_parts_and_roles_become_what_templates_know() -> None:
+    body = CHAT | {
+        "messages": [
+            {"role": "developer", "content": "be brief", "name": "dev"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ]
+    }
+    request = parse(ChatRequest, json.dumps(body).encode())
+    assert [message.for_template() for message in request.messages] == [
+        {"role": "system", "content": "be brief", "name": "dev"},
+        {"role": "user", "content": "a\nb"},
+    ]
+
+
+def test_the_small_endpoints() -> None:
+    assert parse(TokenizeRequest, b'{"prompt": "a"}').prompt == "a"
+    assert parse(DetokenizeRequest, b'{"tokens": [1]}').tokens == [1]
+    assert refused(DetokenizeRequest, {"tokens": ["a"]}).param == "tokens[0]"
+    assert refused(TokenizeRequest, {"prompt": 3}).param == "prompt"

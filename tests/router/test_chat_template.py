@@ -1,0 +1,96 @@
+"""Chat templates, against transformers rendering them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.chat_template import ChatTemplate, TemplateError
+from router.tokenizer import Tokenizer
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 🦊\n<|im_end|>"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b & <c>"},
+        {"role": "user", "content": ""},
+    ],
+]
+# Each uses something that templates of real models use.
+TEMPLATES = [
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}",
+    "{% for m in messages %}\n    {% if loop.last %}\n<last>{% break %}{% endif %}\n{{ m | tojson }}\n{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content | length %}{% endfor %}"
+    "{{ ns.n }}",
+    "{% macro turn(m) %}[{{ m.role }}]{{ m.content }}{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+    "{% if add_generation_prompt %}>>{% endif %}",
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
+    "{% endfor %}{{ dict(a=1) | tojson(indent=2) }}{{ tools is none }}{{ documents is defined }}",
+    "{{ strftime_now('%Y') }}{{ messages[0]['content'].split(' ') | join('-') }}{{ messages[-1].missing is defined }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_renders_as_transformers(template: str, messages: list[dict[str, Any]], prompt: bool) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    expected, _ = render_jinja_template(
+        [messages], chat_template=template, add_generation_prompt=prompt, tools=None, documents=None, **special
+    )
+    assert ChatTemplate(template, special).render(messages, prompt) == expected[0]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_tokens_of_the_real_model_are_those_of_transformers(real_folder: Path, messages: list[dict[str, Any]]) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(real_folder)
+    ours = Tokenizer.from_folder(real_folder)
+    for prompt in (True, False):
+        text = ours.render_chat(messages, prompt)
+        assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        expected = reference.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+        assert ours.encode(text, add_special_tokens=False) == expected
+    assert ours.encode(messages[0]["content"]) == reference(messages[0]["content"])["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0]['content'] + 1 }}", "str"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division"),
+    ],
+)
+def test_what_a_template_refuses(template: str, reason: str) -> None:
+    with pytest.raises(TemplateError, match=reason):
+        ChatTemplate(template, {}).render(CONVERSATIONS[0])
+
+
+def test_where_the_template_is_found(tmp_path: Path) -> None:
+    assert ChatTemplate.from_folder(tmp_path) is None
+    config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
+    text = "{{ bos_token }}{{ eos_token }}{{ pad_token is defined }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.from_folder(tmp_path) is None
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": text}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None and template.render([]) == "<s></s>False"
+
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": text + "!"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None and template.render([]) == "<s></s>False!"
+
+    (tmp_path / "chat_template.jinja").write_text("the file")
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None and template.render([]) == "the file"
