@@ -61,6 +61,16 @@ def test_entries_expire_unless_renewed():
     assert len(entries) == 0
 
 
+def test_renewed_entries_do_not_keep_older_ones_alive():
+    entries = Expected()
+    first, second = hashes(list(range(64))), hashes(list(range(100, 164)))
+    entries.add(first, now=0.0)
+    entries.add(second, now=0.0)
+    entries.add(first, now=1.0)
+    assert entries.match(second, now=EXPIRES_S) == 0
+    assert entries.match(first, now=EXPIRES_S) == 4
+
+
 def test_the_number_of_entries_is_bounded_and_prefixes_outlive_what_extends_them(monkeypatch):
     monkeypatch.setattr(expected, "MAX_ENTRIES", 6)
     entries = Expected()
