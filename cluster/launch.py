@@ -17,6 +17,7 @@ from types import FrameType
 
 import ray
 from ray import serve as ray_serve
+from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 from rich.console import Console
 
@@ -67,6 +68,7 @@ class _Launch:
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
         self._folder: Path | None = None  # of a Ray of our own
+        self._deployed = False
 
     def start(self) -> None:
         """Returns when the server can answer. Raises LaunchError, ModelError, PortTaken, OSError."""
@@ -107,9 +109,10 @@ class _Launch:
             local.end()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
-        elif ray.is_initialized():
+            return
+        if self._deployed:
             ray_serve.delete(APP)
-            ray.shutdown()
+        ray.shutdown()
 
     # ------------------------------------------------------------ the steps of a start
 
@@ -124,21 +127,30 @@ class _Launch:
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")
         try:
+            local.check_address(address)  # Ray itself would try for minutes, deaf to Ctrl-C
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             raise LaunchError(f"no Ray cluster at {address}: {error}") from error
+        if APP in ray_serve.status().applications:
+            raise LaunchError(f"the Ray cluster at {address} runs a Shoal already; end that one first")
 
     def _deploy(self) -> None:
-        # Ray has put its own handler in place of ours.
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self._say("starting Ray Serve")
         self._config, note = settle(self._config, gpus=ray.cluster_resources().get("GPU", 0))
         if note:
             self._print(note)
+        if self._config.device == "cuda" and not ray.cluster_resources().get("GPU"):
+            self._print("no GPU in the cluster yet: the replicas wait for one")
         options = {"host": self._config.host, "port": self._config.port}
         ray_serve.start(
             http_options=options, logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING")
         )
+        there = get_global_client().http_config
+        if (there.host, there.port) != (self._config.host, self._config.port):
+            raise LaunchError(f"Ray Serve listens on {there.host}:{there.port} there: set host and port to these")
+        self._deployed = True
         targets = [ray_serve.RunTarget(application(self._config), name=APP, route_prefix="/")]
         ray_serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 

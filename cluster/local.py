@@ -1,11 +1,13 @@
 """Ray on this machine, for one server alone: it is started with it and ends with it, whatever happens in between."""
 
+import contextlib
 import logging
 import math
 import os
 import shutil
 import socket
 import tempfile
+import threading
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported
@@ -53,6 +55,13 @@ def check_port(host: str, port: int) -> None:
             raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
 
 
+def check_address(address: str) -> None:
+    """Raises OSError if `address` is a host:port where nothing listens."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+
+
 def start(config: Config) -> Path:
     """Starts Ray with as many logical CPUs as the server asks for, however many cores there are. Returns its folder."""
     _sweep()
@@ -78,11 +87,21 @@ def start(config: Config) -> Path:
 def end() -> None:
     """Ends Ray and everything it started from this process, also if it is only half there."""
     children = psutil.Process().children(recursive=True)
+    # Ray waits long for processes that do not end, such as those that lost their head to the same signal.
+    impatience = threading.Timer(END_S, _kill, [children])
+    impatience.daemon = True
+    impatience.start()
     ray.shutdown()
     _, alive = psutil.wait_procs(children, timeout=END_S)
-    for process in alive:
-        process.kill()
-    psutil.wait_procs(alive, timeout=END_S)
+    impatience.cancel()
+    _kill(alive)
+    psutil.wait_procs(alive)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _sweep() -> None:

@@ -1,0 +1,159 @@
+"""`shoal serve` as a process: it answers, says what is wrong, and leaves nothing behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from ray.serve.schema import ApplicationStatus
+
+from cluster import launch
+
+START_S = 120
+END_S = 10
+
+
+class Server:
+    """The command in a process group of its own, as a terminal has it."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "shoal.cli", "serve", "--host", "127.0.0.1", *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+
+    def wait_for(self, pattern: str) -> str:
+        """Reads on to the first line with `pattern` in it."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if re.search(pattern, line):
+                return self.lines[-1]
+        raise AssertionError(f"no {pattern!r} in:\n" + "\n".join(self.lines))
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def interrupt(self, signum: int) -> int:
+        os.killpg(self.process.pid, signum)
+        self.process.communicate(timeout=END_S)
+        return self.process.returncode
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[Server]:
+    server = Server(*arguments)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            family = server.family()
+            server.process.kill()
+            server.process.wait()
+            for process in family:
+                process.kill()
+
+
+@pytest.mark.timeout(START_S)
+def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: int) -> None:
+    with running("--model", str(tiny_model), "--port", str(free_port), "--replicas", "1") as server:
+        url = server.wait_for("^Shoal serves tiny-llama at ").split()[-1]
+        assert url == f"http://127.0.0.1:{free_port}/v1"
+        curl = server.wait_for("^ *curl ")
+        server.wait_for("Ctrl-C")
+        answer = subprocess.run(f"{curl} --silent --fail", shell=True, capture_output=True, text=True, timeout=30)
+        assert answer.returncode == 0, answer.stderr
+        assert '"chat.completion"' in answer.stdout
+        assert httpx.get(f"http://127.0.0.1:{free_port}/ready").status_code == 200
+        family = server.family()
+        names = " ".join(" ".join(process.cmdline()) for process in family)
+        assert "gcs_server" in names and "Rank" in names
+
+        assert server.interrupt(signal.SIGINT) == 0
+        assert [process for process in family if process.is_running()] == []
+        assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
+        with socket.create_server(("127.0.0.1", free_port)):
+            pass  # nobody holds the port
+
+
+@pytest.mark.timeout(START_S)
+@pytest.mark.parametrize(("moment", "signum"), [("^starting Ray$", signal.SIGINT), ("1 starting", signal.SIGTERM)])
+def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int, moment: str, signum: int) -> None:
+    with running("--model", str(tiny_model), "--port", str(free_port)) as server:
+        server.wait_for(moment)
+        family = server.family()
+        assert server.interrupt(signum) == 0
+        assert [process for process in family if process.is_running()] == []
+        assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
+
+
+@pytest.mark.timeout(START_S)
+def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with running("--model", str(tiny_model), "--port", str(port)) as server:
+            assert server.wait_for("^shoal: ") == (
+                f"shoal: port {port} of 127.0.0.1 is taken by another program: choose another with --port"
+            )
+            assert server.process.wait(END_S) == 1
+
+
+@pytest.mark.timeout(START_S)
+def test_a_model_that_cannot_be_loaded_says_why(tiny_model: Path, tmp_path: Path, free_port: int) -> None:
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    with running("--model", str(tmp_path), "--port", str(free_port), "--replicas", "1") as server:
+        said = server.wait_for("^shoal: ")
+        assert "rank 0: " in said and "afetensor" in said
+        assert "Traceback" not in "\n".join(server.lines)
+        assert server.process.wait(END_S) == 1
+
+
+class Deployment:
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+class Overview:
+    def __init__(self, status: ApplicationStatus, app_message: str, *messages: str) -> None:
+        self.status = status
+        self.message = app_message
+        self.deployments = {str(number): Deployment(message) for number, message in enumerate(messages)}
+
+
+RETRY = "A replica failed to start with exception. Retrying 2 more times. Error:\n"
+STACK = 'Traceback (most recent call last):\n  File "x.py", line 3, in y\n    z()\n'
+
+
+@pytest.mark.parametrize(
+    ("overview", "reason"),
+    [
+        (None, None),
+        (Overview(ApplicationStatus.DEPLOYING, "", "", "waiting for resources"), None),
+        (Overview(ApplicationStatus.RUNNING, "", ""), None),
+        (
+            Overview(ApplicationStatus.DEPLOYING, "", RETRY + STACK + "cluster.replica.ReplicaError: rank 0: OSError: no"),
+            "rank 0: OSError: no",
+        ),
+        (Overview(ApplicationStatus.DEPLOYING, "", RETRY + STACK + "ValueError: bad thing\n"), "ValueError: bad thing"),
+        (Overview(ApplicationStatus.DEPLOY_FAILED, "no room", ""), "\nno room"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failure_is_found_in_serves_messages(overview: Overview | None, reason: str | None) -> None:
+    assert launch._failure(overview) == reason  # type: ignore[arg-type]
