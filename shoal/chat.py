@@ -4,8 +4,9 @@ import argparse
 import os
 import readline
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import closing
+import termios
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,8 @@ class Terminal:
     def _ask(self, question: str) -> None:
         self.console.print()
         try:
-            answer = self.talk.ask(question, lambda pieces: stream(self.console, pieces))
+            with silent_keyboard():
+                answer = self.talk.ask(question, lambda pieces: stream(self.console, pieces))
         except ServerError as error:
             self.console.print(f"{error}", style="red", markup=False)
             self.console.print("[dim]the question was not kept; /reset starts over[/]\n")
@@ -237,6 +239,22 @@ class Terminal:
         self.console.print(text, style="dim", markup=False)
 
 
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """What is typed meanwhile is not echoed into the answer; it is there for the next prompt."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
 def figures(answer: Answer) -> str:
     """The line under an answer: its tokens, how much of the prompt was cached, how fast it came."""
     parts = []
@@ -246,6 +264,8 @@ def figures(answer: Answer) -> str:
         parts.append("cut at the longest answer allowed")
     if answer.output_tokens is not None:
         parts.append(f"{answer.output_tokens} tokens")
+    elif answer.pieces:
+        parts.append(f"about {answer.pieces} tokens")
     if answer.prompt_tokens is not None:
         cached = f", {answer.cached_tokens} cached" if answer.cached_tokens is not None else ""
         parts.append(f"prompt {answer.prompt_tokens}{cached}")

@@ -18,10 +18,11 @@ class ServerError(Exception):
 
 @dataclass
 class Answer:
-    """A chat answer. `text` grows while it streams; the counts are the server's and come with the end (None where it
-    sends none). Times are seconds since the request was sent."""
+    """A chat answer. `text`, and the number of `pieces` that it came in, grow while it streams; the counts are the
+    server's and come with the end (None where it sends none). Times are seconds since the request was sent."""
 
     text: str = ""
+    pieces: int = 0
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -124,6 +125,7 @@ def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
                 answer.last_s = time.perf_counter() - answer.started
                 answer.first_s = answer.first_s if answer.first_s is not None else answer.last_s
                 answer.text += piece
+                answer.pieces += 1
                 yield piece
     raise ServerError("the server broke the answer off")
 

@@ -17,7 +17,7 @@ class _Tail:
         self._text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(Markdown(self._text), options.update(height=None), pad=False)
+        lines = console.render_lines(_markdown(self._text), options.update(height=None), pad=False)
         for line in lines[-max(1, console.height - 2) :]:
             yield from line
             yield Segment.line()
@@ -44,9 +44,13 @@ def stream(console: Console, pieces: Iterable[str]) -> None:
                 _print(console, text)
 
 
+def _markdown(text: str) -> Markdown:
+    return Markdown(text, code_theme="ansi_dark")  # the terminal's own colours, which suit its background
+
+
 def _print(console: Console, block: str) -> None:
     if block.strip():
-        console.print(Markdown(block.strip("\n")))
+        console.print(_markdown(block.strip("\n")))
         console.print()
 
 

@@ -15,7 +15,16 @@ from rich.text import Text
 
 from shoal.client import Client, ServerError
 
+DESCRIPTION = "What a running server is doing, replica by replica."
 EPILOG = """\
+columns:
+  run, wait       requests in the batch, and waiting for a place in it
+  KV, kept        parts of the KV cache: held by running requests, and of past ones kept for reuse
+  prompt, cached  prompt tokens so far, and the part of them that was in the cache: the hit rate
+  output          tokens generated so far
+  TTFT, TBT       mean times to the first token and between tokens so far, as the router sees them
+  done, failed    requests so far
+
 examples:
   shoal status
   shoal status --url http://gpu-box:8000 --watch 1
@@ -35,7 +44,6 @@ METRICS = {
     "output_tokens": "shoal_output_tokens_total",
     "finished": "shoal_finished_requests_total",
     "failed": "shoal_failed_requests_total",
-    "preemptions": "shoal_preemptions_total",
     "ttft_count": "shoal_time_to_first_token_seconds_count",
     "ttft_sum_s": "shoal_time_to_first_token_seconds_sum",
     "tbt_count": "shoal_inter_token_latency_seconds_count",
@@ -58,7 +66,6 @@ class Replica:
     output_tokens: float = 0
     finished: float = 0
     failed: float = 0
-    preemptions: float = 0
     ttft_count: float = 0
     ttft_sum_s: float = 0
     tbt_count: float = 0
@@ -116,12 +123,10 @@ def render(status: Status) -> RenderableType:
     head = Text.assemble((", ".join(status.models) or "no model", "bold"), (f"  {status.url}  ", "dim"), state)
     if not status.replicas:
         return Group(head, Text("no replica has reported yet", "dim"))
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("replica")
-    for column in ("running", "waiting", "KV in use", "KV kept", "prompt", "cached", "hit rate", "output"):
-        table.add_column(column, justify="right")
-    for column in ("TTFT", "TBT", "done", "failed", "preempted"):
-        table.add_column(column, justify="right")
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    table.add_column("replica", no_wrap=True)
+    for column in ("run", "wait", "KV", "kept", "prompt", "cached", "output", "TTFT", "TBT", "done", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
     for replica in status.replicas:
         table.add_row(*_row(replica))
     if len(status.replicas) > 1:
@@ -136,36 +141,38 @@ def total(found: list[Replica]) -> Replica:
 
 
 def _row(replica: Replica) -> list[str]:
-    counts = (replica.finished, replica.failed, replica.preemptions)
-    return [
-        replica.name,
-        f"{replica.running:,.0f}",
-        f"{replica.waiting:,.0f}",
-        _share(replica.kv_tokens_used, replica.kv_tokens),
-        _share(replica.kv_tokens_cached, replica.kv_tokens),
-        f"{replica.prompt_tokens:,.0f}",
-        f"{replica.cached_tokens:,.0f}",
-        _share(replica.cached_tokens, replica.prompt_tokens),
-        f"{replica.output_tokens:,.0f}",
-        _mean_ms(replica.ttft_sum_s, replica.ttft_count),
-        _mean_ms(replica.tbt_sum_s, replica.tbt_count),
-        *(f"{count:,.0f}" for count in counts),
-    ]
+    cells = [replica.name, f"{replica.running:.0f}", f"{replica.waiting:.0f}"]
+    cells += [_share(tokens, replica.kv_tokens) for tokens in (replica.kv_tokens_used, replica.kv_tokens_cached)]
+    cells += [compact(replica.prompt_tokens), _share(replica.cached_tokens, replica.prompt_tokens)]
+    cells += [compact(replica.output_tokens), _mean(replica.ttft_sum_s, replica.ttft_count)]
+    return [*cells, _mean(replica.tbt_sum_s, replica.tbt_count), compact(replica.finished), compact(replica.failed)]
+
+
+def compact(count: float) -> str:
+    """A count in three digits: 950, 12.3k, 4.56M."""
+    for letter in ("", "k", "M"):
+        if count < 999.5:
+            return f"{count:.3g}{letter}"
+        count /= 1000
+    return f"{count:.3g}G"
 
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def _mean_ms(sum_s: float, count: float) -> str:
-    return f"{sum_s / count * 1000:,.0f} ms" if count else "-"
+def _mean(sum_s: float, count: float) -> str:
+    if not count:
+        return "-"
+    mean_s = sum_s / count
+    return f"{mean_s:.2f} s" if mean_s >= 1 else f"{mean_s * 1000:.0f} ms"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the status. Returns 0 when the server can answer, else 1."""
     parser = argparse.ArgumentParser(
         prog="shoal status",
-        description="What a running server is doing, replica by replica. TTFT and TBT are means since its start.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

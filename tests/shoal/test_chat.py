@@ -185,9 +185,11 @@ def test_a_file_that_cannot_be_written(terminal: Callable[..., str], tmp_path: P
 
 def test_figures_say_only_what_is_known() -> None:
     assert figures(Answer()) == ""
-    full = Answer("x", "length", 10, 8, 21, first_s=0.5, last_s=2.5)
+    full = Answer("x", 3, "length", 10, 8, 21, first_s=0.5, last_s=2.5)
     said = "cut at the longest answer allowed · 21 tokens · prompt 10, 8 cached · 10.0 tokens/s · first after 0.50 s"
     assert figures(full) == said
+    stopped = Answer("x", 3, "stopped", first_s=0.5, last_s=2.5)
+    assert figures(stopped) == "stopped · about 3 tokens · first after 0.50 s"
     assert Answer(output_tokens=1, first_s=1.0, last_s=1.0).tokens_per_s is None
 
 

@@ -23,7 +23,7 @@ def page() -> bytes:
         "b": Load(
             incarnation="x", running=3, waiting=2, kv_tokens_total=1000, kv_tokens_used=250, kv_tokens_cached=500
         ),
-        "a": Load(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5, preemptions=1),
+        "a": Load(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5),
     }
     metrics = Metrics()
     metrics.loads.update(loads)
@@ -41,14 +41,7 @@ def test_every_metric_that_is_read_is_one_that_the_router_writes() -> None:
 
 def test_replicas_of_a_page() -> None:
     a, b = replicas(page().decode())
-    assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished, a.preemptions) == (
-        "a",
-        400,
-        100,
-        70,
-        5,
-        1,
-    )
+    assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished) == ("a", 400, 100, 70, 5)
     assert (a.ttft_count, a.tbt_count) == (2, 1) and a.ttft_sum_s == pytest.approx(0.6)
     assert (b.running, b.waiting, b.kv_tokens, b.kv_tokens_used, b.kv_tokens_cached) == (3, 2, 1000, 250, 500)
     assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == []
@@ -58,7 +51,7 @@ def test_replicas_of_a_page() -> None:
 
 def shown(value: Status) -> str:
     out = io.StringIO()
-    Console(file=out, width=160, highlight=False).print(render(value))
+    Console(file=out, width=80, highlight=False).print(render(value))
     return out.getvalue()
 
 
@@ -66,10 +59,18 @@ def test_the_table() -> None:
     found = replicas(page().decode())
     text = shown(Status("http://x", None, ["m"], found))
     assert "ready" in text and "25%" in text and "300 ms" in text and "50 ms" in text
+    assert "…" not in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["a", "b", "all"]
     assert total(found).running == 3 and total(found).prompt_tokens == 400
     assert "no replica has reported yet" in shown(Status("http://x", "not ready", ["m"], []))
     assert "all" not in shown(Status("http://x", None, ["m"], [Replica("one")])).split()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (1000, "1k"), (12345, "12.3k"), (999_999, "1M"), (4.56e9, "4.56G")]
+)
+def test_counts_are_short(count: float, text: str) -> None:
+    assert status.compact(count) == text
 
 
 def test_a_server_that_is_ready(fake: Fake, capsys: Captured) -> None:
