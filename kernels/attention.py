@@ -1,7 +1,8 @@
 """Attention over a paged KV cache: the interface that every backend keeps, and what it is told once a step.
 
-Pages: one tensor `[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]`, keys at index 0 and values at 1.
-Token i of a sequence lives in page `table[i // page_size]` at offset `i % page_size`.
+Pages: one tensor `[num_layers, 2, num_pages, num_kv_heads, page_size, head_dim]`, keys at index 0 and values at 1.
+Token i of a sequence lives in page `table[i // page_size]` at offset `i % page_size`. A head's part of a page is
+contiguous: whoever reads one head of a sequence reads long runs of memory.
 """
 
 from abc import ABC, abstractmethod
@@ -46,6 +47,11 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    @property
+    def firsts(self) -> np.ndarray:
+        """Index of each chunk's first token in q, k and v: int64 `[num_chunks]`."""
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
 
 class AttentionBackend(ABC):
     """Causal attention of chunks over their sequences' pages.
@@ -69,13 +75,14 @@ class AttentionBackend(ABC):
 
 def token_positions(batch: AttentionBatch) -> np.ndarray:
     """Position of every token of the batch in its sequence: int64 `[num_tokens]`."""
-    ends = np.cumsum(batch.lengths, dtype=np.int64)
-    firsts = ends - batch.lengths
-    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(batch.starts - firsts, batch.lengths)
+    return np.arange(batch.num_tokens) + np.repeat(batch.starts - batch.firsts, batch.lengths)
 
 
-def token_slots(batch: AttentionBatch, page_size: int) -> np.ndarray:
-    """Where every token's key and value go: `page * page_size + offset`, int64 `[num_tokens]`."""
-    positions = token_positions(batch)
-    rows = np.repeat(batch.rows, batch.lengths)
-    return batch.tables[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+def token_rows(
+    batch: AttentionBatch, chunks: np.ndarray, positions: np.ndarray, num_kv_heads: int, page_size: int
+) -> np.ndarray:
+    """Where head 0 of tokens lies, as rows of `[num_pages * num_kv_heads * page_size, head_dim]`: those at `positions`
+    of the sequences of `chunks` (integers that broadcast together). Head h is `h * page_size` rows further. int64.
+    """
+    page = batch.tables[batch.rows[chunks], positions // page_size].astype(np.int64)
+    return page * (num_kv_heads * page_size) + positions % page_size

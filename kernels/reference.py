@@ -21,22 +21,22 @@ class ReferenceAttention(AttentionBackend):
         for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
             for position in range(start, start + length):
                 page, offset = self._locate(row, position)
-                self.kv[layer, 0, page, offset] = k[token]
-                self.kv[layer, 1, page, offset] = v[token]
+                self.kv[layer, 0, page, :, offset] = k[token]
+                self.kv[layer, 1, page, :, offset] = v[token]
                 out[token] = self._attend(layer, q[token], row, position)
                 token += 1
         return out
 
     def _locate(self, row: int, position: int) -> tuple[int, int]:
-        page_size = self.kv.shape[3]
+        page_size = self.kv.shape[4]
         return int(self.batch.tables[row, position // page_size]), position % page_size
 
     def _attend(self, layer: int, q: torch.Tensor, row: int, position: int) -> torch.Tensor:
         shape, window = self.shape, self.shape.windows[layer]
         first = 0 if window is None else max(0, position - window + 1)
         places = [self._locate(row, p) for p in range(first, position + 1)]
-        keys = torch.stack([self.kv[layer, 0, page, offset] for page, offset in places]).double()
-        values = torch.stack([self.kv[layer, 1, page, offset] for page, offset in places]).double()
+        keys = torch.stack([self.kv[layer, 0, page, :, offset] for page, offset in places]).double()
+        values = torch.stack([self.kv[layer, 1, page, :, offset] for page, offset in places]).double()
         group = shape.num_heads // shape.num_kv_heads
         heads = []
         for h in range(shape.num_heads):

@@ -6,87 +6,114 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels.attention import AttentionBackend, AttentionBatch, AttentionShape, token_slots
+from kernels.attention import AttentionBackend, AttentionBatch, AttentionShape, token_positions, token_rows
+
+
+@dataclass(frozen=True)
+class _View:
+    """The keys that a group's queries may see: `rows` int64 `[batch * num_kv_heads * context]`, and what is added to
+    scores, `[batch, 1, length, context]`; None if each query sees the tokens up to its own index."""
+
+    rows: torch.Tensor
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Chunks of one length that attend together, their KV gathered and padded to the longest.
-
-    `tokens` slices q; `slots` int64 `[batch, context]`; `masks`: by window, bool `[batch, 1, length, context]`.
-    """
+    """Chunks of one length that attend together, their contexts padded to the longest; one view for each window."""
 
     tokens: torch.Tensor
     batch: int
-    slots: torch.Tensor
-    masks: dict[int | None, torch.Tensor]
+    views: dict[int | None, _View]
 
 
 class TorchAttention(AttentionBackend):
     """`kv` is the pages (see `kernels.attention`).
 
-    All decodes of a step run as one padded batch, every longer chunk alone, both with scaled_dot_product_attention.
+    All chunks of one token run as one padded batch, every longer one alone, with scaled_dot_product_attention.
     """
 
     def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
         self.shape = shape
-        self.page_size = kv.shape[3]
-        self.device = kv.device
-        # [num_layers, 2, num_slots, num_kv_heads, head_dim]: a view, one row a token.
-        self.flat = kv.flatten(2, 3)
-        self._windows = sorted(set(shape.windows), key=lambda w: w or 0)
+        self.page_size = kv.shape[4]
+        self.device, self.dtype = kv.device, kv.dtype
+        # [num_layers, 2, rows, head_dim]
+        self.flat = kv.flatten(2, 4)
+        self._head_rows = np.arange(shape.num_kv_heads) * self.page_size
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._slots = self._tensor(token_slots(batch, self.page_size))
-        firsts = np.cumsum(batch.lengths) - batch.lengths
-        decodes = np.flatnonzero(batch.lengths == 1)
-        self._groups = [self._group(batch, firsts, np.array([c])) for c in np.flatnonzero(batch.lengths > 1)]
-        if len(decodes):
-            self._groups.append(self._group(batch, firsts, decodes))
+        chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+        first_heads = self._rows(batch, chunk_of_token, token_positions(batch))
+        self._written = self._tensor((first_heads[:, None] + self._head_rows).ravel())
+        self._plan_chunks(batch)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = self.flat[layer]
-        keys.index_copy_(0, self._slots, k)
-        values.index_copy_(0, self._slots, v)
+        keys.index_copy_(0, self._written, k.reshape(-1, self.shape.head_dim))
+        values.index_copy_(0, self._written, v.reshape(-1, self.shape.head_dim))
+        return self._attend_chunks(layer, q)
+
+    def _plan_chunks(self, batch: AttentionBatch) -> None:
+        decodes = np.flatnonzero(batch.lengths == 1)
+        self._groups = [self._group(batch, np.array([c])) for c in np.flatnonzero(batch.lengths > 1)]
+        if len(decodes):
+            self._groups.append(self._group(batch, decodes))
+
+    def _attend_chunks(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
-            # [batch, length, heads, head_dim] -> heads before tokens
-            queries = q[group.tokens].unflatten(0, (group.batch, -1)).transpose(1, 2)
-            attended = self._attend(
-                queries,
-                keys[group.slots].transpose(1, 2),
-                values[group.slots].transpose(1, 2),
-                group.masks[self.shape.windows[layer]],
-            )
-            out[group.tokens] = attended.transpose(1, 2).flatten(0, 1)
+            self._attend_group(layer, group, q, out)
         return out
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _group(self, batch: AttentionBatch, chunks: np.ndarray) -> _Group:
+        length = int(batch.lengths[chunks[0]])
+        tokens = (batch.firsts[chunks, None] + np.arange(length)).ravel()
+        views = {window: self._view(batch, chunks, length, window) for window in set(self.shape.windows)}
+        return _Group(self._tensor(tokens), len(chunks), views)
+
+    def _view(self, batch: AttentionBatch, chunks: np.ndarray, length: int, window: int | None) -> _View:
+        starts = batch.starts[chunks]
+        first = 0 if window is None else max(0, int(starts.min()) - window + 1)
+        keys = np.arange(first, int(starts.max()) + length)
+        queries = starts[:, None, None] + np.arange(length)[:, None]
+        seen = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+        # Padding reads the chunk's own last token again: a stale row could hold a NaN, which a weight of 0 keeps.
+        positions = np.minimum(keys, starts[:, None] + length - 1)
+        first_heads = self._rows(batch, chunks[:, None], positions)
+        rows = self._tensor((first_heads[:, None, :] + self._head_rows[:, None]).ravel())
+        if len(chunks) == 1 and starts[0] == 0 and (window is None or length <= window):
+            return _View(rows, None)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return _View(rows, mask.masked_fill_(~self._tensor(seen), float("-inf"))[:, None])
+
+    def _attend_group(self, layer: int, group: _Group, q: torch.Tensor, out: torch.Tensor) -> None:
+        view = group.views[self.shape.windows[layer]]
+        keys, values = (
+            # [batch, num_kv_heads, context, head_dim]
+            pages.index_select(0, view.rows).view(group.batch, self.shape.num_kv_heads, -1, self.shape.head_dim)
+            for pages in self.flat[layer]
+        )
+        # [batch, num_heads, length, head_dim]
+        queries = q[group.tokens].unflatten(0, (group.batch, -1)).transpose(1, 2)
+        attended = self._attend(queries, keys, values, view.mask)
+        out[group.tokens] = attended.transpose(1, 2).flatten(0, 1).to(out.dtype)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         shape = self.shape
         if shape.softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=shape.scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
+            )
         repeat = shape.num_heads // shape.num_kv_heads
         scores = torch.matmul(q, k.repeat_interleave(repeat, 1).transpose(2, 3)) * shape.scale
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        weights = torch.softmax(scores.float().masked_fill(~mask, float("-inf")), dim=-1).to(q.dtype)
+        if mask is None:
+            mask = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
+        weights = torch.softmax((scores + mask).float(), dim=-1).to(q.dtype)
         return torch.matmul(weights, v.repeat_interleave(repeat, 1))
 
-    def _group(self, batch: AttentionBatch, firsts: np.ndarray, chunks: np.ndarray) -> _Group:
-        length = int(batch.lengths[chunks[0]])
-        tokens = (firsts[chunks, None] + np.arange(length)).ravel()
-        context = int((batch.starts[chunks] + length).max())
-        keys = np.arange(context)
-        pages = batch.tables[batch.rows[chunks]][:, keys // self.page_size]
-        slots = pages.astype(np.int64) * self.page_size + keys % self.page_size
-        queries = batch.starts[chunks, None, None] + np.arange(length)[:, None]
-        causal = keys <= queries
-        # Padding reads a slot of the same sequence again: a stale one could hold a NaN, which a weight of 0 keeps.
-        slots = np.where(causal[:, -1], slots, slots[:, :1])
-        masks = {
-            window: self._tensor((causal if window is None else causal & (keys > queries - window))[:, None])
-            for window in self._windows
-        }
-        return _Group(self._tensor(tokens), len(chunks), self._tensor(slots), masks)
+    def _rows(self, batch: AttentionBatch, chunks: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return token_rows(batch, chunks, positions, self.shape.num_kv_heads, self.page_size)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

@@ -44,7 +44,7 @@ def allocate(
     config: DecoderConfig, pages: int, page_size: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     """Pages as `kernels.attention` lays them out. Not filled: on a CPU, memory is taken as pages are first written."""
-    shape = (config.num_layers, 2, pages, page_size, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, 2, pages, config.num_kv_heads, page_size, config.head_dim)
     return torch.empty(shape, device=device, dtype=dtype)
 
 

@@ -107,6 +107,11 @@ class Runner:
 
     def _backend(self, pages: int) -> AttentionBackend:
         kv = kv_cache.allocate(self.config, pages, self.page_size, self.device, self.dtype)
+        if self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
+            # Imported only where it is used: a machine with a GPU does without numba.
+            from kernels.numba_attention import NumbaAttention
+
+            return NumbaAttention(kv, self.config.attention_shape)
         return TorchAttention(kv, self.config.attention_shape)
 
     def _context_length(self, config: WorkerConfig) -> int:

@@ -1,0 +1,79 @@
+"""Attention on a CPU: short chunks read the pages in place with a compiled kernel, long ones run as matrix products."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels import row_attention, team
+from kernels.attention import AttentionBatch, AttentionShape
+from kernels.row_attention import attend_bfloat16, attend_float32
+from kernels.torch_attention import TorchAttention
+
+# Chunks up to so many tokens attend a query at a time. Longer ones gain more from the matrix products of PyTorch's
+# attention than they lose by gathering their pages first.
+SHORT = 8
+
+_KERNELS = {torch.float32: attend_float32, torch.bfloat16: attend_bfloat16}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The tokens that each query sees under one window: `counts[i]` of them from `firsts[i]` on; int32 `[queries]`."""
+
+    firsts: np.ndarray
+    counts: np.ndarray
+
+
+class NumbaAttention(TorchAttention):
+    """`kv` is the pages (see `kernels.attention`), float32 or bfloat16 on a CPU."""
+
+    def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
+        super().__init__(kv, shape)
+        self._kernel = _KERNELS[kv.dtype]
+        self._factors = np.array([shape.scale, shape.softcap or 0.0], dtype=np.float32)
+
+    def _plan_chunks(self, batch: AttentionBatch) -> None:
+        self._groups = [self._group(batch, np.array([c])) for c in np.flatnonzero(batch.lengths > SHORT)]
+        short = np.flatnonzero(batch.lengths <= SHORT)
+        lengths, contexts = batch.lengths[short], batch.starts[short] + batch.lengths[short]
+        ends = np.cumsum(contexts)
+        # The contexts of the short chunks one after the other, and each query's position and end in there.
+        positions = np.arange(contexts.sum()) - np.repeat(ends - contexts, contexts)
+        self._tokens = self._rows(batch, np.repeat(short, contexts), positions).astype(np.int32)
+        nth = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        self._places = (np.repeat(batch.firsts[short], lengths) + nth).astype(np.int32)
+        counts = np.repeat(batch.starts[short], lengths) + nth + 1
+        last = np.repeat(ends - contexts, lengths) + counts
+        self._seen = {}
+        for window in set(self.shape.windows):
+            limited = counts if window is None else np.minimum(counts, window)
+            self._seen[window] = _Seen((last - limited).astype(np.int32), limited.astype(np.int32))
+
+    def _attend_chunks(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=torch.float32)
+        for group in self._groups:
+            self._attend_group(layer, group, q, out)
+        if len(self._places):
+            self._attend_rows(layer, q.float().contiguous(), out)
+        return out.to(q.dtype)
+
+    def _attend_rows(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        keys, values = self.flat[layer]
+        seen = self._seen[self.shape.windows[layer]]
+        arguments = np.zeros(row_attention.NUM_ARGUMENTS, dtype=np.int64)
+        arguments[: row_attention.Q] = (
+            0,
+            len(self._places),
+            self.shape.num_kv_heads,
+            self.shape.num_heads // self.shape.num_kv_heads,
+            self.shape.head_dim,
+            self.page_size,
+            len(keys),
+            len(self._tokens),
+            len(q),
+        )
+        arguments[row_attention.Q : row_attention.TOKENS] = [t.data_ptr() for t in (q, out, keys, values)]
+        arrays = (self._tokens, self._places, seen.firsts, seen.counts, self._factors)
+        arguments[row_attention.TOKENS :] = [a.ctypes.data for a in arrays]
+        team.run(self._kernel, arguments)
