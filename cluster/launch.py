@@ -147,7 +147,9 @@ class _Launch:
         ray_serve.start(
             http_options=options, logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING")
         )
-        there = get_global_client().http_config
+        client = get_global_client()
+        assert client is not None, "started above"
+        there = client.http_config
         if (there.host, there.port) != (self._config.host, self._config.port):
             raise LaunchError(f"Ray Serve listens on {there.host}:{there.port} there: set host and port to these")
         self._deployed = True

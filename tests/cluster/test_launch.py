@@ -148,7 +148,7 @@ STACK = 'Traceback (most recent call last):\n  File "x.py", line 3, in y\n    z(
         (Overview(ApplicationStatus.DEPLOYING, "", "", "waiting for resources"), None),
         (Overview(ApplicationStatus.RUNNING, "", ""), None),
         (
-            Overview(ApplicationStatus.DEPLOYING, "", RETRY + STACK + "cluster.replica.ReplicaError: rank 0: OSError: no"),
+            Overview(ApplicationStatus.DEPLOYING, "", RETRY + STACK + "x.ReplicaError: rank 0: OSError: no"),
             "rank 0: OSError: no",
         ),
         (Overview(ApplicationStatus.DEPLOYING, "", RETRY + STACK + "ValueError: bad thing\n"), "ValueError: bad thing"),

@@ -1,0 +1,147 @@
+"""The Serve application on two Ray nodes (both on this machine), a replica on each, two routers in front.
+
+The one module of this room's tests that starts Ray in its own process; the cluster is shared by all of its tests.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.context import _get_global_client
+
+from cluster.app import APP, build
+
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server to talk to."""
+
+    url: str
+
+    def complete(self, prompt: str, tokens: int = 16) -> str:
+        body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def stream(self, prompt: str, tokens: int) -> Iterator[str]:
+        """Pieces of text as they come."""
+        body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body | {"stream": True}, timeout=WAIT_S) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+
+    def metric(self, name: str) -> dict[str, float]:
+        """By replica."""
+        page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        return {sample.labels["replica"]: sample.value for sample in samples if sample.name == name}
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    """Polls: what is waited for is another process's doing."""
+    deadline = time.monotonic() + WAIT_S
+    while not (result := true()):
+        assert time.monotonic() < deadline, f"{what}: not within {WAIT_S} s"
+        time.sleep(0.05)
+    return result
+
+
+def replicas(state: str = "RUNNING") -> dict[str, dict[str, Any]]:
+    """What Serve knows of each model replica, by id."""
+    client = _get_global_client()
+    assert client is not None
+    deployments = client.get_serve_details()["applications"][APP]["deployments"]
+    return {r["replica_id"]: r for r in deployments["Replica"]["replicas"] if r["state"] == state}
+
+
+def ranks() -> list[psutil.Process]:
+    """The rank processes of this test's nodes."""
+    return [p for p in psutil.Process().children(recursive=True) if " ".join(p.cmdline()).startswith("ray::Rank")]
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, session_port: int) -> Iterator[Served]:
+    """Two nodes, of which each has room for one replica; the routers fit beside them."""
+    options = {"object_store_memory": 80 << 20, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **options})
+    try:
+        nodes.add_node(num_cpus=3, object_store_memory=80 << 20)
+        ray.init(address=nodes.address, log_to_driver=False)
+        serve.start(http_options={"host": "127.0.0.1", "port": session_port})
+        settings = {"model": str(tiny_model), "replicas": 2, "routers": 2, "placement": "round_robin", "device": "cpu"}
+        cpus = {"cpus_per_rank": 2, "cpus_per_router": 0.5}
+        serve.run(build({**settings, **cpus, "kv_tokens": 16384, "cpu_threads": 1}), name=APP)
+        server = Served(f"http://127.0.0.1:{session_port}")
+        until(lambda: len(server.metric("shoal_kv_tokens")) == 2, "both replicas connected")
+        yield server
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def test_both_nodes_serve(served: Served) -> None:
+    assert len({replica["node_id"] for replica in replicas().values()}) == 2
+    texts = {served.complete("the same everywhere") for _ in range(8)}
+    assert len(texts) == 1
+    finished = until(lambda: _all_positive(served.metric("shoal_finished_requests_total")), "both answered")
+    assert finished.keys() == replicas().keys()
+
+
+def _all_positive(counts: dict[str, float]) -> dict[str, float] | None:
+    return counts if len(counts) == 2 and all(count > 0 for count in counts.values()) else None
+
+
+def test_a_client_that_goes_away_stops_its_request(served: Served) -> None:
+    stream = served.stream("to be left alone", 3000)
+    next(stream)
+    until(lambda: sum(served.metric("shoal_running_requests").values()) == 1, "running")
+    stream.close()
+    began = time.monotonic()
+    until(lambda: sum(served.metric("shoal_running_requests").values()) == 0, "stopped")
+    assert time.monotonic() - began < 2
+    assert sum(served.metric("shoal_aborts_total").values()) >= 1
+
+
+def test_streams_survive_the_death_of_their_rank_and_it_comes_back(served: Served) -> None:
+    tokens = 600
+    whole = {name: served.complete(name, tokens) for name in "abcd"}
+    before = replicas()
+    victim = ranks()[0]
+    began: list[str] = []
+
+    def follow(name: str) -> str:
+        pieces = []
+        for piece in served.stream(name, tokens):
+            pieces.append(piece)
+            if len(pieces) == 3:
+                began.append(name)
+        return "".join(pieces)
+
+    with ThreadPoolExecutor(4) as pool:
+        streams = {name: pool.submit(follow, name) for name in "abcd"}
+        until(lambda: len(began) == 4, "all streams began")
+        victim.kill()
+        assert {name: stream.result(WAIT_S) for name, stream in streams.items()} == whole
+
+    served.complete("while one is gone")
+    until(lambda: len(replicas()) == 2 and replicas().keys() != before.keys(), "a new replica")
+    until(lambda: served.metric("shoal_kv_tokens").keys() == replicas().keys(), "the routers know it")
+    assert len({replica["node_id"] for replica in replicas().values()}) == 2
+    assert {served.complete("a", tokens) for _ in range(4)} == {whole["a"]}
