@@ -11,8 +11,3 @@ def chunk_tokens(missing: int, budget: int, room: int) -> int:
     if missing < 1:
         raise ValueError("a sequence with nothing missing has no next chunk")
     return max(0, min(missing, budget, room))
-
-
-def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that `tokens` tokens take."""
-    return -(-tokens // page_size)

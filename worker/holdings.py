@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pipeline.chunk import pages_for
 from radix.tree import Tree
-from worker.request import Sequence
+from worker.request import Sequence, pages_for
 
 
 class Holdings:

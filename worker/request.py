@@ -4,12 +4,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.chunk import pages_for
 from worker.messages import Failure, Generate, Output, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from radix.tree import PagedNode
     from worker.grammar import GrammarState
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` tokens take."""
+    return -(-tokens // page_size)
 
 
 class IntRow:

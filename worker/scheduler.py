@@ -16,14 +16,14 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
-from pipeline.chunk import chunk_tokens, pages_for
+from pipeline.chunk import chunk_tokens
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
 from worker.plan import Chunk, Plan
 from worker.refusal import refusal
-from worker.request import Sequence
+from worker.request import Sequence, pages_for
 from worker.waiting import WaitingQueue
 
 if TYPE_CHECKING:

@@ -1,10 +1,8 @@
 """The size of a chunk."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipeline.chunk import chunk_tokens, pages_for
+from pipeline.chunk import chunk_tokens
 
 
 @pytest.mark.parametrize(
@@ -26,9 +24,3 @@ def test_sizes(missing, budget, room, size):
 def test_a_complete_sequence_is_refused():
     with pytest.raises(ValueError, match="nothing missing"):
         chunk_tokens(0, 1, 1)
-
-
-@given(st.integers(0, 10_000), st.integers(1, 64))
-def test_pages_hold_the_tokens_and_no_page_is_idle(tokens, page_size):
-    pages = pages_for(tokens, page_size)
-    assert pages * page_size >= tokens > (pages - 1) * page_size or tokens == pages == 0
