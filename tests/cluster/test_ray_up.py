@@ -68,13 +68,23 @@ def test_its_commands_are_bash(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_what_it_copies_is_there_and_is_what_it_installs(name: str) -> None:
     config = read(name)
-    assert config["file_mounts"] == {"~/shoal": "."}
+    assert config["file_mounts"] == {"~/shoal": ".", "~/.ray/auth_token": "~/.ray/auth_token"}
     install = config["setup_commands"][-1].split()
     assert install[-1] == "~/shoal"
     constraint = install[install.index("--constraint") + 1]
     assert (ROOT / constraint.removeprefix("~/shoal/")).is_file()
     torch = config["setup_commands"][-2].split()[-1]
     assert torch.startswith("torch==") and f'"{torch}"' in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ray_asks_for_the_token_that_it_gets(name: str) -> None:
+    """Without the mode, a head that happens to have a token asks for it, and workers do not show it."""
+    config = read(name)
+    starts = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    talk_to_ray = [command for command in starts if "ray start" in command or "shoal serve --" in command]
+    assert len(talk_to_ray) == 3
+    assert all("export RAY_AUTH_MODE=token; " in command for command in talk_to_ray)
 
 
 def test_both_install_and_start_alike() -> None:
