@@ -125,6 +125,7 @@ class Engine:
         """Whether `step` has anything to do now. A grammar that compiles is none: `on_ready` tells."""
         return self.scheduler.has_work or not self._compiled.empty()
 
+    @torch.inference_mode()
     def step(self) -> list[Output]:
         """Computes one batch. Returns what there is to tell. Raises DeviceLost."""
         self._take_compiled()

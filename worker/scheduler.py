@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 from pipeline.chunk import chunk_tokens
 from radix.tree import Tree
+from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
-from worker.plan import Chunk, Plan
+from worker.plan import Plan
 from worker.refusal import refusal
 from worker.request import Sequence, pages_for
 from worker.waiting import WaitingQueue
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 # Of all pages, the part that stays out of reach of new sequences while running ones may still need it to grow: without
 # it a full cache lets one in, preempts it for the next decodes, and lets it in again.
 GROWTH_RESERVE = 1 / 8
-# Most in a step: where log probabilities of prompts are wanted, every token gives a row, of vocabulary x 4 bytes.
-PROMPT_LOGIT_ROWS = 256
 
 
 class Scheduler:
@@ -74,10 +73,7 @@ class Scheduler:
         self._waiting = WaitingQueue(config.starvation_s, self.holdings.cached_tokens)
         self._held: dict[str, Sequence] = {}  # not ready: their grammar compiles
         self._outputs: list[Output] = []
-        self._planned: dict[Sequence, int] = {}  # of this step: how many tokens
-        self._prefilling: list[Sequence] = []  # of this step: those that compute tokens of their prompt
-        self._budget = 0  # of this step: tokens left
-        self._logit_rows = 0  # of this step: left for prompts
+        self._batch = Batch(0, self.page_size)  # this step's
         self._step = 0
         self._num_arrivals = 0
 
@@ -156,10 +152,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute. `started` then names the sequences that are new in
         it. Every plan must be followed by its `update` before the next `schedule`."""
         self.started.clear()
-        self._planned.clear()
-        self._prefilling.clear()
-        self._budget = self.config.token_budget
-        self._logit_rows = PROMPT_LOGIT_ROWS
+        self._batch = Batch(self.config.token_budget, self.page_size)
         preemptions = self.counters.preemptions
         running = self._running.copy()
         for seq in running:
@@ -171,11 +164,11 @@ class Scheduler:
         # Right after a preemption, what it freed is for those that run.
         if len(self._waiting) and self.counters.preemptions == preemptions:
             self._admit()
-        if not self._planned:
+        if not self._batch:
             return None
         self._step += 1
         self.counters.steps = self._step
-        return Plan(self._step, [self._chunk(seq, size) for seq, size in self._planned.items()])
+        return self._batch.plan(self._step)
 
     def sequence(self, slot: int) -> Sequence | None:
         """Who runs in `slot`."""
@@ -252,18 +245,12 @@ class Scheduler:
         """Puts the next chunk of a running sequence into this step, unless there are no tokens or pages for it now."""
         if seq.slot < 0:
             return  # preempted by one that ranks before it
-        missing = seq.tokens.size - seq.num_computed
-        budget = min(self._budget, self._logit_rows) if seq.wants_prompt_logits else self._budget
+        missing, budget = seq.num_missing, self._batch.budget_for(seq)
         size = min(missing, budget)
         if size > 0:
             size = chunk_tokens(missing, budget, self._make_room(seq, size))
         if size > 0:
-            self._planned[seq] = size
-            self._budget -= size
-            if seq.wants_prompt_logits:
-                self._logit_rows -= size
-            if seq.num_computed < seq.num_prompt:
-                self._prefilling.append(seq)
+            self._batch.add(seq, size)
 
     def _make_room(self, seq: Sequence, tokens: int) -> int:
         """Gets pages for `tokens` more tokens of a running sequence, or for as many as are to be had. It takes pages
@@ -285,25 +272,12 @@ class Scheduler:
         it, or a long prompt would wait forever; one whose prefix is being computed does not."""
         now_s = self.clock()
         for seq in self._waiting.in_order(self._step, now_s):
-            if not self._free_slots or self._budget <= 0:
+            if not self._free_slots or self._batch.tokens_left <= 0:
                 return
-            if not self._waiting.is_starved(seq, now_s) and self._is_underway(seq):
+            if not self._waiting.is_starved(seq, now_s) and self._batch.computes_prefix_of(seq):
                 continue
             if not self._start(seq, now_s):
                 return
-
-    def _is_underway(self, seq: Sequence) -> bool:
-        """Whether a sequence in this step computes the page that `seq` would compute first: it is in the tree after the
-        step, so waiting costs less than computing it twice."""
-        for other in self._prefilling:
-            start = other.num_computed - other.num_computed % self.page_size
-            end = start + self.page_size
-            if start < seq.cached_estimate or end > seq.reusable_tokens:
-                continue
-            # The page itself first: it is the likeliest to differ.
-            if seq.tokens.agrees(other.tokens, start, end) and seq.tokens.agrees(other.tokens, 0, start):
-                return True
-        return False
 
     def _start(self, seq: Sequence, now_s: float) -> bool:
         """Gives a waiting sequence a slot and its first chunk, if there are pages for all the tokens that it has now
@@ -334,28 +308,10 @@ class Scheduler:
         growth = sum(seq.pages_to_grow(self.page_size) for seq in self._running)
         return promised + min(growth, 1 + int(self.num_pages * GROWTH_RESERVE))
 
-    def _chunk(self, seq: Sequence, size: int) -> Chunk:
-        """The chunk as the ranks see it, and the sequence as it is after the step."""
-        start, end = seq.num_computed, seq.num_computed + size
-        token_ids = [seq.last_token] if size == 1 and end == seq.tokens.size else seq.tokens.view(start, end).tolist()
-        if seq.new_table:
-            seq.num_sent_pages = 0
-        pages: list[int] = []
-        if seq.num_sent_pages < seq.pages.size:
-            pages = seq.pages.view(seq.num_sent_pages, seq.pages.size).tolist()
-        num_logits = 1 if end == seq.tokens.size else 0
-        if seq.wants_prompt_logits:
-            num_logits = end - max(start, seq.reusable_tokens)
-        chunk = Chunk(seq.slot, start, token_ids, pages, seq.new_table, num_logits)
-        seq.new_table = False
-        seq.num_sent_pages = seq.pages.size
-        seq.num_computed = end
-        return chunk
-
     # ------------------------------------------------------------ giving back
 
     def _preempt(self, seq: Sequence) -> None:
-        self._budget += self._planned.pop(seq, 0)
+        self._batch.discard(seq)
         self._vacate(seq, keep=True)
         seq.preempted = True
         self.counters.preemptions += 1

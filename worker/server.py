@@ -127,7 +127,7 @@ class Server:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
         # Requests whose grammar compiles are owed something while nothing runs.
-        timeout_ms = PROBE_EVERY_S * 1000 if self._owners else None
+        timeout_ms = int(PROBE_EVERY_S * 1000) if self._owners else None
         if self._wake_out.fileno() in dict(poller.poll(timeout_ms)):
             self._wake_out.recv(4096)
 

@@ -1,0 +1,74 @@
+"""One step in the making: which sequences are in it, with how many tokens each, and what is left of its budget."""
+
+from worker.plan import Chunk, Plan
+from worker.request import Sequence
+
+# Most in a step: where log probabilities of prompts are wanted, every token gives a row, of vocabulary x 4 bytes.
+PROMPT_LOGIT_ROWS = 256
+
+
+class Batch:
+    """Sequences and the sizes of their chunks. They are unchanged until `plan`."""
+
+    def __init__(self, token_budget: int, page_size: int) -> None:
+        self.tokens_left = token_budget
+        self._page_size = page_size
+        self._prompt_rows_left = PROMPT_LOGIT_ROWS
+        self._sizes: dict[Sequence, int] = {}
+        self._prefilling: list[Sequence] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes)
+
+    def budget_for(self, seq: Sequence) -> int:
+        """Tokens that `seq` may have of this step."""
+        return min(self.tokens_left, self._prompt_rows_left) if seq.wants_prompt_logits else self.tokens_left
+
+    def add(self, seq: Sequence, size: int) -> None:
+        self._sizes[seq] = size
+        self.tokens_left -= size
+        if seq.wants_prompt_logits:
+            self._prompt_rows_left -= size
+        if seq.num_computed < seq.num_prompt:
+            self._prefilling.append(seq)
+
+    def discard(self, seq: Sequence) -> None:
+        """Takes a sequence out again, if it is in."""
+        self.tokens_left += self._sizes.pop(seq, 0)
+        if seq in self._prefilling:
+            self._prefilling.remove(seq)
+
+    def computes_prefix_of(self, seq: Sequence) -> bool:
+        """Whether a sequence in this step computes the page that the waiting `seq` would compute first. The tree has it
+        once it is whole, so that waiting costs less than computing it twice."""
+        for other in self._prefilling:
+            start = other.num_computed - other.num_computed % self._page_size
+            end = start + self._page_size
+            if start < seq.cached_estimate or end > seq.reusable_tokens:
+                continue
+            # The page itself first: it is the likeliest to differ.
+            if seq.tokens.agrees(other.tokens, start, end) and seq.tokens.agrees(other.tokens, 0, start):
+                return True
+        return False
+
+    def plan(self, step: int) -> Plan:
+        """The step as the ranks see it. From now on the sequences count as computed so far."""
+        return Plan(step, [_chunk(seq, size) for seq, size in self._sizes.items()])
+
+
+def _chunk(seq: Sequence, size: int) -> Chunk:
+    start, end = seq.num_computed, seq.num_computed + size
+    token_ids = [seq.last_token] if size == 1 and end == seq.tokens.size else seq.tokens.view(start, end).tolist()
+    num_logits = 1 if end == seq.tokens.size else 0
+    if seq.wants_prompt_logits:
+        num_logits = end - max(start, seq.reusable_tokens)
+    if seq.new_table:
+        seq.num_sent_pages = 0
+    pages: list[int] = []
+    if seq.num_sent_pages < seq.pages.size:
+        pages = seq.pages.view(seq.num_sent_pages, seq.pages.size).tolist()
+    chunk = Chunk(seq.slot, start, token_ids, pages, seq.new_table, num_logits)
+    seq.new_table = False
+    seq.num_sent_pages = seq.pages.size
+    seq.num_computed = end
+    return chunk
