@@ -34,7 +34,8 @@ class Placer(Protocol):
     """Chooses a replica and books the request there, in one act (`Fleet.place`)."""
 
     async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
-        """The chosen replica's id, none of `exclude`. Raises NoReplica when none could be had in a bounded time."""
+        """The chosen replica's id. `exclude` are those that were gone a moment ago; when one is connected again it may
+        be chosen. Raises NoReplica when none could be had in a bounded time."""
         ...
 
 

@@ -2,6 +2,7 @@
 real server around them."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -131,7 +132,7 @@ class DirectPlacer:
     async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
         try:
             async with asyncio.timeout(self.wait_s):
-                while not (candidates := self.replicas.ready - exclude):
+                while not (candidates := self.replicas.ready):  # what was excluded may be back
                     await self.replicas.changed()
         except TimeoutError:
             raise NoReplica() from None
@@ -177,15 +178,14 @@ class FakeReplica:
         self._credit: int | None = None
         self._running: list[Running] = []
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{self._port}"
+        self._poller = zmq.Poller()
+        self._open("tcp://127.0.0.1:*")
         self._inbox: list[Callable[[], None]] = []
         self._bell = self._context.socket(zmq.PUSH)
         self._ear = self._context.socket(zmq.PULL)
         self._ear.bind("inproc://bell")
         self._bell.connect("inproc://bell")
+        self.sent = 0  # outputs
         self._news = threading.Condition()
         self.received: list[Generate | Abort | Subscribe] = []
         self._subscribers: set[bytes] = set()
@@ -220,22 +220,48 @@ class FakeReplica:
     def running(self) -> list[str]:
         return [running.request.request_id for running in self._running]
 
+    def hang_up(self) -> None:
+        """Breaks all connections, and listens again at the same address."""
+        self._do(self._rebind)
+
+    def crash(self) -> None:
+        """As `die`, for its own thread."""
+        self._alive = False
+
     def die(self) -> None:
         """As a process that is killed: the connection breaks, what was not sent is lost."""
-        if self._alive:
-            self._do(self._stop)
+        if not self._context.closed:
+            self._do(self.crash)
             self._thread.join(WAIT_S)
             self._bell.close(0)
             self._context.destroy(0)
 
     # ------------------------------------------------ in its thread
 
+    def _rebind(self) -> None:
+        self._poller.unregister(self._socket)
+        self._socket.close(0)
+        self._running.clear()
+        self._subscribers.clear()
+        self._open(self.address)
+
+    def _open(self, address: str) -> None:
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        while True:
+            try:
+                self._socket.bind(address)
+                break
+            except zmq.ZMQError as error:  # closing takes a moment
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller.register(self._socket, zmq.POLLIN)
+
     def _do(self, work: Callable[[], Any]) -> None:
         self._inbox.append(work)
-        self._bell.send(b"")
-
-    def _stop(self) -> None:
-        self._alive = False
+        with contextlib.suppress(zmq.Again):  # it has crashed
+            self._bell.send(b"", zmq.NOBLOCK)
 
     def _allow(self, tokens: int | None) -> None:
         self._credit = None if tokens is None else (self._credit or 0) + tokens
@@ -246,12 +272,10 @@ class FakeReplica:
         return self
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._ear, zmq.POLLIN)
+        self._poller.register(self._ear, zmq.POLLIN)
         while self._alive:
             busy = bool(self._running) and self._credit != 0
-            ready = dict(poller.poll(0 if busy else None))
+            ready = dict(self._poller.poll(0 if busy else None))
             with self._news:
                 if self._ear in ready:
                     self._ear.recv()
@@ -290,6 +314,7 @@ class FakeReplica:
                 return
             if self._credit is not None:
                 self._credit -= 1
+            self.sent += 1
             output = self._output(running)
             self._socket.send_multipart([running.identity, encode(Outputs([output]))])
             if output.finish_reason is not None:
@@ -392,10 +417,14 @@ class Stack:
 
     def idle(self) -> None:
         """Waits until no request is booked."""
+        self.until(lambda: not any(view.bookings for view in self.fleet.snapshot()))
+
+    def until(self, wanted: Callable[[], Any]) -> None:
+        """Waits in the server's loop until `wanted` is true."""
 
         async def wait() -> None:
-            while any(view.bookings for view in self.fleet.snapshot()):
-                await asyncio.sleep(0.005)
+            while not wanted():
+                await asyncio.sleep(0.002)
 
         self.server.do(asyncio.wait_for(wait(), WAIT_S))
 
