@@ -4,8 +4,10 @@
 too long for every start of every replica. So it is done once and the folder is loaded from then on.
 """
 
+import io
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    with _parsed_once():
+    with _parsed_once(), _bars_on_terminals_only():
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         tokenizer = _tokenizer(path, model.config.max_position_embeddings)
     config = model.config
@@ -55,6 +57,11 @@ def _parsed_once() -> Iterator[None]:
         yield
     finally:
         gguf.GGUFReader = reader  # type: ignore[misc]
+
+
+def _bars_on_terminals_only() -> AbstractContextManager[object]:
+    """In a log file transformers' progress bars would be hundreds of lines."""
+    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
 def _tokenizer(path: Path, context_length: int) -> Any:
