@@ -357,10 +357,9 @@ class Scheduler:
 
     def _judge(self, seq: Sequence, output: Output) -> None:
         """Writes into `output` whether the sequence's last token ends it."""
-        if seq.last_token in seq.stop_ids:
+        # A grammar is complete when it has taken an end token: it needs one even where `ignore_eos` is set.
+        if seq.last_token in seq.stop_ids or (seq.grammar is not None and seq.grammar.terminated):
             output.finish_reason = "stop"
             output.stop_token_id = seq.last_token
-        elif seq.grammar is not None and seq.grammar.terminated:
-            output.finish_reason = "stop"
         elif seq.tokens.size >= seq.token_limit:
             output.finish_reason = "length"

@@ -13,9 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.config import WorkerConfig
+from worker.engine import Parts
 from worker.messages import Failure, Grammar
 from worker.plan import Chunk, Plan
 from worker.runner import Runner
+from worker.sampling import Sampled
 
 COMMON = {
     "vocab_size": 131,
@@ -246,9 +248,7 @@ class FakeSampler:
     def remove(self, slot: int) -> None:
         self.slots.pop(slot, None)
 
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> list:
-        from worker.sampling import Sampled
-
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> list[Sampled]:
         assert logits.shape[0] == len(slots) and set(slots) <= set(self.slots)
         if self.broken:
             raise RuntimeError("the sampler is broken")
@@ -282,9 +282,7 @@ class FakeParts:
         self.sampler = FakeSampler()
         self.grammars = FakeGrammars()
 
-    def __call__(self, model_dir: Path, config: WorkerConfig):
-        from worker.engine import Parts
-
+    def __call__(self, model_dir: Path, config: WorkerConfig) -> Parts:
         self.runner.page_size = config.page_size
         return Parts(self.runner, self.sampler, self.grammars)
 

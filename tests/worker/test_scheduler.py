@@ -195,6 +195,7 @@ def test_grammar_that_is_complete_ends_it(drive):
     d.scheduler.sequence(0).grammar = SimpleNamespace(terminated=True)
     d.run()
     assert d.reason("a") == "stop" and len(d.tokens("a")) == 2
+    assert d.outputs["a"][-1].stop_token_id == d.tokens("a")[-1]
 
 
 # ---------------------------------------------------------------- refusals
