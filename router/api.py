@@ -235,15 +235,9 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 
 
 def _document(app: FastAPI) -> None:
-    """Adds the schemas of bodies and answers to the page that FastAPI makes of the routes."""
+    """Completes the page that FastAPI makes of the routes."""
     make: Callable[[], dict[str, Any]] = app.openapi
-
-    def page() -> dict[str, Any]:
-        made = make()
-        made.setdefault("components", {}).setdefault("schemas", {}).update(openapi.schemas())
-        return made
-
-    app.openapi = page  # type: ignore[method-assign]
+    app.openapi = lambda: openapi.completed(make())  # type: ignore[method-assign]
 
 
 class _Counted:

@@ -92,6 +92,7 @@ class Generation:
             f"{job.id}-{sequence.index}", sequence.prompt.token_ids, sequence.sampling, job.priority, job.arrived
         )
         begun = False
+        ending = "abandoned"
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -103,14 +104,18 @@ class Generation:
                             prompt = sequence.prompt
                             await take(transcript.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
                     piece = transcript.push(_without_tokens(output) if job.discard else output)
+                    if piece.finish_reason is not None:
+                        ending = piece.finish_reason
                     await take(piece)
                     if piece.finish_reason is not None:
                         break
         except ApiError as error:
+            ending = "error"
             if error.param == "prompt":  # as replicas call it
                 error.param = job.prompt_param
             raise
         finally:
+            self._service.metrics.sequences.labels(ending).inc()
             self._completion_tokens += transcript.num_tokens
 
     def _usage(self) -> Usage:

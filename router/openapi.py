@@ -35,7 +35,23 @@ _ERRORS = {
 
 def schemas() -> dict[str, Any]:
     """Components for all types."""
-    return msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
+    components = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
+    # The type cannot say that a list is all of one kind.
+    text, token_ids = {"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
+    components["CompletionRequest"]["properties"]["prompt"]["anyOf"] = [text, token_ids, *lists]
+    return components
+
+
+def completed(page: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's page of the routes, with the schemas that they refer to and without the 422 that it adds to routes
+    with parameters in their path: here, these cannot be wrong."""
+    for ways in page["paths"].values():
+        for route in ways.values():
+            route["responses"].pop("422", None)
+    components = page.setdefault("components", {})
+    components["schemas"] = schemas()
+    return page
 
 
 def reference(name: str) -> dict[str, str]:

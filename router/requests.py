@@ -172,24 +172,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     web_search_options: Neutral = None
 
 
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32}, "minItems": 1}
-_PROMPT_SCHEMA = [
-    {"type": "string"},
-    _IDS_SCHEMA,
-    {"type": "array", "items": {"type": "string"}, "minItems": 1},
-    {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
-]
-
-
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Annotated[
         str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
-        Meta(
-            description="a text, token ids, a list of texts, or a list of lists of token ids",
-            extra_json_schema={"anyOf": _PROMPT_SCHEMA},  # the type cannot say that a list is all of one kind
-        ),
+        Meta(description="a text, token ids, a list of texts, or a list of lists of token ids"),
     ]
     max_tokens: Annotated[
         Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="most tokens of the answer; 16")

@@ -88,39 +88,30 @@ class Service:
         """
         produced: list[int] = []
         lost: list[str] = []
-        ending = "abandoned"
-        try:
-            for run in itertools.count():
-                request = Generate(
-                    request_id=f"{request_id}.{run}",
-                    prompt_ids=prompt_ids,
-                    sampling=sampling,
-                    output_ids=list(produced),
-                    priority=priority,
-                )
-                try:
-                    async with contextlib.aclosing(self._run(request, lost, arrived)) as outputs:
-                        async for output in outputs:
-                            produced += output.token_ids
-                            yield output
-                            if output.finish_reason is not None:
-                                ending = output.finish_reason
-                                return
-                except ReaderTooSlow:
-                    self.metrics.resumed.labels("slow_reader").inc()
-                except ReplicaLost as error:
-                    lost.append(error.replica_id)
-                    log.warning("%s: %s, %d of %d attempts", request_id, error, len(lost), MAX_ATTEMPTS)
-                    if len(lost) == MAX_ATTEMPTS:
-                        raise internal() from error
-                    self.metrics.resumed.labels("replica_lost").inc()
-                if produced:
-                    sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        except ApiError:
-            ending = "error"
-            raise
-        finally:
-            self.metrics.sequences.labels(ending).inc()
+        for run in itertools.count():
+            request = Generate(
+                request_id=f"{request_id}.{run}",
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                output_ids=list(produced),
+                priority=priority,
+            )
+            try:
+                async with contextlib.aclosing(self._run(request, lost, arrived)) as outputs:
+                    async for output in outputs:
+                        produced += output.token_ids
+                        yield output
+                return
+            except ReaderTooSlow:
+                self.metrics.resumed.labels("slow_reader").inc()
+            except ReplicaLost as error:
+                lost.append(error.replica_id)
+                log.warning("%s: %s, %d of %d attempts", request_id, error, len(lost), MAX_ATTEMPTS)
+                if len(lost) == MAX_ATTEMPTS:
+                    raise internal() from error
+                self.metrics.resumed.labels("replica_lost").inc()
+            if produced:
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
 
     async def _run(self, request: Generate, lost: list[str], arrived: float) -> AsyncGenerator[Output, None]:
         """On one replica. Raises ReplicaLost, ReaderTooSlow, ApiError."""

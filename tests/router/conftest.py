@@ -220,6 +220,16 @@ class FakeReplica:
     def running(self) -> list[str]:
         return [running.request.request_id for running in self._running]
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Its thread does nothing meanwhile, as in a long step."""
+        thaw = threading.Event()
+        try:
+            self._do(lambda: thaw.wait(WAIT_S))
+            yield
+        finally:
+            thaw.set()
+
     def hang_up(self) -> None:
         """Breaks all connections, and listens again at the same address."""
         self._do(self._rebind)

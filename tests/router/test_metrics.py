@@ -1,0 +1,102 @@
+"""What Prometheus is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from worker.messages import Load
+
+Make = Callable[..., Any]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def samples(stack: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    response = httpx.get(f"{stack.url}/metrics")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_a_request_leaves_its_times(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica().hold()
+    stack = make_stack(fake)
+    fake.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        next(stream)
+        fake.allow(None)
+        tokens = len(fake.script(fake.requests()[0]))
+        list(stream)
+    got = samples(stack)
+    r0 = (("replica", "r0"),)
+    assert got["shoal_time_to_first_token_seconds_count", r0] == 1
+    assert got["shoal_request_seconds_count", r0] == 1
+    assert got["shoal_queue_seconds_sum", r0] == 0.25
+    assert got["shoal_inter_token_latency_seconds_count", r0] == tokens - 1
+    assert got["shoal_request_seconds_sum", r0] >= got["shoal_time_to_first_token_seconds_sum", r0] > 0
+    assert got["shoal_sequences_total", (("finish_reason", "stop"),)] == 1
+
+
+def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica(), make_replica())
+    fake = stack.fakes["r1"]
+    fake.tell(
+        Load(
+            incarnation="one",
+            running=3,
+            waiting=4,
+            kv_tokens_total=1000,
+            kv_tokens_used=300,
+            kv_tokens_cached=200,
+            preemptions=5,
+            aborts=6,
+            cached_tokens=70,
+            prompt_tokens=80,
+            output_tokens=90,
+        )
+    )
+    stack.until(lambda: stack.service.metrics.loads["r1"].running == 3)
+    got = samples(stack)
+    expected = {
+        "shoal_running_requests": 3,
+        "shoal_waiting_requests": 4,
+        "shoal_kv_tokens": 1000,
+        "shoal_kv_tokens_used": 300,
+        "shoal_kv_tokens_cached": 200,
+        "shoal_preemptions_total": 5,
+        "shoal_aborts_total": 6,
+        "shoal_cached_tokens_total": 70,
+        "shoal_prompt_tokens_total": 80,
+        "shoal_output_tokens_total": 90,
+    }
+    assert {name: got[name, (("replica", "r1"),)] for name in expected} == expected
+    assert got["shoal_running_requests", (("replica", "r0"),)] == 0
+
+
+def test_the_page_does_not_grow_with_replicas_that_are_gone(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica())
+    address = stack.fakes["r0"].address
+    stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    httpx.get(f"{stack.url}/metrics")
+    before = len(samples(stack))
+    for name in ("x", "y", "z"):
+        stack.replicas.set_replicas({name: address})
+        stack.ready(name)
+        stack.client.chat.completions.create(model="tiny", messages=HELLO)
+        got = samples(stack)
+        assert {dict(labels)["replica"] for _, labels in got if "replica" in dict(labels)} == {name}
+    assert len(samples(stack)) == before
+
+
+def test_answers_are_counted_by_route(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica())
+    for path in ("/v1/models/a", "/v1/models/b", "/nowhere/1", "/nowhere/2"):
+        httpx.get(stack.url + path)
+    got = samples(stack)
+    assert got["shoal_http_responses_total", (("path", "/v1/models/{model_id:path}"), ("status", "404"))] == 2
+    assert got["shoal_http_responses_total", (("path", "unknown"), ("status", "404"))] == 2

@@ -1,0 +1,74 @@
+"""The page that says what may be asked."""
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+ROUTES = {
+    ("/v1/chat/completions", "post"): {"200", "400", "401", "404", "413", "429", "500", "503"},
+    ("/v1/completions", "post"): {"200", "400", "401", "404", "413", "429", "500", "503"},
+    ("/v1/models", "get"): {"200", "401"},
+    ("/v1/models/{model_id}", "get"): {"200", "401", "404"},
+    ("/tokenize", "post"): {"200", "400", "401", "404", "413", "500"},
+    ("/detokenize", "post"): {"200", "400", "401", "404", "413", "500"},
+    ("/health", "get"): {"200"},
+    ("/ready", "get"): {"200", "503"},
+    ("/metrics", "get"): {"200"},
+}
+
+
+@pytest.fixture
+def page(stack: Any) -> dict[str, Any]:
+    return httpx.get(f"{stack.url}/openapi.json").raise_for_status().json()
+
+
+def check(page: dict[str, Any], name: str, value: Any) -> None:
+    schema = {"$ref": f"#/components/schemas/{name}", "components": page["components"]}
+    jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def test_every_route_and_status_is_there(page: dict[str, Any]) -> None:
+    found = {
+        (path, method): set(entry["responses"])
+        for path, ways in page["paths"].items()
+        for method, entry in ways.items()
+    }
+    assert {key: found[key] & statuses for key, statuses in ROUTES.items()} == ROUTES
+    assert found.keys() == ROUTES.keys()
+    assert not any("422" in statuses for statuses in found.values())  # the framework's own
+
+
+def test_all_references_lead_somewhere(page: dict[str, Any]) -> None:
+    text = json.dumps(page)
+    for part in text.split('"$ref": "')[1:]:
+        assert part.split('"')[0].removeprefix("#/components/schemas/") in page["components"]["schemas"]
+
+
+def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
+    check(page, "ChatRequest", {"model": "m", "messages": [{"role": "user", "content": "a"}], "stop": ["a"], "n": 2})
+    for prompt in ("a", ["a"], [1], [[1], [2]]):
+        check(page, "CompletionRequest", {"model": "m", "prompt": prompt})
+    for body in ({"model": "m"}, {"model": "m", "prompt": "a", "x": 1}, {"model": "m", "prompt": [1, "a"]}):
+        with pytest.raises(jsonschema.ValidationError):
+            check(page, "CompletionRequest", body)
+
+
+def test_answers_are_what_the_page_says(stack: Any, page: dict[str, Any]) -> None:
+    def post(path: str, body: dict[str, Any]) -> Any:
+        return httpx.post(stack.url + path, json=body).json()
+
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
+    check(page, "ChatCompletion", post("/v1/chat/completions", chat))
+    check(page, "Completion", post("/v1/completions", {"model": "tiny", "prompt": "a b", "logprobs": 1, "echo": True}))
+    check(page, "Error", post("/v1/completions", {}))
+    check(page, "Tokens", post("/tokenize", {"prompt": "a"}))
+    check(page, "Text", post("/detokenize", {"tokens": [70]}))
+    for path, name in (("/v1/models", "ModelList"), ("/v1/models/tiny", "Model"), ("/health", "Health")):
+        check(page, name, httpx.get(stack.url + path).json())
+    with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=chat | {"stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                check(page, "ChatChunk", json.loads(line.removeprefix("data: ")))

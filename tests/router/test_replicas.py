@@ -1,0 +1,172 @@
+"""Connections to replicas: when one counts as ready, and what happens when it goes."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from radix.events import Stored
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.replicas import ReplicaLost, Replicas
+from worker.messages import CacheEvents, Generate, Load, Output, Outputs, SamplingParams, Subscribe
+
+Make = Callable[..., Any]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def ready(stack: Any) -> int:
+    return httpx.get(f"{stack.url}/ready").status_code
+
+
+def mirrored(stack: Any, replica_id: str) -> int | None:
+    (view,) = [view for view in stack.fleet.snapshot() if view.replica_id == replica_id]
+    return view.mirror_tokens
+
+
+def test_ready_is_connected_and_has_told_its_load(make_stack: Make, make_replica: Make) -> None:
+    silent = make_replica()
+    silent.tells_load = False
+    stack = make_stack()
+    stack.replicas.set_replicas({"a": silent.address})
+    silent.wait_for(lambda: silent.received)
+    stack.until(lambda: stack.fleet.snapshot())
+    assert ready(stack) == 503
+    silent.tell(Load(incarnation="one"))
+    stack.ready("a")
+    assert ready(stack) == 200
+    silent.die()
+    stack.ready()
+    assert ready(stack) == 503
+    assert stack.fleet.snapshot() == []
+
+
+def test_a_busy_replica_is_ready(make_stack: Make, make_replica: Make) -> None:
+    """One whose scheduler is in the middle of a long step says nothing, and its socket still lives."""
+    stack = make_stack(make_replica())
+    with stack.fakes["r0"].frozen():
+        assert ready(stack) == 200
+
+
+def test_replicas_come_go_and_move(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica(), make_replica())
+    third, fourth = make_replica(), make_replica()
+    stack.replicas.set_replicas({"r1": stack.fakes["r1"].address, "r2": third.address})
+    stack.ready("r1", "r2")
+    stack.replicas.set_replicas({"r1": stack.fakes["r1"].address, "r2": fourth.address})
+    fourth.wait_for(lambda: fourth.received)
+    stack.until(lambda: stack.replicas.ready == {"r1", "r2"} and len(stack.replicas._tasks) == 2)
+    assert [view.replica_id for view in stack.fleet.snapshot()] == ["r1", "r2"]
+    assert len(stack.fakes["r1"].received) == 1  # it was left alone
+    stack.replicas.set_replicas({})
+    stack.ready()
+    assert stack.fleet.snapshot() == [] and stack.replicas.known == frozenset()
+    for fake in (third, fourth):
+        fake.die()
+
+
+def test_requests_of_a_dropped_replica_go_on_elsewhere(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica().hold()
+    other = make_replica()
+    stack = make_stack(fake)
+    fake.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        stack.replicas.set_replicas({"new": other.address})
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert other.requests()[0].output_ids
+    other.die()
+
+
+def test_what_is_no_message_breaks_the_connection(make_stack: Make, make_replica: Make) -> None:
+    """A replica of another version must not leave requests hanging."""
+    fake = make_replica()
+    stack = make_stack(fake)
+    fake.tell(b"nonsense")
+    fake.wait_for(lambda: len(fake.received) == 2)  # connected anew
+    stack.ready("r0")
+
+
+def test_a_gap_in_the_events_asks_for_a_snapshot_once(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica()
+    stack = make_stack(fake)
+    leaf = Stored(1, 0, list(range(16)))
+    fake.tell(CacheEvents("one", 1, [leaf], 16))
+    stack.until(lambda: mirrored(stack, "r0") == 16)
+    fake.tell(CacheEvents("one", 7, [Stored(2, 0, list(range(16)))], 16))
+    fake.tell(CacheEvents("one", 8, [Stored(3, 0, list(range(16)))], 16))
+    fake.wait_for(lambda: len(fake.received) == 2)
+    stack.until(lambda: mirrored(stack, "r0") == 0)
+    assert [type(message) for message in fake.received] == [Subscribe, Subscribe]
+
+
+def test_outputs_of_nobody_are_passed_over(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica()
+    stack = make_stack(fake)
+    fake.tell(Outputs([Output(request_id="stranger", token_ids=[1])]))
+    answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_outputs_that_wait_become_one(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica().hold()
+    stack = make_stack(fake)
+
+    async def read() -> list[Output]:
+        stream = stack.replicas.generate("r0", Generate(request_id="a", prompt_ids=[1], sampling=PARAMS))
+        fake.allow(3)
+        while stream.unread_tokens < 3:
+            await asyncio.sleep(0.001)
+        fake.allow(None)
+        return [output async for output in stream]
+
+    first, *rest = stack.server.do(read())
+    assert len(first.token_ids) >= 3 and len(first.logprobs) == len(first.token_ids)
+    assert (first.cached_tokens, first.queue_s) == (3, 0.25)
+    last = [first, *rest][-1]
+    assert last.finish_reason == "stop" and last.stop_token_id is not None
+    assert sum(len(output.token_ids) for output in [first, *rest]) == len(fake.script(fake.requests()[0]))
+
+
+def test_closing_a_stream_aborts_it_only_while_it_runs(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica().hold()
+    stack = make_stack(fake)
+
+    async def run() -> None:
+        one = stack.replicas.generate("r0", Generate(request_id="one", prompt_ids=[1], sampling=PARAMS))
+        two = stack.replicas.generate("r0", Generate(request_id="two", prompt_ids=[1], sampling=PARAMS))
+        one.close()
+        fake.allow(None)
+        async for _ in two:
+            pass
+        two.close()
+
+    stack.server.do(run())
+    fake.wait_for(lambda: not fake.running)
+    assert fake.aborted() == ["one"]
+
+
+def test_a_replica_that_is_not_there() -> None:
+    async def run() -> None:
+        replicas = Replicas(Fleet(), Metrics())
+        request = Generate(request_id="a", prompt_ids=[1], sampling=PARAMS)
+        with pytest.raises(ReplicaLost) as error:
+            replicas.generate("nobody", request)
+        assert not error.value.sent
+        await replicas.start()
+        replicas.set_replicas({"late": "tcp://127.0.0.1:9"})  # nobody listens
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(ReplicaLost):
+            replicas.generate("late", request)
+        await replicas.close()
+        replicas.set_replicas({})  # too late, and harmless
+        assert replicas.ready == frozenset()
+
+    asyncio.run(run())
+
+
+PARAMS = SamplingParams(max_tokens=400, logprobs=0, seed=1)
