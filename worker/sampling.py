@@ -256,8 +256,9 @@ def _draw_rows(work: torch.Tensor, rows: list[_Row]) -> np.ndarray:
     """Random tokens of rows with their own temperatures and filters. Overwrites `work`."""
     params = [row.params for row in rows]
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=work.device)
-    # A row with no finite number would turn into NaN, which no filter expects. It has failed already.
-    probs = torch.softmax(work.div_(temperature[:, None]), dim=1).nan_to_num_(nan=1.0)
+    probs = torch.softmax(work.div_(temperature[:, None]), dim=1)
+    # Nothing is possible, or the logits are no numbers: the row has failed, or will when its grammar sees the token.
+    probs[probs[:, 0].isnan()] = 1.0 / probs.shape[1]
     seeds = np.array([row.seed for row in rows], dtype=np.uint64)
     positions = np.array([row.num_output for row in rows], dtype=np.uint64)
     return draw(
