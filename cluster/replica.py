@@ -60,12 +60,10 @@ class Replica:
 
     async def _watch(self) -> None:
         """No rank's `run` returns while the replica is well: the first that does is the end of it."""
-        try:
-            await asyncio.wait([asyncio.ensure_future(run) for run in self._runs], return_when=asyncio.FIRST_COMPLETED)
-            await self._gather(self._runs)
-            self._ended = "a rank's loop ended"
-        except ReplicaError as error:
-            self._ended = str(error)
+        runs = [asyncio.ensure_future(run) for run in self._runs]
+        await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+        rank, error = next((rank, run.exception()) for rank, run in enumerate(runs) if run.done())
+        self._ended = f"rank {rank}: {_reason(error) if error else 'its loop ended'}"
         log.error("replica at %s: %s", self._published["address"], self._ended)
 
     async def _gather(self, refs: list[ray.ObjectRef]) -> list[Any]:

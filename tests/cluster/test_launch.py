@@ -1,5 +1,6 @@
 """`shoal serve` as a process: it answers, says what is wrong, and leaves nothing behind."""
 
+import contextlib
 import os
 import re
 import signal
@@ -49,8 +50,19 @@ class Server:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def family_with(self, name: str) -> list[psutil.Process]:
+        """All descendants, once `name` is in a command line among them; before that none."""
+        family = self.family()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(name in " ".join(process.cmdline()) for process in family):
+                return family
+        return []
+
     def interrupt(self, signum: int) -> int:
-        os.killpg(self.process.pid, signum)
+        if signum == signal.SIGINT:
+            os.killpg(self.process.pid, signum)  # as a terminal does
+        else:
+            self.process.send_signal(signum)
         self.process.communicate(timeout=END_S)
         return self.process.returncode
 
@@ -92,11 +104,12 @@ def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: 
 
 
 @pytest.mark.timeout(START_S)
-@pytest.mark.parametrize(("moment", "signum"), [("^starting Ray$", signal.SIGINT), ("1 starting", signal.SIGTERM)])
-def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int, moment: str, signum: int) -> None:
-    with running("--model", str(tiny_model), "--port", str(free_port)) as server:
-        server.wait_for(moment)
-        family = server.family()
+@pytest.mark.parametrize(("process", "signum"), [("raylet/raylet", signal.SIGINT), ("ray::Rank", signal.SIGTERM)])
+def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int, process: str, signum: int) -> None:
+    with running("--model", str(tiny_model), "--port", str(free_port), "--replicas", "1") as server:
+        server.wait_for("^starting Ray$")
+        while not (family := server.family_with(process)):
+            assert server.process.poll() is None
         assert server.interrupt(signum) == 0
         assert [process for process in family if process.is_running()] == []
         assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))

@@ -46,11 +46,11 @@ class Served:
                 if line.startswith("data: {"):
                     yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
 
-    def metric(self, name: str) -> dict[str, float]:
-        """By replica."""
+    def metric(self, name: str, label: str = "replica") -> dict[str, float]:
+        """By label, as one of the routers sees it."""
         page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
         samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-        return {sample.labels["replica"]: sample.value for sample in samples if sample.name == name}
+        return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
@@ -139,6 +139,7 @@ def test_streams_survive_the_death_of_their_rank_and_it_comes_back(served: Serve
         until(lambda: len(began) == 4, "all streams began")
         victim.kill()
         assert {name: stream.result(WAIT_S) for name, stream in streams.items()} == whole
+    until(lambda: served.metric("shoal_resumed_sequences_total", "reason").get("replica_lost"), "a router that resumed")
 
     served.complete("while one is gone")
     until(lambda: len(replicas()) == 2 and replicas().keys() != before.keys(), "a new replica")

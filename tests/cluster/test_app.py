@@ -1,0 +1,54 @@
+"""What the application asks of a cluster, and what it settles before it starts."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.app import model_name, settle
+from cluster.config import Config, load
+from cluster.replica import CONTROL_CPUS, bundles
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "settled", "told"),
+    [("auto", 0, "cpu", True), ("auto", 2, "cuda", False), ("cpu", 2, "cpu", False), ("cuda", 0, "cuda", False)],
+)
+def test_the_device_is_the_same_for_every_process(device: str, gpus: float, settled: str, told: bool) -> None:
+    config, note = settle(load(overrides={"device": device}), gpus)
+    assert (config.device, note is not None) == (settled, told)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("/models/mine", "mine"),
+        ("/models/mine/", "mine"),
+        ("./models/v1.5", "v1.5"),
+        ("/models/small.Q4_1.gguf", "small.Q4_1"),
+    ],
+)
+def test_a_model_is_named_after_where_it_comes_from(model: str, name: str) -> None:
+    assert model_name(model) == name
+    assert settle(Config(model=model), 0)[0].served_model_name == name
+    assert settle(Config(model=model, served_model_name="own"), 0)[0].served_model_name == "own"
+
+
+def test_two_parts_that_are_a_folder_are_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert model_name("models/mine") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rank"),
+    [
+        ({"device": "cpu"}, {"CPU": 1}),
+        ({"device": "cpu", "cpus_per_rank": 3}, {"CPU": 3}),
+        ({"device": "cuda"}, {"CPU": 1, "GPU": 1}),
+        ({"device": "cuda", "gpus_per_rank": 0.5}, {"CPU": 1, "GPU": 0.5}),
+    ],
+)
+def test_a_replica_is_its_control_actor_and_a_bundle_a_rank(settings: dict, rank: dict[str, float]) -> None:
+    assert bundles(load(overrides=settings)) == [{"CPU": CONTROL_CPUS}, rank]

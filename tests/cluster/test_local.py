@@ -1,0 +1,55 @@
+"""One machine's share of a configuration, and looking before starting Ray."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from cluster import local
+from cluster.config import load
+
+
+@pytest.mark.parametrize(("replicas", "cores", "each"), [(2, 2, 1), (2, 16, 8), (8, 2, 1), (3, 16, 5)])
+def test_the_cores_are_shared_out(replicas: int, cores: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert local.fit(load(overrides={"replicas": replicas})).cpus_per_rank == each
+    assert local.fit(load(overrides={"replicas": replicas, "cpus_per_rank": 7})).cpus_per_rank == 7
+
+
+def test_replicas_are_not_reachable_from_outside_unless_asked() -> None:
+    assert local.fit(load()).replica_host == "127.0.0.1"
+    assert local.fit(load(overrides={"replica_host": "0.0.0.0"})).replica_host == "0.0.0.0"
+
+
+def test_a_path_holds_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert local.fit(load(overrides={"model": "./mine"})).model == str(tmp_path / "mine")
+    assert local.fit(load(overrides={"model": "org/name"})).model == "org/name"
+
+
+def test_a_free_port_and_a_taken_one(free_port: int) -> None:
+    local.check_port("127.0.0.1", free_port)
+    with socket.create_server(("127.0.0.1", free_port)), pytest.raises(local.PortTaken, match=f"port {free_port} of"):
+        local.check_port("127.0.0.1", free_port)
+
+
+def test_an_address_where_nothing_listens(free_port: int) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        local.check_address(f"127.0.0.1:{free_port}")
+    with socket.create_server(("127.0.0.1", free_port)):
+        local.check_address(f"127.0.0.1:{free_port}")
+    local.check_address("auto")
+
+
+def test_what_dead_servers_left_is_removed() -> None:
+    mine = Path(f"/tmp/{local.PREFIX}{os.getpid()}-test")
+    dead = Path(f"/tmp/{local.PREFIX}{2**22 + 1}-test")  # no process has such an id
+    try:
+        for folder in (mine, dead):
+            folder.mkdir()
+        local._sweep()
+        assert (mine.exists(), dead.exists()) == (True, False)
+    finally:
+        mine.rmdir()
