@@ -26,11 +26,15 @@ examples:
 lengths are tokens: N, uniform:A:B, or lognormal:MEDIAN:SIGMA[:MAX].
 
 traces, told by their first line: Azure's LLM inference trace (CSV), Mooncake's (JSON lines; its 512-token blocks are
-rebuilt, so what the trace shared is shared), and CSV files of num_prefill_tokens,num_decode_tokens.
+rebuilt, so what the trace shared is shared), and CSV files of num_prefill_tokens,num_decode_tokens. --scale shrinks the
+blocks too: keep them (512 / N) at least as large as the server's pages, or nothing can be shared.
+
+The same seed sends the same prompts: to a server that has had them, they are in its cache. The report says when.
 
 figures: TTFT, from sending to the first chunk with output. TBT, between one chunk with output and the next. TPOT, from
 the first chunk to the last by the tokens in between. Goodput, answered requests a second whose TTFT and whose own P99
-of TBT are within the SLO. Lag, how late this generator sent; if it is not small, so are the figures not to be trusted.
+of TBT are within the SLO. Lag, how late this generator sent; where it is not small, the
+machine that it runs on is too busy to measure.
 """
 # Options that only one workload has, with their defaults: with another workload they are errors, not ignored.
 ONLY: dict[str, dict[str, Any]] = {

@@ -38,9 +38,9 @@ def show(
             table.add_row(short, f"[dim]{long}[/]", *(number(value * scale) for value in spread.values()), unit)
     console.print(table, highlight=False)
     for line in lines(summary):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     for line in warnings(summary, setting, samples, refusals):
-        console.print(line, highlight=False, markup=False, style="yellow")
+        console.print(line, highlight=False, markup=False, soft_wrap=True, style="yellow")
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
@@ -53,7 +53,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
     if summary["hit_rate"] is not None:
         found.append(
             f"{summary['cached_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens cached: "
-            f"hit rate {summary['hit_rate']:.1%}"
+            f"hit rate {summary['hit_rate']:.1%} (the workload shares {summary['hit_rate_ceiling']:.1%})"
         )
     if "goodput_per_s" in summary:
         found.append(
@@ -83,12 +83,14 @@ def warnings(
         found.append(
             f"{per_chunk:.2f} tokens came in a chunk: TBT is the wait between chunks, TPOT the time of a token"
         )
-    if (lag := summary["lag_s"]) and lag["p99"] > LATE_S:
+    if setting["endpoint"] == "completions" and (summary["hit_rate"] or 0) > summary["hit_rate_ceiling"] + 0.02:
+        found.append("more was cached than the workload shares: from an earlier run; another --seed has new prompts")
+    if "concurrency" not in setting and (lag := summary["lag_s"]) and lag["p99"] > LATE_S:
         found.append(
             f"the generator was late by {lag['p99'] * 1000:.0f} ms (P99): this machine is too busy to measure well"
         )
     if setting.get("prompts_cut"):
-        found.append(f"{setting['prompts_cut']} prompts of the trace were cut to {setting['max_prompt']} tokens")
-    if refusals and summary["planned"]:
-        found.append(f"the server refused at first: {' '.join(refusals[0].split())[:160]}")
+        found.append(f"prompts of the trace that were cut to {setting['max_prompt']} tokens: {setting['prompts_cut']}")
+    if refusals:
+        found.append(f"the server does not take all that is asked of it: {' '.join(refusals[0].split())[:160]}")
     return found

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -52,7 +52,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A load that has ended; `refusals` are what the server said to requests that it does not take in that form."""
+    """A load that has ended; `refusals` are what the server said where it did not take what was wanted."""
 
     load: Load
     refusals: list[str]
@@ -94,7 +94,8 @@ async def run(args: argparse.Namespace, sessions: list[workload.Session], http: 
             watch.cancel()
             await asyncio.wait([watch])
         http.close()
-    return Outcome(load, refusals, task.cancelled())
+    wanted = replace(endpoint.abilities, prompt_ids=not (text or endpoint.chat), ignore_eos=True)
+    return Outcome(load, refusals if endpoint.abilities != wanted else [], task.cancelled())
 
 
 async def _model(http: Http) -> str:
@@ -134,7 +135,8 @@ def report(args: argparse.Namespace, outcome: Outcome) -> int:
     """Print the table, write the JSON file and the picture; returns the exit code."""
     load, interrupted = outcome.load, outcome.interrupted
     summary = metrics.summarise(load.samples, args.slo_ttft, args.slo_tbt)
-    summary |= {"planned": load.planned, "interrupted": interrupted}
+    shared, total = workload.sharing(load.sessions)
+    summary |= {"planned": load.planned, "interrupted": interrupted, "hit_rate_ceiling": shared / max(1, total)}
     abilities = load.endpoint.abilities
     setting = settings(args) | {"model": load.endpoint.model, "server_takes": asdict(abilities)}
     console = Console()

@@ -7,7 +7,7 @@ and cost nothing until a prompt is sent. Nothing here knows time but the arrival
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -195,3 +195,35 @@ def _spans(index: int, row: Row) -> tuple[Span, ...]:
         spans.append(Span((BLOCK, block), min(left, row.block_tokens)))
         left -= row.block_tokens
     return tuple(spans)
+
+
+# ---------------------------------------------------------------- what there is to share
+
+
+def sharing(sessions: Sequence[Session]) -> tuple[int, int]:
+    """Prompt tokens that a cache of any size would have seen before, and all prompt tokens, when the sessions run one
+    after another: the ceiling of the hit rate. Answers count as long as they are asked for."""
+    seen: dict[Any, tuple[int, int]] = {}
+    shared = total = 0
+    for session in sessions:
+        said = 0  # tokens of the turns before and their answers: all of them were computed in this session
+        for number, turn in enumerate(session.turns):
+            found = _seen_before(turn.spans, seen) if number == 0 else 0
+            shared += said + found
+            total += said + turn.prompt_tokens
+            said += turn.prompt_tokens + turn.output_tokens
+    return shared, total
+
+
+def _seen_before(spans: Sequence[Span], seen: dict[Any, tuple[int, int]]) -> int:
+    """Tokens at the front of `spans` that earlier calls have shown, and shows these. `seen` is a tree: from a node and
+    a span's key to the node after it and how many of the key's tokens were there."""
+    found, node, along = 0, 0, True
+    for span in spans:
+        child, longest = seen.get((node, span.key), (len(seen) + 1, 0))
+        seen[node, span.key] = child, max(longest, span.tokens)
+        if along:
+            found += min(longest, span.tokens)
+            along = longest >= span.tokens
+        node = child
+    return found

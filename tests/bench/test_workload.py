@@ -145,3 +145,42 @@ def test_arrivals_are_given_one_by_one() -> None:
     assert [s.arrival_s for s in workload.arriving(sessions, [0.0, 1.0, math.pi])] == [0.0, 1.0, math.pi]
     with pytest.raises(ValueError, match="shorter"):
         workload.arriving(sessions, [0.0])
+
+
+# ---------------------------------------------------------------- sharing
+
+
+def one(*spans: Span) -> workload.Session:
+    return workload.Session((workload.Turn(spans, 4),))
+
+
+def test_what_requests_share_is_counted_as_a_cache_would_find_it() -> None:
+    a, b, c = (Span((2, n), 10) for n in range(3))
+    assert workload.sharing([one(a, b), one(a, b), one(a, c)]) == (30, 60)
+    assert workload.sharing([one(a, b), one(b)]) == (0, 30)  # the same tokens after others are not the same
+    assert workload.sharing([one(Span((2, 0), 6)), one(a, b), one(Span((2, 0), 3))]) == (6 + 3, 29)
+    assert workload.sharing([one(c, Span((2, 1), 3)), one(c, b, a)]) == (13, 43)  # a cut block, then the whole
+
+
+def test_a_conversation_shares_all_that_was_said() -> None:
+    turns = tuple(workload.Turn((Span((3, 0, n), 10),), 5) for n in range(3))
+    assert workload.sharing([workload.Session(turns)]) == (15 + 30, 10 + 25 + 40)
+
+
+def test_unrelated_prompts_share_nothing_and_groups_their_prefix() -> None:
+    rest = Lengths("fixed", 8), Lengths("fixed", 2)
+    assert workload.sharing(workload.unrelated(rng(), 9, *rest)) == (0, 72)
+    shared = workload.shared_prefix(rng(), 3, 4, Lengths("fixed", 16), *rest)
+    assert workload.sharing(shared) == (3 * 3 * 16, 12 * 24)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=8))
+def test_sharing_is_what_comparing_prompts_finds(rows: list[list[int]]) -> None:
+    sessions = [one(*(Span((2, block), 3) for block in row)) for row in rows]
+    made = prompts(sessions)
+    common = 0
+    for i, prompt in enumerate(made):
+        heads = [[p == q for p, q in zip(prompt, other, strict=False)] for other in made[:i]]
+        common += max([([*head, False]).index(False) for head in heads], default=0)
+    assert workload.sharing(sessions) == (common, sum(map(len, made)))
