@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
-
 # What to split text on before BPE, by the GGUF's `tokenizer.ggml.pre`. transformers gives every Llama GGUF a plain
 # ByteLevel, which for these models is not what they were trained with: "  1" would become other tokens.
 _DIGITS_ALONE = {"smollm"}
@@ -51,6 +49,8 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
 @contextmanager
 def _parsed_once() -> Iterator[None]:
     """Inside, every reader of one file is the same object: transformers makes three, and each parses for seconds."""
+    import gguf
+
     reader = gguf.GGUFReader
     gguf.GGUFReader = cache(reader)  # type: ignore[misc, assignment]
     try:
@@ -67,6 +67,7 @@ def _bars_on_terminals_only() -> AbstractContextManager[object]:
 def _tokenizer(path: Path, context_length: int) -> Any:
     """The file's tokenizer as transformers reads it, with what transformers leaves out: the right pre-tokenizer and
     the longest text, in tokens, that the model takes."""
+    import gguf
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
