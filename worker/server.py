@@ -52,7 +52,8 @@ class Server:
         *,
         load: Callable[[Path, WorkerConfig], Parts] = load_parts,
     ) -> None:
-        """Loads the model, then binds to a free port of `host`; `address` says where. Raises what loading raises."""
+        """Loads the model, then binds to a free port of `host`; `address` says where. Raises what loading raises, and
+        ValueError for a host that is not this machine's."""
         self._events: list[Event] = []
         self._next_event = 0  # its number
         self.incarnation = os.urandom(8).hex()
@@ -70,7 +71,12 @@ class Server:
         self._load_sent_s = 0.0
         self._probed_s = 0.0
         self._context = zmq.Context()
-        self._socket = self._bind(host)
+        try:
+            self._socket = self._bind(host)
+        except zmq.ZMQError as error:
+            self.engine.close()
+            self._context.term()
+            raise ValueError(f"cannot listen on {host!r}: {error}; give an address of this machine") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def run(self) -> None:
@@ -144,21 +150,22 @@ class Server:
             self._subscribe(router)
 
     def _generate(self, router: bytes, request: Generate) -> None:
+        request_id = request.request_id
+        if request_id in self._owners:
+            self._refuse(router, request_id, Failure("invalid", f"request id {request_id!r} is in use"))
+            return
         try:
             self.engine.add(request)
-        except ValueError as error:
-            output = Output(
-                request_id=request.request_id, finish_reason="error", failure=Failure("invalid", str(error))
-            )
-            self._send(router, Outputs([output]))
         except Exception as error:
-            log.exception("request %s could not be taken", request.request_id)
-            failure = Failure("internal", f"the request could not be taken: {type(error).__name__}")
-            self.engine.abort([request.request_id])
-            output = Output(request_id=request.request_id, finish_reason="error", failure=failure)
-            self._send(router, Outputs([output]))
+            log.exception("request %s could not be taken", request_id)
+            self.engine.abort([request_id])
+            failure = Failure("internal", f"the request could not be taken: {type(error).__name__}: {error}")
+            self._refuse(router, request_id, failure)
         else:
-            self._owners[request.request_id] = router
+            self._owners[request_id] = router
+
+    def _refuse(self, router: bytes, request_id: str, failure: Failure) -> None:
+        self._send(router, Outputs([Output(request_id=request_id, finish_reason="error", failure=failure)]))
 
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort(request_ids)
@@ -253,7 +260,11 @@ class Server:
         router.set(zmq.LINGER, 0)
         router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         router.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        router.bind(f"tcp://{host}:*")
+        try:
+            router.bind(f"tcp://{host}:*")
+        except zmq.ZMQError:
+            router.close()
+            raise
         return router
 
     def _wake(self) -> None:

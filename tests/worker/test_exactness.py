@@ -3,6 +3,7 @@ batch, the chunks, the pages, the cache, a preemption or a resume. The reference
 """
 
 import os
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from worker import runner
 from worker.config import WorkerConfig
-from worker.engine import Engine, Finished
-from worker.messages import Generate, SamplingParams
+from worker.engine import Engine, Finished, Parts, load_parts
+from worker.messages import Generate, Grammar, SamplingParams
+from worker.sampling import Sampler
 
 NAME = "SmolLM2-135M-Instruct"
 NEW_TOKENS = 24
@@ -129,9 +131,9 @@ def engine(folder: Path, weights: None) -> Iterator:
     """Makes an engine; at the end no page is lost."""
     engines: list[Engine] = []
 
-    def make(**config: object) -> Engine:
+    def make(load=no_grammars, **config: object) -> Engine:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 8192, **config}
-        engines.append(Engine(folder, WorkerConfig.model_validate(settings)))
+        engines.append(Engine(folder, WorkerConfig.model_validate(settings), load=load))
         return engines[-1]
 
     yield make
@@ -139,6 +141,17 @@ def engine(folder: Path, weights: None) -> Iterator:
         one.check_integrity()
         assert len(one.scheduler) == 0
         one.close()
+
+
+def no_grammars(model_dir: Path, config: WorkerConfig) -> Parts:
+    """The real parts but for the grammars' compiler, a process that most tests here have no use for."""
+    model = runner.Runner(model_dir, config)
+    return Parts(model, Sampler(config.max_running, model.vocab_size, model.device), NoGrammars())
+
+
+class NoGrammars:
+    def close(self) -> None:
+        pass
 
 
 def tokens(finished: list[Finished]) -> list[list[int]]:
@@ -197,3 +210,26 @@ def test_resumed(engine, prompts, expected, done):
         for output in one.step():
             heads[int(output.request_id)] += output.token_ids
     assert heads == expected
+
+
+def test_beside_others_that_want_something_else(engine, folder, prompts, expected):
+    """Grammars, temperatures, penalties and log probabilities in the same steps change nothing for the rest; nor does
+    the rest for them."""
+    one = engine(load=load_parts)
+    number = SamplingParams(max_tokens=NEW_TOKENS, temperature=1, seed=1, grammar=Grammar("regex", "[0-9]{3}-[0-9]{4}"))
+    drawn = SamplingParams(max_tokens=NEW_TOKENS, temperature=1, seed=2, top_p=0.9, repetition_penalty=1.2, logprobs=2)
+    wanted = [GREEDY, number, GREEDY, drawn]
+    each = [wanted[i % 4] for i in range(len(SHORT))]
+    first = one.generate(prompts[: len(SHORT)], each)
+    for i, (finished, said) in enumerate(zip(first, expected, strict=False)):
+        if each[i] is GREEDY:
+            assert finished.token_ids == said
+    alone = [one.generate([prompts[i]], each[i])[0] for i in (1, 3, 5, 7)]
+    assert tokens(alone) == [first[i].token_ids for i in (1, 3, 5, 7)]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for i, finished in enumerate(first):
+        if each[i] is number:
+            assert re.fullmatch("[0-9]{3}-[0-9]{4}", tokenizer.decode(finished.token_ids))
+            assert finished.finish_reason == "stop"
+        if each[i] is drawn:
+            assert len(finished.logprobs) == len(finished.token_ids)

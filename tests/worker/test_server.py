@@ -341,3 +341,24 @@ def test_a_lost_device_ends_the_loop_with_its_name(serve, monkeypatch):
 
 def test_stops_though_nobody_ever_spoke(serve):
     serve()
+
+
+def test_a_request_that_cannot_be_taken_is_answered(serve, monkeypatch):
+    def submit(grammar):
+        raise ValueError("no compiler today")
+
+    s = serve()
+    s.parts.grammars.submit = submit
+    router = s.router()
+    router.generate("x", [1], grammar=Grammar("regex", "a"))
+    router.until(lambda: router.finished("x"))
+    assert router.outputs["x"][0].failure.kind == "internal"
+    router.generate("x", [1, 2, 3])
+    router.until(lambda: len(router.outputs["x"]) == 6)
+
+
+def test_a_host_that_is_not_here_is_an_error(fake_parts):
+    parts = fake_parts()
+    with pytest.raises(ValueError, match="cannot listen"):
+        Server(Path("none"), WorkerConfig(), host="192.0.2.1", load=parts)
+    assert parts.grammars.closed
