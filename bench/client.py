@@ -184,6 +184,7 @@ async def ask(http: Http, path: str, body: bytes, sample: Sample, start: float, 
     except asyncio.CancelledError:
         reader.fail("interrupted", "given up by the load generator")
         sample.end_s = time.perf_counter() - start
+        reader.end(status)
         raise
     except TimeoutError:
         reader.fail("timeout", f"no end after {timeout_s:g} s")

@@ -40,7 +40,8 @@ def _distribution(axes: Axes, values: Sequence[float], name: str, limit_s: float
         return
     scale, unit = (1.0, "s") if percentile(values, 99) >= 1 else (1000.0, "ms")
     ordered = np.sort(np.asarray(values)) * scale
-    axes.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), color=BLUE, lw=1.8, drawstyle="steps-post")
+    steps = np.concatenate([ordered[:1], ordered]), np.arange(len(ordered) + 1) / len(ordered)
+    axes.plot(*steps, color=BLUE, lw=1.8, drawstyle="steps-post")
     for q, style in ((50, "-"), (99, "--")):
         at = percentile(values, q) * scale
         axes.axvline(at, color=GREY, lw=0.9, ls=style, label=f"P{q}  {number(at)} {unit}")
@@ -57,7 +58,7 @@ def _distribution(axes: Axes, values: Sequence[float], name: str, limit_s: float
     axes.set_ylim(0, 1.02)
     axes.set_xlabel(unit, fontsize=9)
     axes.set_ylabel("share", fontsize=9)
-    axes.legend(fontsize=9, frameon=False, loc="lower right", handlelength=1.6)
+    axes.legend(fontsize=9, framealpha=0.9, edgecolor="none", loc="lower right", handlelength=1.6)
 
 
 def _throughput(axes: Axes, samples: Sequence[Sample]) -> None:
