@@ -122,7 +122,8 @@ class _Launch:
         resolve(self._config.model, progress=self._say)
         self._config = local.fit(self._config)
         self._say("starting Ray")
-        self._folder = local.start(self._config)
+        self._folder = local.make_folder()
+        local.start(self._config, self._folder)
 
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")

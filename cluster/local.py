@@ -1,6 +1,7 @@
 """Ray on this machine, for one server alone: it is started with it and ends with it, whatever happens in between."""
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from cluster.replica import CONTROL_CPUS, rank_resources
 OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it
 MEMORY_BYTES = 1 << 30  # a label that nothing asks for; what Ray would measure is wrong on some machines
 END_S = 3.0  # what Ray gets to end its processes, before they are killed
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 PREFIX = "shoal-ray-"
 
 
@@ -62,11 +64,16 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
-def start(config: Config) -> Path:
-    """Starts Ray with as many logical CPUs as the server asks for, however many cores there are. Returns its folder."""
+def make_folder() -> Path:
+    """For Ray's logs and sockets. Not in $TMPDIR: the paths of sockets must be short. Removes what servers that were
+    killed, or did not start, have left there."""
     _sweep()
-    # Not $TMPDIR: the paths of Ray's sockets are in there, and those must be short.
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
+
+
+def start(config: Config, folder: Path) -> None:
+    """Starts Ray with as many logical CPUs as the server asks for, however many cores there are."""
+    _adopt_orphans()
     ranks = config.tp * config.pp * rank_resources(config)["CPU"]
     cpus = config.replicas * (CONTROL_CPUS + ranks) + config.routers * config.cpus_per_router
     ray.init(
@@ -81,31 +88,38 @@ def start(config: Config) -> Path:
         # The kernel kills who takes too much; Ray's guess at what is free is wrong on some machines.
         _system_config={"memory_monitor_refresh_ms": 0},
     )
-    return folder
 
 
 def end() -> None:
     """Ends Ray and everything it started from this process, also if it is only half there."""
-    children = psutil.Process().children(recursive=True)
     # Ray waits long for processes that do not end, such as those that lost their head to the same signal.
-    impatience = threading.Timer(END_S, _kill, [children])
+    impatience = threading.Timer(END_S, _kill_children)
     impatience.daemon = True
     impatience.start()
     ray.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=END_S)
     impatience.cancel()
-    _kill(alive)
-    psutil.wait_procs(alive)
+    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=END_S)
+    while _kill_children():
+        pass
 
 
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
+def _adopt_orphans() -> None:
+    """From now on a process whose parent dies becomes this one's child, so `end` finds what a dying raylet left."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _kill_children() -> bool:
+    """Whether there were any."""
+    children = psutil.Process().children(recursive=True)
+    for process in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    psutil.wait_procs(children, timeout=END_S)
+    return bool(children)
 
 
 def _sweep() -> None:
-    """Removes what servers that were killed, or did not start, have left in /tmp."""
     for folder in Path("/tmp").glob(f"{PREFIX}*"):
         if not psutil.pid_exists(int(folder.name.removeprefix(PREFIX).split("-")[0])):
             shutil.rmtree(folder, ignore_errors=True)

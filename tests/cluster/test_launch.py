@@ -19,7 +19,7 @@ from ray.serve.schema import ApplicationStatus
 from cluster import launch
 
 START_S = 120
-END_S = 10
+END_S = 60
 
 
 class Server:
