@@ -93,10 +93,10 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
         arrived = perf_counter()
-        body = await read_body(request, ChatRequest, config.max_body_bytes)
+        body, size = await read_body(request, ChatRequest, config.max_body_bytes)
         _check_model(service, body.model)
         job = await service.in_thread(
-            chat_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
+            size, chat_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
         )
         return await answer(request, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
 
@@ -108,10 +108,10 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continues texts."""
         arrived = perf_counter()
-        body = await read_body(request, CompletionRequest, config.max_body_bytes)
+        body, size = await read_body(request, CompletionRequest, config.max_body_bytes)
         _check_model(service, body.model)
         job = await service.in_thread(
-            completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
+            size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
         )
         return await answer(request, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer))
 
@@ -143,9 +143,9 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        body = await read_body(request, TokenizeRequest, config.max_body_bytes)
+        body, size = await read_body(request, TokenizeRequest, config.max_body_bytes)
         _check_model(service, body.model)
-        tokens = await service.in_thread(_tokens, service, body)
+        tokens = await service.in_thread(size, _tokens, service, body)
         return _json(Tokens(tokens, len(tokens), service.context_length))
 
     @routes.post(
@@ -155,11 +155,11 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        body = await read_body(request, DetokenizeRequest, config.max_body_bytes)
+        body, size = await read_body(request, DetokenizeRequest, config.max_body_bytes)
         _check_model(service, body.model)
         check_token_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
         skip = body.skip_special_tokens is True
-        return _json(Text(await service.in_thread(service.tokenizer.decode, body.tokens, skip)))
+        return _json(Text(await service.in_thread(size, service.tokenizer.decode, body.tokens, skip)))
 
     return routes
 

@@ -35,7 +35,7 @@ class Keys:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise _unauthorized("Send your API key as `Authorization: Bearer KEY`.")
-        token = given.strip().encode()
+        token = given.strip().encode("latin-1")  # the bytes that came
         known = [hmac.compare_digest(token, key) for key in self._keys]  # every one, so that time tells nothing
         if not any(known):
             raise _unauthorized("The API key is not one that this server accepts.")

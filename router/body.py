@@ -16,9 +16,9 @@ _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field 
 _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expected `object` of length <= 0")
 
 
-async def read_body(request: Request, model: type[Known], max_bytes: int) -> Known:
-    """The body as `model`. Raises ApiError: 413 for more than `max_bytes` (counted while reading, as a body need not
-    announce its length), 400 for what is not JSON or not what `model` allows."""
+async def read_body(request: Request, model: type[Known], max_bytes: int) -> tuple[Known, int]:
+    """The body as `model`, and how many bytes it had. Raises ApiError: 413 for more than `max_bytes` (counted while
+    reading, as a body need not announce its length), 400 for what is not JSON or not what `model` allows."""
     too_large = ApiError(
         413, f"The body of the request is larger than the limit of {max_bytes} bytes.", code="request_too_large"
     )
@@ -30,7 +30,7 @@ async def read_body(request: Request, model: type[Known], max_bytes: int) -> Kno
         body += chunk
         if len(body) > max_bytes:
             raise too_large
-    return parse(model, bytes(body))
+    return parse(model, bytes(body)), len(body)
 
 
 def parse(model: type[Known], body: bytes) -> Known:

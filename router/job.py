@@ -15,6 +15,7 @@ from router.tokenizer import PromptTooLong, Tokenizer
 from worker.messages import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_LOGPROBS_HELD = 8 << 20  # in one answer that is held until it is whole: about 1 GB
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def _job(
                 sampling, max_tokens=max(limit, 1), seed=sequence_seed(request.seed, choice)
             )
             sequences.append(Sequence(len(sequences), prompt, params, choice == 0))
+    _check_logprobs(request, sampling, sum(max_tokens) * n)
     return Job(
         id=prefix + uuid.uuid4().hex,
         sequences=sequences,
@@ -144,6 +146,16 @@ def _check_request(request: GenerationRequest, num_prompts: int, max_sequences: 
     if asked > max_sequences:
         param = "n" if num_prompts <= max_sequences else "prompt"
         raise invalid(f"Prompts times 'n' is {asked}; the limit is {max_sequences} in one request.", param)
+
+
+def _check_logprobs(request: GenerationRequest, sampling: SamplingParams, tokens: int) -> None:
+    asked = tokens * (1 + (sampling.logprobs or 0))
+    if sampling.logprobs is not None and not request.stream and asked > MAX_LOGPROBS_HELD:
+        raise invalid(
+            f"The answer could have {asked} log probabilities; the limit is {MAX_LOGPROBS_HELD} unless it is streamed. "
+            "Lower 'max_tokens', 'n' or the number of log probabilities.",
+            "logprobs",
+        )
 
 
 def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

@@ -44,12 +44,12 @@ MAX_UNREAD_TOKENS = 2048
 
 
 class ReplicaLost(Exception):
-    """The replica of a stream is gone. `sent`: it may have seen the request."""
+    """The replica of a stream is gone. `dropped`: it was taken away (`Replicas.set_replicas`), it did not die."""
 
-    def __init__(self, replica_id: str, sent: bool) -> None:
-        super().__init__(f"replica {replica_id} is gone")
+    def __init__(self, replica_id: str, dropped: bool = False) -> None:
+        super().__init__(f"replica {replica_id} {'was taken away' if dropped else 'is gone'}")
         self.replica_id = replica_id
-        self.sent = sent
+        self.dropped = dropped
 
 
 class ReaderTooSlow(Exception):
@@ -128,6 +128,7 @@ class _Connection:
         self, replica_id: str, address: str, context: zmq.asyncio.Context, fleet: Fleet, metrics: Metrics
     ) -> None:
         self.replica_id = replica_id
+        self._address = address
         self.connected = False
         self.streams: dict[str, Stream] = {}
         self._fleet = fleet
@@ -141,38 +142,50 @@ class _Connection:
         self._socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
 
-    async def run(self, changed: Callable[[], None]) -> None:
-        """Returns when the connection is lost. `changed` is called when it is made, ready, and lost."""
+    async def run(self, changed: Callable[[], None]) -> bool:
+        """Returns when the connection is lost, False if not by the other side's doing. `changed` is called when it is
+        made, ready, and lost."""
+        dropped = False
         try:
+            self._socket.connect(self._address)
             await self._event(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self.connected = True
             self._fleet.join(self.replica_id)
             self.send(Subscribe())
             changed()
-            reader = asyncio.ensure_future(self._read(changed))
-            watcher = asyncio.ensure_future(self._event(zmq.EVENT_DISCONNECTED))
-            try:
-                await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
-                if reader.done():
-                    reader.result()
-            finally:
-                for task in (reader, watcher):
-                    task.cancel()
-                await asyncio.gather(reader, watcher, return_exceptions=True)
+            await self._until_lost(changed)
+            return True
+        except asyncio.CancelledError:
+            dropped = True
+            raise
+        except Exception:  # a message of another version, or our own mistake: no request may hang because of it
+            log.exception("the connection to replica %s at %s failed", self.replica_id, self._address)
+            return False
         finally:
-            self._close()
+            self._close(dropped)
             changed()
 
-    def _close(self) -> None:
+    async def _until_lost(self, changed: Callable[[], None]) -> None:
+        reader = asyncio.ensure_future(self._read(changed))
+        watcher = asyncio.ensure_future(self._event(zmq.EVENT_DISCONNECTED))
+        try:
+            await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+        finally:
+            reader.cancel()
+            watcher.cancel()
+            await asyncio.gather(reader, watcher, return_exceptions=True)
+
+    def _close(self, dropped: bool) -> None:
         if self.connected:
             self.connected = False
             self._fleet.leave(self.replica_id)
             self._metrics.loads.pop(self.replica_id, None)
         streams, self.streams = self.streams, {}
         for stream in streams.values():
-            stream.fail(ReplicaLost(self.replica_id, sent=True))
+            stream.fail(ReplicaLost(self.replica_id, dropped))
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -278,7 +291,7 @@ class Replicas:
         connection breaks, and ReaderTooSlow when its outputs are not read."""
         connection = self._connections.get(replica_id)
         if connection is None or not connection.connected:
-            raise ReplicaLost(replica_id, sent=False)
+            raise ReplicaLost(replica_id)
         stream = Stream(connection, request.request_id)
         connection.streams[request.request_id] = stream
         connection.send(request)
@@ -311,11 +324,9 @@ class Replicas:
             connection = _Connection(replica_id, address, self._context, self._fleet, self._metrics)
             self._connections[replica_id] = connection
             try:
-                await connection.run(self._notify)
-                log.warning("lost replica %s at %s", replica_id, address)
-            except msgspec.DecodeError as error:
-                log.error("replica %s at %s sent what is no message: %s", replica_id, address, error)
+                lost = await connection.run(self._notify)
             finally:
                 if self._connections.get(replica_id) is connection:
                     del self._connections[replica_id]
-            await asyncio.sleep(RECONNECT_S)
+            log.warning("lost replica %s at %s", replica_id, address)
+            await asyncio.sleep(RECONNECT_S if lost else RECONNECT_MAX_S)

@@ -23,11 +23,12 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# A request that was running on replicas when they died is not tried on more than this many: it may be the cause.
-MAX_ATTEMPTS = 3
+# A request that has seen so many replicas die is given up: it may be the cause.
+MAX_DEATHS = 3
 # How long a request may look for a replica that is connected after the placer named one that is not.
 PLACE_S = 10.0
 PLACE_RETRY_S = 0.05
+LONG_TEXT_BYTES = 256 << 10  # about 0.1 s of tokenising
 
 
 class Placer(Protocol):
@@ -63,7 +64,8 @@ class Service:
         self.context_length = context_length
         self._placer = placer
         self._fleet = fleet
-        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "tokenize")
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
+        self._long_texts = ThreadPoolExecutor(1, "long-text")
 
     async def start(self) -> None:
         """To be called in the event loop that will serve."""
@@ -71,11 +73,14 @@ class Service:
 
     async def close(self) -> None:
         await self.replicas.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Long work on text, beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+    async def in_thread(self, num_bytes: int, work: Callable[..., Result], *arguments: object) -> Result:
+        """Work on a text of about so many bytes, beside the event loop. Long texts wait for each other, so that short
+        ones never wait for them."""
+        threads = self._long_texts if num_bytes > LONG_TEXT_BYTES else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, priority: int, arrived: float
@@ -88,6 +93,7 @@ class Service:
         """
         produced: list[int] = []
         lost: list[str] = []
+        deaths = 0
         for run in itertools.count():
             request = Generate(
                 request_id=f"{request_id}.{run}",
@@ -106,8 +112,9 @@ class Service:
                 self.metrics.resumed.labels("slow_reader").inc()
             except ReplicaLost as error:
                 lost.append(error.replica_id)
-                log.warning("%s: %s, %d of %d attempts", request_id, error, len(lost), MAX_ATTEMPTS)
-                if len(lost) == MAX_ATTEMPTS:
+                deaths += not error.dropped
+                log.warning("%s: %s, %d of %d times", request_id, error, deaths, MAX_DEATHS)
+                if deaths == MAX_DEATHS:
                     raise internal() from error
                 self.metrics.resumed.labels("replica_lost").inc()
             if produced:

@@ -65,13 +65,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        one_at_a_time = asyncio.Lock()  # choices of one answer emit beside each other
 
         async def emit(data: bytes) -> None:
             nonlocal started
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with one_at_a_time:
+                if not started:
+                    started = True
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
 
         error: ApiError | None = None
         try:

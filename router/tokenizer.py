@@ -68,8 +68,8 @@ class Tokenizer:
         return self._template.render(messages, add_generation_prompt)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        detokenizer = self.detokenizer(skip_special_tokens)
-        return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+        """All at once. Like `encode` it lets other threads run."""
+        return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
         """For the tokens of one sequence, one at a time."""

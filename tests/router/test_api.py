@@ -164,16 +164,20 @@ def test_large_bodies(make_stack: Callable[..., Any], make_replica: Callable[...
     assert httpx.post(url, content=iter([body, b" " * 1900])).status_code == 200
 
 
+def bearer(key: str) -> dict[str, bytes]:
+    return {"Authorization": f"Bearer {key}".encode()}
+
+
 def test_keys(make_stack: Callable[..., Any], make_replica: Callable[..., Any], tmp_path: Any) -> None:
     file = tmp_path / "keys"
-    file.write_text("second\n\n  third \n")
+    file.write_text("second\n\n  third \nключ")
     stack = make_stack(make_replica(), config=RouterConfig(api_key="first", api_key_file=file))
-    for key in ("first", "second", "third"):
-        assert stack.client.with_options(api_key=key).models.list().data
-    for key in ("fourth", "firs", "firstt", "ключ"):
+    for key in ("first", "second", "third", "ключ"):
+        assert httpx.get(f"{stack.url}/v1/models", headers=bearer(key)).status_code == 200
+    assert stack.client.with_options(api_key="second").models.list().data
+    for key in ("fourth", "firs", "firstt", "клю"):
         for path in ("/v1/models", "/v1/models/tiny"):
-            headers = {"Authorization": f"Bearer {key}".encode()}
-            response = httpx.get(stack.url + path, headers=headers)
+            response = httpx.get(stack.url + path, headers=bearer(key))
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
     for headers in ({}, {"Authorization": "first"}, {"Authorization": "Basic first"}, {"Authorization": "Bearer"}):
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):

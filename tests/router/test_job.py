@@ -213,3 +213,11 @@ def test_limits_follow_from_the_context(tokenizer: Tokenizer) -> None:
 def test_no_tokens_at_all(tokenizer: Tokenizer) -> None:
     job = completion(tokenizer, max_tokens=0, echo=True, logprobs=1)
     assert job.discard and job.sequences[0].sampling.max_tokens == 1
+
+
+def test_a_whole_answer_with_too_many_logprobs(tokenizer: Tokenizer) -> None:
+    fields = {"prompt": ["a"] * 8, "max_tokens": 60_000, "logprobs": 20}
+    with pytest.raises(ApiError) as error:
+        completion(tokenizer, 100_000, **fields)
+    assert error.value.param == "logprobs"
+    assert completion(tokenizer, 100_000, **fields, stream=True).wants_logprobs

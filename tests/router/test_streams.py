@@ -161,6 +161,26 @@ def test_a_request_that_kills_replicas_does_not_travel_for_ever(make_stack: Make
     assert answer.choices[0].message.content == REPLY
 
 
+def test_replicas_that_are_taken_away_do_not_count_as_dead(make_stack: Make, make_replica: Make) -> None:
+    """A roll-out takes away one replica after the other; a long stream goes on over all of them."""
+    fakes = [make_replica().hold() for _ in range(6)]
+    stack = make_stack(fakes[0])
+    stack.placer.wait_s = WAIT_S
+    for fake in fakes:
+        fake.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True, logprobs=True) as stream:
+        chunks: list[Any] = []
+        for count, fake in enumerate(fakes[1:], 1):
+            while len(names_of(chunks)) < count:
+                chunks.append(next(stream))
+            stack.replicas.set_replicas({f"next{count}": fake.address})
+        fakes[-1].allow(None)
+        chunks += stream
+    assert text_of(chunks) == REPLY
+    for fake in fakes[1:]:
+        fake.die()
+
+
 def test_a_failure_in_the_middle_is_an_error_event(make_stack: Make, make_replica: Make) -> None:
     fake = make_replica().hold()
     stack = make_stack(fake)
