@@ -10,11 +10,11 @@ from bench.metrics import Sample
 from bench.results import number
 
 ROWS = (
-    ("ttft_s", "TTFT", "time to first token", 1000, "ms"),
-    ("tbt_s", "TBT", "between chunks with output", 1000, "ms"),
-    ("tpot_s", "TPOT", "a token, amortised", 1000, "ms"),
-    ("e2e_s", "E2E", "whole answer", 1, "s"),
-    ("lag_s", "lag", "of this generator", 1000, "ms"),
+    ("ttft_s", "TTFT", "time to first token"),
+    ("tbt_s", "TBT", "between chunks with output"),
+    ("tpot_s", "TPOT", "a token, amortised"),
+    ("e2e_s", "E2E", "whole answer"),
+    ("lag_s", "lag", "of this generator"),
 )
 LATE_S = 0.05
 
@@ -33,8 +33,9 @@ def show(
     table.add_column("")
     for heading in ("mean", "P50", "P90", "P99", "max", ""):
         table.add_column(heading, justify="right")
-    for key, short, long, scale, unit in ROWS:
+    for key, short, long in ROWS:
         if spread := summary[key]:
+            scale, unit = (1000, "ms") if spread["p99"] < 10 else (1, "s")
             table.add_row(short, f"[dim]{long}[/]", *(number(value * scale) for value in spread.values()), unit)
     console.print(table, highlight=False)
     for line in lines(summary):
