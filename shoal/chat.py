@@ -49,8 +49,11 @@ def parser() -> argparse.ArgumentParser:
         "--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY"
     )
     made.add_argument("--system", metavar="TEXT", help="the system prompt: what the model is told before all else")
-    sampling = made.add_argument_group("how it answers (the server's defaults unless said)")
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
+    sampling = made.add_argument_group("how it answers")
+    # Not the protocol's 1: there a small model, which is what a newcomer meets first, talks nonsense.
+    sampling.add_argument(
+        "--temperature", type=float, metavar="X", default=0.6, help="0 always takes the likeliest token (default: 0.6)"
+    )
     sampling.add_argument("--top-p", type=float, metavar="X", help="only tokens that make up this much probability")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     sampling.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")

@@ -104,7 +104,7 @@ def test_the_command_from_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, ca
     assert chat.main([*line, "--api-key", "sesame"]) == 0
     assert capsys.readouterr().out == "You said: hi\n"
     (body,) = fake.bodies
-    assert (body["model"], body["seed"], body["max_tokens"]) == ("other", 5, 9)
+    assert (body["model"], body["seed"], body["max_tokens"], body["temperature"]) == ("other", 5, 9, 0.6)
     assert body["messages"][0] == {"role": "system", "content": "s"}
     assert chat.main(["--url", fake.url]) == 1
     assert "the server wants a key" in capsys.readouterr().err
