@@ -77,6 +77,7 @@ def start(config: Config, folder: Path) -> None:
     ranks = config.tp * config.pp * rank_resources(config)["CPU"]
     cpus = config.replicas * (CONTROL_CPUS + ranks) + config.routers * config.cpus_per_router
     ray.init(
+        address="local",  # also where RAY_ADDRESS or another Ray on this machine would be joined
         num_cpus=math.ceil(cpus),
         num_gpus=0 if config.device == "cpu" else None,
         include_dashboard=False,
