@@ -68,6 +68,7 @@ class _Launch:
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
         self._folder: Path | None = None  # of a Ray of our own
+        self._serve_is_ours = False
         self._deployed = False
 
     def start(self) -> None:
@@ -110,7 +111,9 @@ class _Launch:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
             return
-        if self._deployed:
+        if self._serve_is_ours:
+            ray_serve.shutdown()
+        elif self._deployed:
             ray_serve.delete(APP)
         ray.shutdown()
 
@@ -137,13 +140,14 @@ class _Launch:
 
     def _deploy(self) -> None:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._say("starting Ray Serve")
         self._config, note = settle(self._config, gpus=ray.cluster_resources().get("GPU", 0))
         if note:
             self._print(note)
         if self._config.device == "cuda" and not ray.cluster_resources().get("GPU"):
             self._print("no GPU in the cluster yet: the replicas wait for one")
+        self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
         options = {"host": self._config.host, "port": self._config.port}
         ray_serve.start(
             http_options=options, logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING")
@@ -210,14 +214,16 @@ def _overview() -> ApplicationStatusOverview | None:
 
 
 def _short(overview: ApplicationStatusOverview | None) -> str:
-    """`Router 1 running, Replica 1 running, 1 starting`."""
-    if overview is None:
+    """`Router: 1 running; Replica: 1 running, 1 starting`, and why one cannot start yet."""
+    if overview is None or not overview.deployments:
         return "nothing deployed yet"
     parts = []
     for name, deployment in sorted(overview.deployments.items(), reverse=True):
-        counts = ", ".join(f"{count} {state.lower()}" for state, count in deployment.replica_states.items() if count)
-        parts.append(f"{name} {counts or 'none'}")
-    return "; ".join(parts) or "nothing deployed yet"
+        counts = [f"{count} {state.lower()}" for state, count in deployment.replica_states.items() if count]
+        parts.append(f"{name}: {', '.join(counts) or 'none'}")
+    # Serve's word for replicas that no node has room for.
+    pending = [d.message.splitlines()[0] for d in overview.deployments.values() if "to be scheduled" in d.message]
+    return "; ".join(parts + pending)
 
 
 def _failure(overview: ApplicationStatusOverview | None) -> str | None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import ray
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as _as_serve_does
 
-from cluster.app import model_name, settle
-from cluster.config import Config, load
+from cluster.app import build, model_name, settle
+from cluster.config import Config, ConfigError, load
 from cluster.replica import CONTROL_CPUS, bundles
 
 
@@ -52,3 +54,14 @@ def test_two_parts_that_are_a_folder_are_no_hub_id(tmp_path: Path, monkeypatch: 
 )
 def test_a_replica_is_its_control_actor_and_a_bundle_a_rank(settings: dict, rank: dict[str, float]) -> None:
     assert bundles(load(overrides=settings)) == [{"CPU": CONTROL_CPUS}, rank]
+
+
+def test_serve_builds_it_from_the_keys_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    router = _as_serve_does(build, {"model": "org/name", "replicas": "3", "routers": "2"})
+    config, replicas = router._bound_deployment.init_args
+    assert (config.device, config.replicas, config.served_model_name) == ("cuda", 3, "org/name")
+    assert replicas._bound_deployment.num_replicas == 3
+    assert router._bound_deployment.num_replicas == 2
+    with pytest.raises(ConfigError, match="did you mean replicas"):
+        _as_serve_does(build, {"replica": 3})
