@@ -66,7 +66,7 @@ def create_app(service: Service, config: RouterConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(_Counted, metrics=service.metrics)
-    _document(app)
+    _document(app, service)
     return app
 
 
@@ -234,10 +234,10 @@ async def _unexpected(request: Request, error: Exception) -> Response:
     return internal().response()
 
 
-def _document(app: FastAPI) -> None:
+def _document(app: FastAPI, service: Service) -> None:
     """Completes the page that FastAPI makes of the routes."""
     make: Callable[[], dict[str, Any]] = app.openapi
-    app.openapi = lambda: openapi.completed(make())  # type: ignore[method-assign]
+    app.openapi = lambda: openapi.completed(make(), service.model, service.tokenizer.vocab_size)  # type: ignore[method-assign]
 
 
 class _Counted:

@@ -11,6 +11,7 @@ _TYPES = (
     requests.ChatRequest,
     requests.CompletionRequest,
     requests.TokenizeRequest,
+    requests.StreamOptions,
     requests.DetokenizeRequest,
     responses.ChatCompletion,
     responses.ChatChunk,
@@ -33,24 +34,47 @@ _ERRORS = {
 }
 
 
-def schemas() -> dict[str, Any]:
-    """Components for all types."""
-    components = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
-    # The type cannot say that a list is all of one kind.
-    text, token_ids = {"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+def schemas(model: str, vocab_size: int) -> dict[str, Any]:
+    """Components for all types, with what the types cannot say: which model there is, which tokens, which fields go
+    together."""
+    made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
+    for name in ("ChatRequest", "CompletionRequest"):
+        made[name]["properties"]["model"]["enum"] = [model]
+        biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
+        biases["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
+    for body in _TYPES:
+        for flag in getattr(body, "neutral_flags", ()):
+            made[body.__name__]["properties"][flag]["anyOf"] = [{"enum": [False, None]}]
+    text = {"type": "string"}
+    token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
-    components["CompletionRequest"]["properties"]["prompt"]["anyOf"] = [text, token_ids, *lists]
-    return components
+    made["CompletionRequest"]["properties"]["prompt"]["anyOf"] = [text, token_ids, *lists]
+    given = [{"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ("prompt", "messages")]
+    made["TokenizeRequest"]["oneOf"] = given
+    _limit_tokens(made, vocab_size)
+    return made
 
 
-def completed(page: dict[str, Any]) -> dict[str, Any]:
+def _limit_tokens(schema: Any, vocab_size: int) -> None:
+    """Sets the largest token id wherever one is asked for."""
+    if isinstance(schema, dict):
+        if schema.get("title") == requests.TOKEN_ID:
+            schema["maximum"] = vocab_size - 1
+        for part in schema.values():
+            _limit_tokens(part, vocab_size)
+    elif isinstance(schema, list):
+        for part in schema:
+            _limit_tokens(part, vocab_size)
+
+
+def completed(page: dict[str, Any], model: str, vocab_size: int) -> dict[str, Any]:
     """FastAPI's page of the routes, with the schemas that they refer to and without the 422 that it adds to routes
     with parameters in their path: here, these cannot be wrong."""
     for ways in page["paths"].values():
         for route in ways.values():
             route["responses"].pop("422", None)
     components = page.setdefault("components", {})
-    components["schemas"] = schemas()
+    components["schemas"] = schemas(model, vocab_size)
     return page
 
 

@@ -14,10 +14,11 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 INT32 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
+TOKEN_ID = "token id"
 
 Neutral = Annotated[None, Meta(description="not supported: leave it out")]
 NeutralList = Annotated[list[Any], Meta(max_length=0, description="not supported: leave it out or empty")]
-TokenId = Annotated[int, Meta(ge=0, le=INT32)]
+TokenId = Annotated[int, Meta(ge=0, le=INT32, title=TOKEN_ID)]
 Count = Annotated[int, Meta(ge=1, le=INT32)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="0")]
@@ -110,9 +111,10 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     ebnf: Annotated[NonEmpty | None, Meta(description="the output follows this grammar (GBNF)")] = None
 
 
-class TextPart(Body, frozen=True, tag_field="type", tag="text"):
+class TextPart(Body, frozen=True):
     """A part of a message."""
 
+    type: Literal["text"]
     text: str
 
 

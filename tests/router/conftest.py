@@ -258,6 +258,7 @@ class FakeReplica:
     def _open(self, address: str) -> None:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # at the mark, a ROUTER would drop what it cannot send
         while True:
             try:
                 self._socket.bind(address)

@@ -48,12 +48,37 @@ def test_all_references_lead_somewhere(page: dict[str, Any]) -> None:
 
 
 def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
-    check(page, "ChatRequest", {"model": "m", "messages": [{"role": "user", "content": "a"}], "stop": ["a"], "n": 2})
+    hello = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    check(page, "ChatRequest", {"model": "tiny", "messages": hello, "stop": ["a"], "n": 2, "store": False})
     for prompt in ("a", ["a"], [1], [[1], [2]]):
-        check(page, "CompletionRequest", {"model": "m", "prompt": prompt})
-    for body in ({"model": "m"}, {"model": "m", "prompt": "a", "x": 1}, {"model": "m", "prompt": [1, "a"]}):
-        with pytest.raises(jsonschema.ValidationError):
-            check(page, "CompletionRequest", body)
+        check(page, "CompletionRequest", {"model": "tiny", "prompt": prompt, "logit_bias": {"7": 1}})
+    check(page, "TokenizeRequest", {"prompt": "a", "messages": None})
+    check(page, "TokenizeRequest", {"messages": hello})
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("CompletionRequest", {"model": "tiny"}),
+        ("CompletionRequest", {"model": "other", "prompt": "a"}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "x": 1}),
+        ("CompletionRequest", {"model": "tiny", "prompt": [1, "a"]}),
+        ("CompletionRequest", {"model": "tiny", "prompt": [100_000]}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "logit_bias": {"x": 1}}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "stop_token_ids": [100_000]}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "stream_options": {"include_obfuscation": True}}),
+        ("ChatRequest", {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "store": True}),
+        ("ChatRequest", {"model": "tiny", "messages": [{"role": "user", "content": [{"text": "a"}]}]}),
+        ("DetokenizeRequest", {"tokens": [100_000]}),
+        ("TokenizeRequest", {}),
+        ("TokenizeRequest", {"prompt": None}),
+    ],
+)
+def test_bodies_that_the_page_refuses_are_refused(stack: Any, page: dict[str, Any], name: str, body: Any) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        check(page, name, body)
+    path = {"ChatRequest": "v1/chat/completions", "CompletionRequest": "v1/completions"}.get(name, name[:-7].lower())
+    assert httpx.post(f"{stack.url}/{path}", json=body).status_code in (400, 404)
 
 
 def test_answers_are_what_the_page_says(stack: Any, page: dict[str, Any]) -> None:
