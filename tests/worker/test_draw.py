@@ -83,6 +83,23 @@ def test_the_ends_of_the_unit_interval_hit_tokens_that_are_possible():
     assert draw(probs, *some, np.array([0.0, 1 - 2**-53, 0.0])).tolist() == [2, 4, 2]
 
 
+def test_a_number_on_the_border_of_two_tokens_is_the_second_ones():
+    probs = np.full((2, 4), 0.25, dtype=np.float32)
+    assert draw(probs, np.array([0, 4]), np.ones(2), np.zeros(2), np.array([0.5, 0.5])).tolist() == [2, 2]
+
+
+def test_filters_that_reach_into_a_long_flat_tail():
+    logits = np.full(20_000, -9.0)
+    logits[[5, 500, 5000]] = 0.0
+    probs = np.repeat(softmax(logits)[None], 4, axis=0)
+    assert 3 * probs[0, 5] < 0.6
+    u = np.array([0.999, 0.999, 0.05, 0.999])
+    tokens = draw(probs, np.array([0, 0, 0, 18_000]), np.array([0.99, 1.0, 0.99, 1.0]), np.array([0, 1e-5, 0, 0]), u)
+    filters = zip([0, 0, 0, 18_000], [0.99, 1.0, 0.99, 1.0], [0, 1e-5, 0, 0], u, strict=True)
+    assert tokens.tolist() == [drawn_slowly(probs[0], *row) for row in filters]
+    assert min(tokens[[0, 1, 3]]) > 5000 and tokens[2] < 5000
+
+
 def test_frequencies_are_the_probabilities():
     vocab, n = 12, 40_000
     logits = np.random.default_rng(0).standard_normal(vocab) * 1.5

@@ -284,6 +284,15 @@ def test_penalties_look_at_what_was_sampled_meanwhile():
     assert [sampler.sample(logits[None], [0])[0].token_id for _ in range(2)] == [11, 10]
 
 
+def test_a_repetition_penalty_lowers_positive_and_negative_logits():
+    logits = torch.full((VOCAB,), -9.0)
+    logits[10], logits[11] = -1.0, -1.5
+    assert one(greedy(repetition_penalty=2.0), logits, prompt=[10]).token_id == 11
+    assert one(greedy(repetition_penalty=0.5), logits, output=[11]).token_id == 11
+    logits[12], logits[13] = 3.0, 2.0
+    assert one(greedy(repetition_penalty=2.0), logits, prompt=[12]).token_id == 13
+
+
 # ---------------------------------------------------------------- grammars
 
 
