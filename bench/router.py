@@ -7,7 +7,8 @@ same times, read what it says of itself, stop it. A trace is made small in a way
 are divided, whole conversations are sampled (one in so many, at random, by the seed), and a replica's cache is that of
 the full trace by the same two factors (SHARDS: Waldspurger and others, FAST 2015, for the sampling). The defaults stand
 for four caches of 5,760 blocks of 512 tokens under the whole Mooncake trace, where affinity is worth most: with far
-smaller caches nothing stays, with far larger ones every replica has everything.
+smaller caches nothing stays, with far larger ones every replica has everything. A sample is a sample: simulated with
+other seeds, the ratio of the hit rates lies between 1.9 and 2.7, around the 2.3 of the full trace.
 
 hit rate        prompt tokens that were cached, by all prompt tokens, as the answers' `usage` has them
 token load      of a replica: the tokens that it computed over the run, prompt tokens that were not cached and output
