@@ -10,7 +10,9 @@ class WorkerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs; auto takes a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where the model runs; auto takes a GPU if there is one"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of weights and KV cache; auto is bfloat16 on a GPU, float32 on a CPU"
     )
@@ -32,5 +34,9 @@ class WorkerConfig(BaseModel):
     starvation_s: float = Field(
         5.0, ge=0, description="seconds after which a waiting request goes before those with longer cached prefixes"
     )
-    cpu_threads: int | None = Field(None, ge=1, description="threads of one rank on a CPU; by default torch's own choice")
-    grammar_timeout_s: float = Field(10.0, gt=0, description="longest time that a grammar may take to compile, in seconds")
+    cpu_threads: int | None = Field(
+        None, ge=1, description="threads of one rank on a CPU; by default torch's own choice"
+    )
+    grammar_timeout_s: float = Field(
+        10.0, gt=0, description="longest time that a grammar may take to compile, in seconds"
+    )
