@@ -11,7 +11,9 @@ class RouterConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    served_model_name: str | None = Field(None, description="the model's name in the API; by default that of its folder")
+    served_model_name: str | None = Field(
+        None, description="the model's name in the API; by default that of its folder"
+    )
     placement: Literal["cache_aware", "least_load", "round_robin"] = Field(
         "cache_aware", description="how a replica is chosen for a request"
     )

@@ -45,7 +45,7 @@ def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model:
     for slot, prompt in zip(slots, batch, strict=True):
         # Each joins while the earlier ones decode or are in the middle of their prompts.
         sequences.add(slot, prompt)
-        sequences.advance({s: chunk for s in reversed(sequences.tokens)})
+        sequences.advance(dict.fromkeys(reversed(sequences.tokens), chunk))
     ends = {slot: len(prompt) + NEW_TOKENS for slot, prompt in zip(slots, batch, strict=True)}
     while unfinished := [s for s in slots if len(sequences.tokens[s]) < ends[s]]:
         sequences.advance(dict.fromkeys(unfinished, chunk))
