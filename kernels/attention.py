@@ -68,7 +68,7 @@ class AttentionBackend(ABC):
         """Write the chunks' keys and values into the pages of `layer`, then attend.
 
         q: `[num_tokens, num_heads, head_dim]`; k, v: `[num_tokens, num_kv_heads, head_dim]`, rotated already, in the
-        pages' dtype and on their device; the last dimension is contiguous, the others need not be.
+        pages' dtype and on their device; each token's heads are contiguous, tokens may lie further apart.
         Returns `[num_tokens, num_heads, head_dim]`, contiguous.
         """
 

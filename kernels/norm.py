@@ -1,14 +1,12 @@
 """Root-mean-square normalisation (https://arxiv.org/abs/1910.07467)."""
 
 import torch
+import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension; shape and dtype of x.
 
-    The quotient is float32, rounded to the weight's dtype before the product: a model that multiplies in float32
-    (Gemma) keeps this weight in float32.
+    Taken in the weight's dtype: a model that multiplies in float32 whatever it runs in (Gemma) keeps the weight so.
     """
-    wide = x.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled.to(weight.dtype) * weight).to(x.dtype)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)

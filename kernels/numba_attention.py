@@ -12,7 +12,7 @@ from kernels.torch_attention import TorchAttention
 
 # Chunks up to so many tokens attend a query at a time. Longer ones gain more from the matrix products of PyTorch's
 # attention than they lose by gathering their pages first.
-SHORT = 8
+SHORT = 4
 
 _KERNELS = {torch.float32: attend_float32, torch.bfloat16: attend_bfloat16}
 
@@ -55,7 +55,7 @@ class NumbaAttention(TorchAttention):
         for group in self._groups:
             self._attend_group(layer, group, q, out)
         if len(self._places):
-            self._attend_rows(layer, q.float().contiguous(), out)
+            self._attend_rows(layer, q.float(), out)
         return out.to(q.dtype)
 
     def _attend_rows(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -69,6 +69,7 @@ class NumbaAttention(TorchAttention):
             self.shape.num_heads // self.shape.num_kv_heads,
             self.shape.head_dim,
             self.page_size,
+            q.stride(0),
             len(keys),
             len(self._tokens),
             len(q),

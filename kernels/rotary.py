@@ -53,11 +53,11 @@ class Rope:
         return plain
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for int64 positions `[n]`: two of `[n, 1, head_dim]`, both halves filled, ready to
-        broadcast over heads. Angles are taken in float32 whatever the dtype."""
-        turns = positions[:, None].float() * self.frequencies().to(positions.device)
-        both = torch.cat((turns, turns), dim=-1)[:, None]
-        return (both.cos() * self.amplitude).to(dtype), (both.sin() * self.amplitude).to(dtype)
+        """What `rotate` needs for int64 positions `[n]`: cosines and sines, `[n, 1, head_dim]` each, the sines of the
+        first half negative. Angles are taken in float32 whatever the dtype."""
+        turns = (positions[:, None].float() * self.frequencies().to(positions.device))[:, None]
+        cos, sin = turns.cos() * self.amplitude, turns.sin() * self.amplitude
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
     def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
         """Slow dimensions are interpolated, fast ones left, with a ramp between (https://arxiv.org/abs/2309.00071)."""
@@ -93,5 +93,4 @@ def _llama3(plain: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn `[n, heads, head_dim]` by the angles of `Rope.angles`; dimension i is paired with `i + head_dim // 2`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

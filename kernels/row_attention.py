@@ -13,17 +13,18 @@ from kernels.intrinsics import claim, float32_at, float_of_bits, int32_at, prefe
 
 # Where each argument stands in the int64 array that a kernel gets. Addresses of arrays, but for numbers of:
 # NEXT: items claimed so far, 0 at first. QUERIES, KV_HEADS, GROUP (query heads of a KV head), HEAD_DIM.
-# HEAD_STRIDE: rows of keys from one head of a token to its next. Q, OUT: float32 [places, kv_heads, group, head_dim].
+# HEAD_STRIDE: rows of keys from one head of a token to its next. Q_STRIDE: elements of Q from one place to the next.
+# Q, OUT: float32 [places, kv_heads, group, head_dim], OUT contiguous.
 # K, V: [rows, head_dim]. TOKENS: int32, rows of the first head of the tokens that queries see; query i stands in Q at
 # PLACES[i] and sees the tokens from FIRSTS[i] on, COUNTS[i] of them (int32). FACTORS: float32, the scale of scores, and
 # the soft cap or 0.
-NEXT, QUERIES, KV_HEADS, GROUP, HEAD_DIM, HEAD_STRIDE, NUM_ROWS, NUM_TOKENS, NUM_PLACES = range(9)
-Q, OUT, K, V, TOKENS, PLACES, FIRSTS, COUNTS, FACTORS = range(9, 18)
-NUM_ARGUMENTS = 18
+NEXT, QUERIES, KV_HEADS, GROUP, HEAD_DIM, HEAD_STRIDE, Q_STRIDE, NUM_ROWS, NUM_TOKENS, NUM_PLACES = range(10)
+Q, OUT, K, V, TOKENS, PLACES, FIRSTS, COUNTS, FACTORS = range(10, 19)
+NUM_ARGUMENTS = 19
 
 _BLOCK = 128
 _AHEAD = 16  # tokens between the one that is computed and the one that is prefetched
-_LINE = 64  # bytes
+_LINE_BYTES, _FLOAT32_BYTES = 64, 4
 
 # Sums may be reordered and products contracted, but infinities and NaNs stay what they are.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
@@ -51,7 +52,7 @@ def _score(q, k, v, keys, tokens, shift, scores, scale):  # type: ignore[no-unty
     Meanwhile the keys some tokens ahead (`k` points to all keys) and the values of these (`v`) are being loaded.
     """
     group, head_dim = q.shape
-    line = _LINE // keys.itemsize
+    line = _LINE_BYTES // keys.itemsize
     fours = tokens.size // 4 * 4
     for j in range(0, fours, 4):
         for i in range(j, j + 4):
@@ -135,7 +136,6 @@ def _add(values, tokens, shift, weights, sums):  # type: ignore[no-untyped-def]
 def _attend(a, counter, k, v):  # type: ignore[no-untyped-def]
     """Claim pairs of a query and a KV head, and attend, until there are none. `a`: the arguments; k, v: pointers."""
     queries, kv_heads, group, head_dim = a[QUERIES], a[KV_HEADS], a[GROUP], a[HEAD_DIM]
-    q = carray(float32_at(a[Q]), (a[NUM_PLACES], kv_heads, group, head_dim))
     out = carray(float32_at(a[OUT]), (a[NUM_PLACES], kv_heads, group, head_dim))
     keys, values = carray(k, (a[NUM_ROWS], head_dim)), carray(v, (a[NUM_ROWS], head_dim))
     tokens = carray(int32_at(a[TOKENS]), (a[NUM_TOKENS],))
@@ -151,13 +151,15 @@ def _attend(a, counter, k, v):  # type: ignore[no-untyped-def]
             return
         query, head = item // kv_heads, item % kv_heads
         place = places[query]
+        offset = place * a[Q_STRIDE] + head * group * head_dim
+        q = carray(float32_at(a[Q] + offset * _FLOAT32_BYTES), (group, head_dim))
         sums[:], total[:], top[:] = np.float32(0), np.float32(0), np.float32(-1e30)
         for start in range(0, counts[query], _BLOCK):
             count = min(_BLOCK, counts[query] - start)
             first = firsts[query] + start
             block, shift = tokens[first : first + count], head * a[HEAD_STRIDE]
             scores = buffer[: group * count].reshape(group, count)
-            _score(q[place, head], k, v, keys, block, shift, scores, factors[0])
+            _score(q, k, v, keys, block, shift, scores, factors[0])
             if factors[1] > 0:
                 _cap(buffer[: group * count], factors[1])
             _weigh(scores, total, top, sums)

@@ -92,8 +92,8 @@ class Decoder:
             x = x * self.embedding_scale
         angles = {rope: rope.angles(positions, x.dtype) for rope in dict.fromkeys(self.config.ropes)}
         for index, layer in enumerate(self.layers):
-            x = x + self._attend(index, layer, x, angles[self.config.ropes[index]], attention)
-            x = x + self._mlp(layer, x)
+            x += self._attend(index, layer, x, angles[self.config.ropes[index]], attention)
+            x += self._mlp(layer, x)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,11 +112,13 @@ class Decoder:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(self._normed(x, layer.input_norm))
-        q, k, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+        qkv = layer.qkv(self._normed(x, layer.input_norm)).unflatten(-1, (-1, self.config.head_dim))
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
-        out = attention.run(index, rotate(q, *angles), rotate(k, *angles), v)
+            q, k = qk.split((heads, kv_heads), dim=1)
+            qk = torch.cat((self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)), dim=1)
+        q, k = rotate(qk, *angles).split((heads, kv_heads), dim=1)
+        out = attention.run(index, q, k, v)
         out = layer.out(out.flatten(1))
         return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
 
