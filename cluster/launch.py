@@ -73,8 +73,6 @@ class _Launch:
 
     def start(self) -> None:
         """Returns when the server can answer. Raises LaunchError, ModelError, PortTaken, OSError."""
-        if self._line is not None:
-            self._line.start()
         if self._config.address is None:
             self._start_ray()
         else:
@@ -121,8 +119,7 @@ class _Launch:
 
     def _start_ray(self) -> None:
         local.check_port(self._config.host, self._config.port)
-        self._say(f"getting {self._config.model}")
-        resolve(self._config.model, progress=self._say)
+        resolve(self._config.model, progress=self._print)  # no live line yet: a download has its own
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
@@ -197,6 +194,7 @@ class _Launch:
         """What is being waited for: a live line on a terminal, elsewhere a line whenever it changes."""
         if self._line is not None:
             self._line.update(text)
+            self._line.start()
         elif text != self._said:
             self._print(text)
         self._said = text

@@ -18,7 +18,7 @@ from ray.serve.schema import ApplicationStatus
 
 from cluster import launch
 
-START_S = 120
+START_S = 240
 END_S = 60
 
 
