@@ -1,120 +1,38 @@
 """SmolLM2-135M-Instruct in float32: greedy output is, token for token, what `transformers` generates, whatever the
-batch, the chunks, the pages, the cache, a preemption or a resume. The reference is made once, prompt by prompt.
+batch, the chunks, the pages, the cache, a preemption or a resume.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
+from tests.conftest import NEW_TOKENS, SHORT, Reference
 from worker import runner
 from worker.config import WorkerConfig
 from worker.engine import Engine, Finished, Parts, load_parts
 from worker.messages import Generate, Grammar, SamplingParams
 from worker.sampling import Sampler
 
-NAME = "SmolLM2-135M-Instruct"
-NEW_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
 
-SYSTEM = "You are a careful assistant who answers in one short sentence and never makes anything up. "
-SHORT = [
-    "The",
-    "The capital of France is",
-    "Once upon a time, in a village by the sea,",
-    "def fibonacci(n):\n    ",
-    "import numpy as np\n\ndef softmax(x):\n",
-    "SELECT name, COUNT(*) FROM users WHERE",
-    '{"name": "Ada", "born": 1815, "',
-    "<html>\n  <head>\n    <title>",
-    "1, 1, 2, 3, 5, 8, 13,",
-    "Q: What is 17 times 3?\nA:",
-    "Ein Satz auf Deutsch: Die Katze",
-    "Le chat noir est assis sur",
-    "日本の首都は",
-    "Привет, как",
-    "😀😃😄 means",
-    "naïve café — “quoted” …",
-    "   leading spaces and\ttabs",
-    "\n\n\n",
-    "A list:\n- apples\n- pears\n-",
-    "To be, or not to be, that is",
-    "The mitochondria is the powerhouse of",
-    "Dear Sir or Madam,\n\nI am writing to",
-    SYSTEM + "What is the tallest mountain?",
-    SYSTEM + "Who wrote Hamlet?",
-]
-CHATS = [
-    "Hello! Who are you?",
-    "Explain in two sentences why the sky is blue, as if to a child.",
-]
-PROSE = (
-    "The lighthouse keeper had not spoken to anyone for nineteen days when the boat came. He saw it first as a speck "
-    "between two waves, then as a hull, then as three people who waved. He counted the eggs, put the kettle on, and "
-    "went down the hundred and six steps to the landing, holding the rail, since the night had left ice on the iron. "
-)
-CODE = '''
-class Stack:
-    """Last in, first out."""
 
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-        self.items.append(item)
-
-    def pop(self):
-        if not self.items:
-            raise IndexError("pop from an empty stack")
-        return self.items.pop()
-'''
-
-
-def chat(text: str) -> str:
-    """As the model's template has it."""
-    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    turns = [("system", system), ("user", text)]
-    return "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns) + "<|im_start|>assistant\n"
+@pytest.fixture(scope="session")
+def folder(reference: Reference) -> Path:
+    return reference.folder
 
 
 @pytest.fixture(scope="session")
-def folder() -> Path:
-    base = os.environ.get("SHOAL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
-    path = Path(base) / "models" / NAME
-    assert (path / "model.safetensors").exists(), f"{path} is not there: run `shoal pull {NAME}` first"
-    return path
+def prompts(reference: Reference) -> list[list[int]]:
+    return reference.prompts
 
 
 @pytest.fixture(scope="session")
-def prompts(folder: Path) -> list[list[int]]:
-    """Of 1 to 600 tokens; the first 24 are short."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = SHORT + [chat(text) for text in CHATS] + [PROSE * 3, PROSE * 3 + "The first of the three was", CODE]
-    encoded = [tokenizer.encode(text).ids for text in texts]
-    long = tokenizer.encode((PROSE + CODE) * 6).ids
-    encoded += [long[:600]]
-    assert min(map(len, encoded)) == 1 and max(map(len, encoded)) == 600 and len(encoded) == 30
-    assert max(map(len, encoded[: len(SHORT)])) < 40
-    return encoded
-
-
-@pytest.fixture(scope="session")
-def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers says to each prompt, alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    said = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
-        said.append(out[0, len(prompt) :].tolist())
-    assert len({tuple(tokens) for tokens in said}) > 24, "the reference is not worth comparing with"
-    return said
+def expected(reference: Reference) -> list[list[int]]:
+    return reference.said
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +104,8 @@ def test_in_chunks(engine, prompts, expected, budget):
 def test_in_chunks_of_one_token(engine, prompts, expected, monkeypatch, page_size):
     monkeypatch.setattr("worker.scheduler.chunk_tokens", lambda missing, budget, room: max(0, min(1, budget, room)))
     one = engine(page_size=page_size)
-    short = len(SHORT)
-    assert tokens(one.generate(prompts[:short], GREEDY)) == expected[:short]
-    assert one.load().steps >= max(map(len, prompts[:short])) + min(map(len, expected))
+    assert tokens(one.generate(prompts[: len(SHORT)], GREEDY)) == expected[: len(SHORT)]
+    assert one.load().steps >= max(map(len, prompts[: len(SHORT)])) + min(map(len, expected))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

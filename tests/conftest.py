@@ -1,0 +1,200 @@
+"""Models for the tests of several rooms: the real one, with what `transformers` makes of it, computed once a session;
+and one of a few hundred kilobytes.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+# ---------------------------------------------------------------- the real one
+
+NAME = "SmolLM2-135M-Instruct"
+NEW_TOKENS = 24
+
+SYSTEM = "You are a careful assistant who answers in one short sentence and never makes anything up. "
+SHORT = [
+    "The",
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "import numpy as np\n\ndef softmax(x):\n",
+    "SELECT name, COUNT(*) FROM users WHERE",
+    '{"name": "Ada", "born": 1815, "',
+    "<html>\n  <head>\n    <title>",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Q: What is 17 times 3?\nA:",
+    "Ein Satz auf Deutsch: Die Katze",
+    "Le chat noir est assis sur",
+    "日本の首都は",
+    "Привет, как",
+    "😀😃😄 means",
+    "naïve café — “quoted” …",
+    "   leading spaces and\ttabs",
+    "\n\n\n",
+    "A list:\n- apples\n- pears\n-",
+    "To be, or not to be, that is",
+    "The mitochondria is the powerhouse of",
+    "Dear Sir or Madam,\n\nI am writing to",
+    SYSTEM + "What is the tallest mountain?",
+    SYSTEM + "Who wrote Hamlet?",
+]
+CHATS = [
+    [{"role": "user", "content": "Hello! Who are you?"}],
+    [{"role": "user", "content": "Explain in two sentences why the sky is blue, as if to a child."}],
+    [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Wie heißt die Hauptstadt von Österreich? 🇦🇹"}],
+    [
+        {"role": "user", "content": "Give me a word that rhymes with cat."},
+        {"role": "assistant", "content": "Hat."},
+        {"role": "user", "content": "Another one, please."},
+    ],
+]
+PROSE = (
+    "The lighthouse keeper had not spoken to anyone for nineteen days when the boat came. He saw it first as a speck "
+    "between two waves, then as a hull, then as three people who waved. He counted the eggs, put the kettle on, and "
+    "went down the hundred and six steps to the landing, holding the rail, since the night had left ice on the iron. "
+)
+CODE = '''
+class Stack:
+    """Last in, first out."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from an empty stack")
+        return self.items.pop()
+'''
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Prompts of 1 to 600 tokens, and what transformers says to each, alone, greedily, in float32. First come
+    24 short ones, then one for each of `chats`."""
+
+    folder: Path
+    chats = CHATS
+    first_chat = len(SHORT)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        chats = [tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in CHATS]
+        texts = SHORT + chats + [PROSE * 3, PROSE * 3 + "The first of the three was", CODE]
+        encoded = [tokenizer.encode(text) for text in texts] + [tokenizer.encode((PROSE + CODE) * 6)[:600]]
+        assert min(map(len, encoded)) == 1 and max(map(len, encoded)) == 600
+        assert max(map(len, encoded[: len(SHORT)])) < 40
+        return encoded
+
+    @cached_property
+    def said(self) -> list[list[int]]:
+        """At most NEW_TOKENS each; the last may be the end of the turn."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        said = []
+        for prompt in self.prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+            said.append(out[0, len(prompt) :].tolist())
+        assert len({tuple(tokens) for tokens in said}) > 24, "the reference is not worth comparing with"
+        return said
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    base = os.environ.get("SHOAL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+    folder = Path(base) / "models" / NAME
+    assert (folder / "model.safetensors").exists(), f"{folder} is not there: run `shoal pull {NAME}` first"
+    return Reference(folder)
+
+
+# ---------------------------------------------------------------- a tiny one
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "dtype": "float32",
+}
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with a byte tokenizer, in a folder as the hub has it: made without torch."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    save_file(_weights(np.random.default_rng(7)), folder / "model.safetensors", {"format": "pt"})
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _weights(random: np.random.Generator) -> dict[str, np.ndarray]:
+    hidden, inner, head = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
+    queries, keys = CONFIG["num_attention_heads"] * head, CONFIG["num_key_value_heads"] * head
+    shapes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+    def normal(*shape: int) -> np.ndarray:
+        return (random.standard_normal(shape) * 0.3).astype(np.float32)
+
+    weights = {
+        "model.embed_tokens.weight": normal(CONFIG["vocab_size"], hidden),
+        "model.norm.weight": np.ones(hidden, np.float32),
+        "lm_head.weight": normal(CONFIG["vocab_size"], hidden),
+    }
+    for layer in range(CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        weights |= {f"{prefix}.{name}.weight": normal(*shape) for name, shape in shapes.items()}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{norm}.weight"] = np.ones(hidden, np.float32)
+    return weights
+
+
+def _tokenizer() -> Tokenizer:
+    """Every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
+    return tokenizer
