@@ -94,9 +94,8 @@ def answers(
     """The `responses` of a route."""
     content: dict[str, Any] = {"application/json": {"schema": reference(answer.__name__)}}
     if stream is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": f"events of {stream.__name__} objects, then `[DONE]`"}
-        }
+        events = f"server-sent events; the data of each is a {stream.__name__} object, that of the last is `[DONE]`"
+        content["text/event-stream"] = {"schema": {"description": events}}
     documented: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": content}}
     for status in errors:
         error = {"application/json": {"schema": reference("Error")}}

@@ -69,7 +69,10 @@ class Compilation:
 
     def run(self, kind: str, text: str) -> bytes:
         """The grammar as xgrammar serialises it. Raises GrammarError."""
-        ebnf = to_ebnf(kind, text)
+        try:
+            ebnf = to_ebnf(kind, text)
+        except RecursionError:
+            raise GrammarError("the grammar is nested too deeply") from None
         if "\0" in ebnf:
             raise GrammarError("a grammar cannot contain the character U+0000")
         compiler = self._core.GrammarCompiler(self._info, self._threads, True, -1)

@@ -1,4 +1,6 @@
-"""Numbers in a range as regular expressions over their decimal digits."""
+"""Numbers in a range as regular expressions over their decimal digits, in the notation of xgrammar's automata. What may
+be left out has {0,1}: the same said by a question mark is misread where it ends in another repetition.
+"""
 
 from fractions import Fraction
 
@@ -19,7 +21,7 @@ def number(low: Fraction | None, high: Fraction | None, *, above: bool = False, 
     """The same for decimal numbers with up to 15 digits, up to 10 of them after the point. With `above` the number is
     larger than `low`, with `below` smaller than `high`."""
     if low is None and high is None:
-        return r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,15})?(?:[eE][+\-]?[0-9]{1,2})?"
+        return r"-{0,1}(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,15}){0,1}(?:[eE][+\-]{0,1}[0-9]{1,2}){0,1}"
     return _signed(low, high, fraction=True, above=above, below=below)
 
 
@@ -97,13 +99,13 @@ def _spell(digits: Digits, length: int) -> str:
         return integer_part
     if needed:
         return integer_part + r"\." + "".join(_digit(d) for d in after[:needed]) + tail
-    return integer_part + rf"(?:\.{_digit(after[0])}{_optional(after[1:])})?"
+    return integer_part + rf"(?:\.{_digit(after[0])}{_optional(after[1:])}){{0,1}}"
 
 
 def _optional(digits: Digits) -> str:
     if all(d == digits[0] for d in digits):
         return f"{_digit(digits[0])}{{0,{len(digits)}}}" if digits else ""
-    return f"(?:{_digit(digits[0])}{_optional(digits[1:])})?"
+    return f"(?:{_digit(digits[0])}{_optional(digits[1:])}){{0,1}}"
 
 
 def _digit(bounds: tuple[int, int]) -> str:

@@ -5,8 +5,10 @@ of allowed tokens cheap. Measured with SmolLM2's 49,152 tokens: a string as one 
 string as a rule of rules 20 ms, and with a bounded repetition around that 800 ms.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+
+_UNROLLED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +23,6 @@ class Regex:
     """A pattern in xgrammar's notation, as `worker.grammar.regex` writes it. Never empty of matches."""
 
     pattern: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chars:
-    """`least` to `most` (None: any number) characters of these ranges of code points. Where `most` is large this is
-    cheaper than a `Regex`, which has a state for every character counted."""
-
-    ranges: tuple[tuple[int, int], ...]
-    least: int
-    most: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +48,15 @@ class Alt:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`least` to `most` (None: any number) times."""
+    """`least` to `most` (None: any number) times. For many times of a `Regex` this is cheaper than to count in the
+    pattern, which has a state for every one."""
 
     part: "Node"
     least: int
     most: int | None
 
 
-Node = Text | Regex | Chars | Ref | Seq | Alt | Repeat
+Node = Text | Regex | Ref | Seq | Alt | Repeat
 
 NEVER = Alt(())
 EMPTY = Text("")
@@ -156,35 +149,68 @@ def _refs(node: Node) -> Iterator[str]:
 
 def to_text(rules: dict[str, Node], root: str) -> str:
     """The grammar in xgrammar's EBNF; its first rule is called root."""
-    lines = [f"root ::= {_expression(Ref(root))}"]
-    lines += [f"{name} ::= {_expression(node)}" for name, node in rules.items()]
+    writer = _Writer()
+    lines = [f"root ::= {root}"]
+    lines += [f"{name} ::= {writer.expression(node)}" for name, node in rules.items()]
+    lines += [f"{name} ::= {expression}" for expression, name in writer.counted.items()]
     return "\n".join(lines) + "\n"
 
 
-def _expression(node: Node) -> str:
-    match node:
-        case Text(text):
-            return quote(text)
-        case Regex(pattern):
-            return f"Regex({quote(pattern)})"
-        case Chars(ranges, least, most):
-            return f"[{''.join(_range(first, last) for first, last in ranges)}]{_bounds(least, most)}"
-        case Ref(name):
-            return name
-        case Seq(parts):
-            return "(" + " ".join(_expression(part) for part in parts) + ")" if parts else '""'
-        case Alt(choices):
-            return "(" + " | ".join(_expression(choice) for choice in choices) + ")"
-        case Repeat(part, least, most):
-            return f"({_expression(part)}){_bounds(least, most)}"
+Piece = Callable[[int, int | None], str]
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.counted: dict[str, str] = {}  # expression: its rule's name
+
+    def expression(self, node: Node) -> str:
+        match node:
+            case Text(text):
+                return quote(text)
+            case Regex(pattern):
+                return f"Regex({quote(pattern)})"
+            case Ref(name):
+                return name
+            case Seq(parts):
+                return "(" + " ".join(self.expression(part) for part in parts) + ")" if parts else '""'
+            case Alt(choices):
+                return "(" + " | ".join(self.expression(choice) for choice in choices) + ")"
+            case Repeat(Regex(pattern), least, most):
+                return self._times(lambda n, m: f"Regex({quote(f'(?:{pattern}){_bounds(n, m)}')})", least, most)
+            case Repeat(part, least, most):
+                inner = self.expression(part)
+                return self._times(lambda n, m: f"({inner}){_bounds(n, m)}", least, most)
+
+    def _times(self, piece: Piece, least: int, most: int | None) -> str:
+        """`piece(n, m)`, what repeats from n to m times, in pieces that xgrammar unrolls. Beyond 128 it counts at run
+        time instead, and its cached masks are then wrong: they admit tokens that it does not accept."""
+        if least:
+            whole, rest = divmod(least, _UNROLLED)
+            parts = [self._wholes(piece, whole, whole)] if whole else []
+            parts += [piece(rest, rest)] if rest else []
+            if most is None:
+                parts.append(piece(0, None))
+            elif most > least:
+                parts.append(self._up_to(piece, most - least))
+            return f"({' '.join(parts)})"
+        return piece(0, None) if most is None else self._up_to(piece, most)
+
+    def _up_to(self, piece: Piece, most: int) -> str:
+        if most <= _UNROLLED:
+            return piece(0, most)
+        whole = (most - 1) // _UNROLLED
+        rest = most - whole * _UNROLLED
+        # Fewer than the odd rest; or the rest, some whole pieces, and less than another.
+        wholes = self._wholes(piece, 0, whole - 1) + " " if whole > 1 else ""
+        return f"({piece(0, rest - 1)} | {piece(rest, rest)} {wholes}{piece(0, _UNROLLED)})"
+
+    def _wholes(self, piece: Piece, least: int, most: int) -> str:
+        name = self.counted.setdefault(piece(_UNROLLED, _UNROLLED), f"n{len(self.counted)}")
+        return self._times(lambda n, m: f"{name}{_bounds(n, m)}", least, most)
 
 
 def _bounds(least: int, most: int | None) -> str:
     return f"{{{least},{'' if most is None else most}}}"
-
-
-def _range(first: int, last: int) -> str:
-    return f"{_escape(first)}-{_escape(last)}"
 
 
 def quote(text: str) -> str:

@@ -31,6 +31,7 @@ _CATEGORIES = {
 _UNSUPPORTED = {
     op.ASSERT: "look-ahead and look-behind",
     op.ASSERT_NOT: "look-ahead and look-behind",
+    op.FAILURE: "look-ahead and look-behind",  # what some versions make of (?!)
     op.GROUPREF: "references to groups",
     op.GROUPREF_EXISTS: "conditional groups",
     op.ATOMIC_GROUP: "atomic groups",
@@ -145,8 +146,6 @@ class _Converter:
             return self._repeat(int(value[0]), None if value[1] is op.MAXREPEAT else int(value[1]), value[2], copies)
         if kind in _UNSUPPORTED:
             raise GrammarError(f"a regular expression uses {_UNSUPPORTED[kind]}, which a grammar cannot follow")
-        if kind is op.FAILURE:
-            return None
         self._copies += copies
         if self._copies > _MOST_COPIES:
             raise GrammarError(f"a regular expression counts more than {_MOST_COPIES} characters")

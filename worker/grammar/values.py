@@ -8,7 +8,7 @@ from typing import Any
 from worker.grammar import decimals, regex
 from worker.grammar.charset import JSON_PLAIN, complement, intersection, literal, pattern
 from worker.grammar.conjunction import Schema
-from worker.grammar.ebnf import EMPTY, NEVER, Alt, Chars, Node, Ref, Regex, Repeat, Text, alt, optional, seq
+from worker.grammar.ebnf import EMPTY, NEVER, Alt, Node, Ref, Regex, Repeat, Text, alt, optional, seq
 from worker.grammar.error import GrammarError
 from worker.grammar.formats import FORMATS
 
@@ -115,7 +115,7 @@ def _of_length(least: int, most: int | None) -> Node:
     if least == 0 and most is None:
         return Ref("string")
     if least > _MOST_STATES or (most or 0) > _MOST_STATES:
-        return seq(Text('"'), Chars(JSON_PLAIN, least, most), Text('"'))
+        return seq(Text('"'), Repeat(Regex(_PLAIN), least, most), Text('"'))
     if most is None:
         return Regex(f'"{_CHARACTER}{{{least}}}{_CHARACTER}*"')
     return Regex(f'"{_PLAIN}{{{least},{most}}}"')

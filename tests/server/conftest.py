@@ -1,0 +1,173 @@
+"""Everything but Ray in this process: the router's application behind uvicorn, and a replica with a tiny model, whose
+messages go over ZeroMQ.
+"""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import uvicorn
+
+import worker.server
+from router.api import create_app
+from router.config import RouterConfig
+from router.errors import NoReplica
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.replicas import Replicas
+from router.service import Service
+from router.tokenizer import Tokenizer
+from worker.config import WorkerConfig
+
+WAIT_S = 60.0
+CONTEXT = 320
+MODEL = "tiny-llama"
+KV_TOKENS = 2048
+
+
+class Placer:
+    """Asks the fleet at once."""
+
+    def __init__(self, fleet: Fleet, replicas: Replicas) -> None:
+        self._fleet, self._replicas = fleet, replicas
+
+    async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
+        if not self._replicas.ready:
+            raise NoReplica()
+        return self._fleet.place(request_id, prompt_ids, self._replicas.ready).replica_id
+
+
+class Whole:
+    """One router and one replica, each in a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = {"device": "cpu", "dtype": "float32", "kv_tokens": KV_TOKENS, "context_length": CONTEXT}
+        limits = {"max_running": 24, "token_budget": 96, "cpu_threads": 1, "grammar_timeout_s": 5}
+        self.replica = worker.server.Server(folder, WorkerConfig.model_validate(settings | limits))
+        self.engine = self.replica.engine
+        self._replica_thread = threading.Thread(target=self.replica.run, name="replica")
+        self._replica_thread.start()
+
+        self.fleet, self.metrics = Fleet(), Metrics()
+        self.links = Replicas(self.fleet, self.metrics)
+        self.links.set_replicas({"r0": self.replica.address})
+        self.service = Service(
+            Tokenizer.from_folder(folder),
+            self.links,
+            Placer(self.fleet, self.links),
+            self.fleet,
+            self.metrics,
+            model=MODEL,
+            context_length=CONTEXT,
+        )
+        self.app = create_app(self.service, RouterConfig(max_prompts=12, max_body_bytes=1 << 20))
+        self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=5))
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.address: tuple[str, int] = self._listening.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self._loop: asyncio.AbstractEventLoop
+        self._router_thread = threading.Thread(target=self._serve, name="router")
+        self._router_thread.start()
+
+    def _serve(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._uvicorn.serve(sockets=[self._listening])
+
+        asyncio.run(serve())
+
+    def close(self) -> None:
+        self._uvicorn.should_exit = True
+        self._router_thread.join(WAIT_S)
+        self.replica.stop()
+        self._replica_thread.join(WAIT_S)
+        assert not self._router_thread.is_alive() and not self._replica_thread.is_alive()
+
+    # ------------------------------------------------ what is left
+
+    def busy(self) -> dict[str, Any]:
+        """What must be gone when nobody asks for anything any more, as far as it is there."""
+        links = list(self.links._connections.values())
+        everything = {
+            "engine.scheduler": len(self.engine.scheduler),
+            "engine.has_work": self.engine.has_work,
+            "engine._compiling": dict(self.engine._compiling),
+            "engine._grammars": dict(self.engine._grammars),
+            "replica._owners": dict(self.replica._owners),
+            "fleet._booked": dict(self.fleet._booked),
+            "fleet's bookings": [view for view in self.fleet.snapshot() if view.bookings],
+            "streams": [link.streams for link in links if link.streams],
+            "connections": len(self._uvicorn.server_state.connections),
+            "requests": len(self._uvicorn.server_state.tasks),
+        }
+        return {name: what for name, what in everything.items() if what}
+
+    def tasks(self) -> list[str]:
+        """Of the router's event loop."""
+
+        async def names() -> list[str]:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            return sorted(str(getattr(task.get_coro(), "__qualname__", task)) for task in others)
+
+        return asyncio.run_coroutine_threadsafe(names(), self._loop).result(WAIT_S)
+
+    def held(self) -> dict[str, Any]:
+        """What stays the same, however many requests there were."""
+        process = psutil.Process()
+        names = [thread.name for thread in threading.enumerate()]  # pools, which grow up to a size, once each
+        return {
+            "tasks": self.tasks(),
+            "threads": sorted({re.sub("_[0-9]+$", "", name) for name in names if "AnyIO" not in name}),
+            "sockets and files": process.num_fds(),
+            "children": len(process.children(recursive=True)),
+        }
+
+    def settled(self) -> None:
+        """Waits until nothing goes on, then proves that every page is free or in the tree."""
+        until(lambda: not self.busy(), self.busy)
+        self.engine.check_integrity()
+        tree = self.engine.tree
+        assert tree.num_cached == tree.num_evictable
+        assert tree.pool.num_free + tree.num_cached == KV_TOKENS // 16
+        load = self.engine.load()
+        assert (load.running, load.waiting, load.waiting_tokens, load.context_tokens) == (0, 0, 0, 0)
+        view = self.fleet.snapshot()[0]
+        assert (view.bookings, view.waiting_tokens, view.context_tokens) == (0, 0, 0)
+
+
+def until(true: Callable[[], Any], what: Callable[[], Any]) -> None:
+    """Polls: what is waited for is other threads' doing."""
+    tick = threading.Event()
+    for _ in range(int(WAIT_S / 0.01)):
+        if true():
+            return
+        tick.wait(0.01)
+    raise AssertionError(f"not within {WAIT_S} s: {what()}")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path) -> Iterator[Whole]:
+    threads = torch.get_num_threads()
+    made = Whole(tiny_model)
+    try:
+        until(lambda: made.links.ready, lambda: "the replica is not connected")
+        yield made
+    finally:
+        made.close()
+        torch.set_num_threads(threads)
+
+
+def parse_events(body: bytes) -> list[dict[str, Any]]:
+    """The objects of a stream of server-sent events, without the end mark, which must be there."""
+    lines = [line for line in body.decode().split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines), body
+    assert lines and (lines[-1] == "data: [DONE]" or "error" in json.loads(lines[-1][6:])), body
+    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]

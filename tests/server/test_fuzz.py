@@ -1,0 +1,319 @@
+"""Thousands of generated requests at the whole server: none gets a 5xx, disturbs another or leaves anything behind."""
+
+import asyncio
+import json
+import random
+import re
+import socket
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
+from schemathesis.checks import CHECKS
+from schemathesis.generation import GenerationMode
+
+from .bodies import CHAT, COMPLETIONS, MODEL, SCHEMA, Sent, damaged, encoded, valid
+from .conftest import WAIT_S, Whole, parse_events, until
+
+pytestmark = pytest.mark.usefixtures("unharmed")
+
+DAMAGED, VALID, PER_OPERATION, BROKEN_OFF = 1500, 350, 40, 60
+AT_ONCE = 12
+REFUSED = {400, 404, 405, 413}
+ALONE = {"model": MODEL, "prompt": "The same for ever", "max_tokens": 12, "temperature": 0, "logprobs": 3}
+
+
+# ---------------------------------------------------------------- before and after each test
+
+
+@pytest.fixture
+def unharmed(whole: Whole) -> Any:
+    """Whatever a test does, afterwards nothing goes on, nothing has been lost or kept, and answers are the same."""
+    before = normal(whole)
+    whole.settled()
+    held = whole.held()
+    yield
+    whole.settled()
+    assert normal(whole) == before
+    until(lambda: no_more(whole.held(), held), lambda: f"{whole.held()}, but before {held}")
+    whole.settled()
+
+
+def no_more(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """What a process has of sockets and children may become less: a compiler that was too slow is ended."""
+    same = all(now[name] == before[name] for name in ("tasks", "threads"))
+    return same and all(now[name] <= before[name] for name in ("sockets and files", "children"))
+
+
+def normal(whole: Whole) -> Any:
+    """What normal requests of every kind get."""
+    person = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    drawn = {"model": MODEL, "max_tokens": 9, "seed": 3, "messages": [{"role": "user", "content": "Hi"}]}
+    asked = [
+        (COMPLETIONS, ALONE),
+        (CHAT, drawn),
+        (CHAT, drawn | {"stream": True, "stream_options": {"include_usage": True}}),
+        (CHAT, drawn | {"response_format": person}),
+    ]
+    told = []
+    with httpx.Client(base_url=whole.url, timeout=WAIT_S) as client:
+        for path, body in asked:
+            answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            streamed = body.get("stream")
+            told.append(joined(parse_events(answer.content)) if streamed else without_ids(answer.json()))
+        assert client.get("/ready").status_code == 200
+    return told
+
+
+def all_at_once(whole: Whole, work: Iterable[Callable[[httpx.AsyncClient], Awaitable[None]]]) -> None:
+    """Every piece of work, AT_ONCE of them beside each other."""
+
+    async def run() -> None:
+        waiting = iter(work)
+        limits = httpx.Limits(max_connections=AT_ONCE)
+        async with httpx.AsyncClient(base_url=whole.url, timeout=WAIT_S, limits=limits) as client:
+
+            async def worker() -> None:
+                for piece in waiting:
+                    await piece(client)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(AT_ONCE):
+                    group.create_task(worker())
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- what may be answered
+
+
+def check_error(status: int, body: bytes) -> None:
+    """OpenAI's form, with words that help and none of the inside."""
+    assert status in REFUSED, (status, body)
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert isinstance(error["message"], str) and 10 <= len(error["message"]) <= 12_000, len(error["message"])
+    assert not re.search(r"Traceback|object at 0x|\.py\b|<class", error["message"])
+    assert isinstance(error["param"], str | None) and isinstance(error["code"], str | None)
+
+
+def check_answer(sent: Sent, answer: httpx.Response) -> None:
+    """Of any request, however damaged."""
+    assert answer.status_code < 500, answer.text
+    if sent.method == "HEAD":
+        assert not answer.content
+    elif answer.status_code >= 400:
+        check_error(answer.status_code, answer.content)
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        for event in parse_events(answer.content):
+            if "error" in event:
+                check_error(400, json.dumps(event).encode())
+    elif answer.headers["content-type"] == "application/json":
+        assert json.loads(answer.content)
+
+
+# ---------------------------------------------------------------- the tests
+
+
+def test_damaged_requests(whole: Whole) -> None:
+    statuses: Counter[int] = Counter()
+
+    def one(number: int) -> Callable[[httpx.AsyncClient], Awaitable[None]]:
+        async def work(client: httpx.AsyncClient) -> None:
+            sent = damaged(random.Random(number))
+            answer = await client.request(sent.method, sent.path, content=sent.content, headers=sent.headers)
+            statuses[answer.status_code] += 1
+            try:
+                check_answer(sent, answer)
+            except Exception as error:
+                error.add_note(
+                    f"damaged(Random({number})): {sent.method} {sent.path} {sent.headers} {sent.content[:2000]!r}"
+                )
+                raise
+            if number % 25 == 0:  # one that is well, among them
+                well = await client.post(COMPLETIONS, json=ALONE)
+                assert well.status_code == 200, well.text
+                texts.add(well.json()["choices"][0]["text"])
+
+        return work
+
+    texts: set[str] = set()
+    all_at_once(whole, map(one, range(DAMAGED)))
+    assert len(texts) == 1
+    print(f"damaged: {dict(statuses)}")
+    assert statuses[400] > DAMAGED / 3 and statuses[200] > DAMAGED / 20  # or it tests one side only
+
+
+def test_valid_requests_streamed_and_not(whole: Whole) -> None:
+    def one(number: int) -> Callable[[httpx.AsyncClient], Awaitable[None]]:
+        async def work(client: httpx.AsyncClient) -> None:
+            path, body = valid(random.Random(number))
+            try:
+                options = {"include_usage": True}
+                streaming = client.post(path, content=encoded(body | {"stream": True, "stream_options": options}))
+                answer, stream = await asyncio.gather(client.post(path, content=encoded(body)), streaming)
+                assert (answer.status_code, stream.status_code) == (200, 200), (answer.text, stream.text)
+                check_whole(body, answer.json())
+                assert joined(parse_events(stream.content)) == without_ids(answer.json())
+            except Exception as error:
+                error.add_note(f"valid(Random({number})): {path} {body}")
+                raise
+
+        return work
+
+    all_at_once(whole, map(one, range(VALID)))
+
+
+def test_what_the_openapi_page_allows_and_what_it_does_not(whole: Whole) -> None:
+    statuses: Counter[int] = Counter()
+    names = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
+    page = schemathesis.openapi.from_dict(whole.app.openapi())
+    checks = CHECKS.get_by_names(list(names))
+    for result in page.get_all_operations():
+        operation = result.ok()
+        for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+            if mode == GenerationMode.NEGATIVE and not operation.body:
+                continue
+
+            @hypothesis_seed(1)
+            @settings(
+                max_examples=PER_OPERATION if operation.body else 5,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(operation.as_strategy(generation_mode=mode))
+            def ask(case: schemathesis.Case) -> None:
+                with_limit(case)
+                answer = case.call(base_url=whole.url, timeout=WAIT_S)
+                statuses[answer.status_code] += 1
+                if answer.status_code >= 400:
+                    check_error(answer.status_code, answer.content)
+                case.validate_response(answer, checks=checks)
+
+            ask()
+    print(f"from the page: {dict(statuses)}")
+    assert sum(statuses.values()) > PER_OPERATION * 6
+
+
+def test_clients_that_break_off(whole: Whole) -> None:
+    def break_off(number: int) -> int:
+        chance = random.Random(number)
+        body = {"model": MODEL, "prompt": "x" * chance.randint(1, 60), "max_tokens": 250, "ignore_eos": True, "n": 2}
+        body |= {"stream": chance.random() < 0.7} | chance.choice([{}, {"regex": "[a-z]{250}"}, {"priority": 1}])
+        content = encoded(body)
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        with socket.create_connection(whole.address, timeout=WAIT_S) as connection:
+            if chance.random() < 0.3:  # a reset instead of an orderly end
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if chance.random() < 0.2:
+                connection.sendall((head + content)[: chance.randrange(1, len(head + content))])
+                return 0
+            connection.sendall(head + content)
+            wanted = chance.choice([0, 1, 200, 1000, 5000, 20_000]) if body["stream"] else 0
+            got = 0
+            while got < wanted and (data := connection.recv(4096)):
+                got += len(data)
+            return got
+
+    with ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(break_off, range(BROKEN_OFF)))
+    assert sum(1 for read in got if read) > BROKEN_OFF / 4
+    until(lambda: not whole.busy(), whole.busy)
+    assert whole.engine.load().aborts >= BROKEN_OFF / 4
+
+
+# ---------------------------------------------------------------- what a valid request must get
+
+
+def with_limit(case: schemathesis.Case) -> None:
+    """An answer that may go on to the end of the context, 128 times, is slow, not wrong."""
+    if isinstance(case.body, dict) and case.operation.path in (CHAT, COMPLETIONS):
+        name = "max_completion_tokens" if case.operation.path == CHAT else "max_tokens"
+        if not isinstance(case.body.get("max_tokens"), int) and not isinstance(case.body.get(name), int):
+            case.body[name] = 4
+
+
+def check_whole(body: dict[str, Any], answer: dict[str, Any]) -> None:
+    """The answer is one to this body."""
+    n = body.get("n") or 1
+    prompts = 1
+    if isinstance(body.get("prompt"), list) and not isinstance(body["prompt"][0], int):
+        prompts = len(body["prompt"])
+    limit = body.get("max_tokens") or body.get("max_completion_tokens") or 16
+    assert [choice["index"] for choice in answer["choices"]] == list(range(n * prompts))
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens"] <= limit * n * prompts
+    for choice in answer["choices"]:
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert choice["finish_reason"] in ("stop", "length")
+        assert (choice["logprobs"] is None) == (body.get("logprobs") is None)
+        if body.get("echo") and isinstance(body["prompt"], str):
+            assert text.startswith(body["prompt"])
+        elif not body.get("echo"):
+            check_text(body, text, choice["finish_reason"])
+
+
+def check_text(body: dict[str, Any], text: str, finish_reason: str) -> None:
+    stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+    if not body.get("min_tokens"):
+        assert not any(stop in text for stop in stops)
+    if finish_reason != "stop" or stops or body.get("stop_token_ids"):
+        return
+    form = body.get("response_format")
+    if form and form["type"] == "json_object":
+        assert isinstance(json.loads(text), dict)
+    elif form and form["type"] == "json_schema":
+        jsonschema.validate(json.loads(text), form["json_schema"]["schema"])
+    elif body.get("regex"):
+        assert re.fullmatch(body["regex"], text)
+    elif body.get("choice"):
+        assert text in body["choice"]
+    elif body.get("ebnf"):
+        assert re.fullmatch("[xy]{1,3}", text)
+
+
+def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
+    """What is the same in a stream: by choice its text, log probabilities and reason, and how many tokens."""
+    told: dict[str, Any] = {"tokens": (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"])}
+    for choice in answer["choices"]:
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        told[choice["index"]] = [text, flat(choice["logprobs"]), choice["finish_reason"]]
+    return told
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The chunks of a stream, as `without_ids` has the answer."""
+    told: dict[str, Any] = {}
+    for chunk in chunks:
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            said = told.setdefault(choice["index"], ["", [], None])
+            said[0] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            said[1] += flat(choice["logprobs"])
+            said[2] = choice["finish_reason"] or said[2]
+        if chunk["usage"]:
+            told["tokens"] = (chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"])
+    return told
+
+
+def flat(logprobs: dict[str, Any] | None) -> list[Any]:
+    """By token: its text and, rounded, its log probability. Those of a batch differ in the last bits."""
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return [(token["token"], round(token["logprob"], 2)) for token in logprobs["content"]]
+    rounded = [None if value is None else round(value, 2) for value in logprobs["token_logprobs"]]
+    return list(zip(logprobs["tokens"], rounded, logprobs["text_offset"], strict=True))
