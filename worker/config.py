@@ -16,6 +16,9 @@ class WorkerConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of weights and KV cache; auto is bfloat16 on a GPU, float32 on a CPU"
     )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto reads the model's weights; dummy makes random ones, for which config.json is enough"
+    )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks in a stage")
     pp: int = Field(1, ge=1, description="pipeline stages in a replica")
     page_size: int = Field(16, ge=1, le=64, description="tokens in a KV page; prefixes are shared in whole pages")
@@ -30,6 +33,9 @@ class WorkerConfig(BaseModel):
     )
     max_running: int = Field(64, ge=1, description="most sequences that run at once")
     token_budget: int = Field(512, ge=1, description="most tokens that one step computes, decodes included")
+    overlap: bool | None = Field(
+        None, description="prepare the next step while one runs; by default on a GPU, which runs without the host"
+    )
     max_waiting: int = Field(4096, ge=1, description="most requests that may wait; more are refused with 429")
     starvation_s: float = Field(
         5.0, ge=0, description="seconds after which a waiting request goes before those with longer cached prefixes"

@@ -13,6 +13,8 @@ from worker import kv_cache
 from worker.config import WorkerConfig
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
+from worker.models.shard import Shard
+from worker.parallel import Group
 from worker.plan import Chunk, Plan
 from worker.weights import Progress, load_weights
 
@@ -26,19 +28,27 @@ class Runner:
     configured one, or else the model's, but never more than the KV cache holds.
     """
 
-    def __init__(self, model: Path, config: WorkerConfig, progress: Progress | None = None) -> None:
-        """Load the weights, allocate the KV pages. Raises ValueError if the model or the configuration will not do."""
-        if config.tp > 1 or config.pp > 1:
-            raise ValueError(f"tp={config.tp}, pp={config.pp}: this version runs one rank a replica; set both to 1")
+    def __init__(
+        self, model: Path, config: WorkerConfig, progress: Progress | None = None, group: Group | None = None
+    ) -> None:
+        """Load this rank's weights, allocate its KV pages. `group` are all ranks of the replica, which do the same.
+
+        Raises ValueError if the model or the configuration will not do.
+        """
+        self.group = group or Group.single()
+        if config.pp > 1 or config.tp != self.group.size:
+            raise ValueError(f"tp={config.tp}, pp={config.pp}: a runner is one rank of {self.group.size}")
         if config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
         self.device, self.dtype = _place(config)
         hf = read_config(model)
-        self.config = decoder_config(hf)
+        shard = Shard(decoder_config(hf), self.group.rank, self.group.size)
+        self.config = shard.config
         self.page_size = config.page_size
         self.vocab_size = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model, hf.eos_token_id)
-        self.decoder = Decoder(self.config, load_weights(model, self.config, self.device, self.dtype, progress))
+        parameters = load_weights(model, shard, self.device, self.dtype, config.load_format, progress)
+        self.decoder = Decoder(self.config, parameters, self.group)
         self.num_pages = self._num_pages(config)
         self.context_length = self._context_length(config)
         self._attention = self._backend(self.num_pages)
@@ -94,6 +104,7 @@ class Runner:
                 tokens = kv_cache.gpu_tokens(bytes_per_token, self.device, config.kv_memory_fraction)
             else:
                 tokens = kv_cache.cpu_tokens(bytes_per_token)
+            tokens = self.group.least(tokens)
         return kv_cache.num_pages(tokens, self.page_size)
 
     def _profile(self, num_tokens: int) -> None:

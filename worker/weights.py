@@ -1,10 +1,11 @@
-"""A model's weights from disk into the decoder's own fused parameters, a tensor at a time."""
+"""A model's weights, from disk or random, into the decoder's own fused parameters: one rank's, a tensor at a time."""
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,51 +13,62 @@ from transformers import AutoModelForCausalLM
 
 from worker.models.config import DecoderConfig
 from worker.models.decoder import parameter_shapes
+from worker.models.shard import Shard
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all) after each one."""
 
 
 class _Place(NamedTuple):
-    """Where a checkpoint's tensor goes: rows `first` to `first + shape[0]` of a parameter."""
+    """Where a checkpoint's tensor of `shape` goes: its part `kept` along `dim`, to `first` and on of a parameter."""
 
     parameter: str
     first: int
     shape: tuple[int, ...]
+    dim: int
+    kept: range
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a checkpoint: `read(dim, part)` gets the part of it along a dimension, and no more than that."""
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[int, range], torch.Tensor]
 
 
 def load_weights(
     model: Path,
-    config: DecoderConfig,
+    shard: Shard,
     device: torch.device,
     dtype: torch.dtype,
+    load_format: Literal["auto", "dummy"] = "auto",
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Parameters as `parameter_shapes(config)` names them, from a folder of safetensors or from a `.gguf` file.
+    """Parameters as `parameter_shapes(shard.config)` names them, from a folder of safetensors or from a `.gguf` file.
 
-    Safetensors need the model's size in memory and one tensor more; a GGUF file, which transformers dequantises as a
-    whole, twice the size. Raises ValueError if a tensor is missing, unexpected or of the wrong shape.
+    Of safetensors a rank reads its own part, straight into `device`'s memory; a GGUF file, which transformers
+    dequantises, is read as a whole by each. `dummy` reads nothing and makes the same random weights for any number of
+    ranks. Raises ValueError if a tensor is missing, unexpected or of the wrong shape.
     """
-    places = _places(config)
-    shapes = parameter_shapes(config)
-    parameters = {
-        name: torch.empty(shape, device=device, dtype=_dtype(config, name, dtype)) for name, shape in shapes.items()
-    }
+    config = shard.whole
+    places = _places(shard)
+    parameters = _allocate(shard.config, device, dtype)
     missing = set(places)
-    source = _gguf_tensors(model) if model.suffix == ".gguf" else _safetensors(model)
-    for name, tensor in source:
-        if _is_ignored(name, config):
+    for tensor in _tensors(model, places, config, device, dtype, load_format):
+        if _is_ignored(tensor.name, config):
             continue
-        if name not in places:
-            raise ValueError(f"{model} has a tensor that a {config.model_type} model does not: {name}")
-        place = places[name]
-        if tuple(tensor.shape) != place.shape:
+        if tensor.name not in places:
+            raise ValueError(f"{model} has a tensor that a {config.model_type} model does not: {tensor.name}")
+        place = places[tensor.name]
+        if tensor.shape != place.shape:
             raise ValueError(
-                f"{model}: {name} has shape {tuple(tensor.shape)}, but its configuration says {place.shape}"
+                f"{model}: {tensor.name} has shape {tensor.shape}, but its configuration says {place.shape}"
             )
-        target = parameters[place.parameter]
-        target[place.first : place.first + place.shape[0]].copy_(tensor)
-        missing.discard(name)
+        if len(place.kept):
+            target = parameters[place.parameter].narrow(place.dim, place.first, len(place.kept))
+            target.copy_(tensor.read(place.dim, place.kept))
+        missing.discard(tensor.name)
         if progress is not None:
             progress(len(places) - len(missing), len(places))
     if missing:
@@ -71,37 +83,80 @@ def load_weights(
     return parameters
 
 
-def _places(config: DecoderConfig) -> dict[str, _Place]:
-    """Hugging Face's names of all tensors of such a model, and where each goes."""
-    shapes = parameter_shapes(config)
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = {
-        "qkv": [("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows)],
-        "gate_up": [("mlp.gate_proj", config.intermediate_size), ("mlp.up_proj", config.intermediate_size)],
-        "out": [("self_attn.o_proj", config.hidden_size)],
-        "down": [("mlp.down_proj", config.hidden_size)],
-        "q_norm": [("self_attn.q_norm", config.head_dim)],
-        "k_norm": [("self_attn.k_norm", config.head_dim)],
-        "input_norm": [("input_layernorm", config.hidden_size)],
-        "mlp_norm": [("post_attention_layernorm", config.hidden_size)],
+def _allocate(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    make = torch.empty if config.ranks == 1 else torch.zeros  # what pads a part is zero
+    return {
+        name: make(shape, device=device, dtype=_dtype(config, name, dtype))
+        for name, shape in parameter_shapes(config).items()
     }
-    if config.sandwich_norms:
-        parts |= {
-            "attention_out_norm": [("post_attention_layernorm", config.hidden_size)],
-            "mlp_norm": [("pre_feedforward_layernorm", config.hidden_size)],
-            "mlp_out_norm": [("post_feedforward_layernorm", config.hidden_size)],
-        }
-    outer = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-    places = {outer[name]: _Place(name, 0, shape) for name, shape in shapes.items() if name in outer}
-    for name, shape in shapes.items():
-        if name in outer:
-            continue
-        _, index, short = name.split(".")
-        suffix, first = ("bias" if short.endswith("_bias") else "weight"), 0
-        for part, rows in parts[short.removesuffix("_bias")]:
-            places[f"model.layers.{index}.{part}.{suffix}"] = _Place(name, first, (rows, *shape[1:]))
-            first += rows
+
+
+def _places(shard: Shard) -> dict[str, _Place]:
+    """Hugging Face's names of all tensors of such a model, and where each goes."""
+    shapes = parameter_shapes(shard.config)
+    vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), range(shard.whole.hidden_size)
+    places = {
+        "model.embed_tokens.weight": _Place("embedding", 0, vocabulary, 0, shard.vocabulary),
+        "model.norm.weight": _Place("norm", 0, (len(hidden),), 0, hidden),
+        "lm_head.weight": _Place("head", 0, vocabulary, 0, shard.vocabulary),
+    }
+    layer = _layer_places(shard)
+    for index in range(shard.whole.num_layers):
+        for tensor, place in layer.items():
+            places[f"model.layers.{index}.{tensor}"] = place._replace(parameter=f"layers.{index}.{place.parameter}")
+    return {tensor: place for tensor, place in places.items() if place.parameter in shapes}
+
+
+def _layer_places(shard: Shard) -> dict[str, _Place]:
+    """Those of any layer, biases and norms that the model may not have included."""
+    whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
+    q_rows, kv_rows, inner_rows = (
+        whole.num_heads * whole.head_dim,
+        whole.num_kv_heads * whole.head_dim,
+        whole.intermediate_size,
+    )
+    q, kv, inner = _scaled(shard.heads, whole.head_dim), _scaled(shard.kv_heads, whole.head_dim), shard.intermediate
+    first_k = own.num_heads * own.head_dim
+    first_v = first_k + own.num_kv_heads * own.head_dim
+    places: dict[str, _Place] = {}
+    for tensor, parameter, first, rows, kept in (
+        ("self_attn.q_proj", "qkv", 0, q_rows, q),
+        ("self_attn.k_proj", "qkv", first_k, kv_rows, kv),
+        ("self_attn.v_proj", "qkv", first_v, kv_rows, kv),
+        ("mlp.gate_proj", "gate_up", 0, inner_rows, inner),
+        ("mlp.up_proj", "gate_up", own.intermediate_size, inner_rows, inner),
+    ):
+        places[f"{tensor}.weight"] = _Place(parameter, first, (rows, hidden), 0, kept)
+        places[f"{tensor}.bias"] = _Place(f"{parameter}_bias", first, (rows,), 0, kept)
+    for tensor, parameter, columns, kept in (
+        ("self_attn.o_proj", "out", q_rows, q),
+        ("mlp.down_proj", "down", inner_rows, inner),
+    ):
+        once = range(hidden if shard.rank == 0 else 0)  # the ranks' sum has the bias once
+        places[f"{tensor}.weight"] = _Place(parameter, 0, (hidden, columns), 1, kept)
+        places[f"{tensor}.bias"] = _Place(f"{parameter}_bias", 0, (hidden,), 0, once)
+    for tensor, parameter, size in (
+        ("self_attn.q_norm", "q_norm", whole.head_dim),
+        ("self_attn.k_norm", "k_norm", whole.head_dim),
+        *((tensor, parameter, hidden) for tensor, parameter in _layer_norms(whole)),
+    ):
+        places[f"{tensor}.weight"] = _Place(parameter, 0, (size,), 0, range(size))
     return places
+
+
+def _layer_norms(config: DecoderConfig) -> list[tuple[str, str]]:
+    if not config.sandwich_norms:
+        return [("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm")]
+    return [
+        ("input_layernorm", "input_norm"),
+        ("post_attention_layernorm", "attention_out_norm"),
+        ("pre_feedforward_layernorm", "mlp_norm"),
+        ("post_feedforward_layernorm", "mlp_out_norm"),
+    ]
+
+
+def _scaled(part: range, factor: int) -> range:
+    return range(part.start * factor, part.stop * factor)
 
 
 def _is_norm(name: str) -> bool:
@@ -117,15 +172,32 @@ def _is_ignored(name: str, config: DecoderConfig) -> bool:
     return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
 
 
-def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    model: Path,
+    places: dict[str, _Place],
+    config: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: str,
+) -> Iterator[_Tensor]:
+    if load_format == "dummy":
+        return _dummies(places, config, device, dtype)
+    return _gguf_tensors(model) if model.suffix == ".gguf" else _safetensors(model)
+
+
+def _safetensors(folder: Path) -> Iterator[_Tensor]:
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-                for name in names:
-                    yield name, file.get_tensor(name)
+                for name in list(file.keys()):
+                    tensor = file.get_slice(name)
+                    yield _Tensor(name, tuple(tensor.get_shape()), lambda dim, part, t=tensor: t[_index(dim, part)])
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _index(dim: int, part: range) -> tuple[slice, ...]:
+    return (slice(None),) * dim + (slice(part.start, part.stop),)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -140,6 +212,29 @@ def _shards(folder: Path) -> list[Path]:
     return paths
 
 
-def _gguf_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _gguf_tensors(path: Path) -> Iterator[_Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    yield from model.state_dict().items()
+    for name, tensor in model.state_dict().items():
+        yield _Tensor(name, tuple(tensor.shape), lambda dim, part, t=tensor: t[_index(dim, part)])
+
+
+def _dummies(
+    places: dict[str, _Place], config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> Iterator[_Tensor]:
+    """Each tensor is made as a whole, from a seed that is its name's, and cut afterwards: so the model is the same for
+    any number of ranks."""
+    for name, place in places.items():
+        yield _Tensor(
+            name,
+            place.shape,
+            lambda dim, part, n=name, p=place: _dummy(n, p, config, device, dtype)[_index(dim, part)],
+        )
+
+
+def _dummy(name: str, place: _Place, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Norms that leave their input's size as it is, matrices that keep it, and logits of about 1."""
+    if _is_norm(place.parameter):
+        return torch.full(place.shape, 0.0 if config.gemma_norms else 1.0, device=device, dtype=dtype)
+    scale = 0.02 if len(place.shape) == 1 else place.shape[1] ** -0.5
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(place.shape, device=device, dtype=dtype).normal_(0.0, scale, generator=generator)

@@ -17,6 +17,7 @@ class DecoderConfig:
 
     `gemma_norms`: norms multiply in float32 by one plus the stored weight. `sandwich_norms`: attention and MLP
     have a norm after them too, before the residual sum. `context_length` is the longest that the model was made for.
+    `ranks`: into how many the model is cut (`worker.models.shard`); heads and intermediate size are then one rank's.
     """
 
     model_type: str
@@ -43,6 +44,13 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    ranks: int = 1
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and the head on one rank, a multiple of 8 for matrix products on a GPU. The last ranks'
+        may lie beyond the vocabulary."""
+        return self.vocab_size if self.ranks == 1 else -(-self.vocab_size // (8 * self.ranks)) * 8
 
     @property
     def attention_shape(self) -> AttentionShape:

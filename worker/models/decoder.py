@@ -12,6 +12,7 @@ from kernels.linear import Linear
 from kernels.norm import rms_norm
 from kernels.rotary import rotate
 from worker.models.config import DecoderConfig
+from worker.parallel import Group
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -36,9 +37,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
     if config.sandwich_norms:
         layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
-    shapes = {"embedding": (config.vocab_size, hidden), "norm": (hidden,)}
+    shapes = {"embedding": (config.vocab_rows, hidden), "norm": (hidden,)}
     if not config.tied_embeddings:
-        shapes["head"] = (config.vocab_size, hidden)
+        shapes["head"] = (config.vocab_rows, hidden)
     return shapes | {f"layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
 
 
@@ -70,10 +71,12 @@ def _take_layer(parameters: dict[str, torch.Tensor], index: int) -> _Layer:
 
 class Decoder:
     """`parameters` are those of `parameter_shapes(config)`, all on one device; they are taken out of the dictionary, so
-    that a weight and its rearranged copy stand in memory together for one layer at a time."""
+    that a weight and its rearranged copy stand in memory together for one layer at a time. With several ranks `config`
+    and `parameters` are this rank's part, and all ranks of `group` call the same methods with the same tokens."""
 
-    def __init__(self, config: DecoderConfig, parameters: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: DecoderConfig, parameters: dict[str, torch.Tensor], group: Group | None = None) -> None:
         self.config = config
+        self.group = group or Group.single()
         self.embedding = parameters.pop("embedding")
         self.norm = parameters.pop("norm")
         self.head = Linear(self.embedding if config.tied_embeddings else parameters.pop("head"))
@@ -87,7 +90,7 @@ class Decoder:
 
         Returns the last layer's output `[n, hidden_size]`, before the final norm.
         """
-        x = F.embedding(token_ids, self.embedding)
+        x = self._embed(token_ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         angles = {rope: rope.angles(positions, x.dtype) for rope in dict.fromkeys(self.config.ropes)}
@@ -99,9 +102,20 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`."""
         scores = self.head(self._normed(hidden, self.norm))
+        if self.group.size > 1:
+            scores = self.group.all_gather(scores)[:, : self.config.vocab_size].contiguous()
         if (cap := self.config.logit_softcap) is not None:
             scores = torch.tanh(scores / cap) * cap
         return scores.float()
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Each rank looks up the tokens whose rows it has; the others' are zero there."""
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.embedding)
+        rows = token_ids - self.group.rank * self.config.vocab_rows
+        absent = (rows < 0) | (rows >= self.config.vocab_rows)
+        x = F.embedding(rows.masked_fill(absent, 0), self.embedding)
+        return self.group.all_reduce(x.masked_fill_(absent[:, None], 0))
 
     def _attend(
         self,
@@ -119,12 +133,12 @@ class Decoder:
             qk = torch.cat((self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)), dim=1)
         q, k = rotate(qk, *angles).split((heads, kv_heads), dim=1)
         out = attention.run(index, q, k, v)
-        out = layer.out(out.flatten(1))
+        out = self.group.all_reduce(layer.out(out.flatten(1)))
         return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
 
     def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         gate_up = layer.gate_up(self._normed(x, layer.mlp_norm))
-        out = layer.down(self.activate(gate_up))
+        out = self.group.all_reduce(layer.down(self.activate(gate_up)))
         return out if layer.mlp_out_norm is None else self._normed(out, layer.mlp_out_norm)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
