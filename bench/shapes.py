@@ -109,7 +109,7 @@ def tokenizer(vocab_size: int, special_ids: tuple[int, int]) -> Any:
 
 def word(number: int) -> str:
     """A word of two or more syllables; every number has its own."""
-    syllables = []
+    syllables: list[str] = []
     while number or len(syllables) < 2:
         number, syllable = divmod(number, len(CONSONANTS) * len(VOWELS))
         syllables.append(CONSONANTS[syllable % len(CONSONANTS)] + VOWELS[syllable // len(CONSONANTS)])

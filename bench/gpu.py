@@ -1,0 +1,238 @@
+"""One replica at the speed of its GPUs: the offline workloads on a model of a given shape, beside what is to be shown.
+
+    python -m bench.gpu --model llama-8b --workloads mini,bs1,prefill,sharedprefix,sharedprefix_interleaved
+    python -m bench.gpu --model llama-70b --tp 4 --scale 0.5 --workloads mini,prefill
+    python -m bench.gpu --model llama-8b --workloads mini --http --profile 64,256
+    python -m bench.gpu --model tiny --device cpu --scale 0.02 --workloads mini,bs1
+
+Random weights, greedy, every output to its full length, prompts as token ids, an empty cache before every round; the
+settings are the same for all workloads of a run. A figure is the median of the rounds. The result file is written anew
+after every workload: what was measured before an interruption is kept.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import results, shapes
+from bench.child import ServerFailed
+from bench.jobs import JOBS
+from bench.results import Figure, number
+from bench.targets import TARGETS
+from shoal import flags
+from worker.config import WorkerConfig
+
+if TYPE_CHECKING:  # imports torch: only where there is something to measure
+    from worker.engine import Engine
+
+DEFAULT_JOBS = "mini,bs1,prefill,sharedprefix,sharedprefix_interleaved"
+CONTEXT_LENGTH = 8192
+PRESSED_TOKENS = 20_000  # that the KV cache holds under `pressure`, at scale 1
+STEPS = 100
+TOP_KERNELS = 15
+
+
+@dataclass
+class Report:
+    """What was found so far, and where it is kept."""
+
+    name: str
+    out: Path
+    settings: dict[str, Any]
+    figures: list[Figure] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, key: str, raw: Any, *figures: Figure) -> None:
+        """Writes the result file."""
+        self.figures += figures
+        self.raw[key] = raw
+        self.path = results.write(self.name, self.figures, {"settings": self.settings, **self.raw}, folder=self.out)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; every setting of a replica is a flag."""
+    p = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model", choices=sorted(shapes.SHAPES), default="llama-8b", help="shape (default: %(default)s)")
+    p.add_argument("--workloads", type=_jobs, default=DEFAULT_JOBS, metavar="A,B", help="default: %(default)s")
+    p.add_argument("--scale", type=float, default=1.0, help="part of the prompts, all at their full length (default 1)")
+    p.add_argument("--rounds", type=int, default=2, help="of each workload, that count (default 2)")
+    p.add_argument("--warm-rounds", type=int, default=1, help="of each workload before those (default 1)")
+    p.add_argument("--profile", type=_sizes, default=[], metavar="N,M", help="trace decoding at these batch sizes")
+    p.add_argument("--http", action="store_true", help="mini through `shoal serve` too")
+    p.add_argument("--routers", type=int, default=1, help="HTTP processes of that server (default 1)")
+    p.add_argument("--name", help="of the result (default: gpu.MODEL, with tp and scale)")
+    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    flags.add(p, WorkerConfig)
+    return p
+
+
+def _jobs(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if wrong := [name for name in names if name not in JOBS]:
+        raise argparse.ArgumentTypeError(f"no workload {wrong[0]}: there are {', '.join(JOBS)}")
+    return names
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no batch sizes: use 64,256") from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints a table, writes the result file. Returns the exit code."""
+    args = parser().parse_args(argv)
+    if args.http and "mini" not in args.workloads:
+        parser().error("--http compares mini through HTTP with mini: name it in --workloads")
+    settings = {"load_format": "dummy", "context_length": CONTEXT_LENGTH} | flags.given(args, WorkerConfig)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
+        folder = shapes.write(args.model, Path(scratch) / args.model)
+        bench = Bench(args, folder, settings)
+        try:
+            bench.run()
+        except (ServerFailed, RuntimeError, ValueError) as error:
+            print(f"bench.gpu: {error}", file=sys.stderr)
+            return 1
+    print_table(bench.report)
+    return 0
+
+
+def suffix(scale: float) -> str:
+    """What a scale adds to a workload's name."""
+    return {1.0: "", 0.5: "_half", 2.0: "_double"}.get(scale, f"_x{scale:g}")
+
+
+class Bench:
+    """One run: a model in `folder`, `settings` of its replica, and the report that fills."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, settings: dict[str, Any]) -> None:
+        self.args, self.folder, self.settings = args, folder, settings
+        self.config = WorkerConfig.model_validate(settings)
+        self.kind = "cpu" if self.config.device == "cpu" else "gpu"
+        shards = f".tp{self.config.tp}" if self.config.tp > 1 else ""
+        self.model = f"{self.kind}.{shapes.SHAPES[args.model].label}{shards}"
+        self.report = Report(args.name or f"{self.model}{suffix(args.scale)}", args.out, settings)
+
+    def run(self) -> None:
+        """Raises ServerFailed, RuntimeError or ValueError."""
+        served = self._serve() if self.args.http else None
+        self._offline()
+        if "pressure" in self.args.workloads:
+            self._pressure()
+        if served is not None:
+            mini = f"{self._name('mini')}.output_tok_s"
+            offline = next(figure.value for figure in self.report.figures if figure.name == mini)
+            ratio = Figure(f"{self.kind}.http.mini.vs_offline", served["output_tok_s"] / offline, "ratio", True)
+            self.report.add("http", served, ratio)
+
+    def _name(self, job: str) -> str:
+        """What a workload's figures begin with."""
+        return f"{self.model}.{job}{suffix(self.args.scale)}"
+
+    def _serve(self) -> dict[str, Any]:
+        from bench import over_http
+
+        args = self.args
+        print(f"mini through shoal serve, HTTP processes: {args.routers}", flush=True)
+        settings = self.settings | {"replicas": 1, "routers": args.routers}
+        measured = over_http.measure(self.folder, settings, JOBS["mini"](args.scale), args.warm_rounds, args.rounds)
+        print(f"  {'mini over HTTP':26s} {measured['output_tok_s']:9.0f} tokens/s", flush=True)
+        return measured | {"routers": args.routers}
+
+    def _offline(self) -> None:
+        """All that one engine can show with the settings as they are."""
+        from bench import replica
+
+        # From the start of this process, unless it has had a server to measure first.
+        start = replica.age_s() if self.args.http else 0.0
+        with replica.started(self.folder, self.config) as engine:
+            loaded = replica.age_s() - start
+            replica.generate(engine, ([[1, 2, 3, 4]], [1]))
+            first = replica.age_s() - start
+            kv_tokens = engine.runner.num_pages * engine.runner.page_size
+            figure = Figure(f"{self.model}.start_to_first_token.seconds", first, "s", False)
+            self.report.add("start", {"engine_s": loaded, "kv_tokens": kv_tokens}, figure)
+            print(f"first token after {first:.1f} s; the KV cache holds {kv_tokens:,} tokens", flush=True)
+            replica.warm_up(engine, self.args.scale)
+            for job in self.args.workloads:
+                if job != "pressure":
+                    self._time(engine, job)
+            for batch in self.args.profile:
+                for grammar in (False, True):
+                    self._decode(engine, batch, grammar)
+
+    def _time(self, engine: "Engine", job: str) -> None:
+        from bench import replica
+
+        args = self.args
+        timed = replica.measure(engine, job, JOBS[job](args.scale), args.warm_rounds, args.rounds)
+        self.report.add(job, timed.raw(), timed.figure(job, self._name(job)))
+
+    def _pressure(self) -> None:
+        """An engine of its own, whose KV cache holds a few of the sequences."""
+        from bench import replica
+
+        job = JOBS["pressure"](self.args.scale)
+        longest = max(map(len, job[0])) + max(job[1])
+        kv_tokens = max(2 * longest, int(PRESSED_TOKENS * self.args.scale))
+        pressed = self.config.model_copy(update={"kv_tokens": kv_tokens, "context_length": longest})
+        with replica.started(self.folder, pressed) as engine:
+            timed = replica.measure(engine, "pressure", job, 0, 1)
+            engine.check_integrity()
+        figure = timed.figure("pressure", self._name("pressure"))
+        self.report.add("pressure", timed.raw() | {"kv_tokens": kv_tokens}, figure)
+
+    def _decode(self, engine: "Engine", batch: int, grammar: bool) -> None:
+        from bench.decoding import observe
+
+        seen = observe(engine, batch, STEPS, grammar)
+        name = f"{'grammar.' if grammar else ''}b{batch}"
+        print(f"decoding, {name}: {seen.step_s * 1e3:.3f} ms a step, traced {seen.traced_step_s * 1e3:.3f}", flush=True)
+        raw = {key: value for key, value in asdict(seen).items() if key != "timeline"}
+        if (line := seen.timeline) is None or seen.host_step_s is None:
+            self.report.add(f"decoding.{name}", raw)
+            return
+        raw |= {"host_step_s": seen.host_step_s, **asdict(line)}
+        self.report.add(
+            f"decoding.{name}",
+            raw,
+            Figure(f"{self.kind}.idle_fraction.{name}", line.idle_fraction, "ratio", False),
+            Figure(f"{self.kind}.idle_between.{name}", line.idle_between_fraction, "ratio", False),
+            Figure(f"{self.kind}.host_step.{name}", seen.host_step_s, "s", False),
+        )
+        for kernel in line.kernels[:TOP_KERNELS]:
+            each, launches = kernel.busy_s / seen.steps, kernel.launches / seen.steps
+            share = kernel.busy_s / line.window_s
+            print(f"  {each * 1e6:9.1f} us a step {share:6.1%} {launches:7.1f} x  {kernel.name[:90]}", flush=True)
+
+
+def print_table(report: Report) -> None:
+    """Every figure with what it is held against."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", box=None, header_style="dim")
+    for heading in ("value", "vLLM", "floor", "to show", ""):
+        table.add_column(heading, justify="right")
+    for figure in report.figures:
+        target = TARGETS.get(figure.name)
+        row = [figure.name, number(figure.value)]
+        if target is not None:
+            known = (target.vllm, target.floor, target.aim)
+            row += ["-" if value is None else number(value) for value in known]
+            reached = figure.value >= target.aim if figure.higher_is_better else figure.value <= target.aim
+            row.append("reached" if reached else "MISSED")
+        table.add_row(*row)
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"written: {report.path.name}", style="dim", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

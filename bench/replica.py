@@ -1,0 +1,138 @@
+"""One replica without a server, and the offline workloads timed on it."""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from bench.jobs import Job, fresh, scaled
+from bench.results import Figure
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.messages import SamplingParams
+
+
+@contextmanager
+def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
+    """An engine, closed at the end. One that this process had before leaves it the GPU's memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    engine = Engine(folder, config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def age_s() -> float:
+    """Seconds since this process was started."""
+    return time.time() - psutil.Process().create_time()
+
+
+@dataclass(frozen=True)
+class Round:
+    """One `generate` of a whole job."""
+
+    seconds: float
+    cached_tokens: int
+
+
+@dataclass
+class Timed:
+    """What became of a workload. `one_token` are the rounds of the same prompts with one token of output, where the
+    workload is about decoding alone."""
+
+    job: Job
+    rounds: list[Round] = field(default_factory=list)
+    one_token: list[Round] = field(default_factory=list)
+    preemptions: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(done.seconds for done in self.rounds)
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(map(len, self.job[0]))
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.job[1])
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Rate of the tokens after the first one."""
+        first = statistics.median(done.seconds for done in self.one_token)
+        return (self.job[1][0] - 1) / (self.seconds - first)
+
+    def figure(self, kind: str, name: str) -> Figure:
+        """The one figure of a workload of this name; its own begins with `name`."""
+        if kind == "bs1":
+            return Figure(f"{name}.decode_tok_s", self.decode_tok_s, "tokens/s", True)
+        if kind == "prefill":
+            return Figure(f"{name}.input_tok_s", self.input_tokens / self.seconds, "tokens/s", True)
+        if kind.startswith("sharedprefix"):
+            return Figure(f"{name}.seconds", self.seconds, "s", False)
+        return Figure(f"{name}.output_tok_s", self.output_tokens / self.seconds, "tokens/s", True)
+
+    def raw(self) -> dict[str, Any]:
+        """All that was measured, for the result file."""
+        found: dict[str, Any] = {
+            "requests": len(self.job[0]),
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "seconds": [round(done.seconds, 5) for done in self.rounds],
+            "cached_input_tokens": [done.cached_tokens for done in self.rounds],
+            "preemptions": self.preemptions,
+        }
+        if self.one_token:
+            found["first_token_seconds"] = [round(done.seconds, 5) for done in self.one_token]
+        return found
+
+
+def generate(engine: Engine, job: Job) -> Round:
+    """The job with an empty cache, greedily, every output to its full length. Raises RuntimeError for an output that
+    failed or has another length."""
+    sampling = [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in job[1]]
+    engine.reset_cache()
+    start = time.perf_counter()
+    finished = engine.generate(job[0], sampling)
+    seconds = time.perf_counter() - start
+    for done, length in zip(finished, job[1], strict=True):
+        if done.failure is not None:
+            raise RuntimeError(f"a request failed: {done.failure.message}")
+        if len(done.token_ids) != length:
+            raise RuntimeError(f"{len(done.token_ids)} tokens came out where {length} were asked for")
+    return Round(seconds, sum(done.cached_tokens for done in finished))
+
+
+def warm_up(engine: Engine, scale: float) -> None:
+    """Large and small batches, of prefill and of decode: what is compiled or chosen at its first use is then there."""
+    generate(engine, ([fresh(64, 0)], [16]))
+    many = scaled(256, scale)
+    generate(engine, ([fresh(128, 1000 + i) for i in range(many)], [8 + i % 32 for i in range(many)]))
+    long = scaled(8, scale)
+    generate(engine, ([fresh(4096, 2000 + i) for i in range(long)], [1] * long))
+
+
+def measure(engine: Engine, kind: str, job: Job, warm_rounds: int, rounds: int) -> Timed:
+    """`rounds` of a workload after `warm_rounds` that do not count; of `bs1`, with the same prompt and one token."""
+    timed = Timed(job)
+    before = engine.load().preemptions
+    for number in range(-warm_rounds, rounds):
+        done = generate(engine, job)
+        first = generate(engine, (job[0], [1])) if kind == "bs1" else None
+        print(f"  {kind:26s} {done.seconds:9.3f} s{'' if number >= 0 else '  (warm-up)'}", flush=True)
+        if number >= 0:
+            timed.rounds.append(done)
+            timed.one_token += [first] if first is not None else []
+    timed.preemptions = engine.load().preemptions - before
+    return timed
