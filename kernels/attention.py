@@ -35,7 +35,7 @@ class AttentionBatch:
 
     Chunk c is positions `starts[c]` to `starts[c] + lengths[c]` of the sequence whose pages are
     `tables[rows[c], :]` (only the first `ceil((starts[c] + lengths[c]) / page_size)` are read). All int32, on the host.
-    A row stands in a batch at most once.
+    A row stands in a batch at most once. Chunks of one token come first: a backend may treat them apart.
     """
 
     tables: np.ndarray
@@ -57,13 +57,23 @@ class AttentionBackend(ABC):
     """Causal attention of chunks over their sequences' pages.
 
     Whatever depends only on the batch is worked out in `plan`, once a step; `run` is called once a layer after it.
+    On a GPU another kernel may write the keys and values (`kernels.fused.rotate_and_store`): it finds the places in
+    `rows` and `kv`, and `attend` is called in the place of `run`.
     """
+
+    kv: torch.Tensor
+    """The pages, as this module lays them out."""
+    rows: torch.Tensor
+    """Where the key and value of each token of the planned batch go: what `token_rows` says, int64 on the pages' device."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare for the layers of one step. `batch` is not kept changed or read after the step."""
 
     @abstractmethod
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """The second half of `run`: the chunks' keys and values are in the pages of `layer` already."""
+
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Write the chunks' keys and values into the pages of `layer`, then attend.
 
@@ -71,6 +81,22 @@ class AttentionBackend(ABC):
         pages' dtype and on their device; each token's heads are contiguous, tokens may lie further apart.
         Returns `[num_tokens, num_heads, head_dim]`, contiguous.
         """
+        keys, values = self.kv[layer].flatten(1, 3)
+        num_kv_heads, page_size, head_dim = self.kv.shape[3:]
+        rows = (self.rows[:, None] + torch.arange(num_kv_heads, device=self.rows.device) * page_size).flatten()
+        keys.index_copy_(0, rows, k.reshape(-1, head_dim))
+        values.index_copy_(0, rows, v.reshape(-1, head_dim))
+        return self.attend(layer, q)
+
+
+class GraphAttention(AttentionBackend):
+    """A backend whose `attend` may be captured in a CUDA graph, for batches of chunks of one token."""
+
+    @abstractmethod
+    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+        """As `plan`, for a graph of `size` sequences, of which the batch has that many or fewer. After it the graph of
+        that size may be captured or replayed: `rows` has `size` entries, and those beyond the batch write into the last
+        page, which is nobody's."""
 
 
 def token_positions(batch: AttentionBatch) -> np.ndarray:

@@ -9,4 +9,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Taken in the weight's dtype: a model that multiplies in float32 whatever it runs in (Gemma) keeps the weight so.
     """
+    if x.is_cuda and x.ndim == 2:
+        from kernels import fused
+
+        return fused.rms_norm(x, weight, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`residual += x`, in place, and `rms_norm` of the sum. x, residual: contiguous `[n, size]` of one dtype."""
+    if x.is_cuda:
+        from kernels import fused
+
+        return fused.add_rms_norm(x, residual, weight, eps)
+    residual += x
+    return rms_norm(residual, weight, eps)

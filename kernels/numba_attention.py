@@ -50,7 +50,7 @@ class NumbaAttention(TorchAttention):
             limited = counts if window is None else np.minimum(counts, window)
             self._seen[window] = _Seen((last - limited).astype(np.int32), limited.astype(np.int32))
 
-    def _attend_chunks(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=torch.float32)
         for group in self._groups:
             self._attend_group(layer, group, q, out)

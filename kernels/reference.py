@@ -1,5 +1,7 @@
 """Attention written as its definition, one query at a time in float64. Tests hold every backend to it."""
 
+from collections.abc import Iterator
+
 import torch
 
 from kernels.attention import AttentionBackend, AttentionBatch, AttentionShape
@@ -16,16 +18,23 @@ class ReferenceAttention(AttentionBackend):
         self.batch = batch
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for token, (row, position) in enumerate(self._tokens()):
+            page, offset = self._locate(row, position)
+            self.kv[layer, 0, page, :, offset] = k[token]
+            self.kv[layer, 1, page, :, offset] = v[token]
+        return self.attend(layer, q)
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        batch, token = self.batch, 0
+        for token, (row, position) in enumerate(self._tokens()):
+            out[token] = self._attend(layer, q[token], row, position)
+        return out
+
+    def _tokens(self) -> Iterator[tuple[int, int]]:
+        batch = self.batch
         for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
             for position in range(start, start + length):
-                page, offset = self._locate(row, position)
-                self.kv[layer, 0, page, :, offset] = k[token]
-                self.kv[layer, 1, page, :, offset] = v[token]
-                out[token] = self._attend(layer, q[token], row, position)
-                token += 1
-        return out
+                yield int(row), position
 
     def _locate(self, row: int, position: int) -> tuple[int, int]:
         page_size = self.kv.shape[4]

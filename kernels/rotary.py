@@ -59,6 +59,11 @@ class Rope:
         cos, sin = turns.cos() * self.amplitude, turns.sin() * self.amplitude
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
+    def table(self, length: int, device: torch.device) -> torch.Tensor:
+        """For every position below `length`, the cosines and then the sines: float32 `[length, head_dim]`."""
+        turns = torch.arange(length, dtype=torch.float32, device=device)[:, None] * self.frequencies().to(device)
+        return torch.cat((turns.cos(), turns.sin()), dim=-1) * self.amplitude
+
     def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
         """Slow dimensions are interpolated, fast ones left, with a ramp between (https://arxiv.org/abs/2309.00071)."""
         original = self.scaling["original_max_position_embeddings"]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention import AttentionBackend, AttentionBatch, AttentionShape, token_positions, token_rows
+from kernels.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class TorchAttention(AttentionBackend):
     """
 
     def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
+        self.kv = kv
         self.shape = shape
         self.page_size = kv.shape[4]
         self.device, self.dtype = kv.device, kv.dtype
@@ -44,6 +46,7 @@ class TorchAttention(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> None:
         chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         first_heads = self._rows(batch, chunk_of_token, token_positions(batch))
+        self.rows = self._tensor(first_heads)
         self._written = self._tensor((first_heads[:, None] + self._head_rows).ravel())
         self._plan_chunks(batch)
 
@@ -51,7 +54,7 @@ class TorchAttention(AttentionBackend):
         keys, values = self.flat[layer]
         keys.index_copy_(0, self._written, k.reshape(-1, self.shape.head_dim))
         values.index_copy_(0, self._written, v.reshape(-1, self.shape.head_dim))
-        return self._attend_chunks(layer, q)
+        return self.attend(layer, q)
 
     def _plan_chunks(self, batch: AttentionBatch) -> None:
         decodes = np.flatnonzero(batch.lengths == 1)
@@ -59,7 +62,7 @@ class TorchAttention(AttentionBackend):
         if len(decodes):
             self._groups.append(self._group(batch, decodes))
 
-    def _attend_chunks(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
             self._attend_group(layer, group, q, out)
@@ -116,4 +119,4 @@ class TorchAttention(AttentionBackend):
         return token_rows(batch, chunks, positions, self.shape.num_kv_heads, self.page_size)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return to_device(np.ascontiguousarray(array), self.device)

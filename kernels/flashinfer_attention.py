@@ -1,0 +1,266 @@
+"""Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for chunks on Hopper.
+
+The kernels are called as FlashInfer's wrappers call them, without the wrappers: those copy their metadata anew for every
+batch size, and wait for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.attention import AttentionBatch, AttentionShape, GraphAttention, token_positions, token_rows
+from kernels.transfer import StaticArrays, to_device
+
+# Bytes of what the planners write for a step: some arrays of 4 bytes a tile of queries and a head.
+_PLAN_BYTES = 8 << 20
+# Bytes at least of what parts of a split context leave to be merged.
+_PARTIAL_BYTES = 128 << 20
+# Steps whose plans may be on their way to the device at once.
+_PLANS_IN_FLIGHT = 3
+# Rows of queries (times heads a KV head) in the smallest tile, for chunks of one token.
+_SMALLEST_TILE = 16
+
+_HND, _FULL, _CAUSAL = 1, 0, 1
+
+
+class _Workspace:
+    """Where a planner leaves its plan: a buffer on the device and, since the copy to it is not waited for, several on
+    the host in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_bytes = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._host = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_PLANS_IN_FLIGHT)]
+        self._copied = [torch.cuda.Event() for _ in self._host]
+        self._turn = 0
+
+    def plan(self, planner: Callable[..., Any], partial: torch.Tensor, *arguments: Any) -> Any:
+        self._turn = (self._turn + 1) % _PLANS_IN_FLIGHT
+        self._copied[self._turn].synchronize()
+        plan = planner(partial, self.device_bytes, self._host[self._turn], *arguments)
+        self._copied[self._turn].record()
+        return plan
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive chunks that one kernel attends for: tokens `first` to `last`. The arrays are on the device; `plan` is
+    the planner's."""
+
+    module: Any
+    workspace: _Workspace
+    plan: Any
+    first: int
+    last: int
+    mask: int
+    query_ends: torch.Tensor
+    page_ends: torch.Tensor
+    pages: torch.Tensor
+    last_page_tokens: torch.Tensor
+
+
+def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
+    """Whether FlashInfer is there and has such a kernel."""
+    try:
+        import flashinfer.prefill  # noqa: F401
+    except ImportError:
+        return False
+    plain = shape.softcap is None and all(window is None for window in shape.windows)
+    return plain and dtype in (torch.bfloat16, torch.float16) and shape.head_dim in (64, 128, 256)
+
+
+class FlashInferAttention(GraphAttention):
+    """`kv` is the pages (see `kernels.attention`), on a GPU; the last page is nobody's. A graph holds up to `max_graph`
+    sequences, whose tables have up to `max_pages` pages together. Raises ImportError without FlashInfer.
+    """
+
+    def __init__(self, kv: torch.Tensor, shape: AttentionShape, max_graph: int, max_pages: int) -> None:
+        from flashinfer.prefill import get_batch_prefill_module
+        from flashinfer.utils import is_sm90a_supported
+
+        self.kv, self.shape = kv, shape
+        self.page_size = kv.shape[4]
+        self.device = kv.device
+        # Types of q, kv, output and indices; head dimensions; no positions, windows or softcap; float32 accumulation.
+        kernel = (kv.dtype, kv.dtype, kv.dtype, torch.int32, shape.head_dim, shape.head_dim, 0, False, False, False)
+        self._single_module = get_batch_prefill_module("fa2", *kernel)
+        self._is_hopper = is_sm90a_supported(self.device)
+        self._chunk_module = get_batch_prefill_module("fa3", *kernel) if self._is_hopper else self._single_module
+        self._single_workspace, self._chunk_workspace = _Workspace(self.device), _Workspace(self.device)
+        group = shape.num_heads // shape.num_kv_heads
+        tiles = max(max_graph, 2 * _multiprocessors(self.device) // shape.num_kv_heads) + 1
+        partials = shape.num_heads * -(-tiles * _SMALLEST_TILE // group) * (shape.head_dim + 1) * 4
+        self._partial = torch.zeros(max(_PARTIAL_BYTES, partials + 4096), dtype=torch.uint8, device=self.device)
+        self._host_range = torch.arange(max_graph + 1, dtype=torch.int32)
+        self._device_range = self._host_range.to(self.device)
+        self._static = StaticArrays(
+            self.device,
+            {
+                "rows": (torch.int64, max_graph),
+                "page_ends": (torch.int32, max_graph + 1),
+                "last_page_tokens": (torch.int32, max_graph),
+                "pages": (torch.int32, max_pages + max_graph),
+            },
+        )
+        self._parts: list[_Part] = []
+
+    def plan(self, batch: AttentionBatch) -> None:
+        chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+        rows = token_rows(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
+        self.rows = to_device(rows, self.device)
+        singles = int((batch.lengths == 1).sum())
+        if not (batch.lengths[:singles] == 1).all():
+            raise ValueError("chunks of one token must come first")
+        contexts, counts = self._contexts(batch)
+        parts = [part for part in ((0, singles), (singles, len(counts))) if part[0] < part[1]]
+        arrays = []
+        for first, last in parts:
+            arrays += [
+                _ends(batch.lengths[first:last]),
+                _ends(counts[first:last]),
+                contexts[first:last] - (counts[first:last] - 1) * self.page_size,
+                _pages(batch, counts, first, last),
+            ]
+        tensors = _sent(arrays, self.device)
+        self._parts, token = [], 0
+        for index, (first, last) in enumerate(parts):
+            of_part, end = slice(4 * index, 4 * index + 4), token + int(batch.lengths[first:last].sum())
+            self._parts.append(
+                self._planned(arrays[of_part], tensors[of_part], contexts[first:last], token, end, graph=False)
+            )
+            token = end
+
+    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+        padding = size - len(batch.lengths)
+        contexts, counts = self._contexts(batch)
+        scratch = self.kv.shape[2] - 1
+        chunks = np.arange(len(counts))
+        arrays = {
+            "rows": token_rows(batch, chunks, batch.starts, self.shape.num_kv_heads, self.page_size),
+            "page_ends": _ends(np.pad(counts, (0, padding), constant_values=1)),
+            "last_page_tokens": contexts - (counts - 1) * self.page_size,
+            "pages": _pages(batch, counts, 0, len(counts)),
+        }
+        if padding:
+            row = scratch * self.shape.num_kv_heads * self.page_size
+            for name, value in (("rows", row), ("last_page_tokens", 1), ("pages", scratch)):
+                arrays[name] = np.pad(arrays[name], (0, padding), constant_values=value)
+            contexts = np.pad(contexts, (0, padding), constant_values=1)
+        static = self._static
+        static.fill(arrays)
+        self.rows = static["rows"][:size]
+        host = [self._host_range[: size + 1].numpy(), arrays["page_ends"]]
+        device = [
+            self._device_range[: size + 1],
+            static["page_ends"][: size + 1],
+            static["last_page_tokens"][:size],
+            static["pages"],
+        ]
+        self._parts = [self._planned(host, device, contexts, 0, size, graph=True)]
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q)
+        keys, values = self.kv[layer]
+        for part in self._parts:
+            part.module.paged_run(
+                self._partial,
+                part.workspace.device_bytes,
+                part.plan,
+                q[part.first : part.last],
+                keys,
+                values,
+                part.query_ends,
+                part.page_ends,
+                part.pages,
+                part.last_page_tokens,
+                out[part.first : part.last],
+                None,  # no log-sum-exp
+                part.mask,
+                _HND,
+                -1,  # no window
+                True,  # may start while the kernel before it ends
+                *(None,) * 6,  # custom masks, slopes, items
+                0.0,  # no softcap
+                self.shape.scale,
+                *(None,) * 3,  # scales of FP8
+                1.0,
+                1e4,
+                0,
+                0,
+            )
+        return out
+
+    def _planned(
+        self,
+        host: list[np.ndarray],
+        device: list[torch.Tensor],
+        contexts: np.ndarray,
+        first: int,
+        last: int,
+        graph: bool,
+    ) -> _Part:
+        """`host` begins with the ends of the chunks' queries and of their pages; `device` is all of `_Part`'s arrays."""
+        num_chunks = len(contexts)
+        is_single = last - first == num_chunks
+        fa3 = self._is_hopper and not is_single
+        module = self._single_module if is_single else self._chunk_module
+        workspace = self._single_workspace if is_single else self._chunk_workspace
+        shape = self.shape
+        arguments = [
+            torch.from_numpy(host[0]),
+            torch.from_numpy(host[1]),
+            torch.from_numpy(contexts.astype(np.int32)),
+            last - first,
+            num_chunks,
+            shape.num_heads,
+            shape.num_kv_heads,
+            self.page_size,
+            graph,
+            shape.head_dim,
+            shape.head_dim,
+            not is_single,  # causal
+            -1,  # no window
+        ]
+        if not fa3:
+            # Contexts are split as the planner likes; no other kernel shares the GPU; a graph's chunks are all of one.
+            arguments += [-1, False, 0, 1 if graph else 0]
+        plan = workspace.plan(module.plan, self._partial, *arguments)
+        return _Part(module, workspace, plan, first, last, _FULL if is_single else _CAUSAL, *device)
+
+    def _contexts(self, batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and pages that each chunk sees, itself included: int32."""
+        contexts = batch.starts + batch.lengths
+        return contexts, -(-contexts // self.page_size)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    """0 and where each of these ends, one after the other: int32."""
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return ends
+
+
+def _pages(batch: AttentionBatch, counts: np.ndarray, first: int, last: int) -> np.ndarray:
+    """The first `counts[c]` pages of the chunks `first` to `last`, one after the other: int32."""
+    counts = counts[first:last].astype(np.int64)
+    starts = batch.rows[first:last].astype(np.int64) * batch.tables.shape[1] - (np.cumsum(counts) - counts)
+    return batch.tables.ravel().take(np.repeat(starts, counts) + np.arange(counts.sum()))
+
+
+def _sent(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays, int32, on the device, in one copy. Each begins at a multiple of 16 bytes."""
+    lengths = [-(-len(array) // 4) * 4 for array in arrays]
+    together = np.zeros(sum(lengths), dtype=np.int32)
+    at, places = 0, []
+    for array, length in zip(arrays, lengths, strict=True):
+        together[at : at + len(array)] = array
+        places.append((at, at + len(array)))
+        at += length
+    sent = to_device(together, device)
+    return [sent[begin:end] for begin, end in places]

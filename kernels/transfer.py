@@ -1,0 +1,53 @@
+"""Arrays from the host to the device, without anybody waiting for the copy."""
+
+import numpy as np
+import torch
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor on `device` with the array's values. On a CPU it may share the array's memory.
+
+    A GPU copies from memory that cannot be paged out, which torch reuses no sooner than the copy has ended.
+    """
+    host = torch.from_numpy(array)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class StaticArrays:
+    """Tensors of fixed addresses, which CUDA graphs read, filled from host arrays in one copy.
+
+    `capacities` are the tensors' greatest lengths by name; all are int32 or int64, as `dtypes` says. The one whose
+    length varies most goes last: what lies beyond it is not copied.
+    """
+
+    def __init__(self, device: torch.device, layout: dict[str, tuple[torch.dtype, int]]) -> None:
+        self._places: dict[str, tuple[int, np.dtype]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        size = sum(_aligned(dtype.itemsize * length) for dtype, length in layout.values())
+        self._device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        at = 0
+        for name, (dtype, length) in layout.items():
+            size = dtype.itemsize * length
+            self._tensors[name] = self._device_bytes[at : at + size].view(dtype)
+            self._places[name] = at, np.dtype(str(dtype).removeprefix("torch."))
+            at += _aligned(size)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def fill(self, arrays: dict[str, np.ndarray]) -> None:
+        """Values of all tensors, in the layout's order; each array may be shorter than its tensor."""
+        last = list(self._places)[-1]
+        end = self._places[last][0] + self._places[last][1].itemsize * len(arrays[last])
+        host = torch.empty(end, dtype=torch.uint8, pin_memory=self._device_bytes.is_cuda)
+        raw = host.numpy()
+        for name, (at, dtype) in self._places.items():
+            array = arrays[name]
+            raw[at : at + dtype.itemsize * len(array)].view(dtype)[:] = array
+        self._device_bytes[:end].copy_(host, non_blocking=True)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
