@@ -1,6 +1,6 @@
 """One step in the making: which sequences are in it, with how many tokens each, and what is left of its budget."""
 
-from worker.plan import Chunk, Plan
+from worker.plan import PENDING, Chunk, Plan
 from worker.request import Sequence
 
 # Most in a step: where log probabilities of prompts are wanted, every token gives a row, of vocabulary x 4 bytes.
@@ -51,15 +51,28 @@ class Batch:
                 return True
         return False
 
+    def sequences(self) -> list[Sequence]:
+        """Those in this step, in the order of the plan's chunks."""
+        return list(self._sizes)
+
     def plan(self, step: int) -> Plan:
-        """The step as the ranks see it. From now on the sequences count as computed so far."""
+        """The step as the ranks see it. From now on the sequences count as computed so far, and those of which nothing
+        is missing then have one more token pending."""
         return Plan(step, [_chunk(seq, size) for seq, size in self._sizes.items()])
 
 
 def _chunk(seq: Sequence, size: int) -> Chunk:
-    start, end = seq.num_computed, seq.num_computed + size
-    token_ids = [seq.last_token] if size == 1 and end == seq.tokens.size else seq.tokens.view(start, end).tolist()
-    num_logits = 1 if end == seq.tokens.size else 0
+    start, end, known = seq.num_computed, seq.num_computed + size, seq.tokens.size
+    if start == known:
+        token_ids = [PENDING]
+    elif size == 1 and end == known:
+        token_ids = [seq.last_token]
+    else:
+        token_ids = seq.tokens.view(start, end).tolist()
+    num_logits = 0
+    if end == known + seq.num_pending:
+        num_logits = 1
+        seq.num_pending += 1
     if seq.wants_prompt_logits:
         num_logits = end - max(start, seq.reusable_tokens)
     if seq.new_table:

@@ -1,7 +1,9 @@
 """One replica without its socket: the scheduler, the model, the sampler and the grammars, put together.
 
-A step reads `schedule -> run -> sample -> update`. The scheduler sees plans and sampled tokens only, so a plan may as
-well go to other ranks, and the next one be made while this one runs.
+A step reads `schedule -> forward -> sample -> update`. The scheduler sees plans and sampled tokens only, so a plan may
+as well go to other ranks. With overlap, step n+1 is planned and launched while the device still runs step n; then the
+tokens of n are waited for, and what the next tokens depend on (penalties, grammars, who has ended) is up to date when
+the sampling of n+1 is launched. Only the tokens themselves pass from step to step on the device.
 """
 
 import logging
@@ -21,11 +23,12 @@ from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
+from worker.logprobs import PendingLogprobs, prompt_logprobs
 from worker.messages import Failure, Generate, Grammar, Load, Output, SamplingParams, TokenLogprobs
 from worker.plan import Plan
 from worker.request import Sequence
 from worker.runner import Runner
-from worker.sampling import Sampled, Sampler, prompt_logprobs
+from worker.sampling import PendingSample, Sampled, Sampler
 from worker.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ class Parts(NamedTuple):
 def load_parts(model_dir: Path, config: WorkerConfig) -> Parts:
     """Loads the model of a folder. Raises whatever its files or the device have to complain about."""
     runner = Runner(model_dir, config)
-    sampler = Sampler(config.max_running, runner.vocab_size, runner.device)
+    sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
     grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
     return Parts(runner, sampler, grammars)
 
@@ -70,6 +73,15 @@ class Finished:
             self.prompt_logprobs = output.prompt_logprobs
         self.finish_reason = output.finish_reason or ""
         self.failure = output.failure
+
+
+class _Flight(NamedTuple):
+    """A step that was launched: the slots that get a token, and what its results are asked of."""
+
+    plan: Plan
+    slots: list[int] = []
+    pending: PendingSample | None = None
+    prompts: dict[int, PendingLogprobs] = {}
 
 
 class Engine:
@@ -97,6 +109,8 @@ class Engine:
             eos_token_ids=self.runner.eos_token_ids,
             clock=clock,
         )
+        self._overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        self._flight: _Flight | None = None  # what is launched and not finished between two steps
         self._on_ready = on_ready
         self._compiling: dict[str, tuple[Future[CompiledGrammar], Grammar]] = {}
         self._compiled: queue.SimpleQueue[tuple[str, Future[CompiledGrammar]]] = queue.SimpleQueue()
@@ -123,18 +137,20 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. A grammar that compiles is none: `on_ready` tells."""
-        return self.scheduler.has_work or not self._compiled.empty()
+        return self.scheduler.has_work or self._flight is not None or not self._compiled.empty()
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Computes one batch. Returns what there is to tell. Raises DeviceLost."""
+        """Computes one batch. Returns what there is to tell: with overlap, of the batch before. Raises DeviceLost."""
         self._take_compiled()
         plan = self.scheduler.schedule()
         self._take_slots(plan)
-        if plan is not None and plan.chunks:
-            logits = self._run(plan)
-            if logits is not None:
-                self.scheduler.update(plan, *self._sample(plan, logits))
+        logits = self._forward(plan) if plan is not None and plan.chunks else None
+        self._finish_flight()
+        if plan is not None:
+            self._flight = self._sample(plan, logits)
+            if not self._overlap:
+                self._finish_flight()
         outputs = self.scheduler.take_outputs()
         self._leave_slots()
         if self._grammars:
@@ -196,52 +212,73 @@ class Engine:
 
     # ------------------------------------------------------------ the parts of a step
 
-    def _run(self, plan: Plan) -> torch.Tensor | None:
-        """The logits of a step. When the model fails, so do this step's requests, and those alone."""
+    def _forward(self, plan: Plan) -> torch.Tensor | Exception:
+        """The logits of a step, which the device may yet have to compute; or why there are none."""
         try:
             return self.runner.forward(plan)
         except Exception as error:
-            if _is_lost(self.runner.device):
-                raise DeviceLost(f"{self.runner.device} failed in step {plan.step} and does not answer") from error
-            self._fail([chunk.slot for chunk in plan.chunks], f"the model failed in step {plan.step}", error)
-            return None
+            self._raise_if_lost(plan, error)
+            return error
 
-    def _sample(self, plan: Plan, logits: torch.Tensor) -> tuple[dict[int, Sampled], dict[int, list[TokenLogprobs]]]:
-        """By slot: the next token of every sequence that lacks none any more, and log probabilities of prompts."""
-        slots: list[int] = []
-        rows: list[int] = []
-        prompts: dict[int, list[TokenLogprobs]] = {}
-        end = 0
+    def _sample(self, plan: Plan, logits: torch.Tensor | Exception | None) -> "_Flight":
+        """Begins to sample the next token of every sequence in a step that lacks none. Of a step without logits, all
+        fail, and they alone."""
+        if isinstance(logits, Exception):
+            self._fail([chunk.slot for chunk in plan.chunks], f"the model failed in step {plan.step}", logits)
+        if not isinstance(logits, torch.Tensor):
+            return _Flight(plan)
+        slots: list[int] = []  # of every row of logits: -1 is nobody's
+        prompts: dict[int, PendingLogprobs] = {}
         for chunk in plan.chunks:
-            start, end = end, end + chunk.num_logits
+            if not chunk.num_logits:
+                continue
+            start = len(slots)
+            slots += [-1] * chunk.num_logits
             seq = self.scheduler.sequence(chunk.slot)
-            assert seq is not None
-            if seq.wants_prompt_logits and chunk.num_logits:
+            if seq is None:
+                continue  # the step before was its last
+            if seq.wants_prompt_logits:
                 try:
-                    prompts[chunk.slot] = self._prompt_logprobs(seq, logits[start:end])
+                    prompts[chunk.slot] = self._prompt_logprobs(seq, logits[start : len(slots)])
                 except Exception as error:
                     self._fail([chunk.slot], "log probabilities of the prompt failed", error)
                     continue
-            if seq.num_missing == 0:
-                slots.append(chunk.slot)
-                rows.append(end - 1)
-        if not slots:
-            return {}, prompts
-        if len(rows) < end:
-            logits = logits[torch.tensor(rows, device=logits.device)]
+            if seq.num_computed == seq.tokens.size:
+                slots[-1] = chunk.slot
+        sampled = [slot for slot in slots if slot >= 0]
+        if not sampled:
+            return _Flight(plan, prompts=prompts)
         try:
-            sampled = self.sampler.sample(logits, slots)
+            return _Flight(plan, sampled, self.sampler.launch(logits, slots), prompts)
         except Exception as error:  # not one row's: those are in the answer
-            self._fail(slots, f"sampling failed in step {plan.step}", error)
-            return {}, prompts
-        return dict(zip(slots, sampled, strict=True)), prompts
+            self._raise_if_lost(plan, error)
+            self._fail(sampled, f"sampling failed in step {plan.step}", error)
+            return _Flight(plan, prompts=prompts)
 
-    def _prompt_logprobs(self, seq: Sequence, logits: torch.Tensor) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, seq: Sequence, logits: torch.Tensor) -> PendingLogprobs:
         """Of the prompt's tokens that follow those of `logits` [n, vocabulary]. The prompt's last token has none after
         it."""
         first = seq.num_computed - len(logits) + 1
-        token_ids = seq.tokens.view(first, seq.num_computed + 1).tolist()
+        token_ids = seq.tokens.view(first, min(seq.num_computed + 1, seq.num_prompt))
         return prompt_logprobs(logits[: len(token_ids)], token_ids, seq.sampling.prompt_logprobs or 0)
+
+    def _finish_flight(self) -> None:
+        """Waits for the step in flight, if there is one, and takes its tokens."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        sampled: dict[int, Sampled] = {}
+        try:
+            if flight.pending is not None:
+                sampled = dict(zip(flight.slots, flight.pending.result(), strict=True))
+            prompts = {slot: pending.result() for slot, pending in flight.prompts.items()}
+        except Exception as error:
+            raise DeviceLost(f"{self.runner.device} failed in step {flight.plan.step}") from error
+        self.scheduler.update(flight.plan, sampled, prompts)
+
+    def _raise_if_lost(self, plan: Plan, error: Exception) -> None:
+        if _is_lost(self.runner.device):
+            raise DeviceLost(f"{self.runner.device} failed in step {plan.step} and does not answer") from error
 
     # ------------------------------------------------------------ slots of the sampler
 
@@ -254,7 +291,7 @@ class Engine:
             except Exception as error:
                 self._fail([seq.slot], "the request could not be prepared", error)
         if plan is not None and self.scheduler.vacated:
-            plan.chunks = [chunk for chunk in plan.chunks if self.scheduler.sequence(chunk.slot) is not None]
+            self.scheduler.withdraw_ended(plan)
 
     def _take_slot(self, seq: Sequence) -> None:
         compiled = self._grammars.get(seq.request_id)

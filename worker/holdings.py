@@ -39,7 +39,7 @@ class Holdings:
         seq.node = match.node
         seq.pages.extend(match.pages)
         seq.num_shared = len(match.pages)
-        seq.num_computed = match.num_tokens
+        seq.num_computed = seq.num_confirmed = match.num_tokens
         seq.new_table = True
         return True
 
@@ -52,9 +52,10 @@ class Holdings:
         seq.pages.extend(pages)
 
     def cache(self, seq: Sequence) -> None:
-        """Gives the tree the whole pages that `seq` has computed, and holds them there. Where another was faster, the
-        sequence goes on with the tree's pages in place of its own."""
-        num_full = seq.num_computed // self.page_size
+        """Gives the tree the whole pages of `seq` that ended steps computed, and holds them there. Where another was
+        faster, the sequence goes on with the tree's pages in place of its own. A step in flight may still read those:
+        whatever is written into them next comes after it."""
+        num_full = seq.num_confirmed // self.page_size
         if num_full <= seq.num_shared:
             return
         tokens, pages = seq.tokens.view(0, num_full * self.page_size), seq.pages.view(0, num_full)
@@ -71,7 +72,7 @@ class Holdings:
         seq.num_shared = num_full
 
     def close(self, seq: Sequence, keep: bool) -> None:
-        """Ends holding anything. `keep`: the whole pages that it computed go to the tree first."""
+        """Ends holding anything. `keep`: the whole pages that ended steps computed go to the tree first."""
         if keep:
             self.cache(seq)
         self.pool.free(seq.pages.view(seq.num_shared, seq.pages.size))
@@ -79,7 +80,7 @@ class Holdings:
         self.tree.unlock(seq.node)
         seq.node = None
         seq.pages.clear()
-        seq.num_shared = seq.num_computed = 0
+        seq.num_shared = seq.num_computed = seq.num_confirmed = 0
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every page has exactly one owner. Walks the tree."""

@@ -61,8 +61,9 @@ class IntRow:
 class Sequence:
     """The state of one request, owned and changed by the scheduler alone.
 
-    Its tokens are the prompt's, then the outputs'. `num_computed` of them have their KV in `pages`; whatever is missing
-    is computed in chunks. The first `num_shared` pages are the tree's, kept by a lock on `node`; the rest are its own.
+    Its tokens are the prompt's, then the outputs', then `num_pending` that steps in flight sample: those exist, and
+    their values are not known yet. `num_computed` tokens have their KV in `pages`, by steps in flight too; whatever is
+    missing is computed in chunks. Steps that have ended computed `num_confirmed` of them. The first `num_shared` pages are the tree's, kept by a lock on `node`; the rest are its own.
     It is running while it has a `slot` (>= 0).
     """
 
@@ -72,12 +73,15 @@ class Sequence:
         "arrived_s",
         "cached_estimate",
         "cached_tokens",
+        "ended",
         "estimated_at_step",
         "grammar",
         "last_token",
         "new_table",
         "node",
         "num_computed",
+        "num_confirmed",
+        "num_pending",
         "num_prompt",
         "num_sent_pages",
         "num_shared",
@@ -117,6 +121,9 @@ class Sequence:
         self.slot = -1
         self.new_table = False  # the ranks' row of the slot is another sequence's, or an outdated one of this
         self.num_computed = 0
+        self.num_confirmed = 0
+        self.num_pending = 0
+        self.ended = False  # finished, failed or aborted: whatever is in flight of it is dropped
         self.pages = IntRow([])
         self.num_sent_pages = 0  # of `pages`, how many the ranks know
         self.num_shared = 0
@@ -132,13 +139,13 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and outputs so far."""
+        """Prompt and outputs that are known."""
         return self.tokens.size
 
     @property
     def num_missing(self) -> int:
         """Tokens whose KV is yet to be computed. The last of them gives the logits of the next token."""
-        return self.tokens.size - self.num_computed
+        return self.tokens.size + self.num_pending - self.num_computed
 
     @property
     def is_running(self) -> bool:
@@ -169,7 +176,7 @@ class Sequence:
 
     def pages_missing(self, page_size: int) -> int:
         """Pages that it has yet to get for the tokens it has now."""
-        return max(0, pages_for(self.tokens.size, page_size) - self.pages.size)
+        return max(0, pages_for(self.tokens.size + self.num_pending, page_size) - self.pages.size)
 
     def pages_to_grow(self, page_size: int) -> int:
         """Pages that it may yet need, beyond those for the tokens it has now, until its last token."""

@@ -1,23 +1,27 @@
 """From logits to tokens: penalties, biases, grammars, temperature and filters for a batch whose rows want different
-things. What a row gets depends on its own logits, parameters, history and seed, and on nothing else in the batch."""
+things. What a row gets depends on its own logits, parameters, history and seed, and on nothing else in the batch.
+
+`launch` puts all the work on the device and does not wait for it; what depends on the tokens is counted in `result`. On
+a CPU the same steps run at once, with `worker.draw` in place of `worker.device_draw`.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from worker import device_draw
 from worker.draw import draw, uniform
+from worker.edits import Edits, History, apply_edits
 from worker.grammar import GrammarError, GrammarState, apply_bitmask, new_bitmask
+from worker.logprobs import PendingLogprobs
 from worker.messages import Failure, SamplingParams, TokenLogprobs
+from worker.transfer import to_device, to_host
 
-# Taken off the logits of tokens that must not come yet. Finite, so that they still come where a grammar leaves nothing
-# else; far below any bias, so that otherwise their probability is 0.
-_BAN = 1e6
 # Below this temperature the likeliest token is taken: it is what the division leaves, without overflow.
 _GREEDY_BELOW = 1e-5
-_PROMPT_ROWS = 128  # rows of the vocabulary's width that `prompt_logprobs` copies at a time
 
 
 @dataclass(slots=True)
@@ -29,41 +33,10 @@ class Sampled:
     failure: Failure | None = None
 
 
-@dataclass(slots=True)
-class _History:
-    """The different tokens that a row's penalties look at, and how often each was output."""
-
-    ids: np.ndarray
-    counts: np.ndarray
-    size: int = 0
-    places: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, prompt_ids: Iterable[int], output_ids: Iterable[int]) -> "_History":
-        history = cls(np.empty(256, dtype=np.int64), np.empty(256, dtype=np.float32))
-        for token_id in dict.fromkeys(prompt_ids):
-            history.add(token_id, 0)
-        for token_id in output_ids:
-            history.add(token_id, 1)
-        return history
-
-    def add(self, token_id: int, times: int) -> None:
-        place = self.places.get(token_id)
-        if place is not None:
-            self.counts[place] += times
-            return
-        if self.size == len(self.ids):
-            self.ids = np.concatenate([self.ids, np.empty_like(self.ids)])
-            self.counts = np.concatenate([self.counts, np.empty_like(self.counts)])
-        self.ids[self.size], self.counts[self.size] = token_id, times
-        self.places[token_id] = self.size
-        self.size += 1
-
-
 class _Row:
     """A slot's parameters and history."""
 
-    __slots__ = ("bans", "bias", "grammar", "greedy", "history", "num_output", "params", "plain", "seed")
+    __slots__ = ("bans", "bias", "grammar", "greedy", "history", "params")
 
     def __init__(
         self,
@@ -75,43 +48,153 @@ class _Row:
     ) -> None:
         self.params = params
         self.grammar = grammar
-        self.num_output = len(output_ids)
         self.greedy = params.temperature < _GREEDY_BELOW
-        self.seed = int.from_bytes(os.urandom(8)) >> 1 if params.seed is None else params.seed % 2**64
         repeats = params.repetition_penalty != 1
-        self.history: _History | None = None
+        self.history: History | None = None
         if repeats or params.presence_penalty or params.frequency_penalty:
-            self.history = _History.of(prompt_ids if repeats else (), output_ids)
+            self.history = History(prompt_ids if repeats else (), output_ids)
         self.bans: np.ndarray | None = None
-        if params.min_tokens > self.num_output:
+        if params.min_tokens > len(output_ids):
             self.bans = np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64)
         self.bias: tuple[np.ndarray, np.ndarray] | None = None
         if params.logit_bias:
             ids = np.array(list(params.logit_bias), dtype=np.int64)
             self.bias = ids, np.array(list(params.logit_bias.values()), dtype=np.float32)
-        # Nothing but the logits decides.
-        self.plain = self.greedy and all(x is None for x in (self.history, self.bans, self.bias, grammar))
+
+    @property
+    def edited(self) -> bool:
+        """Whether single logits change."""
+        return self.history is not None or self.bans is not None or self.bias is not None
+
+    @property
+    def learns(self) -> bool:
+        """Whether its next token depends on this one by more than the model."""
+        return self.history is not None or self.grammar is not None
 
     def take(self, token_id: int) -> None:
         """Counts a token. Raises GrammarError if the grammar does not allow it."""
-        self.num_output += 1
         if self.history is not None:
             self.history.add(token_id, 1)
-        if self.bans is not None and self.num_output >= self.params.min_tokens:
-            self.bans = None
         if self.grammar is not None:
             self.grammar.accept(token_id)
+
+
+class _Layout:
+    """Who is where in a batch, for as long as the same slots come in the same order and want the same.
+
+    `wanted` are the rows of logits that get a token, int64 on the device, None if all do; `slots` theirs. `special` are
+    those rows of logits that want more than the likeliest token; of these, by their place among them, `greedy` take
+    the likeliest of what is left, `free` draw from the whole distribution and `filtered` from a part.
+    """
+
+    def __init__(self, slots: list[int], rows: list[_Row | None], device: torch.device) -> None:
+        self.key = slots.copy()
+        wanted = [i for i, slot in enumerate(slots) if slot >= 0]
+        self.slots = np.array([slots[i] for i in wanted], dtype=np.int64)
+        self.rows: list[_Row] = []
+        for slot in self.slots.tolist():
+            row = rows[slot]
+            if row is None:
+                raise ValueError(f"slot {slot} is free")
+            self.rows.append(row)
+        plain = [row.greedy and not row.edited and row.grammar is None for row in self.rows]
+        special = [i for i, is_plain in enumerate(plain) if not is_plain]
+        self.special = [self.rows[i] for i in special]
+        self.special_slots = self.slots[special]
+        self.greedy = [j for j, row in enumerate(self.special) if row.greedy]
+        self.free = [j for j, row in enumerate(self.special) if not row.greedy and not _filters(row.params)]
+        self.filtered = [j for j, row in enumerate(self.special) if not row.greedy and _filters(row.params)]
+        self.all_special = len(special) == len(slots)
+        self.edited = any(row.edited for row in self.special)
+        self.banned = [(slot, row) for slot, row in zip(self.slots.tolist(), self.rows, strict=True) if row.bans is not None]
+        self.learning = [i for i, row in enumerate(self.rows) if row.learns]
+        self.logprobs = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None]
+        indices = [self.slots, wanted, [wanted[i] for i in special], [wanted[i] for i in self.logprobs]]
+        indices += [self.greedy, self.free, self.filtered, self.logprobs]
+        on_device = to_device([np.array(index, dtype=np.int64) for index in indices], device)
+        self.slots_at, self.wanted_at, self.special_at, self.logprob_rows_at = on_device[:4]
+        self.greedy_at, self.free_at, self.filtered_at, self.logprobs_at = on_device[4:]
+        self.all_wanted = len(wanted) == len(slots)
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+class PendingSample:
+    """The tokens of one batch, on their way to the host."""
+
+    def __init__(
+        self,
+        rows: list[_Row],
+        learning: list[int],
+        tokens: torch.Tensor,
+        best: torch.Tensor,
+        logprobs: PendingLogprobs | None,
+        logprob_rows: list[int],
+        failures: dict[int, Failure],
+    ) -> None:
+        self._rows = rows
+        self._learning = learning
+        self._logprobs = logprobs
+        self._logprob_rows = logprob_rows
+        self._failures = failures
+        self._tokens, self._best = to_host(tokens), to_host(best)
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def result(self) -> list[Sampled]:
+        """One for each slot of the launch. Waits for the device, and counts the tokens. To be called once."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        sampled = [Sampled(token_id) for token_id in tokens]
+        failures = self._failures
+        finite = torch.isfinite(self._best)
+        if not finite.all():
+            for i in (~finite).nonzero()[:, 0].tolist():
+                failures[i] = Failure("internal", "the model's output is not a number")
+        for i in self._learning:
+            if i not in failures:
+                try:
+                    self._rows[i].take(tokens[i])
+                except GrammarError as error:
+                    failures[i] = Failure("internal", f"a token was taken that must not be: {error}")
+        if self._logprobs is not None:
+            for i, logprobs in zip(self._logprob_rows, self._logprobs.result(), strict=True):
+                sampled[i].logprobs = logprobs
+        for i, failure in failures.items():
+            sampled[i] = Sampled(-1, failure=failure)
+        return sampled
 
 
 class Sampler:
     """Chooses the next token of every running sequence and keeps what that depends on, by slot."""
 
-    def __init__(self, max_running: int, vocab_size: int, device: torch.device | str) -> None:
-        """Slots go from 0 to `max_running` - 1; logits have `vocab_size` columns and lie on `device`."""
+    def __init__(
+        self,
+        max_running: int,
+        vocab_size: int,
+        device: torch.device | str,
+        last_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Slots go from 0 to `max_running` - 1; logits have `vocab_size` columns and lie on `device`. `last_tokens`,
+        int64[max_running] there, is given every token in its slot's place as soon as the device has it."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.last_tokens = last_tokens
         self._rows: list[_Row | None] = [None] * max_running
-        self._bitmask = new_bitmask(max_running, vocab_size)
+        self._bitmask: torch.Tensor | None = None
+        self._layout: _Layout | None = None
+        # By slot, what drawing needs.
+        self._seeds = np.zeros(max_running, dtype=np.uint64)
+        self._num_output = np.zeros(max_running, dtype=np.int64)
+        self._temperature = np.ones(max_running, dtype=np.float32)
+        self._top_k = np.zeros(max_running, dtype=np.int32)
+        self._top_p = np.ones(max_running, dtype=np.float64)
+        self._min_p = np.zeros(max_running, dtype=np.float64)
 
     def add(
         self,
@@ -137,193 +220,118 @@ class Sampler:
             for token_id in output_ids[grammar.num_tokens :]:
                 grammar.accept(token_id)
         self._rows[slot] = _Row(sampling, prompt_ids, output_ids, eos_token_ids, grammar)
+        self._layout = None
+        seed = int.from_bytes(os.urandom(8)) >> 1 if sampling.seed is None else sampling.seed % 2**64
+        self._seeds[slot] = seed
+        self._num_output[slot] = len(output_ids)
+        self._temperature[slot] = sampling.temperature
+        self._top_k[slot] = min(sampling.top_k, self.vocab_size)
+        self._top_p[slot] = sampling.top_p
+        self._min_p[slot] = sampling.min_p
 
     def remove(self, slot: int) -> None:
         """Forgets a slot's sequence. A slot that is free stays free."""
         self._rows[slot] = None
+        self._layout = None
 
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> list[Sampled]:
-        """One token for each of `slots`, row i of `logits` float32[n, vocab_size] being that of `slots[i]`. The logits
-        stay as they are. A row without a token (logits that are no numbers, a grammar that allows nothing) says so in
-        its `failure`, and the others are none the worse."""
-        rows = [self._row(slot) for slot in slots]
-        special = [i for i, row in enumerate(rows) if not row.plain]
+    def launch(self, logits: torch.Tensor, slots: list[int]) -> PendingSample:
+        """Begins to choose one token for each of `slots`, row i of `logits` [n, vocab_size] being that of `slots[i]`; a
+        row of slot -1 is nobody's. The logits stay as they are and are not needed any more once another launch of the
+        device may overwrite them. A row without a token (logits that are no numbers, a grammar that allows nothing)
+        says so in its `failure`, and the others are none the worse. The `result` of one launch must be taken before
+        the next launch.
+        """
+        layout = self._layout
+        if layout is None or layout.key != slots:
+            layout = self._layout = _Layout(slots, self._rows, self.device)
+        best, tokens = _likeliest(logits)
         failures: dict[int, Failure] = {}
-        if len(special) < len(rows):
-            tokens = _argmax(logits)
-        else:
-            tokens = np.zeros(len(rows), dtype=np.int64)
-        if special:
-            tokens[special] = self._choose(logits, special, [rows[i] for i in special], failures)
-        for i in np.flatnonzero(~_finite(logits)):
-            failures[int(i)] = Failure("internal", "the model's output is not a number")
-        return self._finish(logits, rows, tokens, failures)
+        if layout.special:
+            chosen = self._choose(logits, layout, failures)
+            tokens = chosen if layout.all_special else tokens.index_copy(0, layout.special_at, chosen)
+        if not layout.all_wanted:
+            best, tokens = best.index_select(0, layout.wanted_at), tokens.index_select(0, layout.wanted_at)
+        if self.last_tokens is not None:
+            self.last_tokens.index_copy_(0, layout.slots_at, tokens)
+        logprobs = None
+        if layout.logprobs:
+            rows = logits.index_select(0, layout.logprob_rows_at)
+            top = [layout.rows[i].params.logprobs or 0 for i in layout.logprobs]
+            logprobs = PendingLogprobs(rows, tokens.index_select(0, layout.logprobs_at), top)
+        self._count(layout)
+        return PendingSample(layout.rows, layout.learning, tokens, best, logprobs, layout.logprobs, failures)
 
-    def _row(self, slot: int) -> _Row:
-        row = self._rows[slot]
-        if row is None:
-            raise ValueError(f"slot {slot} is free")
-        return row
+    def _count(self, layout: _Layout) -> None:
+        """The tokens of this launch are output from now on, whatever they are."""
+        self._num_output[layout.slots] += 1
+        for slot, row in layout.banned:
+            if self._num_output[slot] >= row.params.min_tokens:
+                row.bans = None
+                self._layout = None
 
-    def _choose(
-        self, logits: torch.Tensor, indices: list[int], rows: list[_Row], failures: dict[int, Failure]
-    ) -> np.ndarray:
-        """Tokens, int64, of the rows of `logits` at `indices`; those to which a grammar leaves none are `failures`."""
-        if len(indices) == len(logits):
-            work = logits.clone()
-        else:
-            work = logits.index_select(0, torch.tensor(indices, device=logits.device))
-        _penalise(work, rows)
-        _bias(work, rows)
-        _ban(work, rows)
-        for i, failure in self._mask(work, rows).items():
-            failures[indices[i]] = failure
-        tokens = np.zeros(len(rows), dtype=np.int64)
-        greedy = [i for i, row in enumerate(rows) if row.greedy]
-        if greedy:
-            tokens[greedy] = _argmax(_take_rows(work, greedy))
-        random = [i for i, row in enumerate(rows) if not row.greedy]
-        if random:
-            tokens[random] = _draw_rows(_take_rows(work, random), [rows[i] for i in random])
+    def _choose(self, logits: torch.Tensor, layout: _Layout, failures: dict[int, Failure]) -> torch.Tensor:
+        """Tokens, int64, of the special rows; those to which a grammar leaves none are `failures`."""
+        work = logits if layout.all_special else logits.index_select(0, layout.special_at)
+        masked = self._fill_masks(layout, failures)
+        if layout.edited or masked:
+            work = work.to(torch.float32, copy=True) if work is logits else work.float()
+        if layout.edited:
+            edits = [Edits(row.params, row.history, row.bias, row.bans) for row in layout.special]
+            apply_edits(work, range(len(edits)), edits)
+        if masked:
+            assert self._bitmask is not None
+            apply_bitmask(work, self._bitmask[: len(work)], masked)
+        if len(layout.greedy) == len(work):
+            return _likeliest(work)[1]
+        tokens = torch.zeros(len(work), dtype=torch.int64, device=work.device)
+        if layout.greedy:
+            tokens.index_copy_(0, layout.greedy_at, _likeliest(work.index_select(0, layout.greedy_at))[1])
+        for places, at in ((layout.free, layout.free_at), (layout.filtered, layout.filtered_at)):
+            if places:
+                some = work if len(places) == len(work) else work.index_select(0, at)
+                tokens.index_copy_(0, at, self._draw(some, layout.special_slots[places]))
         return tokens
 
-    def _mask(self, work: torch.Tensor, rows: list[_Row]) -> dict[int, Failure]:
-        """Sets to -inf what the rows' grammars do not allow. Returns what went wrong, by row."""
-        wrong: dict[int, Failure] = {}
+    def _fill_masks(self, layout: _Layout, failures: dict[int, Failure]) -> list[int]:
+        """Writes the masks of the special rows' grammars. Returns the rows where anything is forbidden."""
         masked = []
-        for i, row in enumerate(rows):
+        for j, row in enumerate(layout.special):
             if row.grammar is None:
                 continue
+            if self._bitmask is None:
+                self._bitmask = new_bitmask(len(self._rows), self.vocab_size)
+                if self.device.type == "cuda":
+                    self._bitmask = self._bitmask.pin_memory()
             try:
-                if row.grammar.fill(self._bitmask[i]):
-                    masked.append(i)
+                if row.grammar.fill(self._bitmask[j]):
+                    masked.append(j)
             except GrammarError as error:
-                wrong[i] = Failure("invalid", str(error), row.grammar.param)
-        if masked:
-            apply_bitmask(work, self._bitmask[: len(work)], masked)
-        return wrong
+                failures[layout.rows.index(row)] = Failure("invalid", str(error), row.grammar.param)
+        return masked
 
-    def _finish(
-        self, logits: torch.Tensor, rows: list[_Row], tokens: np.ndarray, failures: dict[int, Failure]
-    ) -> list[Sampled]:
-        """Counts the tokens and makes the answer."""
-        sampled = []
-        for i, (row, token_id) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            if i not in failures:
-                try:
-                    row.take(token_id)
-                except GrammarError as error:
-                    failures[i] = Failure("internal", f"a token was taken that must not be: {error}")
-            sampled.append(Sampled(-1, failure=failures[i]) if i in failures else Sampled(token_id))
-        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and i not in failures]
-        if wanted:
-            top = [rows[i].params.logprobs or 0 for i in wanted]
-            for i, logprobs in zip(wanted, _logprobs(_take_rows(logits, wanted), tokens[wanted], top), strict=True):
-                sampled[i].logprobs = logprobs
-        return sampled
+    def _draw(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        """Random tokens, int64[n], of rows with their own temperatures and filters."""
+        uniforms = uniform(self._seeds[slots], self._num_output[slots].astype(np.uint64))
+        temperature, top_k = self._temperature[slots], self._top_k[slots]
+        top_p, min_p = self._top_p[slots], self._min_p[slots]
+        if logits.device.type == "cpu":
+            probs = torch.softmax(logits / torch.from_numpy(temperature)[:, None], dim=1).numpy()
+            # Nothing is possible, or the logits are no numbers: the row has failed, or will when its grammar sees it.
+            probs[np.isnan(probs[:, 0])] = 1.0 / probs.shape[1]
+            return torch.from_numpy(draw(probs, top_k, top_p, min_p, uniforms))
+        top_k = np.where(top_k > 0, top_k, self.vocab_size).astype(np.int32)
+        arrays = [temperature[:, None], top_k, top_p.astype(np.float32), min_p.astype(np.float32), uniforms]
+        divisor, *limits, uniforms_at = to_device(arrays, logits.device)
+        asked = [(top_k < self.vocab_size).any(), (top_p < 1).any(), (min_p > 0).any()]
+        filters = device_draw.Filters(*(limit if some else None for limit, some in zip(limits, asked, strict=True)))
+        return device_draw.draw(torch.softmax(logits / divisor, dim=1), filters, uniforms_at)
 
 
-def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Of given tokens: row i of `logits` float32[n, vocab] is the distribution that `token_ids[i]` came from. With the
-    `k` likeliest of each."""
-    out: list[TokenLogprobs] = []
-    for start in range(0, len(token_ids), _PROMPT_ROWS):
-        ids = np.array(token_ids[start : start + _PROMPT_ROWS], dtype=np.int64)
-        out += _logprobs(logits[start : start + len(ids)], ids, [k] * len(ids))
-    return out
-
-
-def _take_rows(matrix: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    if len(rows) == len(matrix):
-        return matrix
-    return matrix.index_select(0, torch.tensor(rows, device=matrix.device))
-
-
-def _argmax(logits: torch.Tensor) -> np.ndarray:
-    """torch.argmax; on a CPU through NumPy, which has the same answer 13 times as fast (the first of equals, a NaN
-    before everything)."""
-    if logits.device.type == "cpu":
-        return logits.numpy().argmax(axis=1)
-    return logits.argmax(dim=1).cpu().numpy()
-
-
-def _finite(logits: torch.Tensor) -> np.ndarray:
-    """Which rows can be a distribution: no NaN, no +inf, and not all -inf."""
-    return logits.amax(dim=1).isfinite().cpu().numpy()
-
-
-def _draw_rows(work: torch.Tensor, rows: list[_Row]) -> np.ndarray:
-    """Random tokens of rows with their own temperatures and filters. Overwrites `work`."""
-    params = [row.params for row in rows]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=work.device)
-    probs = torch.softmax(work.div_(temperature[:, None]), dim=1)
-    # Nothing is possible, or the logits are no numbers: the row has failed, or will when its grammar sees the token.
-    probs[probs[:, 0].isnan()] = 1.0 / probs.shape[1]
-    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-    positions = np.array([row.num_output for row in rows], dtype=np.uint64)
-    return draw(
-        probs.cpu().numpy(),
-        np.array([p.top_k for p in params], dtype=np.int64),
-        np.array([p.top_p for p in params]),
-        np.array([p.min_p for p in params]),
-        uniform(seeds, positions),
-    )
-
-
-# ---------------------------------------------------------------- what changes single logits
-
-
-def _edit(work: torch.Tensor, rows: list[int], ids: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in `work` the tokens `ids[j]` of row `rows[j]` are."""
-    row = np.repeat(np.array(rows, dtype=np.int64), [len(x) for x in ids])
-    return torch.from_numpy(row).to(work.device), torch.from_numpy(np.concatenate(ids)).to(work.device)
-
-
-def _spread(values: list[float], ids: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), [len(x) for x in ids])).to(device)
-
-
-def _penalise(work: torch.Tensor, rows: list[_Row]) -> None:
-    """The repetition penalty of prompt and output (Keskar et al., CTRL, 2019, as in transformers: a positive logit is
-    divided by it, a negative one multiplied), then presence and frequency penalties of the output (OpenAI's API)."""
-    some = [(i, row.history, row.params) for i, row in enumerate(rows) if row.history is not None and row.history.size]
-    if not some:
-        return
-    indices = [i for i, _, _ in some]
-    ids = [history.ids[: history.size] for _, history, _ in some]
-    at = _edit(work, indices, ids)
-    counts = torch.from_numpy(np.concatenate([h.counts[: h.size] for _, h, _ in some])).to(work.device)
-    repetition = _spread([p.repetition_penalty for _, _, p in some], ids, work.device)
-    presence = _spread([p.presence_penalty for _, _, p in some], ids, work.device)
-    frequency = _spread([p.frequency_penalty for _, _, p in some], ids, work.device)
-    values = work[at]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    work[at] = values - frequency * counts - presence * (counts > 0)
-
-
-def _bias(work: torch.Tensor, rows: list[_Row]) -> None:
-    some = [(i, *row.bias) for i, row in enumerate(rows) if row.bias is not None]
-    if some:
-        at = _edit(work, [i for i, _, _ in some], [ids for _, ids, _ in some])
-        work[at] += torch.from_numpy(np.concatenate([values for _, _, values in some])).to(work.device)
-
-
-def _ban(work: torch.Tensor, rows: list[_Row]) -> None:
-    some = [(i, row.bans) for i, row in enumerate(rows) if row.bans is not None]
-    if some:
-        work[_edit(work, [i for i, _ in some], [ids for _, ids in some])] -= _BAN
-
-
-# ---------------------------------------------------------------- log probabilities
-
-
-def _logprobs(logits: torch.Tensor, token_ids: np.ndarray, top: list[int]) -> list[TokenLogprobs]:
-    """Of the model's own distribution: `token_ids[i]`'s and those of the `top[i]` likeliest."""
-    logprobs = torch.log_softmax(logits, dim=1)
-    chosen = logprobs.gather(1, torch.from_numpy(token_ids).to(logits.device)[:, None])[:, 0].tolist()
-    best = torch.topk(logprobs, min(max(top), logits.shape[1]), dim=1)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [
-        TokenLogprobs(token_id, logprob, list(zip(ids[:k], values[:k], strict=True)))
-        for token_id, logprob, k, (ids, values) in zip(token_ids.tolist(), chosen, top, pairs, strict=True)
-    ]
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row and its index, the first of equals; a NaN is larger than everything, so that the
+    largest is a number only where the row can be a distribution. On a CPU through NumPy, which is 13 times as fast."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        tokens = logits.numpy().argmax(axis=1)
+        return torch.from_numpy(logits.numpy()[np.arange(len(tokens)), tokens]), torch.from_numpy(tokens)
+    best = logits.max(dim=1)
+    return best.values, best.indices

@@ -8,11 +8,18 @@ When pages run out, cached ones are evicted; then the running sequence that rank
 gives up its slot. What it computed goes to the tree, and it waits at the front of its class to go on from whatever of
 that is still cached. The sequence that ranks first can take every page that way, and no sequence is let in that needs
 more than all of them, so there is always one that moves.
+
+A step may be planned while the one before it runs. The token that a sequence gets from that one is pending: it counts,
+its place is planned, and its value comes with `update`. What it ends is noticed then, one step late: of a sequence that
+has ended, been aborted or failed, whatever was planned beyond is dropped; one that was preempted keeps its pending token
+as an output. Pages may pass to others at once, because steps run in the order in which they were planned; the tree gets
+only what steps that have ended computed.
 """
 
 import copy
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -38,7 +45,8 @@ GROWTH_RESERVE = 1 / 8
 class Scheduler:
     """Owns every sequence from arrival to its last token, and the pages that running ones hold. One thread at a time.
 
-    Use: `plan = schedule()`, run it, `update(plan, sampled)`, `take_outputs()`.
+    Use: `plan = schedule()`, run it, `update(plan, sampled)`, `take_outputs()`. One more `schedule` may come before the
+    `update` of a plan; updates come in the order of the plans.
     """
 
     def __init__(
@@ -74,6 +82,8 @@ class Scheduler:
         self._held: dict[str, Sequence] = {}  # not ready: their grammar compiles
         self._outputs: list[Output] = []
         self._batch = Batch(0, self.page_size)  # this step's
+        self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()  # plans without their update, with who is in them
+        self._ending = False  # whether a running sequence ends with the step in flight
         self._step = 0
         self._num_arrivals = 0
 
@@ -125,8 +135,7 @@ class Scheduler:
         return seq
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forgets these requests, wherever they are, and frees their pages. Unknown ids are ignored. No output follows.
-        Not between `schedule` and `update`."""
+        """Forgets these requests, wherever they are, and frees their pages. Unknown ids are ignored. No output follows."""
         for request_id in request_ids:
             seq = self._sequences.get(request_id)
             if seq is not None:
@@ -150,17 +159,16 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to compute. `started` then names the sequences that are new in
-        it. Every plan must be followed by its `update` before the next `schedule`."""
+        it."""
+        assert len(self._in_flight) < 2, "a plan has had no update for two steps"
         self.started.clear()
         self._batch = Batch(self.config.token_budget, self.page_size)
         preemptions = self.counters.preemptions
-        running = self._running.copy()
-        for seq in running:
-            if seq.tokens.size - seq.num_computed == 1:
-                self._plan(seq)
-        for seq in running:
-            if seq.tokens.size - seq.num_computed > 1:
-                self._plan(seq)
+        decodes, others = self._unfinished()
+        for seq in decodes:
+            self._plan(seq)
+        for seq in others:
+            self._plan(seq)
         # Right after a preemption, what it freed is for those that run.
         if len(self._waiting) and self.counters.preemptions == preemptions:
             self._admit()
@@ -168,7 +176,16 @@ class Scheduler:
             return None
         self._step += 1
         self.counters.steps = self._step
-        return self._batch.plan(self._step)
+        plan = self._batch.plan(self._step)
+        self._in_flight.append((plan, self._batch.sequences()))
+        return plan
+
+    def withdraw_ended(self, plan: Plan) -> None:
+        """Takes out of the newest plan, before it runs, whoever has ended since it was made."""
+        newest, sequences = self._in_flight[-1]
+        assert newest is plan
+        plan.chunks = [chunk for chunk, seq in zip(plan.chunks, sequences, strict=True) if not seq.ended]
+        sequences[:] = [seq for seq in sequences if not seq.ended]
 
     def sequence(self, slot: int) -> Sequence | None:
         """Who runs in `slot`."""
@@ -177,17 +194,23 @@ class Scheduler:
     def update(
         self, plan: Plan, sampled: "dict[int, Sampled]", prompt_logprobs: dict[int, list[TokenLogprobs]]
     ) -> None:
-        """Takes back what a plan gave, by slot: a token for every sequence that lacks none any more, and log
-        probabilities of prompts. Sequences that have gone since are skipped."""
-        for chunk in plan.chunks:
-            seq = self._by_slot[chunk.slot]
-            if seq is None:
+        """Takes back what a plan gave, by the slots in it: a token for every sequence of which nothing was missing
+        after it, and log probabilities of prompts. Sequences that have ended since are skipped. A slot may be another's
+        by now, so sequences are those that were planned."""
+        oldest, sequences = self._in_flight.popleft()
+        assert oldest is plan, "updates come in the order of the plans"
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            if seq.ended:
                 continue
-            if chunk.start < seq.num_prompt:
-                self.holdings.cache(seq)
+            end = chunk.start + len(chunk.token_ids)
+            if seq.slot >= 0:  # else it was preempted
+                seq.num_confirmed = end
+                if chunk.start < seq.num_prompt:
+                    self.holdings.cache(seq)
             if seq.prompt_logprobs is not None and chunk.slot in prompt_logprobs:
                 seq.prompt_logprobs.extend(prompt_logprobs[chunk.slot])
-            if seq.num_computed == seq.tokens.size:
+            if end == seq.tokens.size:
+                seq.num_pending -= 1
                 self._take_token(seq, sampled[chunk.slot])
 
     # ------------------------------------------------------------ what is there
@@ -217,6 +240,8 @@ class Scheduler:
         for seq in self._running:
             assert self._by_slot[seq.slot] is seq
             assert seq.num_computed <= seq.pages.size * self.page_size, "tokens without a page"
+            assert seq.num_confirmed <= min(seq.num_computed, seq.tokens.size)
+            assert seq.num_pending <= len(self._in_flight) and not seq.ended
         for seq in waiting:
             assert seq.slot == -1 and seq.pages.size == 0 and seq.node is None, "a waiting sequence holds pages"
 
@@ -241,6 +266,20 @@ class Scheduler:
 
     # ------------------------------------------------------------ choosing
 
+    def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences that have something to compute: those that lack one token, and those that lack more."""
+        decodes, others = [], []
+        self._ending = False
+        for seq in self._running:
+            tokens = seq.tokens.size + seq.num_pending
+            if tokens >= seq.token_limit:
+                self._ending = True
+            elif tokens - seq.num_computed == 1:
+                decodes.append(seq)
+            else:
+                others.append(seq)
+        return decodes, others
+
     def _plan(self, seq: Sequence) -> None:
         """Puts the next chunk of a running sequence into this step, unless there are no tokens or pages for it now."""
         if seq.slot < 0:
@@ -254,13 +293,14 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, tokens: int) -> int:
         """Gets pages for `tokens` more tokens of a running sequence, or for as many as are to be had. It takes pages
-        from those that rank below it only when it could not move at all. Returns the tokens that fit now."""
+        from those that rank below it only when it could not move at all, and not when one that ends with
+        the step in flight is about to give its own back. Returns the tokens that fit now."""
         room = seq.pages.size * self.page_size - seq.num_computed
         if room >= tokens:
             return room
         wanted = pages_for(tokens - room, self.page_size)
         pages = min(wanted, self.holdings.num_available)
-        while pages == 0 and room == 0 and self._running[-1] is not seq:
+        while pages == 0 and room == 0 and not self._ending and self._running[-1] is not seq:
             self._preempt(self._running[-1])
             pages = min(wanted, self.holdings.num_available)
         if pages:
@@ -319,6 +359,7 @@ class Scheduler:
 
     def _forget(self, seq: Sequence, keep: bool) -> None:
         del self._sequences[seq.request_id]
+        seq.ended = True
         if seq.is_running:
             self._vacate(seq, keep)
         elif self._held.pop(seq.request_id, None) is None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from worker.config import WorkerConfig
 from worker.engine import Parts
 from worker.messages import Failure, Grammar
-from worker.plan import Chunk, Plan
+from worker.plan import PENDING, Chunk, Plan
 from worker.runner import Runner
 from worker.sampling import Sampled
 
@@ -172,6 +172,7 @@ class FakeRunner:
         self.context_length = min(context_length, num_pages * page_size)
         self.eos_token_ids = eos_token_ids
         self.device = torch.device("cpu")
+        self.last_tokens = torch.full((1024,), -7)
         self.poison = poison
         self.plans: list[Plan] = []
         self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
@@ -188,17 +189,21 @@ class FakeRunner:
 
     def _chunk(self, chunk: Chunk) -> list[int]:
         """The likeliest next token after each of the last `num_logits` tokens."""
-        assert self.poison not in chunk.token_ids, "a poisoned token"
+        token_ids = chunk.token_ids
+        if token_ids == [PENDING]:
+            token_ids = [int(self.last_tokens[chunk.slot])]
+        assert min(token_ids) >= 0, "a token that nobody knows"
+        assert self.poison not in token_ids, "a poisoned token"
         table = self.tables.setdefault(chunk.slot, [])
         if chunk.reset:
             table.clear()
         table.extend(chunk.pages)
         assert len(set(table)) == len(table)
-        end = chunk.start + len(chunk.token_ids)
+        end = chunk.start + len(token_ids)
         where = (np.array(table)[:, None] * self.page_size + np.arange(self.page_size)).ravel()[:end]
         assert len(where) == end, "a chunk without pages"
         states = self.kv[where]
-        for i, token in enumerate(chunk.token_ids, chunk.start):
+        for i, token in enumerate(token_ids, chunk.start):
             states[i] = mix(int(states[i - 1]) if i else 0, token)
         self.kv[where[chunk.start :]] = states[chunk.start :]
         seen = np.bitwise_xor.accumulate(states)
@@ -233,7 +238,8 @@ def fake_runner() -> type[FakeRunner]:
 class FakeSampler:
     """Takes the likeliest token. Holds the calling order to the contract: a slot is added, sampled, removed."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_tokens: torch.Tensor) -> None:
+        self.last_tokens = last_tokens
         self.slots: dict[int, list[int]] = {}
         self.refuse: int | None = None  # the first token of a prompt that `add` cannot take
         self.choke: int | None = None  # the first token of a prompt that gets a failure from `sample`
@@ -248,15 +254,26 @@ class FakeSampler:
     def remove(self, slot: int) -> None:
         self.slots.pop(slot, None)
 
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> list[Sampled]:
-        assert logits.shape[0] == len(slots) and set(slots) <= set(self.slots)
+    def launch(self, logits: torch.Tensor, slots: list[int]) -> "FakePending":
+        assert logits.shape[0] == len(slots) and {slot for slot in slots if slot >= 0} <= set(self.slots)
         if self.broken:
             raise RuntimeError("the sampler is broken")
         choke = Failure("invalid", "the sampler chokes", "regex")
-        return [
-            Sampled(token) if self.slots[slot][0] != self.choke else Sampled(-1, failure=choke)
-            for slot, token in zip(slots, logits.argmax(1).tolist(), strict=True)
-        ]
+        sampled = []
+        for slot, token in zip(slots, logits.argmax(1).tolist(), strict=True):
+            if slot >= 0:
+                self.last_tokens[slot] = token
+                choked = self.slots[slot][0] == self.choke
+                sampled.append(Sampled(-1, failure=choke) if choked else Sampled(token))
+        return FakePending(sampled)
+
+
+class FakePending:
+    def __init__(self, sampled: list[Sampled]) -> None:
+        self.sampled = sampled
+
+    def result(self) -> list[Sampled]:
+        return self.sampled
 
 
 class FakeGrammars:
@@ -279,7 +296,7 @@ class FakeParts:
 
     def __init__(self, **runner: object) -> None:
         self.runner = FakeRunner(**runner)
-        self.sampler = FakeSampler()
+        self.sampler = FakeSampler(self.runner.last_tokens)
         self.grammars = FakeGrammars()
 
     def __call__(self, model_dir: Path, config: WorkerConfig) -> Parts:

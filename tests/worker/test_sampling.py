@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from worker.draw import uniform
 from worker.grammar import GrammarError
 from worker.messages import SamplingParams
-from worker.sampling import Sampled, Sampler, prompt_logprobs
+from worker.logprobs import prompt_logprobs
+from worker.sampling import Sampled, Sampler
 
 VOCAB = 97
 EOS = (3, 5)
@@ -63,7 +64,7 @@ def free(**kwargs) -> SamplingParams:
 def one(params: SamplingParams, logits: torch.Tensor, *, prompt=(), output=(), grammar=None) -> Sampled:
     sampler = Sampler(1, len(logits), "cpu")
     sampler.add(0, params, list(prompt), list(output), EOS, grammar)
-    return sampler.sample(logits[None], [0])[0]
+    return sampler.launch(logits[None], [0]).result()[0]
 
 
 def adjusted_slowly(logits: torch.Tensor, p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -124,7 +125,7 @@ def test_every_row_is_as_by_the_slow_version_and_alone(batch, seed):
     slots = random.Random(seed).sample(range(8), len(batch))
     for slot, (p, prompt, output) in zip(slots, batch, strict=True):
         sampler.add(slot, p, prompt, output, EOS, None)
-    sampled = sampler.sample(logits, slots)
+    sampled = sampler.launch(logits, slots).result()
     assert torch.equal(logits, before)
     for got, row, (p, prompt, output) in zip(sampled, logits, batch, strict=True):
         assert got.failure is None
@@ -162,7 +163,7 @@ def test_a_greedy_batch_is_argmax_and_ties_go_to_the_first():
     for slot in range(16):
         sampler.add(slot, greedy(), [1], [], EOS, None)
     order = list(reversed(range(16)))
-    assert [s.token_id for s in sampler.sample(logits, order)] == logits.argmax(1).tolist()
+    assert [s.token_id for s in sampler.launch(logits, order).result()] == logits.argmax(1).tolist()
 
 
 def test_a_temperature_of_almost_nothing_is_greedy():
@@ -182,7 +183,7 @@ def run(sampler: Sampler, slot: int, logits: list[torch.Tensor], others: list[in
         place = step % (len(others) + 1)
         batch = torch.cat([noise[:place], row[None], noise[place:]])
         slots = [*others[:place], slot, *others[place:]]
-        out.append(sampler.sample(batch, slots)[place].token_id)
+        out.append(sampler.launch(batch, slots).result()[place].token_id)
     return out
 
 
@@ -218,7 +219,7 @@ def test_without_a_seed_two_requests_differ():
     for _ in range(4):
         sampler = Sampler(1, VOCAB, "cpu")
         sampler.add(0, free(), [], [], EOS, None)
-        texts.add(tuple(sampler.sample(logits, [0])[0].token_id for _ in range(10)))
+        texts.add(tuple(sampler.launch(logits, [0]).result()[0].token_id for _ in range(10)))
     assert len(texts) == 4
 
 
@@ -229,7 +230,7 @@ def test_frequencies_follow_the_temperature():
         sampler = Sampler(n, vocab, "cpu")
         for slot in range(n):
             sampler.add(slot, free(temperature=temperature, seed=slot), [], [], (), None)
-        sampled = sampler.sample(logits.repeat(n, 1), list(range(n)))
+        sampled = sampler.launch(logits.repeat(n, 1), list(range(n))).result()
         counts = np.bincount([s.token_id for s in sampled], minlength=vocab)
         expected = (logits.double() / temperature).softmax(0).numpy() * n
         assert ((counts - expected) ** 2 / expected).sum() < 29.9  # 7 degrees of freedom, 99.99th percentile
@@ -243,7 +244,7 @@ def test_end_tokens_wait_for_min_tokens():
     logits[3], logits[7], logits[11] = 9.0, 8.0, 1.0
     sampler = Sampler(1, VOCAB, "cpu")
     sampler.add(0, greedy(min_tokens=3, stop_token_ids=(7,)), [], [50], EOS, None)  # one is there already
-    assert [sampler.sample(logits[None], [0])[0].token_id for _ in range(3)] == [11, 11, 3]
+    assert [sampler.launch(logits[None], [0]).result()[0].token_id for _ in range(3)] == [11, 11, 3]
 
 
 def test_min_tokens_where_every_token_ends_still_gives_one():
@@ -278,10 +279,10 @@ def test_penalties_look_at_what_was_sampled_meanwhile():
     logits[10], logits[11] = 1.0, 0.5
     sampler = Sampler(1, VOCAB, "cpu")
     sampler.add(0, greedy(frequency_penalty=0.4), [10] * 9, [], EOS, None)  # prompts do not count
-    assert [sampler.sample(logits[None], [0])[0].token_id for _ in range(4)] == [10, 10, 11, 10]
+    assert [sampler.launch(logits[None], [0]).result()[0].token_id for _ in range(4)] == [10, 10, 11, 10]
     sampler.remove(0)
     sampler.add(0, greedy(repetition_penalty=3.0), [10], [], EOS, None)  # these do
-    assert [sampler.sample(logits[None], [0])[0].token_id for _ in range(2)] == [11, 10]
+    assert [sampler.launch(logits[None], [0]).result()[0].token_id for _ in range(2)] == [11, 10]
 
 
 def test_a_repetition_penalty_lowers_positive_and_negative_logits():
@@ -305,7 +306,7 @@ def test_a_grammar_holds_its_row_and_no_other():
     sampler.add(1, greedy(), [], [], EOS, None)
     out = []
     while not grammar.terminated:
-        sampled = sampler.sample(logits, [0, 2, 1])
+        sampled = sampler.launch(logits, [0, 2, 1]).result()
         assert [sampled[0].token_id, sampled[2].token_id] == logits[[0, 2]].argmax(1).tolist()
         out.append(sampled[1].token_id)
     assert tuple(out[:-1]) in grammar.words
@@ -339,7 +340,7 @@ def test_a_grammar_at_a_dead_end_fails_its_row_alone():
     grammar = WordGrammar((40, 41))
     sampler.add(1, free(), [], [40], EOS, grammar)
     grammar.words = ()
-    good, bad = sampler.sample(logits, [0, 1])
+    good, bad = sampler.launch(logits, [0, 1]).result()
     assert good.token_id == logits[0].argmax().item()
     assert (bad.token_id, bad.failure.kind, bad.failure.param) == (-1, "invalid", "choice")
 
@@ -356,7 +357,7 @@ def test_logits_that_are_no_numbers_fail_their_row_alone(wrong, p):
     sampler = Sampler(3, VOCAB, "cpu")
     for slot in range(3):
         sampler.add(slot, p, [], [], EOS, None)
-    sampled = sampler.sample(logits, [0, 1, 2])
+    sampled = sampler.launch(logits, [0, 1, 2]).result()
     assert sampled[1].failure.kind == "internal"
     assert sampled[1].token_id == -1 and sampled[1].logprobs is None
     assert sampled[0].failure is None and sampled[2].failure is None
@@ -386,7 +387,7 @@ def test_slots_are_taken_once_and_ids_must_exist():
     with pytest.raises(ValueError, match="outside the vocabulary"):
         sampler.add(1, greedy(min_tokens=1, stop_token_ids=(-1,)), [], [], EOS, None)
     with pytest.raises(ValueError, match="free"):
-        sampler.sample(torch.zeros(1, VOCAB), [1])
+        sampler.launch(torch.zeros(1, VOCAB), [1]).result()
     sampler.remove(0)
     sampler.remove(0)
     sampler.add(0, greedy(), [], [], EOS, None)
@@ -396,10 +397,10 @@ def test_prompt_logprobs_are_those_of_the_given_tokens():
     generator = torch.Generator().manual_seed(9)
     logits = torch.randn(300, VOCAB, generator=generator)
     given = torch.randint(VOCAB, (300,), generator=generator).tolist()
-    got = prompt_logprobs(logits, given, 2)
+    got = prompt_logprobs(logits, np.array(given), 2).result()
     reference = logits.double().log_softmax(1)
     assert [t.token_id for t in got] == given
     assert [t.logprob for t in got] == pytest.approx([reference[i, t].item() for i, t in enumerate(given)], abs=1e-5)
     assert [[i for i, _ in t.top] for t in got] == reference.topk(2).indices.tolist()
-    assert prompt_logprobs(logits[:0], [], 2) == []
-    assert [t.top for t in prompt_logprobs(logits[:1], [5], 0)] == [[]]
+    assert prompt_logprobs(logits[:0], np.array([], dtype=int), 2).result() == []
+    assert [t.top for t in prompt_logprobs(logits[:1], np.array([5]), 0).result()] == [[]]

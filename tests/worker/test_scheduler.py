@@ -46,7 +46,8 @@ class Driver:
             sampled, end = {}, 0
             for chunk in plan.chunks:
                 end += chunk.num_logits
-                if self.scheduler.sequence(chunk.slot).num_missing == 0:
+                seq = self.scheduler.sequence(chunk.slot)
+                if seq.num_computed == seq.tokens.size:
                     sampled[chunk.slot] = SimpleNamespace(token_id=rows[end - 1], logprobs=None, failure=None)
             self.scheduler.update(plan, sampled, {})
         self.collect()
