@@ -64,7 +64,7 @@ class AttentionBackend(ABC):
     kv: torch.Tensor
     """The pages, as this module lays them out."""
     rows: torch.Tensor
-    """Where the key and value of each token of the planned batch go: what `token_rows` says, int64 on the pages' device."""
+    """Where the key and value of each token of the planned batch go, as `token_rows` has it: int64 on the device."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

@@ -1,7 +1,7 @@
-"""Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for chunks on Hopper.
+"""Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for longer chunks.
 
-The kernels are called as FlashInfer's wrappers call them, without the wrappers: those copy their metadata anew for every
-batch size, and wait for it.
+The kernels are called as FlashInfer's wrappers call them, without the wrappers: those keep buffers of their own for
+every batch size, and wait for some of their copies.
 """
 
 from collections.abc import Callable
@@ -201,7 +201,7 @@ class FlashInferAttention(GraphAttention):
         last: int,
         graph: bool,
     ) -> _Part:
-        """`host` begins with the ends of the chunks' queries and of their pages; `device` is all of `_Part`'s arrays."""
+        """`host` begins with the ends of the chunks' queries and of their pages; `device` is `_Part`'s arrays."""
         num_chunks = len(contexts)
         is_single = last - first == num_chunks
         fa3 = self._is_hopper and not is_single

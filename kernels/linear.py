@@ -26,3 +26,12 @@ class Linear:
         if self.is_packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+    def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product in float32, whatever the dtype of x, in `out` if that is given. For a weight without bias."""
+        if x.dtype == torch.float32 or not x.is_cuda:
+            product = self(x).float()
+            return product if out is None else out.copy_(product)
+        if out is None:
+            out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        return torch.ops.aten.mm.dtype_out(x, self.weight.t(), torch.float32, out=out)

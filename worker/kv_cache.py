@@ -9,6 +9,9 @@ from worker.models.config import DecoderConfig
 # On a CPU the cache shares the memory with everything else, and with the other replicas of the machine.
 CPU_MEMORY_FRACTION = 0.25
 CPU_MAX_TOKENS = 131_072
+# CUDA graphs are captured after the cache is allocated, since they hold its address. Their activations fit what the
+# largest step took; this is for what the driver keeps of each.
+GRAPHS_BYTES = 1 << 30
 
 
 def token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -33,11 +36,11 @@ def cpu_tokens(bytes_per_token: int) -> int:
 
 def gpu_tokens(bytes_per_token: int, device: torch.device, fraction: float) -> int:
     """Tokens that fit beside the weights and the activations of the largest step, which must have run already: its
-    peak is read from the allocator. Weights, activations and cache together take `fraction` of the GPU's memory."""
+    peak is read from the allocator. Weights, activations, graphs and cache together take `fraction` of its memory."""
     free, total = torch.cuda.mem_get_info(device)
     peak = torch.cuda.max_memory_allocated(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    return max(0, int(total * fraction - others - peak)) // bytes_per_token
+    return max(0, int(total * fraction - others - peak - GRAPHS_BYTES)) // bytes_per_token
 
 
 def allocate(

@@ -2,20 +2,27 @@
 
 import json
 import logging
+import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from kernels.attention import AttentionBackend, AttentionBatch, token_positions
+from kernels import flashinfer_attention
+from kernels.attention import AttentionBackend, AttentionBatch, GraphAttention, token_positions
 from kernels.torch_attention import TorchAttention
+from kernels.transfer import to_device
 from worker import kv_cache
+from worker.batch import PROMPT_LOGIT_ROWS
 from worker.config import WorkerConfig
+from worker.graphs import DecodeGraphs
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
 from worker.parallel import Group
-from worker.plan import Chunk, Plan
+from worker.plan import Plan
+from worker.tables import PageTables
 from worker.weights import Progress, load_weights
 
 logger = logging.getLogger(__name__)
@@ -47,83 +54,109 @@ class Runner:
         self.page_size = config.page_size
         self.vocab_size = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model, hf.eos_token_id)
+        self._max_running, self._token_budget = config.max_running, config.token_budget
         parameters = load_weights(model, shard, self.device, self.dtype, config.load_format, progress)
         self.decoder = Decoder(self.config, parameters, self.group)
+        self.last_tokens = torch.zeros(self._max_running, dtype=torch.int64, device=self.device)
+        self._logits = torch.empty(0, device=self.device)
+        if self.device.type == "cuda":
+            self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
+            self._logits = torch.empty(self._max_running, self.vocab_size, dtype=torch.float32, device=self.device)
         self.num_pages = self._num_pages(config)
         self.context_length = self._context_length(config)
-        self._attention = self._backend(self.num_pages)
         pages_per_row = -(-self.context_length // self.page_size)
-        self._tables = np.zeros((config.max_running, pages_per_row), dtype=np.int32)
-        self._num_table_pages = np.zeros(config.max_running, dtype=np.int64)
+        self._tables = PageTables(self._max_running, pages_per_row, self.page_size)
+        self._attention = self._backend(self.num_pages, pages_per_row)
+        self._graphs: DecodeGraphs | None = None
+        if isinstance(self._attention, GraphAttention):
+            self._graphs = DecodeGraphs(self.decoder, self._attention, self.last_tokens, self._logits)
+            with torch.inference_mode():
+                self._graphs.capture(self._tables.rows, _show_capture)
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
-        """Compute the plan's chunks. Returns float32 `[sum of num_logits, vocab_size]` on `device`, chunk after chunk.
+        """Compute the plan's chunks. Returns float32 `[sum of num_logits, vocab_size]` on `device`, chunk after chunk,
+        which holds until the next call. On a GPU the work is begun, not waited for.
 
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
-        for chunk in plan.chunks:
-            self._update_table(chunk)
-        return self._step(plan.chunks, self._tables, self._attention)
+        chunks = plan.chunks
+        slots = np.array([c.slot for c in chunks], dtype=np.int32)
+        starts = np.array([c.start for c in chunks], dtype=np.int32)
+        lengths = np.array([len(c.token_ids) for c in chunks], dtype=np.int32)
+        num_logits = np.array([c.num_logits for c in chunks])
+        self._tables.update(chunks, slots, starts + lengths)
+        if self._graphs is not None and (lengths == 1).all() and (num_logits == 1).all():
+            batch = AttentionBatch(self._tables.rows, slots, starts, lengths)
+            return self._graphs.run(batch, np.array([c.token_ids[0] for c in chunks], dtype=np.int64))
+        # Chunks of one token first, for the attention; their logits come out in the plan's order all the same.
+        order = np.argsort(lengths > 1, kind="stable")
+        batch = AttentionBatch(self._tables.rows, slots[order], starts[order], lengths[order])
+        token_ids = list(chain.from_iterable(chunks[i].token_ids for i in order))
+        ends = np.empty(len(chunks), dtype=np.int64)
+        ends[order] = np.cumsum(batch.lengths)
+        shares = np.cumsum(num_logits)
+        rows = np.repeat(ends - shares, num_logits) + np.arange(num_logits.sum())
+        return self._step(batch, np.array(token_ids, dtype=np.int64), rows, self._attention)
 
-    def _step(self, chunks: list[Chunk], tables: np.ndarray, attention: AttentionBackend) -> torch.Tensor:
-        batch = AttentionBatch(
-            tables=tables,
-            rows=np.array([c.slot for c in chunks], dtype=np.int32),
-            starts=np.array([c.start for c in chunks], dtype=np.int32),
-            lengths=np.array([len(c.token_ids) for c in chunks], dtype=np.int32),
-        )
+    def _step(
+        self, batch: AttentionBatch, token_ids: np.ndarray, rows: np.ndarray, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """The logits after the tokens at `rows` (int64) of the batch."""
         attention.plan(batch)
-        token_ids = np.concatenate([np.array(c.token_ids, dtype=np.int64) for c in chunks])
-        hidden = self.decoder.hidden(self._tensor(token_ids), self._tensor(token_positions(batch)), attention)
-        ends = np.cumsum(batch.lengths)
-        rows = np.concatenate([np.arange(e - c.num_logits, e) for c, e in zip(chunks, ends, strict=True)])
-        return self.decoder.logits(hidden[self._tensor(rows)])
-
-    def _update_table(self, chunk: Chunk) -> None:
-        slot = chunk.slot
-        if chunk.reset:
-            self._num_table_pages[slot] = 0
-        first = int(self._num_table_pages[slot])
-        last = first + len(chunk.pages)
-        end = chunk.start + len(chunk.token_ids)
-        if not end <= last * self.page_size or last > self._tables.shape[1]:
-            raise ValueError(
-                f"slot {slot}: a chunk to position {end} does not fit {last} pages of {self.page_size} tokens "
-                f"in a table of {self._tables.shape[1]}"
-            )
-        self._tables[slot, first:last] = chunk.pages
-        self._num_table_pages[slot] = last
+        given = to_device(token_ids, self.device)
+        if (token_ids < 0).any():
+            slots = to_device(np.repeat(batch.rows, batch.lengths).astype(np.int64), self.device)
+            given = torch.where(given < 0, self.last_tokens[slots], given)
+        hidden = self.decoder.hidden(given, to_device(token_positions(batch), self.device), attention)
+        return self.decoder.logits(hidden[to_device(rows, self.device)])
 
     def _num_pages(self, config: WorkerConfig) -> int:
+        """What fits every rank: all have the same page tables."""
         tokens = config.kv_tokens
         if tokens is None:
             bytes_per_token = kv_cache.token_bytes(self.config, self.dtype)
             if self.device.type == "cuda":
-                self._profile(config.token_budget)
+                self._profile()
                 tokens = kv_cache.gpu_tokens(bytes_per_token, self.device, config.kv_memory_fraction)
             else:
                 tokens = kv_cache.cpu_tokens(bytes_per_token)
             tokens = self.group.least(tokens)
         return kv_cache.num_pages(tokens, self.page_size)
 
-    def _profile(self, num_tokens: int) -> None:
-        """Run the largest step once, every token with logits, so that the allocator knows its peak."""
-        num_tokens = min(num_tokens, self.config.context_length)
-        pages = -(-num_tokens // self.page_size)
-        chunk = Chunk(0, 0, [0] * num_tokens, list(range(pages)), True, num_tokens)
-        with torch.inference_mode():
-            self._step([chunk], np.arange(pages, dtype=np.int32)[None], self._backend(pages))
+    @torch.inference_mode()
+    def _profile(self) -> None:
+        """Run the largest step once, with as many logits as a step may have, so that the allocator knows its peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        length = min(self._token_budget, self.config.context_length)
+        count = -(-self._token_budget // length)
+        pages = -(-length // self.page_size)
+        chunks = np.arange(count, dtype=np.int32)
+        tables = np.arange(count * pages, dtype=np.int32).reshape(count, pages)
+        batch = AttentionBatch(tables, chunks, np.zeros_like(chunks), np.full_like(chunks, length))
+        rows = np.arange(min(PROMPT_LOGIT_ROWS + self._max_running, count * length))
+        self._step(batch, np.zeros(count * length, dtype=np.int64), rows, self._backend(count * pages, pages))
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
-    def _backend(self, pages: int) -> AttentionBackend:
-        kv = kv_cache.allocate(self.config, pages, self.page_size, self.device, self.dtype)
-        if self.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
-            # Imported only where it is used: a machine with a GPU does without numba.
-            from kernels.numba_attention import NumbaAttention
+    def _backend(self, pages: int, pages_per_row: int) -> AttentionBackend:
+        shape = self.config.attention_shape
+        if self.device.type == "cpu":
+            kv = kv_cache.allocate(self.config, pages, self.page_size, self.device, self.dtype)
+            if self.dtype in (torch.float32, torch.bfloat16):
+                # Imported only where it is used: a machine with a GPU does without numba.
+                from kernels.numba_attention import NumbaAttention
 
-            return NumbaAttention(kv, self.config.attention_shape)
-        return TorchAttention(kv, self.config.attention_shape)
+                return NumbaAttention(kv, shape)
+            return TorchAttention(kv, shape)
+        # One page more, for whatever fills a batch up to a graph's size.
+        kv = kv_cache.allocate(self.config, pages + 1, self.page_size, self.device, self.dtype)
+        if flashinfer_attention.can_run(shape, self.dtype):
+            return flashinfer_attention.FlashInferAttention(
+                kv, shape, self._max_running, self._max_running * pages_per_row
+            )
+        logger.info("FlashInfer has no attention for this model in %s: running PyTorch's, without graphs", self.dtype)
+        return TorchAttention(kv, shape)
 
     def _context_length(self, config: WorkerConfig) -> int:
         own, held = self.config.context_length, self.num_pages * self.page_size
@@ -138,8 +171,10 @@ class Runner:
             )
         return config.context_length
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+def _show_capture(done: int, total: int) -> None:
+    if sys.stderr.isatty() or done == total:
+        print(f"\rCUDA graphs: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _place(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:

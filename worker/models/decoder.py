@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.attention import AttentionBackend
 from kernels.linear import Linear
-from kernels.norm import rms_norm
-from kernels.rotary import rotate
+from kernels.norm import add_rms_norm, rms_norm
+from kernels.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
 from worker.parallel import Group
 
@@ -84,6 +84,16 @@ class Decoder:
         self.activate = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         # The scale is rounded as the embedding is: Gemma was trained with it so.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
+        self.is_on_gpu = self.embedding.is_cuda
+        # At one token a GPU does nothing but read weights; in float32 the sums of large batches are kept to.
+        self._has_narrow_path = (
+            self.is_on_gpu and not config.sandwich_norms and self.embedding.dtype in (torch.bfloat16, torch.float16)
+        )
+        self._turns: dict[Rope, torch.Tensor] = {}
+
+    def prepare(self, context_length: int) -> None:
+        """On a GPU, before `hidden`: no position beyond `context_length` will come."""
+        self._turns = {rope: rope.table(context_length, self.embedding.device) for rope in set(self.config.ropes)}
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """Run all layers. token_ids and positions: int64 `[n]`, of the chunks that `attention` has planned, in order.
@@ -93,20 +103,30 @@ class Decoder:
         x = self._embed(token_ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
-        angles = {rope: rope.angles(positions, x.dtype) for rope in dict.fromkeys(self.config.ropes)}
+        if self._has_narrow_path and len(token_ids) == 1:
+            return self._hidden_of_one(x, positions, attention)
+        angles = {} if self.is_on_gpu else {rope: rope.angles(positions, x.dtype) for rope in set(self.config.ropes)}
+        # From here on x lacks what the last sublayer adds, `added`; it is added where the next norm reads x.
+        added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            x += self._attend(index, layer, x, angles[self.config.ropes[index]], attention)
-            x += self._mlp(layer, x)
-        return x
+            normed = self._add_and_norm(added, x, layer.input_norm)
+            added = self._attend(index, layer, normed, positions, angles, attention)
+            normed = self._add_and_norm(added, x, layer.mlp_norm)
+            added = self._mlp(layer, normed)
+        return x if added is None else x.add_(added)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`."""
-        scores = self.head(self._normed(hidden, self.norm))
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`, in `out` if given."""
+        if self._has_narrow_path and len(hidden) == 1:
+            scores = self._logits_of_one(hidden, out)
+        else:
+            scores = self.head.in_float32(self._normed(hidden, self.norm), out if self.group.size == 1 else None)
         if self.group.size > 1:
-            scores = self.group.all_gather(scores)[:, : self.config.vocab_size].contiguous()
+            scores = self.group.all_gather(scores)[:, : self.config.vocab_size]
+            scores = scores.contiguous() if out is None else out.copy_(scores)
         if (cap := self.config.logit_softcap) is not None:
-            scores = torch.tanh(scores / cap) * cap
-        return scores.float()
+            scores.div_(cap).tanh_().mul_(cap)
+        return scores
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Each rank looks up the tokens whose rows it has; the others' are zero there."""
@@ -121,25 +141,86 @@ class Decoder:
         self,
         index: int,
         layer: _Layer,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        normed: torch.Tensor,
+        positions: torch.Tensor,
+        angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionBackend,
     ) -> torch.Tensor:
+        qkv = layer.qkv(normed)
+        if self.is_on_gpu:
+            out = attention.attend(index, self._stored(index, layer, qkv, positions, attention))
+        else:
+            out = attention.run(index, *self._turned(layer, qkv, angles[self.config.ropes[index]]))
+        out = self.group.all_reduce(layer.out(out.flatten(1)))
+        return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
+
+    def _turned(
+        self, layer: _Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, normalised if the model does that, and rotated."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        qkv = layer.qkv(self._normed(x, layer.input_norm)).unflatten(-1, (-1, self.config.head_dim))
-        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        qk, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)), dim=1)
         q, k = rotate(qk, *angles).split((heads, kv_heads), dim=1)
-        out = attention.run(index, q, k, v)
-        out = self.group.all_reduce(layer.out(out.flatten(1)))
-        return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
+        return q, k, v
 
-    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        gate_up = layer.gate_up(self._normed(x, layer.mlp_norm))
-        out = self.group.all_reduce(layer.down(self.activate(gate_up)))
+    def _stored(
+        self, index: int, layer: _Layer, qkv: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """`_turned` on a GPU: the keys and values go to their pages, the queries come back."""
+        from kernels.fused import rotate_and_store
+
+        return rotate_and_store(
+            qkv,
+            self.config.num_heads,
+            self._turns[self.config.ropes[index]],
+            positions,
+            attention.rows,
+            attention.kv[index],
+            layer.q_norm,
+            layer.k_norm,
+            self.config.norm_eps,
+        )
+
+    def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
+        out = self.group.all_reduce(layer.down(self.activate(layer.gate_up(normed))))
         return out if layer.mlp_out_norm is None else self._normed(out, layer.mlp_out_norm)
+
+    def _hidden_of_one(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """The layers for one token: five kernels each, besides attention's."""
+        from kernels.gemv import gated_gemv, gemv
+
+        eps, gelu = self.config.norm_eps, self.config.activation != "silu"
+        for index, layer in enumerate(self.layers):
+            qkv = gemv(x, layer.qkv.weight, layer.qkv.bias, norm=layer.input_norm, eps=eps)
+            attended = attention.attend(index, self._stored(index, layer, qkv, positions, attention)).flatten(1)
+            x = self._added(x, attended, layer.out)
+            gated = gated_gemv(x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm, eps=eps, gelu=gelu)
+            x = self._added(x, gated, layer.down)
+        return x
+
+    def _added(self, x: torch.Tensor, y: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """`x + linear(y)` for one token. Of several ranks the first brings x into the sum."""
+        from kernels.gemv import gemv
+
+        residual = x if self.group.rank == 0 else None
+        return self.group.all_reduce(gemv(y, linear.weight, linear.bias, residual=residual))
+
+    def _logits_of_one(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        from kernels.gemv import gemv
+
+        weight = self.head.weight
+        if out is None or self.group.size > 1:
+            out = hidden.new_empty(1, len(weight), dtype=torch.float32)
+        return gemv(hidden, weight, norm=self.norm, eps=self.config.norm_eps, out=out)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight, self.config.norm_eps)
+
+    def _add_and_norm(self, added: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x, which becomes `x + added`, normalised."""
+        if added is None:
+            return self._normed(x, weight)
+        return add_rms_norm(added, x, weight, self.config.norm_eps)
