@@ -1,0 +1,290 @@
+"""Whether the replica says what `transformers` says, on the same device.
+
+    python -m bench.exactness --device cuda --models llama,smollm2 --tp 1
+    python -m bench.exactness --device cuda --models llama --tp 2,4
+    python -m bench.exactness --device cpu --models tiny
+
+In float32 every output is compared token for token with `generate`, alone and in batches, in chunks of all sizes, from
+a cold and a warm cache, and with preemptions. Where an output first differs at a position at which the two likeliest
+tokens are nearer than 1e-4, it is a tie: reported, and no failure. In bfloat16 the share of positions at which the
+likeliest token is that of float32 is compared with the share of `transformers`' own bfloat16, over the same sequences.
+The exit code is 1 when anything is wrong.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import reference, results
+from bench.reference import NEW_TOKENS, Reference, Scored
+from bench.results import Figure, number
+from worker.config import WorkerConfig
+from worker.engine import Engine, Finished
+from worker.messages import SamplingParams
+
+TIE = 1e-4
+WORSE_BY_ERRORS = 3.0  # standard errors that our agreement in bfloat16 may lie below transformers' by chance
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
+BASE = {"kv_tokens": 16384, "context_length": 512, "max_running": 32, "token_budget": 2048}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine's settings, and what is run on it, one after the other: `alone`, every prompt by itself; `cold` and
+    `warm`, all at once. Only prompts of at most `longest` tokens. `preempts`: it shows nothing unless somebody was."""
+
+    name: str
+    settings: dict[str, Any]
+    runs: tuple[str, ...] = ("cold",)
+    longest: int = max(reference.LENGTHS)
+    preempts: bool = False
+
+
+CASES = (
+    Case("whole", {}, ("alone", "cold", "warm")),
+    Case("preempted", {"kv_tokens": 384, "context_length": 128, "token_budget": 96}, ("cold", "warm"), 64, True),
+    Case("chunks of 64", {"token_budget": 64}),
+    Case("chunks of 7", {"token_budget": 7}, longest=64),
+    Case("chunks of 1", {"token_budget": 1}, longest=8),
+)
+SHARDED = ("whole", "preempted")  # cases that are run on more than one rank too
+
+
+@dataclass
+class Verdict:
+    """Outputs beside those of the reference. `ties` and `wrong` say where an output first differs: the prompt's number,
+    the position in the output, and the lead of the likeliest token there."""
+
+    sequences: int = 0
+    identical: int = 0
+    ties: list[tuple[int, int, float]] = field(default_factory=list)
+    wrong: list[tuple[int, int, float]] = field(default_factory=list)
+    preemptions: int = 0
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.wrong and not self.problem
+
+
+def compare(ours: Sequence[list[int]], said: Sequence[list[int]], margins: Sequence[Sequence[float]]) -> Verdict:
+    """Holds each output to the reference's; `margins` are the leads at its positions."""
+    verdict = Verdict(sequences=len(said))
+    for i, (own, right, leads) in enumerate(zip(ours, said, margins, strict=True)):
+        if own == right:
+            verdict.identical += 1
+            continue
+        at = next((p for p, (a, b) in enumerate(zip(own, right, strict=False)) if a != b), min(len(own), len(right)))
+        lead = float(leads[at]) if at < len(leads) else float("inf")
+        (verdict.ties if lead < TIE and len(own) == len(right) else verdict.wrong).append((i, at, lead))
+    return verdict
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Over `positions`: how often the likeliest token is that of float32, for us and for transformers in bfloat16, with
+    the standard error of the difference; and the root mean square error of log probabilities (None: not asked for)."""
+
+    positions: int
+    ours: float
+    theirs: float
+    error: float
+    ours_rms: float | None = None
+    theirs_rms: float | None = None
+
+    @property
+    def right(self) -> bool:
+        return self.ours - self.theirs >= -WORSE_BY_ERRORS * self.error
+
+
+def agreement(exact: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> Agreement:
+    """How `ours` and `theirs` agree with `exact`: likeliest tokens, int64 [positions] each."""
+    own, other = (ours == exact).double(), (theirs == exact).double()
+    error = (own - other).std(correction=0).item() * len(exact) ** -0.5
+    return Agreement(len(exact), own.mean().item(), other.mean().item(), error)
+
+
+class Check:
+    """One model on one device, and what the reference says of it."""
+
+    def __init__(self, name: str, folder: Path, device: str) -> None:
+        self.name, self.device = name, device
+        self.folder = reference.make(name, folder)
+        exact = Reference(self.folder, device, torch.float32)
+        self.prompts = reference.prompts(reference.MODELS[name].vocabulary)
+        self.said = [exact.generate(prompt) for prompt in self.prompts]
+        self.whole = [prompt + said for prompt, said in zip(self.prompts, self.said, strict=True)]
+        self.scored = [exact.score(sequence) for sequence in self.whole]
+        self.margins = [scored.margins[-NEW_TOKENS:].tolist() for scored in self.scored]
+        del exact
+        rough = Reference(self.folder, device, torch.bfloat16)
+        self.theirs = [rough.score(sequence) for sequence in self.whole]
+
+    @contextmanager
+    def engine(self, dtype: str, tp: int, settings: dict[str, Any]) -> Iterator[Engine]:
+        """Checked at its end for anything lost."""
+        gc.collect()
+        config = WorkerConfig.model_validate(BASE | {"device": self.device, "dtype": dtype, "tp": tp} | settings)
+        engine = Engine(self.folder, config)
+        try:
+            yield engine
+            engine.check_integrity()
+        finally:
+            engine.close()
+
+    def float32(self, case: Case, tp: int) -> Verdict:
+        """All runs of a case."""
+        chosen = [i for i, prompt in enumerate(self.prompts) if len(prompt) <= case.longest]
+        prompts = [self.prompts[i] for i in chosen]
+        outputs: list[list[int]] = []
+        with self.engine("float32", tp, case.settings) as engine:
+            for run in case.runs:
+                if run == "alone":
+                    for prompt in prompts:
+                        engine.reset_cache()
+                        outputs += tokens(engine.generate([prompt], GREEDY))
+                    continue
+                if run == "cold":
+                    engine.reset_cache()
+                outputs += tokens(engine.generate(prompts, GREEDY))
+            preemptions = engine.load().preemptions
+        again = len(case.runs)
+        verdict = compare(outputs, [self.said[i] for i in chosen] * again, [self.margins[i] for i in chosen] * again)
+        verdict.preemptions = preemptions
+        if case.preempts and not preemptions:
+            verdict.problem = "nobody was preempted"
+        return verdict
+
+    def bfloat16(self, tp: int) -> dict[str, Agreement]:
+        """`prefill`: every position of prompts and outputs, computed in large chunks. `decode`: those of the outputs,
+        computed one token at a time with all before it in the cache."""
+        # With pages of one token all of a prompt but its last token is found in the cache.
+        with self.engine("bfloat16", tp, {"page_size": 1}) as engine:
+            asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+            read = [_scored(finished) for finished in engine.generate(self.whole, asked)]
+            cut = [
+                sequence[:end] for sequence in self.whole for end in range(len(sequence) - NEW_TOKENS, len(sequence))
+            ]
+            last = [output[0] for output in tokens(engine.generate(cut, SamplingParams(max_tokens=1, temperature=0.0)))]
+        exact, ours, theirs = (_joined(scores) for scores in (self.scored, read, self.theirs))
+        prefill = agreement(exact.likeliest, ours.likeliest, theirs.likeliest)
+        found = asdict(prefill) | {"ours_rms": _rms(ours, exact), "theirs_rms": _rms(theirs, exact)}
+        exact, theirs = (_joined(scores, NEW_TOKENS) for scores in (self.scored, self.theirs))
+        return {
+            "prefill": Agreement(**found),
+            "decode": agreement(exact.likeliest, torch.tensor(last), theirs.likeliest),
+        }
+
+
+def tokens(finished: list[Finished]) -> list[list[int]]:
+    """The outputs. Raises RuntimeError if one failed."""
+    for one in finished:
+        if one.failure is not None:
+            raise RuntimeError(f"a request failed: {one.failure.message}")
+    return [one.token_ids for one in finished]
+
+
+def _scored(finished: Finished) -> Scored:
+    tokens([finished])
+    rows = [row for row in finished.prompt_logprobs or [] if row is not None]
+    likeliest = torch.tensor([row.top[0][0] for row in rows])
+    return Scored(likeliest, torch.tensor([]), torch.tensor([row.logprob for row in rows]))
+
+
+def _joined(scores: Sequence[Scored], last: int = 0) -> Scored:
+    """Of several sequences, one after another; only the `last` positions of each, if that is not 0."""
+    parts = ([getattr(one, name)[-last:] for one in scores] for name in ("likeliest", "margins", "logprobs"))
+    return Scored(*(torch.cat(part) for part in parts))
+
+
+def _rms(rough: Scored, exact: Scored) -> float:
+    return (rough.logprobs - exact.logprobs).double().square().mean().sqrt().item()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m bench.exactness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
+    p.add_argument("--models", default="llama,smollm2", metavar="A,B", help=f"of {', '.join(reference.MODELS)}")
+    p.add_argument("--tp", default="1", metavar="N,M", help="numbers of ranks (default 1)")
+    p.add_argument("--name", help="of the result (default: DEVICE.exact and the numbers of ranks)")
+    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs everything, prints a table, writes the result file. Returns the exit code."""
+    args = parser().parse_args(argv)
+    degrees = [int(tp) for tp in args.tp.split(",")]
+    models = args.models.split(",")
+    if unknown := [name for name in models if name not in reference.MODELS]:
+        parser().error(f"no model {unknown[0]}: there are {', '.join(reference.MODELS)}")
+    report = Report("gpu" if args.device == "cuda" else "cpu")
+    for name in models:
+        with tempfile.TemporaryDirectory(prefix="shoal-exact-") as scratch:
+            check = Check(name, Path(scratch) / name, args.device)
+            for tp in degrees:
+                if tp not in reference.MODELS[name].tp:
+                    print(f"{name} cannot be shared out to {tp} ranks", flush=True)
+                    continue
+                report.run(check, tp)
+    path = results.write(
+        args.name or f"{report.kind}.exact.tp{'-'.join(map(str, degrees))}", report.figures, report.raw, folder=args.out
+    )
+    print(f"{'all right' if report.right else 'WRONG'}; written: {path.name}")
+    return 0 if report.right else 1
+
+
+class Report:
+    """Figures named `KIND.exact...`, all that they were made of, and whether all is right."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.figures: list[Figure] = []
+        self.raw: dict[str, Any] = {}
+        self.right = True
+
+    def run(self, check: Check, tp: int) -> None:
+        """Every case of a model on so many ranks, a line each."""
+        label = f"{self.kind}.exact.{check.name}.tp{tp}"
+        cases = [case for case in CASES if tp == 1 or case.name in SHARDED]
+        verdicts = {}
+        for case in cases:
+            verdicts[case.name] = verdict = check.float32(case, tp)
+            self._say(f"{label} float32 {case.name}", verdict.right, f"{verdict.identical} of {verdict.sequences} same")
+            if verdict.ties or verdict.wrong or verdict.problem:
+                print(f"    ties {verdict.ties} wrong {verdict.wrong} {verdict.problem}")
+        agreements = check.bfloat16(tp)
+        for way, found in agreements.items():
+            shares = f"{found.ours:.2%} as float32, transformers {found.theirs:.2%}, of {found.positions}"
+            self._say(f"{label} bfloat16 {way}", found.right, shares)
+            self.figures += [
+                Figure(f"{label}.bfloat16.{way}.agreement", found.ours, "ratio", True),
+                Figure(f"{label}.bfloat16.{way}.transformers", found.theirs, "ratio", True),
+            ]
+            if found.ours_rms is not None and found.theirs_rms is not None:
+                print(f"    error of log probabilities {number(found.ours_rms)}, theirs {number(found.theirs_rms)}")
+        same, all_ = (sum(getattr(v, what) for v in verdicts.values()) for what in ("identical", "sequences"))
+        self.figures.append(Figure(f"{label}.float32.identical", same / all_, "ratio", True))
+        self.raw[f"{check.name}.tp{tp}"] = {
+            "float32": {name: asdict(verdict) for name, verdict in verdicts.items()},
+            "bfloat16": {way: asdict(found) for way, found in agreements.items()},
+        }
+
+    def _say(self, what: str, right: bool, found: str) -> None:
+        self.right &= right
+        print(f"{what:48s} {'right' if right else 'WRONG'}  {found}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
