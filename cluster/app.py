@@ -89,7 +89,7 @@ class Router:
         metrics = Metrics()
         replicas = Replicas(fleet, metrics)
         self._service = Service(
-            Tokenizer.from_folder(resolve(config.model)),
+            Tokenizer.from_folder(resolve(config.model, weights=config.load_format != "dummy")),
             replicas,
             ServePlacer(handle, fleet, replicas),
             fleet,

@@ -119,7 +119,9 @@ class _Launch:
 
     def _start_ray(self) -> None:
         local.check_port(self._config.host, self._config.port)
-        resolve(self._config.model, progress=self._print)  # no live line yet: a download has its own
+        resolve(
+            self._config.model, progress=self._print, weights=self._config.load_format != "dummy"
+        )  # no live line yet: a download has its own
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()

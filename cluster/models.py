@@ -75,8 +75,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
 
 
-def resolve(model: str, pull: bool = True, progress: Progress = say_on_stderr) -> Path:
-    """The folder or GGUF file that `model` stands for: a known name, a path, or a hub's `org/name`.
+def resolve(model: str, pull: bool = True, progress: Progress = say_on_stderr, weights: bool = True) -> Path:
+    """The folder or GGUF file that `model` stands for: a known name, a path, or a hub's `org/name`. Without `weights` a
+    path may be a folder that has none.
 
     A known name wins over a folder of the same name in the current directory (write `./NAME` for that one). With
     `pull` what is missing is fetched; without, only what is here counts. Raises ModelError.
@@ -90,7 +91,7 @@ def resolve(model: str, pull: bool = True, progress: Progress = say_on_stderr) -
         return _pull(model, progress)
     path = Path(model).expanduser()
     if model and path.exists():
-        return _checked(path)
+        return _checked(path, weights)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith((".", "/")):
         return _from_hub(model, pull)
     raise ModelError(f"no model {model!r}: {_possible(model)}")
@@ -123,10 +124,11 @@ def _possible(model: str) -> str:
     )
 
 
-def _checked(path: Path) -> Path:
+def _checked(path: Path, weights: bool = True) -> Path:
     """`path` itself if a model can be loaded from it."""
     if path.is_dir():
-        missing = [what for what in ("config.json", "*.safetensors") if not any(path.glob(what))]
+        needed = ("config.json", "*.safetensors") if weights else ("config.json",)
+        missing = [what for what in needed if not any(path.glob(what))]
         if missing:
             raise ModelError(f"{path} is no model folder: it has no {' and no '.join(missing)}")
         return path

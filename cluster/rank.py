@@ -26,7 +26,7 @@ class Rank:
         """
         from worker.server import Server  # imports torch: only here, the control actor must stay light
 
-        folder: Path = resolve(config.model)
+        folder: Path = resolve(config.model, weights=config.load_format != "dummy")
         self._server = Server(folder, config, host=config.replica_host or ray.util.get_node_ip_address())
         return {"address": self._server.address, "context_length": self._server.engine.scheduler.context_length}
 
