@@ -25,7 +25,9 @@ from worker.config import WorkerConfig
 from worker.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
 from worker.logprobs import PendingLogprobs, prompt_logprobs
 from worker.messages import Failure, Generate, Grammar, Load, Output, SamplingParams, TokenLogprobs
+from worker.parallel import RankLost
 from worker.plan import Plan
+from worker.ranks import Leader, open_runner
 from worker.request import Sequence
 from worker.runner import Runner
 from worker.sampling import PendingSample, Sampled, Sampler
@@ -35,20 +37,25 @@ log = logging.getLogger(__name__)
 
 
 class DeviceLost(RuntimeError):
-    """The device no longer computes. Nothing that this process holds can be saved: end it, start another."""
+    """A device no longer computes, or a rank is gone. Nothing that this process holds can be saved: end it, start
+    another."""
 
 
 class Parts(NamedTuple):
     """What an engine is made of, beside the scheduler and the tree."""
 
-    runner: Runner
+    runner: Runner | Leader
     sampler: Sampler
     grammars: GrammarCompiler
 
 
-def load_parts(model_dir: Path, config: WorkerConfig) -> Parts:
+def load_parts(
+    model_dir: Path,
+    config: WorkerConfig,
+    open_runner: Callable[[Path, WorkerConfig], Runner | Leader] = open_runner,
+) -> Parts:
     """Loads the model of a folder. Raises whatever its files or the device have to complain about."""
-    runner = Runner(model_dir, config)
+    runner = open_runner(model_dir, config)
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
     grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
     return Parts(runner, sampler, grammars)
@@ -207,8 +214,9 @@ class Engine:
         self.scheduler.check_integrity()
 
     def close(self) -> None:
-        """Ends the compiler's thread. The engine is of no use afterwards."""
+        """Ends the compiler's thread and the other ranks. The engine is of no use afterwards."""
         self.grammars.close()
+        self.runner.close()
 
     # ------------------------------------------------------------ the parts of a step
 
@@ -277,6 +285,8 @@ class Engine:
         self.scheduler.update(flight.plan, sampled, prompts)
 
     def _raise_if_lost(self, plan: Plan, error: Exception) -> None:
+        if isinstance(error, RankLost):
+            raise DeviceLost(str(error)) from error
         if _is_lost(self.runner.device):
             raise DeviceLost(f"{self.runner.device} failed in step {plan.step} and does not answer") from error
 

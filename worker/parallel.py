@@ -1,12 +1,20 @@
 """The ranks of a stage as one group: what they add up, put together and tell each other, on their own devices."""
 
+import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 TIMEOUT_S = 120.0  # a collective that takes longer means that a rank has gone or hangs
+_POLL_S = 0.02
+_FAILED = "failed"
+
+
+class RankLost(RuntimeError):
+    """A rank of the replica ended or does not answer: the others can do nothing without it. The message says which."""
 
 
 class Group:
@@ -16,34 +24,33 @@ class Group:
     where the backend notices that a rank has gone; on a GPU it may also never end: `worker.ranks` watches for that.
     """
 
-    def __init__(self, backend: dist.Backend | None, rank: int, size: int, device: torch.device) -> None:
-        """Use `single` or `join`."""
-        self._backend = backend
-        self._device = device
+    def __init__(self, backend: Any, store: dist.Store | None, rank: int, size: int, device: torch.device) -> None:
+        """Use `single` or `join`. `backend` is a `dist.Backend`, whose methods have no types."""
+        self._backend, self._store, self._device = backend, store, device
+        self._meetings = 0
         self.rank, self.size = rank, size
 
     @classmethod
     def single(cls) -> "Group":
         """The group of one: its operations do nothing."""
-        return cls(None, 0, 1, torch.device("cpu"))
+        return cls(None, None, 0, 1, torch.device("cpu"))
 
     @classmethod
     def join(
         cls, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> "Group":
-        """One rank's end of a group of `size`, whose other ranks come to the same store. Waits for them.
-
-        `device` is this rank's own. Raises RuntimeError if one does not come in `timeout_s`.
-        """
+        """One rank's end of a group of `size`, when all have come to the same store. `device` is this rank's own, on a
+        GPU the current one. Collectives may take `timeout_s`. Raises RankLost if a rank has failed."""
+        group = cls(None, store, rank, size, device)
+        group.meet()
         timeout = timedelta(seconds=timeout_s)
-        store = dist.PrefixStore("group", store)
+        prefixed = dist.PrefixStore("group", store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            backend: dist.Backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            group._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
-            backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-        group = cls(backend, rank, size, device)
+            group._backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
         group.least(0)  # a communicator is made at its first use, which must not be inside a graph
         return group
 
@@ -75,10 +82,33 @@ class Group:
         return x
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values. Waits for all of them."""
+        """The smallest of all ranks' values. Waits for all of them, and for the device."""
         if self._backend is None:
             return value
         return int(self.all_gather(torch.tensor([value], device=self._device)).min())
+
+    # ------------------------------------------------------------ on the host
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, however long they take. Raises RankLost if one has failed."""
+        if self._store is None:
+            return
+        key = f"meeting/{self._meetings}"
+        self._meetings += 1
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < self.size:
+            self.check()
+            time.sleep(_POLL_S)
+
+    def fail(self, reason: str) -> None:
+        """Tell all ranks that the replica is at its end, and why. The first reason stays."""
+        if self._store is not None:
+            self._store.compare_set(_FAILED, "", reason)
+
+    def check(self) -> None:
+        """Raises RankLost if a rank has failed."""
+        if self._store is not None and self._store.check([_FAILED]):
+            raise RankLost(self._store.get(_FAILED).decode(errors="replace"))
 
     def close(self) -> None:
         """Leave. What other ranks still wait for fails or never comes."""

@@ -47,7 +47,9 @@ class Runner:
             raise ValueError(f"tp={config.tp}, pp={config.pp}: a runner is one rank of {self.group.size}")
         if config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
-        self.device, self.dtype = _place(config)
+        self.device, self.dtype = place(config)
+        if self.group.rank == 0:
+            _say_place(config, self.device, self.dtype)
         hf = read_config(model)
         shard = Shard(decoder_config(hf), self.group.rank, self.group.size)
         self.config = shard.config
@@ -56,6 +58,7 @@ class Runner:
         self.eos_token_ids = _eos_token_ids(model, hf.eos_token_id)
         self._max_running, self._token_budget = config.max_running, config.token_budget
         parameters = load_weights(model, shard, self.device, self.dtype, config.load_format, progress)
+        self.group.meet()  # one may be long behind with its part
         self.decoder = Decoder(self.config, parameters, self.group)
         self.last_tokens = torch.zeros(self._max_running, dtype=torch.int64, device=self.device)
         self._logits = torch.empty(0, device=self.device)
@@ -98,6 +101,10 @@ class Runner:
         shares = np.cumsum(num_logits)
         rows = np.repeat(ends - shares, num_logits) + np.arange(num_logits.sum())
         return self._step(batch, np.array(token_ids, dtype=np.int64), rows, self._attention)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.group.close()
 
     def _step(
         self, batch: AttentionBatch, token_ids: np.ndarray, rows: np.ndarray, attention: AttentionBackend
@@ -177,19 +184,24 @@ def _show_capture(done: int, total: int) -> None:
         print(f"\rCUDA graphs: {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
-def _place(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype, chosen where the configuration leaves it open; says in the log what was chosen."""
+def place(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype, chosen where the configuration leaves it open. Raises ValueError for a GPU that is not there."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ValueError("device is cuda, but PyTorch finds no GPU: set device to cpu or auto")
     on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpu)
     name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    if on_gpu:
-        logger.info("Running on %s in %s", torch.cuda.get_device_name(), name)
+    return torch.device("cuda" if on_gpu else "cpu"), getattr(torch, name)
+
+
+def _say_place(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    if device.type == "cuda":
+        ranks = f" and {config.tp - 1} more" if config.tp > 1 else ""
+        logger.info("Running on %s%s in %s", torch.cuda.get_device_name(), ranks, name)
     else:
         found = "No GPU found: running" if config.device == "auto" else "Running"
         logger.info("%s on the CPU in %s", found, name)
-    return torch.device("cuda" if on_gpu else "cpu"), getattr(torch, name)
 
 
 def _eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int, ...]:

@@ -4,8 +4,9 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -191,13 +192,14 @@ def _safetensors(folder: Path) -> Iterator[_Tensor]:
             with safe_open(path, framework="pt") as file:
                 for name in list(file.keys()):
                     tensor = file.get_slice(name)
-                    yield _Tensor(name, tuple(tensor.get_shape()), lambda dim, part, t=tensor: t[_index(dim, part)])
+                    yield _Tensor(name, tuple(tensor.get_shape()), partial(_cut, tensor))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def _index(dim: int, part: range) -> tuple[slice, ...]:
-    return (slice(None),) * dim + (slice(part.start, part.stop),)
+def _cut(tensor: Any, dim: int, part: range) -> torch.Tensor:
+    """Of a tensor, or of a slice of a file that is read when it is cut."""
+    return tensor[(slice(None),) * dim + (slice(part.start, part.stop),)]
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -215,7 +217,7 @@ def _shards(folder: Path) -> list[Path]:
 def _gguf_tensors(path: Path) -> Iterator[_Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     for name, tensor in model.state_dict().items():
-        yield _Tensor(name, tuple(tensor.shape), lambda dim, part, t=tensor: t[_index(dim, part)])
+        yield _Tensor(name, tuple(tensor.shape), partial(_cut, tensor))
 
 
 def _dummies(
@@ -224,11 +226,19 @@ def _dummies(
     """Each tensor is made as a whole, from a seed that is its name's, and cut afterwards: so the model is the same for
     any number of ranks."""
     for name, place in places.items():
-        yield _Tensor(
-            name,
-            place.shape,
-            lambda dim, part, n=name, p=place: _dummy(n, p, config, device, dtype)[_index(dim, part)],
-        )
+        yield _Tensor(name, place.shape, partial(_dummy_part, name, place, config, device, dtype))
+
+
+def _dummy_part(
+    name: str,
+    place: _Place,
+    config: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+    part: range,
+) -> torch.Tensor:
+    return _cut(_dummy(name, place, config, device, dtype), dim, part)
 
 
 def _dummy(name: str, place: _Place, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.config import WorkerConfig
 from worker.engine import Parts
+from worker.forecast import Claim, most_pages
 from worker.messages import Failure, Grammar
 from worker.plan import PENDING, Chunk, Plan
 from worker.runner import Runner
@@ -187,6 +188,9 @@ class FakeRunner:
             logits[i, token] = 9.0
         return logits
 
+    def close(self) -> None:
+        pass
+
     def _chunk(self, chunk: Chunk) -> list[int]:
         """The likeliest next token after each of the last `num_logits` tokens."""
         token_ids = chunk.token_ids
@@ -274,6 +278,17 @@ class FakePending:
 
     def result(self) -> list[Sampled]:
         return self.sampled
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are let in as if those that run needed no more pages than for the tokens they have: many are preempted
+    then."""
+    monkeypatch.setattr("worker.scheduler.most_pages", pages_now)
+
+
+def pages_now(claims: list[Claim], page_size: int) -> int:
+    return most_pages([claim._replace(to_come=0) for claim in claims], page_size)
 
 
 class FakeGrammars:

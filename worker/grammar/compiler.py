@@ -42,8 +42,9 @@ class GrammarCompiler:
         self._info: xgrammar.TokenizerInfo | None = None
         self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
-        self._threads.submit(self._process.start)
-        self._threads.submit(self._tokenizer_info)
+        if (self._model_dir / "tokenizer.json").is_file():  # else whoever comes with a grammar is told
+            self._threads.submit(self._process.start)
+            self._threads.submit(self._tokenizer_info)
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Compiles a grammar, or finds it compiled. The future fails with GrammarError, whose message is for the

@@ -1,0 +1,331 @@
+"""The ranks of a replica: one leads, with the scheduler and the sampler beside it; the others follow its plans.
+
+    engine ── plan ──▶ Leader ── the same plan, by ZeroMQ ──▶ Follower (rank 1, 2, …)
+                         │                                       │
+                         └── Runner ◀── all-reduce, gather ──▶ Runner
+
+Every rank applies the same plans in the same order. Tokens that the host has not seen yet are on the leader's device
+alone: a step that needs them begins with their broadcast. Ranks find each other in a store, at an address that the
+leader's process publishes, and whichever fails leaves the reason there.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+import zmq
+
+from worker.config import WorkerConfig
+from worker.parallel import TIMEOUT_S, Group, RankLost
+from worker.plan import PENDING, Plan
+from worker.runner import Runner, place
+from worker.weights import Progress
+
+log = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 0.2
+GRACE_S = 5.0  # what a rank gets to end by itself
+HEARTBEAT_MS = 5000  # a follower on a host that vanished must not pile up plans for ever
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Plan).decode
+_END = b""
+
+
+def open_store(host: str = "127.0.0.1") -> tuple[dist.Store, str]:
+    """Where the ranks of one replica meet, on a free port of this machine, and its address for the others: the one by
+    which they reach this machine. It lives as long as this process."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    return store, f"{host}:{store.port}"
+
+
+def find_store(address: str) -> dist.Store:
+    """The store that another process opened. Raises RankLost if nobody answers there."""
+    host, _, port = address.rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    except RuntimeError as error:
+        raise RankLost(f"rank 0 does not answer at {address}: {error}") from error
+
+
+def open_runner(model: Path, config: WorkerConfig, progress: Progress | None = None) -> "Runner | Leader":
+    """What computes a replica's steps on this machine: a runner, or with `tp` over 1 the leader of as many ranks."""
+    return Runner(model, config, progress) if config.tp == 1 else launch(model, config, progress)
+
+
+# ---------------------------------------------------------------- rank 0
+
+
+class Leader:
+    """A runner for the engine, on all ranks of a replica. Where a step fails it raises RankLost: the tables of the rank
+    that failed are no longer the others'."""
+
+    def __init__(
+        self,
+        model: Path,
+        config: WorkerConfig,
+        store: dist.Store,
+        host: str = "127.0.0.1",
+        progress: Progress | None = None,
+        processes: "list[subprocess.Popen[bytes]] | None" = None,
+    ) -> None:
+        """Waits for the other ranks to come to `store`; they connect to `host`, this machine's address. `processes` are
+        theirs, if this process started them. Raises what `Runner` raises, and RankLost."""
+        self._lost: str | None = None
+        self._processes = processes or []
+        self._closing = threading.Event()
+        self._launched_s = 0.0
+        self._launched: torch.cuda.Event | None = None
+        self._context = zmq.Context()
+        self._followers = [self._bind(host) for _ in range(1, config.tp)]
+        for rank, follower in enumerate(self._followers, 1):
+            store.set(f"plans/{rank}", follower.getsockopt_string(zmq.LAST_ENDPOINT))
+        # Its own connection: what one thread asks must not wait for what another does.
+        self._watcher = threading.Thread(target=self._watch, args=(store.clone(),), name="ranks", daemon=True)
+        self._watcher.start()
+        self.group: Group | None = None
+        try:
+            self.group = Group.join(store, 0, config.tp, _own_device(config, 0))
+            self.runner = Runner(model, config, progress, self.group)
+        except BaseException as error:
+            reason = self._reason(error)
+            self.close()
+            if reason is not None:
+                raise RankLost(reason) from error
+            raise
+        self.device = self.runner.device
+        self.page_size, self.num_pages = self.runner.page_size, self.runner.num_pages
+        self.vocab_size, self.context_length = self.runner.vocab_size, self.runner.context_length
+        self.eos_token_ids = self.runner.eos_token_ids
+        self.last_tokens = self.runner.last_tokens
+        if self.device.type == "cuda":
+            self._launched = torch.cuda.Event()
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """As `Runner.forward`. Raises RankLost."""
+        if self._lost is not None:
+            raise RankLost(self._lost)
+        frame = _encode(plan)
+        for follower in self._followers:
+            follower.send(frame)
+        assert self.group is not None
+        try:
+            logits = _step(self.runner, self.group, plan)
+        except Exception as error:
+            raise RankLost(self._reason(error) or f"rank 0: {_line(error)}") from error
+        if self._launched is not None:
+            self._launched_s = time.monotonic()
+            self._launched.record()
+        return logits
+
+    def close(self) -> None:
+        """Ends the other ranks. Not while another thread is in `forward`."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._watcher.join()
+        for follower in self._followers:
+            follower.send(_END)
+            follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
+        for process in self._processes:
+            _end(process, GRACE_S if self._lost is None else 0)
+        self._context.term()
+        if self.group is not None:
+            self.group.close()
+
+    def _bind(self, host: str) -> "zmq.Socket[bytes]":
+        follower = self._context.socket(zmq.PUSH)
+        follower.set(zmq.SNDHWM, 0)
+        follower.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        follower.bind(f"tcp://{host}:*")
+        return follower
+
+    def _reason(self, error: BaseException) -> str | None:
+        """What another rank says went wrong, which explains an error here; None if all are well."""
+        if isinstance(error, RankLost):
+            return str(error)
+        if isinstance(error, RuntimeError):  # maybe a collective's: then the other rank's own reason is on its way
+            deadline_s = time.monotonic() + 5 * WATCH_EVERY_S
+            while self._lost is None and time.monotonic() < deadline_s:
+                time.sleep(WATCH_EVERY_S / 4)
+        return self._lost
+
+    # ------------------------------------------------------------ another thread
+
+    def _watch(self, store: dist.Store) -> None:
+        """Looks for ranks that have failed, processes that have ended, and steps that do not end."""
+        group = Group(None, store, 0, 1, torch.device("cpu"))
+        while not self._closing.wait(WATCH_EVERY_S):
+            for rank, process in enumerate(self._processes, 1):
+                if (status := process.poll()) is not None:
+                    time.sleep(WATCH_EVERY_S)  # its own reason comes first
+                    group.fail(f"rank {rank}: its process ended with status {status}")
+            try:
+                group.check()
+                if self._is_stuck(TIMEOUT_S):
+                    group.fail(f"a step has not ended for {TIMEOUT_S:g} s: a rank hangs")
+            except RankLost as error:
+                self._lost = str(error)
+                self._end_if_stuck()
+                return
+
+    def _is_stuck(self, after_s: float) -> bool:
+        """Whether the GPU is still in a step that was launched so long ago."""
+        if self._launched is None or not self._launched_s:
+            return False
+        return time.monotonic() - self._launched_s > after_s and not self._launched.query()
+
+    def _end_if_stuck(self) -> None:
+        """A GPU that waits for a rank which has gone waits for ever, and so does a thread that waits for the GPU: only
+        the end of the process helps."""
+        if not self._closing.wait(GRACE_S) and self._is_stuck(0):
+            log.critical("The GPU waits for a rank that is lost: %s. This process ends.", self._lost)
+            os._exit(1)
+
+
+# ---------------------------------------------------------------- the others
+
+
+class Follower:
+    """A rank that does what the leader does, one plan after another."""
+
+    def __init__(
+        self, model: Path, config: WorkerConfig, rank: int, store: dist.Store, progress: Progress | None = None
+    ) -> None:
+        """Loads this rank's part, together with the others. Raises what `Runner` raises, after telling them."""
+        self._rank, self._store = rank, store
+        self._context = zmq.Context()
+        self._plans = self._context.socket(zmq.PULL)
+        self._plans.set(zmq.RCVHWM, 0)
+        self._group: Group | None = None
+        try:
+            self._plans.connect(store.get(f"plans/{rank}").decode())
+            self._group = Group.join(store, rank, config.tp, _own_device(config, rank))
+            self._runner = Runner(model, config, progress, self._group)
+        except BaseException as error:
+            self._fail(error)
+            self.close()
+            raise
+
+    def run(self) -> None:
+        """Follows until the leader closes. Raises what a step raises, after telling the others."""
+        assert self._group is not None
+        try:
+            while frame := self._plans.recv():
+                _step(self._runner, self._group, _decode(frame))
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Gives back the socket and leaves the group. Not while another thread is in `run`."""
+        self._plans.close(linger=0)
+        self._context.term()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, RankLost):
+            Group(None, self._store, self._rank, 1, torch.device("cpu")).fail(f"rank {self._rank}: {_line(error)}")
+
+
+@torch.inference_mode()
+def _step(runner: Runner, group: Group, plan: Plan) -> torch.Tensor:
+    """What every rank does with a plan."""
+    if any(chunk.token_ids[0] == PENDING for chunk in plan.chunks):
+        group.broadcast(runner.last_tokens, 0)
+    return runner.forward(plan)
+
+
+def _own_device(config: WorkerConfig, rank: int) -> torch.device:
+    """The rank's device, on a GPU made the current one: Ray shows a rank its own only, elsewhere it sees all."""
+    device, _ = place(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return device
+
+
+# ---------------------------------------------------------------- on one machine
+
+
+def launch(model: Path, config: WorkerConfig, progress: Progress | None = None) -> Leader:
+    """This process as rank 0, and one more for each other rank, on this machine. They end when it does."""
+    device, _ = place(config)
+    if device.type == "cuda" and torch.cuda.device_count() < config.tp:
+        raise ValueError(f"tp={config.tp}, but this machine has {torch.cuda.device_count()} GPUs")
+    if device.type == "cpu" and config.cpu_threads is None:
+        config = config.model_copy(update={"cpu_threads": max(1, (os.cpu_count() or 1) // config.tp)})
+    store, address = open_store()
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(1, config.tp):
+            processes.append(_start(_Seat(str(model), config.model_dump(mode="json"), rank, address)))
+    except BaseException:
+        for process in processes:
+            _end(process, 0)
+        raise
+    return Leader(model, config, store, progress=progress, processes=processes)
+
+
+class _Seat(msgspec.Struct):
+    """What a process must know to be a rank."""
+
+    model: str
+    config: dict[str, object]
+    rank: int
+    address: str
+
+
+def _start(seat: _Seat) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    process = subprocess.Popen([sys.executable, "-m", "worker.ranks"], stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(seat) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    assert process.stdin is not None
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdin.close()
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _main() -> None:
+    """A rank's process. Its standard input says which, and ends with the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for that one
+    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Seat)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    config = WorkerConfig.model_validate(seat.config)
+    Follower(Path(seat.model), config, seat.rank, find_store(seat.address)).run()
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _main()
