@@ -120,7 +120,8 @@ class _Launch:
     def _start_ray(self) -> None:
         local.check_port(self._config.host, self._config.port)
         has_weights = self._config.load_format != "dummy"
-        resolve(self._config.model, progress=self._print, weights=has_weights)  # no live line yet: a download has its own
+        # No live line yet: a download has its own.
+        resolve(self._config.model, progress=self._print, weights=has_weights)
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
