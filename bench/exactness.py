@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from bench import reference, results
 from bench.reference import NEW_TOKENS, Reference, Scored
@@ -33,13 +34,16 @@ from worker.messages import SamplingParams
 TIE = 1e-4
 WORSE_BY_ERRORS = 3.0  # standard errors that our agreement in bfloat16 may lie below transformers' by chance
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
+BRIEF, BRIEF_ROUNDS = 4, 8  # most tokens of a brief output, and how often all of them are asked for
 BASE = {"kv_tokens": 16384, "context_length": 512, "max_running": 32, "token_budget": 2048}
 
 
 @dataclass(frozen=True)
 class Case:
     """An engine's settings, and what is run on it, one after the other: `alone`, every prompt by itself; `cold` and
-    `warm`, all at once. Only prompts of at most `longest` tokens. `preempts`: it shows nothing unless somebody was."""
+    `warm`, all at once; `brief`, often, with outputs cut after a few tokens by a stop token, so that the scheduler
+    expects little of those that follow and lets in too many. Only prompts of at most `longest` tokens. `preempts`: it
+    shows nothing unless somebody was."""
 
     name: str
     settings: dict[str, Any]
@@ -50,7 +54,9 @@ class Case:
 
 CASES = (
     Case("whole", {}, ("alone", "cold", "warm")),
-    Case("preempted", {"kv_tokens": 384, "context_length": 128, "token_budget": 96}, ("cold", "warm"), 64, True),
+    Case(
+        "preempted", {"kv_tokens": 384, "context_length": 128, "token_budget": 96}, ("brief", "cold", "warm"), 64, True
+    ),
     Case("chunks of 64", {"token_budget": 64}),
     Case("chunks of 7", {"token_budget": 7}, longest=64),
     Case("chunks of 1", {"token_budget": 1}, longest=8),
@@ -143,10 +149,19 @@ class Check:
     def float32(self, case: Case, tp: int) -> Verdict:
         """All runs of a case."""
         chosen = [i for i, prompt in enumerate(self.prompts) if len(prompt) <= case.longest]
-        prompts = [self.prompts[i] for i in chosen]
+        prompts, said, margins = ([rows[i] for i in chosen] for rows in (self.prompts, self.said, self.margins))
         outputs: list[list[int]] = []
+        expected: list[list[int]] = []
         with self.engine("float32", tp, case.settings) as engine:
             for run in case.runs:
+                if run == "brief":
+                    ends = [row[i % BRIEF] for i, row in enumerate(said)]
+                    short = [replace(GREEDY, stop_token_ids=(end,)) for end in ends]
+                    for _ in range(BRIEF_ROUNDS):
+                        outputs += tokens(engine.generate(prompts, short))
+                        expected += [row[: row.index(end) + 1] for row, end in zip(said, ends, strict=True)]
+                    continue
+                expected += said
                 if run == "alone":
                     for prompt in prompts:
                         engine.reset_cache()
@@ -156,8 +171,7 @@ class Check:
                     engine.reset_cache()
                 outputs += tokens(engine.generate(prompts, GREEDY))
             preemptions = engine.load().preemptions
-        again = len(case.runs)
-        verdict = compare(outputs, [self.said[i] for i in chosen] * again, [self.margins[i] for i in chosen] * again)
+        verdict = compare(outputs, expected, margins * (len(outputs) // len(margins)))
         verdict.preemptions = preemptions
         if case.preempts and not preemptions:
             verdict.problem = "nobody was preempted"
