@@ -57,8 +57,8 @@ class _Part:
     mask: int
     query_ends: torch.Tensor
     page_ends: torch.Tensor
-    pages: torch.Tensor
     last_page_tokens: torch.Tensor
+    pages: torch.Tensor
 
 
 def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
@@ -77,7 +77,7 @@ class FlashInferAttention(GraphAttention):
     """
 
     def __init__(self, kv: torch.Tensor, shape: AttentionShape, max_graph: int, max_pages: int) -> None:
-        from flashinfer.prefill import get_batch_prefill_module
+        from flashinfer.jit.attention import gen_batch_prefill_module
         from flashinfer.utils import is_sm90a_supported
 
         self.kv, self.shape = kv, shape
@@ -85,9 +85,14 @@ class FlashInferAttention(GraphAttention):
         self.device = kv.device
         # Types of q, kv, output and indices; head dimensions; no positions, windows or softcap; float32 accumulation.
         kernel = (kv.dtype, kv.dtype, kv.dtype, torch.int32, shape.head_dim, shape.head_dim, 0, False, False, False)
-        self._single_module = get_batch_prefill_module("fa2", *kernel)
+        self._single_module = gen_batch_prefill_module("fa2", *kernel).build_and_load()
         self._is_hopper = is_sm90a_supported(self.device)
-        self._chunk_module = get_batch_prefill_module("fa3", *kernel) if self._is_hopper else self._single_module
+        self._chunk_module = self._single_module
+        if self._is_hopper:
+            self._chunk_module = gen_batch_prefill_module("fa3", *kernel).build_and_load()
+        # What the kernels take last: no masks, slopes, items, scales or softcap; no positions.
+        self._fa2_arguments = (*(None,) * 8, 0.0, shape.scale, 1.0, 1.0, 0)
+        self._fa3_arguments = (*(None,) * 4, 0.0, shape.scale, 1.0, 0)
         self._single_workspace, self._chunk_workspace = _Workspace(self.device), _Workspace(self.device)
         group = shape.num_heads // shape.num_kv_heads
         tiles = max(max_graph, 2 * _multiprocessors(self.device) // shape.num_kv_heads) + 1
@@ -181,14 +186,7 @@ class FlashInferAttention(GraphAttention):
                 _HND,
                 -1,  # no window
                 True,  # may start while the kernel before it ends
-                *(None,) * 6,  # custom masks, slopes, items
-                0.0,  # no softcap
-                self.shape.scale,
-                *(None,) * 3,  # scales of FP8
-                1.0,
-                1e4,
-                0,
-                0,
+                *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
             )
         return out
 

@@ -23,10 +23,11 @@ class _Tile(NamedTuple):
 
 
 def _tile(rows: int, columns: int) -> _Tile:
-    """Enough programs for a few on each multiprocessor, each with several independent 16-byte loads a thread."""
-    height = 4 if rows >= 4096 else 2 if rows >= 2048 else 1
-    width = min(triton.next_power_of_2(columns), 1024)
-    return _Tile(height, width, max(1, min(4, width // 256)))
+    """Enough programs for a few on each multiprocessor, each with several independent 16-byte loads a thread. Measured
+    on an H200 with the shapes of Llama-3.1-8B and Qwen3-0.6B, in bfloat16."""
+    height = 4 if rows >= 4096 else 2
+    width = 512 if rows == 4096 else 1024
+    return _Tile(height, min(triton.next_power_of_2(columns), width), 4)
 
 
 def gemv(
