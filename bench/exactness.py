@@ -33,7 +33,6 @@ from worker.messages import SamplingParams
 
 TIE = 1e-4
 WORSE_BY_ERRORS = 3.0  # standard errors that our agreement in bfloat16 may lie below transformers' by chance
-GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 BRIEF, BRIEF_ROUNDS = 4, 8  # most tokens of a brief output, and how often all of them are asked for
 BASE = {"kv_tokens": 16384, "context_length": 512, "max_running": 32, "token_budget": 2048}
 
@@ -130,6 +129,9 @@ class Check:
         self.whole = [prompt + said for prompt, said in zip(self.prompts, self.said, strict=True)]
         self.scored = [exact.score(sequence) for sequence in self.whole]
         self.margins = [scored.margins[-NEW_TOKENS:].tolist() for scored in self.scored]
+        # With a token that might end them the scheduler must guess how long outputs get: it never comes.
+        never = min(set(range(reference.MODELS[name].vocabulary)).difference(*self.said))
+        self.greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=(never,))
         del exact
         rough = Reference(self.folder, device, torch.bfloat16)
         self.theirs = [rough.score(sequence) for sequence in self.whole]
@@ -156,7 +158,7 @@ class Check:
             for run in case.runs:
                 if run == "brief":
                     ends = [row[i % BRIEF] for i, row in enumerate(said)]
-                    short = [replace(GREEDY, stop_token_ids=(end,)) for end in ends]
+                    short = [replace(self.greedy, stop_token_ids=(end,)) for end in ends]
                     for _ in range(BRIEF_ROUNDS):
                         outputs += tokens(engine.generate(prompts, short))
                         expected += [row[: row.index(end) + 1] for row, end in zip(said, ends, strict=True)]
@@ -165,11 +167,11 @@ class Check:
                 if run == "alone":
                     for prompt in prompts:
                         engine.reset_cache()
-                        outputs += tokens(engine.generate([prompt], GREEDY))
+                        outputs += tokens(engine.generate([prompt], self.greedy))
                     continue
                 if run == "cold":
                     engine.reset_cache()
-                outputs += tokens(engine.generate(prompts, GREEDY))
+                outputs += tokens(engine.generate(prompts, self.greedy))
             preemptions = engine.load().preemptions
         verdict = compare(outputs, expected, margins * (len(outputs) // len(margins)))
         verdict.preemptions = preemptions
