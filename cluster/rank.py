@@ -1,5 +1,6 @@
 """One process of a replica: the GPU (or the share of the CPU) that one rank of one stage computes on."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,32 +10,58 @@ from cluster.config import Config
 from cluster.models import resolve
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from worker.ranks import Follower
     from worker.server import Server
 
 
 class Rank:
-    """The Ray actor around `worker.server.Server`. `run` holds one of its threads until the loop ends."""
+    """The Ray actor around `worker.server.Server` on a replica's first rank, around `worker.ranks.Follower` on the
+    others. `run` holds one of its threads until the loop ends."""
 
     def __init__(self) -> None:
-        self._server: Server | None = None
+        self._loop: Server | Follower | None = None
+        self._store: Store | None = None
 
-    def load(self, config: Config) -> dict[str, Any]:
-        """Gets the model onto this node if it is not there, loads it, and binds. Returns what routers must know:
+    def open(self, config: Config) -> str | None:
+        """Of the first rank, before any loads: where all of them will meet, or None for one that is alone."""
+        if config.tp == 1:
+            return None
+        from worker.ranks import open_store  # imports torch: only here, the control actor must stay light
+
+        self._store, address = open_store(_host(config))
+        return address
+
+    def load(self, config: Config, rank: int = 0, meeting: str | None = None) -> dict[str, Any]:
+        """Gets the model onto this node if it is not there, loads this rank's part together with the other ranks, and
+        binds. `meeting` is what the first rank's `open` returned. Returns what routers must know of a first rank:
         `address` (of ZeroMQ) and `context_length` (in tokens, what the model and the KV cache allow).
 
         Raises whatever the model's folder, the weights or the device have to complain about.
         """
-        from worker.server import Server  # imports torch: only here, the control actor must stay light
+        from worker.engine import load_parts
+        from worker.ranks import Follower, Leader, find_store
+        from worker.server import Server
 
         folder: Path = resolve(config.model, weights=config.load_format != "dummy")
-        self._server = Server(folder, config, host=config.replica_host or ray.util.get_node_ip_address())
-        return {"address": self._server.address, "context_length": self._server.engine.scheduler.context_length}
+        host = _host(config)
+        if rank > 0:
+            assert meeting is not None
+            self._loop = Follower(folder, config, rank, find_store(meeting))
+            return {}
+        load = load_parts
+        if self._store is not None:
+            load = partial(load_parts, open_runner=partial(Leader, store=self._store, host=host))
+        self._loop = server = Server(folder, config, host=host, load=load)
+        return {"address": server.address, "context_length": server.engine.scheduler.context_length}
 
     def run(self) -> None:
-        """The scheduler's loop. Returns after `stop`, raises if the loop fails."""
-        self._loaded().run()
-
-    def _loaded(self) -> "Server":
-        if self._server is None:
+        """The rank's loop. Raises what it cannot go on after."""
+        if self._loop is None:
             raise RuntimeError("load comes first")
-        return self._server
+        self._loop.run()
+
+
+def _host(config: Config) -> str:
+    return config.replica_host or str(ray.util.get_node_ip_address())

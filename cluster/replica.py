@@ -6,6 +6,7 @@ health check fails and Serve puts a new replica, with new processes, in this one
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -44,8 +45,10 @@ class Replica:
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         self._ranks = [_start(config, group, bundle) for bundle in range(1, len(bundles(config)))]
-        published = await self._gather([rank.load.remote(config) for rank in self._ranks])
-        self._published: dict[str, Any] = published[0]  # the scheduler is on the first rank
+        # The scheduler is on the first rank; the others meet it where it says.
+        meeting = await self._gather([rank.open.remote(config) for rank in self._ranks[:1]])
+        loads = [rank.load.remote(config, index, *meeting) for index, rank in enumerate(self._ranks)]
+        self._published: dict[str, Any] = (await self._gather(loads))[0]
         self._runs: list[ray.ObjectRef] = [rank.run.remote() for rank in self._ranks]
         self._watcher = asyncio.create_task(self._watch())
 
@@ -66,12 +69,14 @@ class Replica:
         self._ended = f"rank {rank}: {_reason(error) if error else 'its loop ended'}"
         log.error("replica at %s: %s", self._published["address"], self._ended)
 
-    async def _gather(self, refs: list[ray.ObjectRef]) -> list[Any]:
-        results = await asyncio.gather(*refs, return_exceptions=True)
-        for rank, result in enumerate(results):
-            if isinstance(result, BaseException):
-                raise ReplicaError(f"rank {rank}: {_reason(result)}") from None
-        return results
+    async def _gather(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
+        """The ranks' answers. Raises ReplicaError as soon as one fails: the others may wait for it for ever."""
+        futures = [asyncio.ensure_future(ref) for ref in refs]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        for rank, future in enumerate(futures):
+            if future.done() and (error := future.exception()) is not None:
+                raise ReplicaError(f"rank {rank}: {_reason(error)}") from None
+        return [future.result() for future in futures]
 
 
 def _start(config: Config, group: PlacementGroup, bundle: int) -> ActorHandle:

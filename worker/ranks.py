@@ -18,6 +18,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -89,8 +90,7 @@ class Leader:
         self._followers = [self._bind(host) for _ in range(1, config.tp)]
         for rank, follower in enumerate(self._followers, 1):
             store.set(f"plans/{rank}", follower.getsockopt_string(zmq.LAST_ENDPOINT))
-        # Its own connection: what one thread asks must not wait for what another does.
-        self._watcher = threading.Thread(target=self._watch, args=(store.clone(),), name="ranks", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, args=(store,), name="ranks", daemon=True)
         self._watcher.start()
         self.group: Group | None = None
         try:
@@ -161,9 +161,10 @@ class Leader:
 
     # ------------------------------------------------------------ another thread
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self, store: Any) -> None:
         """Looks for ranks that have failed, processes that have ended, and steps that do not end."""
-        group = Group(None, store, 0, 1, torch.device("cpu"))
+        # A connection of its own: what one thread asks must not wait for what another does.
+        group = Group(None, store.clone(), 0, 1, torch.device("cpu"))
         while not self._closing.wait(WATCH_EVERY_S):
             for rank, process in enumerate(self._processes, 1):
                 if (status := process.poll()) is not None:

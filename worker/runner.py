@@ -185,7 +185,7 @@ def _show_capture(done: int, total: int) -> None:
 
 
 def place(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype, chosen where the configuration leaves it open. Raises ValueError for a GPU that is not there."""
+    """Device and dtype, chosen where the configuration leaves it open. Raises ValueError if there is no such GPU."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ValueError("device is cuda, but PyTorch finds no GPU: set device to cpu or auto")
