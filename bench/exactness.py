@@ -1,8 +1,8 @@
 """Whether the replica says what `transformers` says, on the same device.
 
-    python -m bench.exactness --device cuda --models llama,smollm2 --tp 1
-    python -m bench.exactness --device cuda --models llama --tp 2,4
-    python -m bench.exactness --device cpu --models tiny
+    shoal bench exactness --device cuda --models llama,smollm2 --tp 1
+    shoal bench exactness --device cuda --models llama --tp 2,4
+    shoal bench exactness --device cpu --models tiny
 
 In float32 every output is compared token for token with `generate`, alone and in batches, in chunks of all sizes, from
 a cold and a warm cache, and with preemptions. Where an output first differs at a position at which the two likeliest
@@ -228,7 +228,7 @@ def _rms(rough: Scored, exact: Scored) -> float:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="python -m bench.exactness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="shoal bench exactness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
     p.add_argument("--models", default="llama,smollm2", metavar="A,B", help=f"of {', '.join(reference.MODELS)}")

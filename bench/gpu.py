@@ -1,9 +1,9 @@
 """One replica at the speed of its GPUs: the offline workloads on a model of a given shape, beside what is to be shown.
 
-    python -m bench.gpu --model llama-8b --workloads mini,bs1,prefill,sharedprefix,sharedprefix_interleaved
-    python -m bench.gpu --model llama-70b --tp 4 --scale 0.5 --workloads mini,prefill
-    python -m bench.gpu --model llama-8b --workloads mini --http --profile 64,256
-    python -m bench.gpu --model tiny --device cpu --scale 0.02 --workloads mini,bs1
+    shoal bench gpu --model llama-8b --workloads mini,bs1,prefill,sharedprefix,sharedprefix_interleaved
+    shoal bench gpu --model llama-70b --tp 4 --scale 0.5 --workloads mini,prefill
+    shoal bench gpu --model llama-8b --workloads mini --http --profile 64,256
+    shoal bench gpu --model tiny --device cpu --scale 0.02 --workloads mini,bs1
 
 Random weights, greedy, every output to its full length, prompts as token ids, an empty cache before every round; the
 settings are the same for all workloads of a run. A figure is the median of the rounds. The result file is written anew
@@ -44,6 +44,7 @@ class Report:
     settings: dict[str, Any]
     figures: list[Figure] = field(default_factory=list)
     raw: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
     def add(self, key: str, raw: Any, *figures: Figure) -> None:
         """Writes the result file."""
@@ -55,7 +56,7 @@ class Report:
 def parser() -> argparse.ArgumentParser:
     """The command line; every setting of a replica is a flag."""
     p = argparse.ArgumentParser(
-        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="shoal bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--model", choices=sorted(shapes.SHAPES), default="llama-8b", help="shape (default: %(default)s)")
     p.add_argument("--workloads", type=_jobs, default=DEFAULT_JOBS, metavar="A,B", help="default: %(default)s")
@@ -96,11 +97,10 @@ def main(argv: list[str] | None = None) -> int:
         bench = Bench(args, folder, settings)
         try:
             bench.run()
-        except (ServerFailed, RuntimeError, ValueError) as error:
-            print(f"bench.gpu: {error}", file=sys.stderr)
-            return 1
+        except (RuntimeError, ValueError) as error:
+            bench.failed("offline", error)
     print_table(bench.report)
-    return 0
+    return 1 if bench.failures else 0
 
 
 def suffix(scale: float) -> str:
@@ -118,10 +118,21 @@ class Bench:
         shards = f".tp{self.config.tp}" if self.config.tp > 1 else ""
         self.model = f"{self.kind}.{shapes.SHAPES[args.model].label}{shards}"
         self.report = Report(args.name or f"{self.model}{suffix(args.scale)}", args.out, settings)
+        self.failures = 0
+
+    def failed(self, what: str, error: Exception) -> None:
+        """What was measured stays."""
+        self.failures += 1
+        print(f"bench.gpu: {what}: {error}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        """Raises ServerFailed, RuntimeError or ValueError."""
-        served = self._serve() if self.args.http else None
+        """Raises RuntimeError or ValueError where the engine cannot go on; without a server it can."""
+        served = None
+        if self.args.http:
+            try:
+                served = self._serve()
+            except ServerFailed as error:
+                self.failed("http", error)
         self._offline()
         if "pressure" in self.args.workloads:
             self._pressure()
@@ -231,7 +242,8 @@ def print_table(report: Report) -> None:
         table.add_row(*row)
     console = Console(width=120)
     console.print(table)
-    console.print(f"written: {report.path.name}", style="dim", highlight=False)
+    if report.path is not None:
+        console.print(f"written: {report.path.name}", style="dim", highlight=False)
 
 
 if __name__ == "__main__":

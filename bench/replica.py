@@ -98,13 +98,18 @@ class Timed:
         return found
 
 
+def sampling(job: Job) -> list[SamplingParams]:
+    """Greedy, to the full length."""
+    return [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in job[1]]
+
+
 def generate(engine: Engine, job: Job) -> Round:
     """The job with an empty cache, greedily, every output to its full length. Raises RuntimeError for an output that
     failed or has another length."""
-    sampling = [SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True) for length in job[1]]
+    asked = sampling(job)
     engine.reset_cache()
     start = time.perf_counter()
-    finished = engine.generate(job[0], sampling)
+    finished = engine.generate(job[0], asked)
     seconds = time.perf_counter() - start
     for done, length in zip(finished, job[1], strict=True):
         if done.failure is not None:

@@ -24,6 +24,8 @@ COMMANDS = {
 BENCHES = {
     "serve": ("bench.serve", "put a load on any OpenAI-compatible server: latencies, throughput, goodput"),
     "offline": ("bench.offline", "the engine without a server, beside transformers"),
+    "gpu": ("bench.gpu", "one replica at the speed of its GPUs, beside what is to be shown"),
+    "exactness": ("bench.exactness", "whether a replica says what transformers says on the same device"),
     "router": ("bench.router", "the three placements on a trace with shared prefixes"),
 }
 HELP = """\
@@ -78,7 +80,7 @@ def _run(argv: list[str]) -> int:
 
 def _dispatch(program: str, commands: Mapping[str, tuple[str, str]], text: str, argv: list[str]) -> int:
     """Call the command that `argv` begins with, or explain which there are."""
-    listed = "\n".join(f"  {name:<8} {what}" for name, (_, what) in commands.items())
+    listed = "\n".join(f"  {name:<9} {what}" for name, (_, what) in commands.items())
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(text.format(commands=listed), end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2

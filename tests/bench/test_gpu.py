@@ -1,0 +1,125 @@
+"""One replica's figures, on a tiny model and without a GPU: all of the command but the device."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gpu, replica, shapes
+from bench.child import ServerFailed
+from bench.decoding import observe
+from bench.jobs import pressure
+from bench.replica import Round, Timed
+from bench.targets import TARGETS
+from worker.config import WorkerConfig
+
+TINY = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "kv_tokens": 8192, "context_length": 4096}
+FLAGS = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--kv-tokens", "16384", "--rounds", "1"]
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    status = gpu.main([*FLAGS, "--warm-rounds", "0", "--out", str(tmp_path), "--name", "found", *arguments])
+    return status, json.loads((tmp_path / "found.json").read_text())
+
+
+def test_every_workload_gives_its_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = run(tmp_path, "--workloads", "mini,bs1,prefill", "--scale", "0.004", "--token-budget", "2048")
+    assert status == 0
+    figures = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert figures.keys() == {
+        "cpu.tiny.start_to_first_token.seconds",
+        "cpu.tiny.mini_x0.004.output_tok_s",
+        "cpu.tiny.bs1_x0.004.decode_tok_s",
+        "cpu.tiny.prefill_x0.004.input_tok_s",
+    }
+    assert all(value > 0 for value in figures.values())
+    assert found["mini"]["output_tokens"] / found["mini"]["seconds"][0] == pytest.approx(
+        figures["cpu.tiny.mini_x0.004.output_tok_s"], rel=0.01
+    )
+    assert found["settings"]["token_budget"] == 2048 and found["start"]["kv_tokens"] == 16384
+    assert "cpu.tiny.bs1_x0.004.decode_tok_s" in capsys.readouterr().out
+
+
+def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(tmp_path: Path) -> None:
+    folder = shapes.write("tiny", tmp_path)
+    prompts, lengths = pressure(0.02)
+    job = [prompt[:200] for prompt in prompts], [100] * len(lengths)
+    said = []
+    for kv_tokens in (8192, 640):
+        with replica.started(folder, WorkerConfig(**TINY | {"kv_tokens": kv_tokens, "context_length": 512})) as engine:
+            timed = replica.measure(engine, "pressure", job, 0, 1)
+            said.append([done.token_ids for done in engine.generate(job[0], replica.sampling(job))])
+            engine.check_integrity()
+    assert said[0] == said[1] and [len(tokens) for tokens in said[0]] == job[1]
+    assert timed.output_tokens == 500
+
+
+def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> None:
+    with replica.started(shapes.write("tiny", tmp_path), WorkerConfig(**TINY | {"context_length": 512})) as engine:
+        with pytest.raises(RuntimeError, match="a request failed"):
+            replica.generate(engine, ([[20_000]], [4]))
+        with pytest.raises(RuntimeError, match="511 tokens came out where 900"):
+            replica.generate(engine, ([[1]], [900]))
+
+
+def test_decoding_is_observed_at_the_batch_that_is_asked_for(tmp_path: Path) -> None:
+    with replica.started(shapes.write("tiny", tmp_path), WorkerConfig(**TINY | {"max_running": 4})) as engine:
+        for grammar in (False, True):
+            seen = observe(engine, 3, 5, grammar)
+            assert (seen.batch, seen.steps, seen.timeline, seen.host_step_s) == (3, 5, None, None)
+            assert seen.step_s > 0 and seen.traced_step_s > 0
+            assert not engine.has_work
+        with pytest.raises(ValueError, match="max_running allows 4"):
+            observe(engine, 5, 5, False)
+        engine.check_integrity()
+
+
+def test_http_beside_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def measure(folder: Path, settings: dict[str, Any], job: Any, warm_rounds: int, rounds: int) -> dict[str, Any]:
+        asked.update(settings, prompts=len(job[0]))
+        return {"output_tok_s": 1.0, "rounds": []}
+
+    monkeypatch.setattr("bench.over_http.measure", measure)
+    status, found = run(tmp_path, "--workloads", "mini", "--scale", "0.004", "--http", "--routers", "2")
+    figures = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert status == 0
+    assert figures["cpu.http.mini.vs_offline"] == pytest.approx(1 / figures["cpu.tiny.mini_x0.004.output_tok_s"])
+    assert asked["replicas"] == 1 and asked["routers"] == 2 and asked["load_format"] == "dummy"
+    assert asked["prompts"] == 1
+
+
+def test_without_a_server_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*arguments: Any) -> dict[str, Any]:
+        raise ServerFailed("it did not start")
+
+    monkeypatch.setattr("bench.over_http.measure", measure)
+    status, found = run(tmp_path, "--workloads", "mini", "--scale", "0.004", "--http")
+    assert status == 1 and "it did not start" in capsys.readouterr().err
+    assert "cpu.tiny.mini_x0.004.output_tok_s" in {figure["name"] for figure in found["figures"]}
+
+
+def test_decoding_alone_is_the_rate_after_the_first_token() -> None:
+    timed = Timed(
+        ([[1] * 1024], [512]), [Round(2.5, 0), Round(2.6, 0), Round(2.7, 0)], [Round(0.1, 0), Round(0.045, 0)]
+    )
+    assert timed.decode_tok_s == pytest.approx(511 / (2.6 - 0.0725))
+    assert timed.figure("bs1", "x").name == "x.decode_tok_s"
+
+
+def test_every_target_is_a_figure_of_a_known_model() -> None:
+    labels = {shape.label for shape in shapes.SHAPES.values()}
+    for name in TARGETS:
+        part = name.split(".")[1]
+        assert part in labels | {"idle_fraction", "http"}, name
+
+
+@pytest.mark.parametrize("wrong", [["--workloads", "maxi"], ["--profile", "many"], ["--workloads", "bs1", "--http"]])
+def test_a_wrong_command_line_is_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        gpu.main(wrong)
+    assert refused.value.code == 2
