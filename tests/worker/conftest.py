@@ -4,18 +4,22 @@ generates with a Runner; and a fake runner whose answers are a hash, for everyth
 import json
 import random
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.config import WorkerConfig
 from worker.engine import Parts
 from worker.forecast import Claim, most_pages
 from worker.messages import Failure, Grammar
+from worker.parallel import Group
 from worker.plan import PENDING, Chunk, Plan
 from worker.runner import Runner
 from worker.sampling import Sampled
@@ -141,6 +145,20 @@ class Sequences:
             self.computed[chunk.slot] += len(chunk.token_ids)
             if self.computed[chunk.slot] == len(self.tokens[chunk.slot]):
                 self.tokens[chunk.slot].append(int(rows[-1].argmax()))
+
+
+def together(size: int, work: Callable[[Group], Any], timeout_s: float = 60.0) -> list[Any]:
+    """What `work` returns on each of `size` ranks, which are threads of this process. Raises the first rank's error."""
+    store = dist.HashStore()
+
+    def rank(index: int) -> Any:
+        with closing(Group.join(store, index, size, torch.device("cpu"), timeout_s)) as group:
+            result = work(group)
+            group.meet()  # who leaves early takes its connections along
+            return result
+
+    with ThreadPoolExecutor(size) as threads:
+        return [future.result() for future in [threads.submit(rank, index) for index in range(size)]]
 
 
 MASK = (1 << 62) - 1
