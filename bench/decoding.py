@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 512
 SETTLE_STEPS = 16
+STEPS_TO_BEGIN = 4  # that the prefill of one sequence may take
 # Random weights never close the string: every row stays in the grammar, with nearly the whole vocabulary allowed.
 SCHEMA = json.dumps(
     {
@@ -53,8 +54,9 @@ def observe(engine: "Engine", batch: int, steps: int, grammar: bool) -> Decoding
     names = [f"decoding-{i}" for i in range(batch)]
     engine.reset_cache()
     try:
-        # The first decodes while the last is still prefilled: that may take a few steps a sequence.
-        _begin(engine, names, 2 * steps + 2 * SETTLE_STEPS + 4 * batch, _schema() if grammar else None)
+        # The first decodes while the last is still prefilled.
+        most = 2 * steps + 2 * SETTLE_STEPS + STEPS_TO_BEGIN * batch + 1
+        _begin(engine, names, most, _schema() if grammar else None)
         _run(engine, SETTLE_STEPS)
         plain = _run(engine, steps)
         traced = 0.0
@@ -79,16 +81,17 @@ def _begin(engine: "Engine", names: list[str], max_tokens: int, grammar: "Gramma
     for i, name in enumerate(names):
         engine.add(Generate(request_id=name, prompt_ids=fresh(PROMPT_TOKENS, i), sampling=sampling))
     begun: set[str] = set()
+    steps = 0
     while len(begun) < len(names):
         if not engine.has_work:
             time.sleep(0.001)  # the grammar compiles
+        elif (steps := steps + 1) > STEPS_TO_BEGIN * len(names) + SETTLE_STEPS:
+            raise ValueError(f"{len(names)} sequences at once: max_running or kv_tokens allows {engine.load().running}")
         for output in engine.step():
             if output.finish_reason is not None:
                 why = output.failure.message if output.failure else output.finish_reason
                 raise ValueError(f"a sequence ended before {len(names)} decoded at once: {why}")
             begun.add(output.request_id)
-        if engine.load().waiting and len(begun) == engine.scheduler.config.max_running:
-            raise ValueError(f"{len(names)} sequences at once: max_running allows {len(begun)}")
 
 
 def _schema() -> "Grammar":
