@@ -95,7 +95,8 @@ class FlashInferAttention(GraphAttention):
         self._fa3_arguments = (*(None,) * 4, 0.0, shape.scale, 1.0, 0)
         self._single_workspace, self._chunk_workspace = _Workspace(self.device), _Workspace(self.device)
         group = shape.num_heads // shape.num_kv_heads
-        tiles = max(max_graph, 2 * _multiprocessors(self.device) // shape.num_kv_heads) + 1
+        self._most_split = 2 * _multiprocessors(self.device) // shape.num_kv_heads
+        tiles = max(max_graph, self._most_split) + 1
         partials = shape.num_heads * -(-tiles * _SMALLEST_TILE // group) * (shape.head_dim + 1) * 4
         self._partial = torch.zeros(max(_PARTIAL_BYTES, partials + 4096), dtype=torch.uint8, device=self.device)
         self._host_range = torch.arange(max_graph + 1, dtype=torch.int32)
@@ -222,8 +223,9 @@ class FlashInferAttention(GraphAttention):
             -1,  # no window
         ]
         if not fa3:
-            # Contexts are split as the planner likes; no other kernel shares the GPU; a graph's chunks are all of one.
-            arguments += [-1, False, 0, 1 if graph else 0]
+            # A graph merges parts of contexts even where none is split: none is where the sequences fill the GPU alone.
+            whole = graph and num_chunks >= self._most_split
+            arguments += [-1, whole, 0, 1 if graph else 0]
         plan = workspace.plan(module.plan, self._partial, *arguments)
         return _Part(module, workspace, plan, first, last, _FULL if is_single else _CAUSAL, *device)
 
