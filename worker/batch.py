@@ -6,6 +6,10 @@ from worker.request import Sequence
 # Most in a step: where log probabilities of prompts are wanted, every token gives a row, of vocabulary x 4 bytes.
 PROMPT_LOGIT_ROWS = 256
 
+# Most chunks are decodes without a new page: they share these.
+_PENDING_IDS = [PENDING]
+_NO_PAGES: list[int] = []
+
 
 class Batch:
     """Sequences and the sizes of their chunks. They are unchanged until `plan`."""
@@ -24,13 +28,21 @@ class Batch:
         """Tokens that `seq` may have of this step."""
         return min(self.tokens_left, self._prompt_rows_left) if seq.wants_prompt_logits else self.tokens_left
 
+    def add_decode(self, seq: Sequence) -> None:
+        """`add` of one token, for a sequence past its prompt."""
+        self._sizes[seq] = 1
+        self.tokens_left -= 1
+
     def add(self, seq: Sequence, size: int) -> None:
         self._sizes[seq] = size
         self.tokens_left -= size
         if seq.wants_prompt_logits:
             self._prompt_rows_left -= size
-        if seq.num_computed < seq.num_prompt:
-            self._prefilling.append(seq)
+
+    def watch(self, seq: Sequence) -> None:
+        """Counts `seq`, of which this step or the one in flight computes a part of the prompt, among those whose prefix
+        others may wait for."""
+        self._prefilling.append(seq)
 
     def discard(self, seq: Sequence) -> None:
         """Takes a sequence out again, if it is in."""
@@ -39,10 +51,10 @@ class Batch:
             self._prefilling.remove(seq)
 
     def computes_prefix_of(self, seq: Sequence) -> bool:
-        """Whether a sequence in this step computes the page that the waiting `seq` would compute first. The tree has it
-        once it is whole, so that waiting costs less than computing it twice."""
+        """Whether a sequence in this step, or in the one in flight, computes the page that the waiting `seq` would
+        compute first. The tree has it once that step has ended, so that waiting costs less than computing it twice."""
         for other in self._prefilling:
-            start = other.num_computed - other.num_computed % self._page_size
+            start = other.num_confirmed - other.num_confirmed % self._page_size
             end = start + self._page_size
             if start < seq.cached_estimate or end > seq.reusable_tokens:
                 continue
@@ -64,7 +76,7 @@ class Batch:
 def _chunk(seq: Sequence, size: int) -> Chunk:
     start, end, known = seq.num_computed, seq.num_computed + size, seq.tokens.size
     if start == known:
-        token_ids = [PENDING]
+        token_ids = _PENDING_IDS
     elif size == 1 and end == known:
         token_ids = [seq.last_token]
     else:
@@ -73,15 +85,13 @@ def _chunk(seq: Sequence, size: int) -> Chunk:
     if end == known + seq.num_pending:
         num_logits = 1
         seq.num_pending += 1
-    if seq.wants_prompt_logits:
+    if seq.prompt_logprobs is not None and seq.wants_prompt_logits:
         num_logits = end - max(start, seq.reusable_tokens)
-    if seq.new_table:
-        seq.num_sent_pages = 0
-    pages: list[int] = []
-    if seq.num_sent_pages < seq.pages.size:
-        pages = seq.pages.view(seq.num_sent_pages, seq.pages.size).tolist()
-    chunk = Chunk(seq.slot, start, token_ids, pages, seq.new_table, num_logits)
-    seq.new_table = False
-    seq.num_sent_pages = seq.pages.size
     seq.num_computed = end
-    return chunk
+    reset, num_pages = seq.new_table, seq.pages.size
+    if not reset and seq.num_sent_pages == num_pages:
+        return Chunk(seq.slot, start, token_ids, _NO_PAGES, False, num_logits)
+    pages = seq.pages.view(0 if reset else seq.num_sent_pages, num_pages).tolist()
+    seq.new_table = False
+    seq.num_sent_pages = num_pages
+    return Chunk(seq.slot, start, token_ids, pages, reset, num_logits)

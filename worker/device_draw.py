@@ -28,8 +28,8 @@ class Filters(NamedTuple):
 
 
 def draw(probs: torch.Tensor, filters: Filters, uniforms: torch.Tensor) -> torch.Tensor:
-    """One token id a row, int64[n], of `probs` float32[n, vocab] with `uniforms` float64[n]. Rows that are no numbers get
-    some token."""
+    """One token id a row, int64[n], of `probs` float32[n, vocab] with `uniforms` float64[n]. Rows that are no numbers
+    get some token."""
     if filters:
         probs = probs.masked_fill(probs[:, :1].isnan(), 1.0 / probs.shape[1])
     if filters.top_k is not None:
@@ -56,7 +56,7 @@ def _top_k(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def _top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The fewest of each row that reach `top_p` together. Off where that is 1: rounding must not cost a row its tail."""
+    """The fewest of each row that reach `top_p` together. All where that is 1: rounding must not cost it its tail."""
     kernels = _kernels(probs.device.type)
     if kernels is not None:
         kept = kernels.top_p_renorm_probs(probs, top_p, is_deterministic=True)
@@ -88,8 +88,8 @@ def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _passed(cumulative: torch.Tensor, target: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The first column whose cumulative weight is more than `target`, or the last that weighs anything: rounding may put
-    the target at the sum itself."""
+    """The first column whose cumulative weight is more than `target`, or the last that weighs anything: rounding may
+    put the target at the sum itself."""
     column = (cumulative <= target[:, None]).sum(dim=1)
     places = torch.arange(weights.shape[1], device=weights.device)
     last = torch.where(weights > 0, places, 0).amax(dim=1)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from radix.tree import Tree
-from worker.request import Sequence, pages_for
+from worker.request import Sequence
 
 
 class Holdings:
@@ -28,20 +28,15 @@ class Holdings:
         """How many of the tokens that `seq` may reuse the tree has now."""
         return self.tree.match(seq.tokens.view(0, seq.reusable_tokens)).num_tokens
 
-    def open(self, seq: Sequence, num_reserved: int) -> bool:
-        """Begins to hold what the tree has of `seq`, if pages for the rest of its tokens are available too and
-        `num_reserved` more. Else nothing changes."""
+    def open(self, seq: Sequence) -> None:
+        """Begins to hold what the tree has of `seq`."""
         match = self.tree.match(seq.tokens.view(0, seq.reusable_tokens))
         self.tree.lock(match.node)
-        if pages_for(seq.tokens.size, self.page_size) - len(match.pages) + num_reserved > self.num_available:
-            self.tree.unlock(match.node)
-            return False
         seq.node = match.node
         seq.pages.extend(match.pages)
         seq.num_shared = len(match.pages)
         seq.num_computed = seq.num_confirmed = match.num_tokens
         seq.new_table = True
-        return True
 
     def grow(self, seq: Sequence, num_pages: int) -> None:
         """Adds pages of its own. There must be as many available."""

@@ -99,7 +99,7 @@ class Failure(msgspec.Struct):
     param: str | None = None
 
 
-class Output(msgspec.Struct, omit_defaults=True, kw_only=True):
+class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """New tokens of one request, in order. The last one of a request has a `finish_reason`.
 
     A stop token (EOS or of `stop_token_ids`) is in `token_ids` as the last one, with finish reason "stop" and

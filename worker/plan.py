@@ -7,7 +7,7 @@ import msgspec
 PENDING = -1
 
 
-class Chunk(msgspec.Struct, array_like=True):
+class Chunk(msgspec.Struct, array_like=True, gc=False):
     """The part of one sequence that a step computes: positions `start` to `start + len(token_ids)`.
 
     `slot` is the sequence's row in the ranks' page tables and in the sampler, its own from admission until it finishes

@@ -63,8 +63,8 @@ class Sequence:
 
     Its tokens are the prompt's, then the outputs', then `num_pending` that steps in flight sample: those exist, and
     their values are not known yet. `num_computed` tokens have their KV in `pages`, by steps in flight too; whatever is
-    missing is computed in chunks. Steps that have ended computed `num_confirmed` of them. The first `num_shared` pages are the tree's, kept by a lock on `node`; the rest are its own.
-    It is running while it has a `slot` (>= 0).
+    missing is computed in chunks. Steps that have ended computed `num_confirmed` of them. The first `num_shared` pages
+    are the tree's, kept by a lock on `node`; the rest are its own. It is running while it has a `slot` (>= 0).
     """
 
     __slots__ = (
@@ -74,6 +74,7 @@ class Sequence:
         "cached_estimate",
         "cached_tokens",
         "ended",
+        "ends_at_limit",
         "estimated_at_step",
         "grammar",
         "last_token",
@@ -115,6 +116,7 @@ class Sequence:
         self.last_token = int(self.tokens.values[-1])
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
+        self.ends_at_limit = not self.stop_ids and self.sampling.grammar is None  # and never before
         self.preempted = False  # waits, and ran before
         self.grammar: GrammarState | None = None
 
@@ -177,10 +179,6 @@ class Sequence:
     def pages_missing(self, page_size: int) -> int:
         """Pages that it has yet to get for the tokens it has now."""
         return max(0, pages_for(self.tokens.size + self.num_pending, page_size) - self.pages.size)
-
-    def pages_to_grow(self, page_size: int) -> int:
-        """Pages that it may yet need, beyond those for the tokens it has now, until its last token."""
-        return max(0, pages_for(self.token_limit - 1, page_size) - pages_for(self.tokens.size, page_size))
 
     def output_ids(self) -> list[int]:
         return self.tokens.view(self.num_prompt, self.tokens.size).tolist()

@@ -7,8 +7,8 @@ a CPU the same steps run at once, with `worker.draw` in place of `worker.device_
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,8 +24,7 @@ from worker.transfer import to_device, to_host
 _GREEDY_BELOW = 1e-5
 
 
-@dataclass(slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, gc=False):
     """What a row got. With a `failure`, which is the row's alone, there is no token: `token_id` is -1."""
 
     token_id: int
@@ -106,7 +105,9 @@ class _Layout:
         self.filtered = [j for j, row in enumerate(self.special) if not row.greedy and _filters(row.params)]
         self.all_special = len(special) == len(slots)
         self.edited = any(row.edited for row in self.special)
-        self.banned = [(slot, row) for slot, row in zip(self.slots.tolist(), self.rows, strict=True) if row.bans is not None]
+        self.banned = [
+            (slot, row) for slot, row in zip(self.slots.tolist(), self.rows, strict=True) if row.bans is not None
+        ]
         self.learning = [i for i, row in enumerate(self.rows) if row.learns]
         self.logprobs = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None]
         indices = [self.slots, wanted, [wanted[i] for i in special], [wanted[i] for i in self.logprobs]]

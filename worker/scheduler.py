@@ -11,9 +11,9 @@ more than all of them, so there is always one that moves.
 
 A step may be planned while the one before it runs. The token that a sequence gets from that one is pending: it counts,
 its place is planned, and its value comes with `update`. What it ends is noticed then, one step late: of a sequence that
-has ended, been aborted or failed, whatever was planned beyond is dropped; one that was preempted keeps its pending token
-as an output. Pages may pass to others at once, because steps run in the order in which they were planned; the tree gets
-only what steps that have ended computed.
+has ended, been aborted or failed, whatever was planned beyond is dropped; one that was preempted keeps its pending
+token as an output. Pages may pass to others at once, because steps run in the order in which they were planned; the
+tree gets only what steps that have ended computed.
 """
 
 import copy
@@ -27,6 +27,7 @@ from pipeline.chunk import chunk_tokens
 from radix.tree import Tree
 from worker.batch import Batch
 from worker.config import WorkerConfig
+from worker.forecast import Claim, Outputs, all_pages, claim_of, most_pages
 from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
 from worker.plan import Plan
@@ -37,9 +38,8 @@ from worker.waiting import WaitingQueue
 if TYPE_CHECKING:
     from worker.sampling import Sampled
 
-# Of all pages, the part that stays out of reach of new sequences while running ones may still need it to grow: without
-# it a full cache lets one in, preempts it for the next decodes, and lets it in again.
-GROWTH_RESERVE = 1 / 8
+# A sequence that found no room tries again after so many steps even if nobody has come or gone.
+RETRY_STEPS = 16
 
 
 class Scheduler:
@@ -82,6 +82,12 @@ class Scheduler:
         self._held: dict[str, Sequence] = {}  # not ready: their grammar compiles
         self._outputs: list[Output] = []
         self._batch = Batch(0, self.page_size)  # this step's
+        self._produced = Outputs()
+        # Of those that run, with their priorities; made when it is first asked for in a step.
+        self._claims: list[tuple[int, Claim]] | None = None
+        self._most_growth = 0  # pages that those that run may take at most, while sequences are let in
+        self._blocked_at: tuple[int, int, int] | None = None  # when a waiting sequence last found no room
+        self._num_departures = 0
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()  # plans without their update, with who is in them
         self._ending = False  # whether a running sequence ends with the step in flight
         self._step = 0
@@ -135,7 +141,8 @@ class Scheduler:
         return seq
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forgets these requests, wherever they are, and frees their pages. Unknown ids are ignored. No output follows."""
+        """Forgets these requests, wherever they are, and frees their pages. Unknown ids are ignored. No output
+        follows."""
         for request_id in request_ids:
             seq = self._sequences.get(request_id)
             if seq is not None:
@@ -166,7 +173,10 @@ class Scheduler:
         preemptions = self.counters.preemptions
         decodes, others = self._unfinished()
         for seq in decodes:
-            self._plan(seq)
+            if seq.num_computed < seq.pages.size * self.page_size and seq.slot >= 0 and self._batch.tokens_left > 0:
+                self._batch.add_decode(seq)
+            else:
+                self._plan(seq)
         for seq in others:
             self._plan(seq)
         # Right after a preemption, what it freed is for those that run.
@@ -202,16 +212,17 @@ class Scheduler:
         for chunk, seq in zip(plan.chunks, sequences, strict=True):
             if seq.ended:
                 continue
-            end = chunk.start + len(chunk.token_ids)
+            slot, start = chunk.slot, chunk.start
+            end = start + len(chunk.token_ids)
             if seq.slot >= 0:  # else it was preempted
                 seq.num_confirmed = end
-                if chunk.start < seq.num_prompt:
+                if start < seq.num_prompt:
                     self.holdings.cache(seq)
-            if seq.prompt_logprobs is not None and chunk.slot in prompt_logprobs:
-                seq.prompt_logprobs.extend(prompt_logprobs[chunk.slot])
+            if seq.prompt_logprobs is not None and slot in prompt_logprobs:
+                seq.prompt_logprobs.extend(prompt_logprobs[slot])
             if end == seq.tokens.size:
                 seq.num_pending -= 1
-                self._take_token(seq, sampled[chunk.slot])
+                self._take_token(seq, sampled[slot])
 
     # ------------------------------------------------------------ what is there
 
@@ -267,14 +278,18 @@ class Scheduler:
     # ------------------------------------------------------------ choosing
 
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences that have something to compute: those that lack one token, and those that lack more."""
+        """Running sequences that have something to compute: those that lack their last output, and those that lack
+        something else."""
         decodes, others = [], []
         self._ending = False
         for seq in self._running:
             tokens = seq.tokens.size + seq.num_pending
+            in_prompt = seq.num_confirmed < seq.num_prompt
+            if in_prompt:
+                self._batch.watch(seq)
             if tokens >= seq.token_limit:
                 self._ending = True
-            elif tokens - seq.num_computed == 1:
+            elif tokens - seq.num_computed == 1 and not in_prompt:
                 decodes.append(seq)
             else:
                 others.append(seq)
@@ -310,23 +325,32 @@ class Scheduler:
     def _admit(self) -> None:
         """Starts waiting sequences while there are slots, tokens and pages. One that does not fit holds up those behind
         it, or a long prompt would wait forever; one whose prefix is being computed does not."""
+        if not self._free_slots or self._batch.tokens_left <= 0:
+            return
+        comings = self._num_arrivals, self._num_departures, self._step // RETRY_STEPS
+        if self._blocked_at == comings:
+            return
         now_s = self.clock()
+        self._claims = None
+        self._most_growth = sum(all_pages(seq, self.page_size) for seq in self._running)
         for seq in self._waiting.in_order(self._step, now_s):
             if not self._free_slots or self._batch.tokens_left <= 0:
                 return
             if not self._waiting.is_starved(seq, now_s) and self._batch.computes_prefix_of(seq):
                 continue
             if not self._start(seq, now_s):
+                self._blocked_at = comings
                 return
 
     def _start(self, seq: Sequence, now_s: float) -> bool:
         """Gives a waiting sequence a slot and its first chunk, if there are pages for all the tokens that it has now
-        beside what running ones are going to need."""
-        reserved = self._num_reserved
+        beside what it and the running ones are going to need."""
         least = pages_for(seq.tokens.size, self.page_size) - pages_for(seq.cached_estimate, self.page_size)
-        if self._running and least + reserved > self.holdings.num_available:
-            return False  # without asking the tree: this is the common case when the cache is full
-        if not self.holdings.open(seq, reserved):
+        if self._running and least > self.holdings.num_available:
+            return False  # without asking the tree
+        self.holdings.open(seq)
+        if not self._has_room(seq):
+            self.holdings.close(seq, keep=False)
             return False
         self._waiting.remove(seq)
         seq.slot = self._free_slots.pop()
@@ -338,15 +362,28 @@ class Scheduler:
             seq.cached_tokens = min(seq.num_computed, seq.num_prompt)
             self.counters.prompt_tokens += seq.num_prompt
             self.counters.cached_tokens += seq.cached_tokens
+        self._batch.watch(seq)
         self._plan(seq)
+        self._most_growth += all_pages(seq, self.page_size)
+        if self._claims is not None:
+            self._claims.append((seq.priority, claim_of(seq, self._produced)))
         return True
 
-    @property
-    def _num_reserved(self) -> int:
-        """Pages that running sequences are going to need: all those for tokens they have, and some to grow."""
-        promised = sum(seq.pages_missing(self.page_size) for seq in self._running)
-        growth = sum(seq.pages_to_grow(self.page_size) for seq in self._running)
-        return promised + min(growth, 1 + int(self.num_pages * GROWTH_RESERVE))
+    def _has_room(self, seq: Sequence) -> bool:
+        """Whether the pages that are available will do for a sequence that is about to start and all that run. To
+        grow, one of higher priority may count on what those of lower priority hold."""
+        available = self.holdings.num_available
+        if seq.pages_missing(self.page_size) > available:
+            return False
+        if not self._running:
+            return True
+        if self._most_growth + all_pages(seq, self.page_size) <= available:
+            return True
+        if self._claims is None:
+            self._claims = [(other.priority, claim_of(other, self._produced)) for other in self._running]
+        claims = [claim for priority, claim in self._claims if priority >= seq.priority]
+        available += sum(claim.released for priority, claim in self._claims if priority < seq.priority)
+        return most_pages([*claims, claim_of(seq, self._produced)], self.page_size) <= available
 
     # ------------------------------------------------------------ giving back
 
@@ -354,6 +391,7 @@ class Scheduler:
         self._batch.discard(seq)
         self._vacate(seq, keep=True)
         seq.preempted = True
+        self._produced.preempted()
         self.counters.preemptions += 1
         self._waiting.add(seq, self._step)
 
@@ -368,6 +406,7 @@ class Scheduler:
     def _vacate(self, seq: Sequence, keep: bool) -> None:
         """Takes a running sequence's slot and pages."""
         self.holdings.close(seq, keep)
+        self._num_departures += 1
         self._running.remove(seq)
         self._by_slot[seq.slot] = None
         self._free_slots.append(seq.slot)
@@ -380,9 +419,10 @@ class Scheduler:
         if sampled.failure is not None:
             self.fail(seq.request_id, sampled.failure)
             return
-        seq.append(sampled.token_id)
+        token_id = sampled.token_id
+        seq.append(token_id)
         self.counters.output_tokens += 1
-        output = Output(request_id=seq.request_id, token_ids=[sampled.token_id])
+        output = Output(request_id=seq.request_id, token_ids=[token_id])
         if sampled.logprobs is not None:
             output.logprobs = [sampled.logprobs]
         if not seq.announced:
@@ -390,10 +430,15 @@ class Scheduler:
             output.cached_tokens = seq.cached_tokens
             output.queue_s = (seq.started_s or seq.arrived_s) - seq.arrived_s
             output.prompt_logprobs = seq.prompt_logprobs
-        self._judge(seq, output)
+        # `_judge` finds nothing for most.
+        ends = token_id in seq.stop_ids or seq.tokens.size >= seq.token_limit
+        if ends or seq.grammar is not None:
+            self._judge(seq, output)
         if output.finish_reason is not None:
             self._forget(seq, keep=True)
             self.counters.finished += 1
+            if not seq.ends_at_limit:
+                self._produced.ended(seq.tokens.size - seq.num_prompt, seq.token_limit - seq.num_prompt)
         self._outputs.append(output)
 
     def _judge(self, seq: Sequence, output: Output) -> None:

@@ -14,8 +14,8 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0)
 GRAMMAR = SamplingParams(max_tokens=5, temperature=0, grammar=Grammar("regex", "a+"))
 
 
-@pytest.fixture
-def make(fake_parts):
+@pytest.fixture(params=[False, True], ids=["", "overlap"])
+def make(fake_parts, request):
     """Makes (engine, parts); at the end every page and slot must be back."""
     engines = []
 
@@ -24,7 +24,7 @@ def make(fake_parts):
         ready = []
         engine = Engine(
             Path("none"),
-            WorkerConfig(page_size=parts.runner.page_size, **(config or {})),
+            WorkerConfig(page_size=parts.runner.page_size, overlap=request.param, **(config or {})),
             load=parts,
             on_ready=lambda: ready.append(1),
         )
@@ -97,7 +97,7 @@ def test_generate_leaves_nothing_behind_when_interrupted(make):
     engine.check_integrity()
 
 
-def test_preempted_sequences_take_their_slots_again(make):
+def test_preempted_sequences_take_their_slots_again(make, crowded):
     engine, parts = make(num_pages=12)
     params = SamplingParams(max_tokens=24, temperature=0)
     prompts = [[i] * 8 for i in range(4)]
@@ -257,7 +257,7 @@ def test_prompt_logprobs_of_every_position(make, budget, length, warm):
     )
 
 
-def test_prompt_logprobs_survive_a_preemption(make):
+def test_prompt_logprobs_survive_a_preemption(make, crowded):
     engine, parts = make({"token_budget": 2}, num_pages=12)
     long = [(5 * i + 3) % 50 for i in range(20)]
     params = SamplingParams(max_tokens=10, temperature=0, prompt_logprobs=0)

@@ -64,7 +64,7 @@ def engine(folder: Path, weights: None) -> Iterator:
 def no_grammars(model_dir: Path, config: WorkerConfig) -> Parts:
     """The real parts but for the grammars' compiler, a process that most tests here have no use for."""
     model = runner.Runner(model_dir, config)
-    return Parts(model, Sampler(config.max_running, model.vocab_size, model.device), NoGrammars())
+    return Parts(model, Sampler(config.max_running, model.vocab_size, model.device, model.last_tokens), NoGrammars())
 
 
 class NoGrammars:
@@ -84,9 +84,9 @@ def test_alone(engine, prompts, expected):
         assert tokens(one.generate([prompt], GREEDY)) == [said]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_together_cold_then_warm(engine, prompts, expected, page_size):
-    one = engine(page_size=page_size)
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (16, False), (16, True)])
+def test_together_cold_then_warm(engine, prompts, expected, page_size, overlap):
+    one = engine(page_size=page_size, overlap=overlap)
     assert tokens(one.generate(prompts, GREEDY)) == expected
     warm = one.generate(prompts, GREEDY)
     assert tokens(warm) == expected
@@ -94,9 +94,9 @@ def test_together_cold_then_warm(engine, prompts, expected, page_size):
         assert f.cached_tokens == (len(prompt) - 1) // page_size * page_size
 
 
-@pytest.mark.parametrize("budget", [7, 64])
-def test_in_chunks(engine, prompts, expected, budget):
-    one = engine(token_budget=budget)
+@pytest.mark.parametrize(("budget", "overlap"), [(7, False), (64, True)])
+def test_in_chunks(engine, prompts, expected, budget, overlap):
+    one = engine(token_budget=budget, overlap=overlap)
     assert tokens(one.generate(prompts, GREEDY)) == expected
 
 
@@ -108,9 +108,9 @@ def test_in_chunks_of_one_token(engine, prompts, expected, monkeypatch, page_siz
     assert one.load().steps >= max(map(len, prompts[: len(SHORT)])) + min(map(len, expected))
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_preempted(engine, prompts, expected, page_size):
-    one = engine(page_size=page_size, kv_tokens=320, token_budget=128)
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, False), (16, False), (1, True), (16, True)])
+def test_preempted(engine, crowded, prompts, expected, page_size, overlap):
+    one = engine(page_size=page_size, overlap=overlap, kv_tokens=320, token_budget=128)
     fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < 290]
     assert len(fitting) >= 24
     assert tokens(one.generate([prompts[i] for i in fitting], GREEDY)) == [expected[i] for i in fitting]
@@ -129,10 +129,11 @@ def test_resumed(engine, prompts, expected, done):
     assert heads == expected
 
 
-def test_beside_others_that_want_something_else(engine, folder, prompts, expected):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beside_others_that_want_something_else(engine, folder, prompts, expected, overlap):
     """Grammars, temperatures, penalties and log probabilities in the same steps change nothing for the rest; nor does
     the rest for them."""
-    one = engine(load=load_parts)
+    one = engine(load=load_parts, overlap=overlap)
     number = SamplingParams(max_tokens=NEW_TOKENS, temperature=1, seed=1, grammar=Grammar("regex", "[0-9]{3}-[0-9]{4}"))
     drawn = SamplingParams(max_tokens=NEW_TOKENS, temperature=1, seed=2, top_p=0.9, repetition_penalty=1.2, logprobs=2)
     wanted = [GREEDY, number, GREEDY, drawn]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from worker.draw import uniform
 from worker.grammar import GrammarError
-from worker.messages import SamplingParams
 from worker.logprobs import prompt_logprobs
+from worker.messages import SamplingParams
 from worker.sampling import Sampled, Sampler
 
 VOCAB = 97

@@ -12,15 +12,18 @@ from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.messages import Generate, Output, SamplingParams
-from worker.plan import Plan
+from worker.plan import PENDING, Plan
 from worker.scheduler import Scheduler
 
 
 class Driver:
-    """A scheduler with a fake runner: what `worker.engine` does, without tensors."""
+    """A scheduler with a fake runner: what `worker.engine` does, without tensors. With `overlap`, the tokens of a step
+    come to the scheduler after the next one was planned and computed."""
 
-    def __init__(self, runner, *, eos: tuple[int, ...] = (), **config) -> None:
+    def __init__(self, runner, *, eos: tuple[int, ...] = (), overlap: bool = False, **config) -> None:
         self.runner = runner
+        self.overlap = overlap
+        self.flight: tuple[Plan, dict] | None = None
         self.now_s = 0.0
         self.config = WorkerConfig(page_size=runner.page_size, **config)
         self.tree = Tree(runner.page_size, PagePool(runner.num_pages, runner.page_size))
@@ -40,18 +43,33 @@ class Driver:
 
     def step(self) -> Plan | None:
         plan = self.scheduler.schedule()
-        if plan is not None:
+        if plan is None:
+            self.land()
+        else:
             assert 0 < plan.num_tokens <= self.config.token_budget
             rows = self.runner.forward(plan).argmax(1).tolist()
-            sampled, end = {}, 0
-            for chunk in plan.chunks:
-                end += chunk.num_logits
-                seq = self.scheduler.sequence(chunk.slot)
-                if seq.num_computed == seq.tokens.size:
-                    sampled[chunk.slot] = SimpleNamespace(token_id=rows[end - 1], logprobs=None, failure=None)
-            self.scheduler.update(plan, sampled, {})
+            self.land()
+            self.flight = plan, self.sample(plan, rows)
+            if not self.overlap:
+                self.land()
         self.collect()
         return plan
+
+    def sample(self, plan: Plan, rows: list[int]) -> dict:
+        sampled, end = {}, 0
+        for chunk in plan.chunks:
+            end += chunk.num_logits
+            seq = self.scheduler.sequence(chunk.slot)
+            if seq is not None and seq.num_computed == seq.tokens.size:
+                sampled[chunk.slot] = SimpleNamespace(token_id=rows[end - 1], logprobs=None, failure=None)
+                self.runner.last_tokens[chunk.slot] = rows[end - 1]
+        return sampled
+
+    def land(self) -> None:
+        if self.flight is not None:
+            plan, sampled = self.flight
+            self.flight = None
+            self.scheduler.update(plan, sampled, {})
 
     def collect(self) -> None:
         for output in self.scheduler.take_outputs():
@@ -60,7 +78,7 @@ class Driver:
 
     def run(self, max_steps: int = 10_000) -> list[Plan]:
         plans = []
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.flight:
             plan = self.step()
             self.scheduler.check_integrity()
             if plan is not None:
@@ -79,18 +97,20 @@ class Driver:
         return self.outputs[request_id][-1].failure
 
 
-@pytest.fixture
-def drive(fake_runner):
+@pytest.fixture(params=[False, True], ids=["", "overlap"])
+def drive(fake_runner, request):
     """Makes a Driver; at the end nothing may be left over."""
     drivers = []
 
     def make(num_pages: int = 64, page_size: int = 4, **config) -> Driver:
         runner = {k: config.pop(k) for k in ("vocab_size", "context_length") if k in config}
-        drivers.append(Driver(fake_runner(num_pages=num_pages, page_size=page_size, **runner), **config))
+        fake = fake_runner(num_pages=num_pages, page_size=page_size, **runner)
+        drivers.append(Driver(fake, overlap=request.param, **config))
         return drivers[-1]
 
     yield make
     for driver in drivers:
+        driver.land()
         driver.scheduler.check_integrity()
         driver.scheduler.abort(list(driver.scheduler._sequences))
         driver.scheduler.check_integrity()
@@ -193,6 +213,7 @@ def test_grammar_that_is_complete_ends_it(drive):
     d = drive()
     d.add("a", prompt(8))
     d.step()
+    d.land()
     d.scheduler.sequence(0).grammar = SimpleNamespace(terminated=True)
     d.run()
     assert d.reason("a") == "stop" and len(d.tokens("a")) == 2
@@ -389,7 +410,7 @@ def test_thousands_wait_without_a_look_up_each_step(drive, monkeypatch):
 # ---------------------------------------------------------------- when pages run out
 
 
-def test_preempts_the_latest_and_loses_nothing(drive):
+def test_preempts_the_latest_and_loses_nothing(drive, crowded):
     d = drive(num_pages=12, token_budget=64)
     for i in range(4):
         d.add(str(i), prompt(8, seed=i), max_tokens=24)
@@ -422,20 +443,30 @@ def test_eviction_comes_before_preemption(drive):
     assert all(d.tokens(str(i)) == d.runner.generate(prompt(16, seed=i), 8) for i in range(10))
 
 
-def test_new_ones_are_let_in_only_with_room_to_grow(drive, monkeypatch):
-    def preemptions() -> int:
-        d = drive(num_pages=128, page_size=4, token_budget=32)
-        for i in range(60):
-            d.add(str(i), prompt(8 + i % 13, seed=i), max_tokens=10 + i * 7 % 40)
-        d.run()
-        return d.scheduler.load().preemptions
+@pytest.mark.parametrize("known", [True, False], ids=["known lengths", "guessed lengths"])
+def test_under_pressure_few_are_preempted_and_few_pages_lie_idle(drive, known):
+    """200 requests in a cache that holds a tenth of them. Either nothing but the limit ends them, or a limit far above
+    what they produce, a third of it on average, which is to be learnt."""
+    rng = random.Random(1)
+    d = drive(num_pages=300, page_size=4, token_budget=64, max_running=64, eos=() if known else (49,))
+    lengths = {str(i): rng.randrange(10, 60) for i in range(200)}
+    for name, length in lengths.items():
+        d.add(name, prompt(rng.randrange(8, 60), seed=int(name)), max_tokens=length if known else 100)
+    held, steps = 0, 0
+    while d.scheduler.has_work or d.flight:
+        for seq in d.scheduler._running:
+            if not known and seq.tokens.size - seq.num_prompt >= lengths[seq.request_id] - 1:
+                seq.stop_ids = frozenset(range(50))  # whatever comes next is its end
+        d.step()
+        if len(d.scheduler._waiting):
+            held += d.runner.num_pages - d.scheduler.holdings.num_available
+            steps += 1
+    assert d.scheduler.load().finished == 200
+    assert d.scheduler.load().preemptions <= (4 if known else 10)
+    assert held / steps > (0.85 if known else 0.7) * d.runner.num_pages
 
-    with_reserve = preemptions()
-    monkeypatch.setattr(Scheduler, "_num_reserved", 0)
-    assert with_reserve < preemptions() / 2
 
-
-def test_resumes_from_what_is_still_cached(drive):
+def test_resumes_from_what_is_still_cached(drive, crowded):
     d = drive(num_pages=16, token_budget=64)
     d.add("a", prompt(8, seed=1), max_tokens=40)
     d.add("b", prompt(8, seed=2), max_tokens=40)
@@ -479,6 +510,7 @@ def test_failure_keeps_nothing_that_it_computed(drive):
     d.add("a", prompt(30))
     d.step()
     d.step()
+    d.land()
     plan = d.scheduler.schedule()
     d.scheduler.fail("a", "why")
     assert plan is not None
@@ -515,8 +547,10 @@ def test_load_counts_tokens(drive):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traffic(drive, seed):
+def test_random_traffic(drive, seed, request):
     """Thousands of steps of arrivals, aborts, failures and priorities in pools that are always too small."""
+    if seed % 2:
+        request.getfixturevalue("crowded")
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 16])
     num_pages = 96 // page_size + rng.randrange(4)
@@ -559,8 +593,9 @@ def test_random_traffic(drive, seed):
     assert d.scheduler.load().preemptions > 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
+    overlap=st.booleans(),
     num_pages=st.integers(2, 12),
     page_size=st.integers(1, 5),
     budget=st.integers(1, 12),
@@ -568,8 +603,9 @@ def test_random_traffic(drive, seed):
         st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
     ),
 )
-def test_every_request_ends_and_is_right(fake_runner, num_pages, page_size, budget, requests):
-    d = Driver(fake_runner(num_pages=num_pages, page_size=page_size), token_budget=budget, max_running=4)
+def test_every_request_ends_and_is_right(fake_runner, overlap, num_pages, page_size, budget, requests):
+    runner = fake_runner(num_pages=num_pages, page_size=page_size)
+    d = Driver(runner, overlap=overlap, token_budget=budget, max_running=4)
     for i, (stem, length, max_tokens, priority) in enumerate(requests):
         d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
     d.run(2000)
@@ -578,3 +614,70 @@ def test_every_request_ends_and_is_right(fake_runner, num_pages, page_size, budg
             assert d.failure(str(i)).param == "prompt"
         else:
             assert d.tokens(str(i)) == d.runner.generate(prompt(20, seed=stem)[:length], max_tokens)
+
+
+# ---------------------------------------------------------------- a step in flight
+
+
+@pytest.fixture
+def overlapped(fake_runner):
+    def make(**config) -> Driver:
+        return Driver(fake_runner(num_pages=64, page_size=4), overlap=True, **config)
+
+    return make
+
+
+def test_a_decode_is_planned_before_its_token_is_known(overlapped):
+    d = overlapped()
+    d.add("a", prompt(6), max_tokens=4)
+    plans = d.run()
+    assert [chunk.token_ids for plan in plans for chunk in plan.chunks] == [prompt(6), [PENDING], [PENDING], [PENDING]]
+    assert d.tokens("a") == d.runner.generate(prompt(6), 4)
+
+
+def test_nothing_is_planned_beyond_the_limit_and_one_step_beyond_a_stop(overlapped):
+    whole = overlapped().runner.generate(prompt(8), 30)
+    end = whole.index(whole[6]) + 1
+    d = overlapped(eos=(whole[6],))
+    d.add("a", prompt(8), max_tokens=30)
+    assert len(d.run()) == end + 1
+    assert d.tokens("a") == whole[:end]
+    d.scheduler.check_integrity()
+    assert d.tree.num_cached == (8 + end - 1) // 4, "what was computed too much is not in the tree"
+
+
+def test_a_slot_that_has_a_new_owner_does_not_get_the_old_ones_token(overlapped):
+    d = overlapped(max_running=1)
+    d.add("old", prompt(8, seed=1), max_tokens=30)
+    d.add("new", prompt(8, seed=2), max_tokens=3)
+    d.step()
+    d.step()
+    assert d.flight is not None
+    d.scheduler.abort(["old"])
+    d.run()
+    assert d.tokens("new") == d.runner.generate(prompt(8, seed=2), 3)
+    assert len(d.tokens("old")) == 1
+
+
+def test_the_token_in_flight_of_one_that_is_preempted_is_kept(overlapped):
+    d = overlapped()
+    d.add("a", prompt(8), max_tokens=6)
+    d.step()
+    d.step()
+    d.scheduler._preempt(d.scheduler.sequence(0))
+    d.land()
+    d.collect()
+    assert d.tokens("a") == d.runner.generate(prompt(8), 2)
+    d.run()
+    assert d.tokens("a") == d.runner.generate(prompt(8), 6)
+
+
+def test_one_that_is_preempted_before_its_last_token_comes_ends_where_it_waits(overlapped):
+    d = overlapped()
+    d.add("a", prompt(8), max_tokens=2)
+    d.step()
+    d.step()
+    d.scheduler._preempt(d.scheduler.sequence(0))
+    d.run()
+    assert (d.tokens("a"), d.reason("a")) == (d.runner.generate(prompt(8), 2), "length")
+    assert len(d.scheduler) == 0
