@@ -140,6 +140,8 @@ class Check:
     def engine(self, dtype: str, tp: int, settings: dict[str, Any]) -> Iterator[Engine]:
         """Checked at its end for anything lost."""
         gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
         config = WorkerConfig.model_validate(BASE | {"device": self.device, "dtype": dtype, "tp": tp} | settings)
         engine = Engine(self.folder, config)
         try:
