@@ -145,15 +145,16 @@ class FlashInferAttention(GraphAttention):
         chunks = np.arange(len(counts))
         arrays = {
             "rows": token_rows(batch, chunks, batch.starts, self.shape.num_kv_heads, self.page_size),
-            "page_ends": _ends(np.pad(counts, (0, padding), constant_values=1)),
+            "page_ends": _ends(counts),
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
             "pages": _pages(batch, counts, 0, len(counts)),
         }
         if padding:
-            row = scratch * self.shape.num_kv_heads * self.page_size
-            for name, value in (("rows", row), ("last_page_tokens", 1), ("pages", scratch)):
-                arrays[name] = np.pad(arrays[name], (0, padding), constant_values=value)
-            contexts = np.pad(contexts, (0, padding), constant_values=1)
+            row, end = scratch * self.shape.num_kv_heads * self.page_size, arrays["page_ends"][-1]
+            more = np.arange(end + 1, end + padding + 1, dtype=np.int32)
+            for name, value in (("rows", row), ("page_ends", more), ("last_page_tokens", 1), ("pages", scratch)):
+                arrays[name] = _padded(arrays[name], padding, value)
+            contexts = _padded(contexts, padding, 1)
         static = self._static
         static.fill(arrays)
         self.rows = static["rows"][:size]
@@ -244,6 +245,10 @@ def _ends(lengths: np.ndarray) -> np.ndarray:
     ends = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])
     return ends
+
+
+def _padded(array: np.ndarray, padding: int, value: int | np.ndarray) -> np.ndarray:
+    return np.concatenate((array, np.broadcast_to(np.asarray(value, dtype=array.dtype), padding)))
 
 
 def _pages(batch: AttentionBatch, counts: np.ndarray, first: int, last: int) -> np.ndarray:

@@ -38,14 +38,17 @@ class StaticArrays:
         return self._tensors[name]
 
     def fill(self, arrays: dict[str, np.ndarray]) -> None:
-        """Values of all tensors, in the layout's order; each array may be shorter than its tensor."""
+        """Values of all tensors. Each array may be shorter than its tensor: beyond it stand zeros, and in the last tensor
+        what stood there before."""
         last = list(self._places)[-1]
         end = self._places[last][0] + self._places[last][1].itemsize * len(arrays[last])
         host = torch.empty(end, dtype=torch.uint8, pin_memory=self._device_bytes.is_cuda)
         raw = host.numpy()
         for name, (at, dtype) in self._places.items():
             array = arrays[name]
-            raw[at : at + dtype.itemsize * len(array)].view(dtype)[:] = array
+            part = raw[at : at + self._tensors[name].nbytes].view(dtype) if name != last else raw[at:].view(dtype)
+            part[: len(array)] = array
+            part[len(array) :] = 0
         self._device_bytes[:end].copy_(host, non_blocking=True)
 
 

@@ -74,14 +74,8 @@ class DecodeGraphs:
 
     def _fill(self, batch: AttentionBatch, token_ids: np.ndarray, size: int) -> None:
         self._attention.plan_graph(batch, size)
-        padding = (0, len(self._logits) - len(token_ids))
-        self._inputs.fill(
-            {
-                "token_ids": np.pad(token_ids, padding),
-                "positions": np.pad(batch.starts, padding),
-                "slots": np.pad(batch.rows, padding),
-            }
-        )
+        # Beyond the batch stand zeros, or slots of earlier steps: all that comes of it goes into the last page.
+        self._inputs.fill({"token_ids": token_ids, "positions": batch.starts, "slots": batch.rows})
 
     def _forward(self, size: int) -> None:
         inputs = self._inputs
