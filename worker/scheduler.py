@@ -86,7 +86,7 @@ class Scheduler:
         # Of those that run, with their priorities; made when it is first asked for in a step.
         self._claims: list[tuple[int, Claim]] | None = None
         self._most_growth = 0  # pages that those that run may take at most, while sequences are let in
-        self._blocked_at: tuple[int, int, int] | None = None  # when a waiting sequence last found no room
+        self._blocked_at: tuple[int, ...] | None = None  # when a waiting sequence last found no room
         self._num_departures = 0
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()  # plans without their update, with who is in them
         self._ending = False  # whether a running sequence ends with the step in flight
@@ -327,7 +327,7 @@ class Scheduler:
         it, or a long prompt would wait forever; one whose prefix is being computed does not."""
         if not self._free_slots or self._batch.tokens_left <= 0:
             return
-        comings = self._num_arrivals, self._num_departures, self._step // RETRY_STEPS
+        comings = self._num_arrivals, self._num_departures, len(self._waiting), self._step // RETRY_STEPS
         if self._blocked_at == comings:
             return
         now_s = self.clock()
