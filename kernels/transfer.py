@@ -38,8 +38,8 @@ class StaticArrays:
         return self._tensors[name]
 
     def fill(self, arrays: dict[str, np.ndarray]) -> None:
-        """Values of all tensors. Each array may be shorter than its tensor: beyond it stand zeros, and in the last tensor
-        what stood there before."""
+        """Values of all tensors. Each array may be shorter than its tensor: beyond it stand zeros, in the last one what
+        stood there before."""
         last = list(self._places)[-1]
         end = self._places[last][0] + self._places[last][1].itemsize * len(arrays[last])
         host = torch.empty(end, dtype=torch.uint8, pin_memory=self._device_bytes.is_cuda)

@@ -31,8 +31,10 @@ class WorkerConfig(BaseModel):
     context_length: int | None = Field(
         None, ge=1, description="longest prompt and output together, in tokens; by default the model's own"
     )
-    max_running: int = Field(64, ge=1, description="most sequences that run at once")
-    token_budget: int = Field(512, ge=1, description="most tokens that one step computes, decodes included")
+    max_running: int = Field(64, ge=1, description="most sequences that run at once; on a GPU 256 by default")
+    token_budget: int = Field(
+        512, ge=1, description="most tokens that one step computes, decodes included; on a GPU 8192 by default"
+    )
     overlap: bool | None = Field(
         None, description="prepare the next step while one runs; by default on a GPU, which runs without the host"
     )

@@ -29,7 +29,7 @@ from worker.parallel import RankLost
 from worker.plan import Plan
 from worker.ranks import Leader, open_runner
 from worker.request import Sequence
-from worker.runner import Runner
+from worker.runner import Runner, settled
 from worker.sampling import PendingSample, Sampled, Sampler
 from worker.scheduler import Scheduler
 
@@ -106,6 +106,7 @@ class Engine:
     ) -> None:
         """`on_event` is told of every change of the radix tree. `on_ready` is called, from any thread, when a request
         that waited outside the queue wants a `step`. `load` makes the parts."""
+        config = settled(config)
         self.runner, self.sampler, self.grammars = load(Path(model_dir), config)
         self.tree = Tree(config.page_size, PagePool(self.runner.num_pages, config.page_size), on_event=on_event)
         self.scheduler = Scheduler(

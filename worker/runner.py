@@ -27,6 +27,10 @@ from worker.weights import Progress, load_weights
 
 logger = logging.getLogger(__name__)
 
+# What keeps a GPU busy: prefill is bound by its arithmetic, and decoding reads the weights for many sequences at once.
+GPU_MAX_RUNNING = 256
+GPU_TOKEN_BUDGET = 8192
+
 
 class Runner:
     """Runs plans. Its only state besides the KV pages is a page table a slot, kept as `worker.plan` says.
@@ -42,6 +46,7 @@ class Runner:
 
         Raises ValueError if the model or the configuration will not do.
         """
+        config = settled(config)
         self.group = group or Group.single()
         if config.pp > 1 or config.tp != self.group.size:
             raise ValueError(f"tp={config.tp}, pp={config.pp}: a runner is one rank of {self.group.size}")
@@ -192,6 +197,16 @@ def place(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
     on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpu)
     name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     return torch.device("cuda" if on_gpu else "cpu"), getattr(torch, name)
+
+
+def settled(config: WorkerConfig) -> WorkerConfig:
+    """With the step of a GPU, if it runs on one, where nobody said how large a step should be."""
+    if place(config)[0].type == "cpu":
+        return config
+    on_gpu = {"max_running": GPU_MAX_RUNNING, "token_budget": GPU_TOKEN_BUDGET}
+    return config.model_copy(
+        update={name: value for name, value in on_gpu.items() if name not in config.model_fields_set}
+    )
 
 
 def _say_place(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
