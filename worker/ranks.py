@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from worker.weights import Progress
 log = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.2
+CONNECT_S = 30.0
 GRACE_S = 5.0  # what a rank gets to end by itself
 HEARTBEAT_MS = 5000  # a follower on a host that vanished must not pile up plans for ever
 
@@ -45,7 +47,7 @@ _END = b""
 def open_store(host: str = "127.0.0.1") -> tuple[dist.Store, str]:
     """Where the ranks of one replica meet, on a free port of this machine, and its address for the others: the one by
     which they reach this machine. It lives as long as this process."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S))
     return store, f"{host}:{store.port}"
 
 
@@ -53,7 +55,7 @@ def find_store(address: str) -> dist.Store:
     """The store that another process opened. Raises RankLost if nobody answers there."""
     host, _, port = address.rpartition(":")
     try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except RuntimeError as error:
         raise RankLost(f"rank 0 does not answer at {address}: {error}") from error
 
@@ -98,6 +100,7 @@ class Leader:
             self.runner = Runner(model, config, progress, self.group)
         except BaseException as error:
             reason = self._reason(error)
+            _tell(store, 0, error)
             self.close()
             if reason is not None:
                 raise RankLost(reason) from error
@@ -114,14 +117,14 @@ class Leader:
         """As `Runner.forward`. Raises RankLost."""
         if self._lost is not None:
             raise RankLost(self._lost)
-        frame = _encode(plan)
-        for follower in self._followers:
-            follower.send(frame)
         assert self.group is not None
         try:
+            self._send(_encode(plan))
             logits = _step(self.runner, self.group, plan)
         except Exception as error:
-            raise RankLost(self._reason(error) or f"rank 0: {_line(error)}") from error
+            reason = self._reason(error) or f"rank 0: {_line(error)}"
+            self.group.fail(reason)
+            raise RankLost(reason) from error
         if self._launched is not None:
             self._launched_s = time.monotonic()
             self._launched.record()
@@ -133,8 +136,9 @@ class Leader:
             return
         self._closing.set()
         self._watcher.join()
+        with suppress(RankLost):
+            self._send(_END)
         for follower in self._followers:
-            follower.send(_END)
             follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
         for process in self._processes:
             _end(process, GRACE_S if self._lost is None else 0)
@@ -149,15 +153,20 @@ class Leader:
         follower.bind(f"tcp://{host}:*")
         return follower
 
+    def _send(self, frame: bytes) -> None:
+        for rank, follower in enumerate(self._followers, 1):
+            try:
+                follower.send(frame, zmq.NOBLOCK)  # without a limit: only where nobody is there it would block
+            except zmq.Again:
+                raise RankLost(f"rank {rank} has gone") from None
+
     def _reason(self, error: BaseException) -> str | None:
         """What another rank says went wrong, which explains an error here; None if all are well."""
-        if isinstance(error, RankLost):
-            return str(error)
         if isinstance(error, RuntimeError):  # maybe a collective's: then the other rank's own reason is on its way
             deadline_s = time.monotonic() + 5 * WATCH_EVERY_S
             while self._lost is None and time.monotonic() < deadline_s:
                 time.sleep(WATCH_EVERY_S / 4)
-        return self._lost
+        return self._lost or (str(error) if isinstance(error, RankLost) else None)
 
     # ------------------------------------------------------------ another thread
 
@@ -209,11 +218,11 @@ class Follower:
         self._plans.set(zmq.RCVHWM, 0)
         self._group: Group | None = None
         try:
-            self._plans.connect(store.get(f"plans/{rank}").decode())
             self._group = Group.join(store, rank, config.tp, _own_device(config, rank))
+            self._plans.connect(store.get(f"plans/{rank}").decode())
             self._runner = Runner(model, config, progress, self._group)
         except BaseException as error:
-            self._fail(error)
+            _tell(self._store, self._rank, error)
             self.close()
             raise
 
@@ -224,7 +233,7 @@ class Follower:
             while frame := self._plans.recv():
                 _step(self._runner, self._group, _decode(frame))
         except BaseException as error:
-            self._fail(error)
+            _tell(self._store, self._rank, error)
             raise
         finally:
             self.close()
@@ -237,9 +246,12 @@ class Follower:
             self._group.close()
             self._group = None
 
-    def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, RankLost):
-            Group(None, self._store, self._rank, 1, torch.device("cpu")).fail(f"rank {self._rank}: {_line(error)}")
+
+def _tell(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Leaves the reason of a rank's end in the store, if it was not found there."""
+    if not isinstance(error, RankLost):
+        with suppress(RuntimeError):  # its process may have ended
+            Group(None, store, rank, 1, torch.device("cpu")).fail(f"rank {rank}: {_line(error)}")
 
 
 @torch.inference_mode()

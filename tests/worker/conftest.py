@@ -153,7 +153,11 @@ def together(size: int, work: Callable[[Group], Any], timeout_s: float = 60.0) -
 
     def rank(index: int) -> Any:
         with closing(Group.join(store, index, size, torch.device("cpu"), timeout_s)) as group:
-            result = work(group)
+            try:
+                result = work(group)
+            except Exception as error:
+                group.fail(f"rank {index}: {error!r}")
+                raise
             group.meet()  # who leaves early takes its connections along
             return result
 

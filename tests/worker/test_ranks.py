@@ -1,0 +1,207 @@
+"""Tensor parallelism: the tokens of one rank whatever their number, and an end with a reason when a rank is lost."""
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.worker.conftest import TINY, Sequences, together
+from worker import ranks
+from worker.config import WorkerConfig
+from worker.engine import DeviceLost, Engine
+from worker.messages import SamplingParams
+from worker.parallel import RankLost
+from worker.plan import Chunk, Plan
+from worker.ranks import Follower, Leader, find_store, open_store
+from worker.runner import Runner
+
+ENDS_S = 60
+
+
+def settings(**changes: object) -> WorkerConfig:
+    return WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 1024, **changes})
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(4, 131) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+# ---------------------------------------------------------------- the same tokens
+
+
+def generated(runner: Runner) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens and logits of three sequences in chunks of 7."""
+    sequences = Sequences(runner)
+    for slot, prompt in enumerate(prompts(3)):
+        sequences.add(slot, prompt)
+    for _ in range(12):
+        sequences.advance(dict.fromkeys(sequences.tokens, 7))
+    return list(sequences.tokens.values()), torch.cat([row for rows in sequences.logits.values() for row in rows])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Path]) -> None:
+    folder = tiny_model(name)
+    tokens, logits = generated(Runner(folder, settings()))
+    for got in together(size, lambda group: generated(Runner(folder, settings(tp=size), group=group))):
+        assert got[0] == tokens
+        torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
+
+
+def test_all_ranks_have_the_pages_of_the_poorest(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = iter([640, 320, 480])
+    monkeypatch.setattr("worker.kv_cache.cpu_tokens", lambda bytes_per_token: next(has))
+    folder, config = tiny_model("llama"), settings(tp=3, kv_tokens=None)
+    pages = together(3, lambda group: Runner(folder, config, group=group).num_pages)
+    assert pages == [20, 20, 20]
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_an_engine_of_two_ranks_and_its_end(tiny_model: Callable[[str], Path]) -> None:
+    """One start of processes for all of it: what is said, with and without overlap, and that a rank that is killed ends
+    the engine with its name."""
+    folder, sampling = tiny_model("llama"), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with closing(Engine(folder, settings())) as alone:
+        expected = [finished.token_ids for finished in alone.generate(prompts(5), sampling)]
+    with closing(Engine(folder, settings(tp=2, overlap=True, token_budget=16, max_running=3))) as engine:
+        assert [finished.token_ids for finished in engine.generate(prompts(5), sampling)] == expected
+        assert isinstance(engine.runner, Leader)
+        (process,) = engine.runner._processes
+        process.kill()
+        with pytest.raises(DeviceLost, match=r"^rank 1: its process ended with status -9$"):
+            engine.generate(prompts(5), sampling)
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_rank_ends_with_the_process_that_started_it(tiny_model: Callable[[str], Path]) -> None:
+    store, address = open_store()  # where it will wait in vain
+    config = settings(tp=2).model_dump(mode="json")
+    store.set("plans/1", "tcp://127.0.0.1:9")
+    process = ranks._start(ranks._Seat(str(tiny_model("llama")), config, 1, address))
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(ENDS_S) == 1
+
+
+def test_closing_ends_all_processes(tiny_model: Callable[[str], Path]) -> None:
+    leader = ranks.launch(tiny_model("llama"), settings(tp=2))
+    leader.close()
+    leader.close()
+    assert [process.returncode for process in leader._processes] == [0]
+
+
+# ---------------------------------------------------------------- ranks that fail
+
+
+class Pair:
+    """A leader, and a follower in a thread."""
+
+    def __init__(self, folder: Path, follower_folder: Path | None = None) -> None:
+        self.threads = ThreadPoolExecutor(1)
+        self._arguments = folder, follower_folder or folder
+        self.follower: Follower | None = None
+
+    def start(self) -> Leader:
+        store, address = open_store()
+        mine, its = self._arguments
+        self.ended = self.threads.submit(self._follow, its, address)
+        self.leader = Leader(mine, settings(tp=2), store)
+        return self.leader
+
+    def _follow(self, folder: Path, address: str) -> None:
+        self.follower = Follower(folder, settings(tp=2), 1, find_store(address))
+        self.follower.run()
+
+
+@pytest.fixture
+def pair(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(**arguments: Path) -> Pair:
+        pairs.append(Pair(tiny_model("llama"), **arguments))
+        return pairs[-1]
+
+    yield make
+    for one in pairs:
+        one.threads.shutdown()
+
+
+def plan(step: int, token: int = 5) -> Plan:
+    return Plan(step, [Chunk(0, step, [token], [0] if step == 0 else [], step == 0, 1)])
+
+
+def test_a_rank_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> None:
+    one = pair(follower_folder=tmp_path)
+    with pytest.raises(RankLost, match=r"^rank 1: ValueError: .* has no readable model configuration"):
+        one.start()
+    assert isinstance(one.ended.exception(ENDS_S), ValueError)
+
+
+def test_a_leader_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> None:
+    one = pair()
+    one._arguments = tmp_path, one._arguments[1]
+    with pytest.raises(ValueError, match="no readable model configuration"):
+        one.start()
+    assert "rank 0: ValueError" in str(one.ended.exception(ENDS_S))
+
+
+def test_a_rank_that_fails_in_a_step(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))
+    assert one.follower is not None
+    real = one.follower._runner.forward
+
+    def fail(its_plan: Plan) -> torch.Tensor:
+        if its_plan.step == 2:
+            raise MemoryError("no memory for it")
+        return real(its_plan)
+
+    monkeypatch.setattr(one.follower._runner, "forward", fail)
+    leader.forward(plan(1))
+    for _ in range(2):  # once in the middle of the step, then at once
+        with pytest.raises(RankLost, match=r"^rank 1: MemoryError: no memory for it$"):
+            leader.forward(plan(2))
+    assert isinstance(one.ended.exception(ENDS_S), MemoryError)
+    leader.close()
+
+
+def test_a_leader_that_fails_in_a_step(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    leader = one.start()
+    wrong = Plan(0, [Chunk(0, 0, [5] * 40, [0], True, 1)])  # 40 tokens in one page: no rank can run that
+    with pytest.raises(RankLost, match=r"^rank [01]: ValueError: slot 0"):
+        leader.forward(wrong)
+    assert one.ended.exception(ENDS_S) is not None
+    leader.close()
+
+
+def test_tokens_that_only_the_first_rank_has(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))
+    told = leader.forward(plan(1, 77)).clone()
+    leader.last_tokens[0] = 77
+    leader.forward(plan(0))
+    assert torch.equal(leader.forward(plan(1, -1)), told)
+    leader.close()
+    assert one.ended.exception(ENDS_S) is None
+
+
+def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "CONNECT_S", 0.2)
+    store, address = open_store()
+    del store
+    with pytest.raises(RankLost, match="rank 0 does not answer"):
+        find_store(address)
