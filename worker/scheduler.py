@@ -336,8 +336,8 @@ class Scheduler:
         for seq in self._waiting.in_order(self._step, now_s):
             if not self._free_slots or self._batch.tokens_left <= 0:
                 return
-            if not self._waiting.is_starved(seq, now_s) and self._batch.computes_prefix_of(seq):
-                continue
+            if self._batch.computes_prefix_of(seq):
+                continue  # even one that starves, since it has less to compute then, and is next
             if not self._start(seq, now_s):
                 self._blocked_at = comings
                 return

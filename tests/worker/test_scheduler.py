@@ -330,8 +330,9 @@ def test_no_more_run_than_max_running(drive):
     assert all(d.tokens(str(i)) == d.runner.generate(prompt(5, seed=i), 5) for i in range(8))
 
 
-def test_same_prompts_are_computed_once(drive):
-    d = drive(num_pages=200, token_budget=64)
+@pytest.mark.parametrize("starvation_s", [5.0, 0.0])
+def test_same_prompts_are_computed_once(drive, starvation_s):
+    d = drive(num_pages=200, token_budget=64, starvation_s=starvation_s)
     for i in range(8):
         d.add(str(i), [*prompt(40), i])
     plans = d.run()
