@@ -48,6 +48,7 @@ class Group:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
+            options.global_ranks_in_group, options.group_name = list(range(size)), "ranks"
             group._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         else:
             group._backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
@@ -59,7 +60,7 @@ class Group:
         if self._backend is not None:
             options = AllreduceOptions()
             options.asyncOp = False
-            self._backend.allreduce([x], options).wait()
+            _wait(self._backend.allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -70,7 +71,7 @@ class Group:
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         options = AllgatherOptions()
         options.asyncOp = False
-        self._backend._allgather_base(parts, x, options).wait()
+        _wait(self._backend._allgather_base(parts, x, options))
         return torch.cat(parts.chunk(self.size), dim)
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Group:
         if self._backend is not None:
             options = BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = source, 0, False
-            self._backend.broadcast([x], options).wait()
+            _wait(self._backend.broadcast([x], options))
         return x
 
     def least(self, value: int) -> int:
@@ -115,3 +116,9 @@ class Group:
         if self._backend is not None:
             self._backend.abort()
             self._backend = None
+
+
+def _wait(work: dist.Work | None) -> None:
+    """NCCL, which has queued on the current stream what is not asynchronous, may have nothing to wait for."""
+    if work is not None:
+        work.wait()

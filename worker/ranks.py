@@ -62,7 +62,16 @@ def find_store(address: str) -> dist.Store:
 
 def open_runner(model: Path, config: WorkerConfig, progress: Progress | None = None) -> "Runner | Leader":
     """What computes a replica's steps on this machine: a runner, or with `tp` over 1 the leader of as many ranks."""
+    if progress is None and sys.stderr.isatty():
+        progress = _show
     return Runner(model, config, progress) if config.tp == 1 else launch(model, config, progress)
+
+
+def _show(done: int, total: int) -> None:
+    """A bar on the terminal."""
+    width = 40 * done // total
+    end = "\n" if done == total else ""
+    print(f"\rWeights [{'#' * width:<40}] {done} of {total}", end=end, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- rank 0

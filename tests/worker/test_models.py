@@ -88,6 +88,12 @@ def test_unsupported_variants(changes: dict, message: str) -> None:
         decoder_config(LlamaConfig(**changes))
 
 
+def test_a_configuration_that_contradicts_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 48, "num_attention_heads": 9}')
+    with pytest.raises(ValueError, match=r"no readable model configuration: (.|\n)*not a multiple of the number of"):
+        read_config(tmp_path)
+
+
 def test_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no readable model configuration"):
         read_config(tmp_path)

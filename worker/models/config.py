@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from kernels.attention import AttentionShape
@@ -125,7 +126,7 @@ def read_config(model: Path) -> PretrainedConfig:
         if model.suffix == ".gguf":
             return AutoConfig.from_pretrained(model.parent, gguf_file=model.name)
         return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{model} has no readable model configuration: {error}") from error
 
 
