@@ -110,3 +110,48 @@ def most_pages(claims: list[Claim], page_size: int) -> int:
 def all_pages(seq: Sequence, page_size: int) -> int:
     """Pages that a running sequence may need at most beyond those that it holds."""
     return max(0, pages_for(seq.token_limit - 1, page_size) - seq.pages.size)
+
+
+class Forecast:
+    """Whether one more sequence has room beside those that run. Asked in the middle of a step: `begin`, then `has_room`
+    for a sequence and, if it starts, `start`, as often as there are sequences to start."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._outputs = Outputs()
+        self._running: list[Sequence] = []
+        self._claims: list[tuple[int, Claim]] | None = None  # with priorities; made when first needed
+        self._most_growth = 0  # pages that the running ones may take at most
+
+    def begin(self, running: list[Sequence]) -> None:
+        self._running = running
+        self._claims = None
+        self._most_growth = sum(all_pages(seq, self._page_size) for seq in running)
+
+    def has_room(self, seq: Sequence, available: int) -> bool:
+        """Whether `available` pages will do for `seq`, which holds what is cached of it, and all that run. To grow, one
+        of higher priority may count on what those of lower priority hold."""
+        if seq.pages_missing(self._page_size) > available:
+            return False
+        if not self._running or self._most_growth + all_pages(seq, self._page_size) <= available:
+            return True
+        if self._claims is None:
+            self._claims = [(other.priority, claim_of(other, self._outputs)) for other in self._running]
+        claims = [claim for priority, claim in self._claims if priority >= seq.priority]
+        available += sum(claim.released for priority, claim in self._claims if priority < seq.priority)
+        return most_pages([*claims, claim_of(seq, self._outputs)], self._page_size) <= available
+
+    def start(self, seq: Sequence) -> None:
+        """`seq` runs now, and has the pages of its first chunk."""
+        self._most_growth += all_pages(seq, self._page_size)
+        if self._claims is not None:
+            self._claims.append((seq.priority, claim_of(seq, self._outputs)))
+
+    def end(self, seq: Sequence) -> None:
+        """`seq` has produced all that it does."""
+        if not seq.ends_at_limit:
+            self._outputs.ended(seq.tokens.size - seq.num_prompt, seq.token_limit - seq.num_prompt)
+
+    def preempt(self) -> None:
+        """A sequence had to give its pages to another."""
+        self._outputs.preempted()

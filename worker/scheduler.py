@@ -27,7 +27,7 @@ from pipeline.chunk import chunk_tokens
 from radix.tree import Tree
 from worker.batch import Batch
 from worker.config import WorkerConfig
-from worker.forecast import Claim, Outputs, all_pages, claim_of, most_pages
+from worker.forecast import Forecast
 from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
 from worker.plan import Plan
@@ -82,10 +82,7 @@ class Scheduler:
         self._held: dict[str, Sequence] = {}  # not ready: their grammar compiles
         self._outputs: list[Output] = []
         self._batch = Batch(0, self.page_size)  # this step's
-        self._produced = Outputs()
-        # Of those that run, with their priorities; made when it is first asked for in a step.
-        self._claims: list[tuple[int, Claim]] | None = None
-        self._most_growth = 0  # pages that those that run may take at most, while sequences are let in
+        self._forecast = Forecast(self.page_size)
         self._blocked_at: tuple[int, ...] | None = None  # when a waiting sequence last found no room
         self._num_departures = 0
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()  # plans without their update, with who is in them
@@ -331,8 +328,7 @@ class Scheduler:
         if self._blocked_at == comings:
             return
         now_s = self.clock()
-        self._claims = None
-        self._most_growth = sum(all_pages(seq, self.page_size) for seq in self._running)
+        self._forecast.begin(self._running)
         for seq in self._waiting.in_order(self._step, now_s):
             if not self._free_slots or self._batch.tokens_left <= 0:
                 return
@@ -349,7 +345,7 @@ class Scheduler:
         if self._running and least > self.holdings.num_available:
             return False  # without asking the tree
         self.holdings.open(seq)
-        if not self._has_room(seq):
+        if not self._forecast.has_room(seq, self.holdings.num_available):
             self.holdings.close(seq, keep=False)
             return False
         self._waiting.remove(seq)
@@ -364,26 +360,8 @@ class Scheduler:
             self.counters.cached_tokens += seq.cached_tokens
         self._batch.watch(seq)
         self._plan(seq)
-        self._most_growth += all_pages(seq, self.page_size)
-        if self._claims is not None:
-            self._claims.append((seq.priority, claim_of(seq, self._produced)))
+        self._forecast.start(seq)
         return True
-
-    def _has_room(self, seq: Sequence) -> bool:
-        """Whether the pages that are available will do for a sequence that is about to start and all that run. To
-        grow, one of higher priority may count on what those of lower priority hold."""
-        available = self.holdings.num_available
-        if seq.pages_missing(self.page_size) > available:
-            return False
-        if not self._running:
-            return True
-        if self._most_growth + all_pages(seq, self.page_size) <= available:
-            return True
-        if self._claims is None:
-            self._claims = [(other.priority, claim_of(other, self._produced)) for other in self._running]
-        claims = [claim for priority, claim in self._claims if priority >= seq.priority]
-        available += sum(claim.released for priority, claim in self._claims if priority < seq.priority)
-        return most_pages([*claims, claim_of(seq, self._produced)], self.page_size) <= available
 
     # ------------------------------------------------------------ giving back
 
@@ -391,7 +369,7 @@ class Scheduler:
         self._batch.discard(seq)
         self._vacate(seq, keep=True)
         seq.preempted = True
-        self._produced.preempted()
+        self._forecast.preempt()
         self.counters.preemptions += 1
         self._waiting.add(seq, self._step)
 
@@ -437,8 +415,7 @@ class Scheduler:
         if output.finish_reason is not None:
             self._forget(seq, keep=True)
             self.counters.finished += 1
-            if not seq.ends_at_limit:
-                self._produced.ended(seq.tokens.size - seq.num_prompt, seq.token_limit - seq.num_prompt)
+            self._forecast.end(seq)
         self._outputs.append(output)
 
     def _judge(self, seq: Sequence, output: Output) -> None:

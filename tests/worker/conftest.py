@@ -306,7 +306,7 @@ class FakePending:
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are let in as if those that run needed no more pages than for the tokens they have: many are preempted
     then."""
-    monkeypatch.setattr("worker.scheduler.most_pages", pages_now)
+    monkeypatch.setattr("worker.forecast.most_pages", pages_now)
 
 
 def pages_now(claims: list[Claim], page_size: int) -> int:
