@@ -46,7 +46,7 @@ class Group:
         timeout = timedelta(seconds=timeout_s)
         prefixed = dist.PrefixStore("group", store)
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
+            options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             options.global_ranks_in_group, options.group_name = list(range(size)), "ranks"
             group._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
