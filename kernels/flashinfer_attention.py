@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kernels.attention import AttentionBatch, AttentionShape, GraphAttention, token_positions, token_rows
-from kernels.transfer import StaticArrays, to_device
+from kernels.transfer import StaticArrays, all_to_device, to_device
 
 # Bytes of what the planners write for a step: some arrays of 4 bytes a tile of queries and a head.
 _PLAN_BYTES = 8 << 20
@@ -129,7 +129,7 @@ class FlashInferAttention(GraphAttention):
                 contexts[first:last] - (counts[first:last] - 1) * self.page_size,
                 _pages(batch, counts, first, last),
             ]
-        tensors = _sent(arrays, self.device)
+        tensors = all_to_device(arrays, self.device)
         self._parts, token = [], 0
         for index, (first, last) in enumerate(parts):
             of_part, end = slice(4 * index, 4 * index + 4), token + int(batch.lengths[first:last].sum())
@@ -256,16 +256,3 @@ def _pages(batch: AttentionBatch, counts: np.ndarray, first: int, last: int) -> 
     counts = counts[first:last].astype(np.int64)
     starts = batch.rows[first:last].astype(np.int64) * batch.tables.shape[1] - (np.cumsum(counts) - counts)
     return batch.tables.ravel().take(np.repeat(starts, counts) + np.arange(counts.sum()))
-
-
-def _sent(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays, int32, on the device, in one copy. Each begins at a multiple of 16 bytes."""
-    lengths = [-(-len(array) // 4) * 4 for array in arrays]
-    together = np.zeros(sum(lengths), dtype=np.int32)
-    at, places = 0, []
-    for array, length in zip(arrays, lengths, strict=True):
-        together[at : at + len(array)] = array
-        places.append((at, at + len(array)))
-        at += length
-    sent = to_device(together, device)
-    return [sent[begin:end] for begin, end in places]

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kernels.transfer import all_to_device
 from worker.messages import SamplingParams
-from worker.transfer import to_device
 
 # Taken off the logits of tokens that must not come yet. Finite, so that they still come where a grammar leaves nothing
 # else; far below any bias, so that otherwise their probability is 0.
@@ -67,11 +67,11 @@ def apply_edits(logits: torch.Tensor, rows: Sequence[int], edits: Sequence[Edits
     biased = [(row, *e.bias) for row, e in both if e.bias is not None]
     if biased:
         added = np.concatenate([values for _, _, values in biased])
-        *at, values = to_device([*_places([(row, ids) for row, ids, _ in biased]), added], logits.device)
+        *at, values = all_to_device([*_places([(row, ids) for row, ids, _ in biased]), added], logits.device)
         logits[tuple(at)] += values
     banned = [(row, e.bans) for row, e in both if e.bans is not None]
     if banned:
-        logits[tuple(to_device(_places(banned), logits.device))] -= _BAN
+        logits[tuple(all_to_device(_places(banned), logits.device))] -= _BAN
 
 
 def _penalise(logits: torch.Tensor, rows: list[tuple[int, History, SamplingParams]]) -> None:
@@ -84,7 +84,7 @@ def _penalise(logits: torch.Tensor, rows: list[tuple[int, History, SamplingParam
         np.repeat(np.arange(len(rows)), [len(history.ids) for _, history, _ in rows]),
         each.astype(np.float32),
     ]
-    row, column, counts, which, penalties = to_device(arrays, logits.device)
+    row, column, counts, which, penalties = all_to_device(arrays, logits.device)
     repetition, presence, frequency = penalties[which].unbind(dim=1)
     values = logits[row, column]
     values = torch.where(values > 0, values / repetition, values * repetition)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kernels.transfer import all_to_device, to_host
 from worker.messages import TokenLogprobs
-from worker.transfer import to_device, to_host
 
 _ROWS = 128  # rows of the vocabulary's width that are worked on at a time
 
@@ -45,5 +45,5 @@ class PendingLogprobs:
 def prompt_logprobs(logits: torch.Tensor, token_ids: np.ndarray, k: int) -> PendingLogprobs:
     """Of given tokens, integers [n], with the `k` likeliest of each: row i of `logits` [n, vocab] is the distribution
     that `token_ids[i]` came from."""
-    (ids,) = to_device([token_ids.astype(np.int64)], logits.device)
+    (ids,) = all_to_device([token_ids.astype(np.int64)], logits.device)
     return PendingLogprobs(logits, ids, [k] * len(token_ids))

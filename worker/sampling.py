@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import torch
 
+from kernels.transfer import all_to_device, to_host
 from worker import device_draw
 from worker.draw import draw, uniform
 from worker.edits import Edits, History, apply_edits
 from worker.grammar import GrammarError, GrammarState, apply_bitmask, new_bitmask
 from worker.logprobs import PendingLogprobs
 from worker.messages import Failure, SamplingParams, TokenLogprobs
-from worker.transfer import to_device, to_host
 
 # Below this temperature the likeliest token is taken: it is what the division leaves, without overflow.
 _GREEDY_BELOW = 1e-5
@@ -112,7 +112,7 @@ class _Layout:
         self.logprobs = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None]
         indices = [self.slots, wanted, [wanted[i] for i in special], [wanted[i] for i in self.logprobs]]
         indices += [self.greedy, self.free, self.filtered, self.logprobs]
-        on_device = to_device([np.array(index, dtype=np.int64) for index in indices], device)
+        on_device = all_to_device([np.array(index, dtype=np.int64) for index in indices], device)
         self.slots_at, self.wanted_at, self.special_at, self.logprob_rows_at = on_device[:4]
         self.greedy_at, self.free_at, self.filtered_at, self.logprobs_at = on_device[4:]
         self.all_wanted = len(wanted) == len(slots)
@@ -322,7 +322,7 @@ class Sampler:
             return torch.from_numpy(draw(probs, top_k, top_p, min_p, uniforms))
         top_k = np.where(top_k > 0, top_k, self.vocab_size).astype(np.int32)
         arrays = [temperature[:, None], top_k, top_p.astype(np.float32), min_p.astype(np.float32), uniforms]
-        divisor, *limits, uniforms_at = to_device(arrays, logits.device)
+        divisor, *limits, uniforms_at = all_to_device(arrays, logits.device)
         asked = [(top_k < self.vocab_size).any(), (top_p < 1).any(), (min_p > 0).any()]
         filters = device_draw.Filters(*(limit if some else None for limit, some in zip(limits, asked, strict=True)))
         return device_draw.draw(torch.softmax(logits / divisor, dim=1), filters, uniforms_at)
