@@ -26,15 +26,21 @@ class Model(RuleBasedStateMachine):
         self.now = 0
 
     def cached(self, tokens: list[int]) -> list[tuple[int, ...]]:
-        """The cached prefixes of `tokens`, short to long; counts as a use."""
-        self.now += 1
+        """The cached prefixes of `tokens`, short to long."""
         found = []
         for end in range(self.page_size, len(tokens) + 1, self.page_size):
             prefix = tuple(tokens[:end])
             if prefix not in self.prefixes:
                 break
-            self.prefixes[prefix] = (self.prefixes[prefix][0], self.now)
             found.append(prefix)
+        return found
+
+    def use(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        """`cached`, as the tree is asked for them."""
+        self.now += 1
+        found = self.cached(tokens)
+        for prefix in found:
+            self.prefixes[prefix] = (self.prefixes[prefix][0], self.now)
         return found
 
     def pinned(self) -> set[tuple[int, ...]]:
@@ -42,7 +48,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS)
     def match(self, tokens: list[int]) -> None:
-        found = self.cached(tokens)
+        found = self.use(tokens)
         assert self.cache.mirror.match(tokens) == len(found) * self.page_size
         match = self.cache.tree.match(tokens)
         assert match.num_tokens == len(found) * self.page_size
@@ -57,6 +63,7 @@ class Model(RuleBasedStateMachine):
         mine = self.cache.pool.allocate(total - (len(found) if knows_what_is_cached else 0))
         if mine is None:
             return
+        self.use(tokens)
         self.cache.held.update(mine.tolist())
         shared = [self.prefixes[prefix][0] for prefix in found] if knows_what_is_cached else []
         pages = np.array([*shared, *mine.tolist()], dtype=np.int32)
@@ -70,7 +77,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS)
     def lock(self, tokens: list[int]) -> None:
-        found = self.cached(tokens)
+        found = self.use(tokens)
         node = self.cache.tree.match(tokens).node
         self.cache.tree.lock(node)
         self.locks.append((node, found[-1] if found else ()))
