@@ -120,8 +120,8 @@ class Runner:
         if (token_ids < 0).any():
             slots = to_device(np.repeat(batch.rows, batch.lengths).astype(np.int64), self.device)
             given = torch.where(given < 0, self.last_tokens[slots], given)
-        hidden = self.decoder.hidden(given, to_device(token_positions(batch), self.device), attention)
-        return self.decoder.logits(hidden[to_device(rows, self.device)])
+        positions, wanted = to_device(token_positions(batch), self.device), to_device(rows, self.device)
+        return self.decoder.logits(self.decoder.hidden(given, positions, attention, wanted))
 
     def _num_pages(self, config: WorkerConfig) -> int:
         """What fits every rank: all have the same page tables."""

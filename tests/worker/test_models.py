@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from tests.worker.conftest import TINY, Sequences
 from worker.config import WorkerConfig
 from worker.models.config import ARCHITECTURES, decoder_config, read_config
+from worker.plan import Chunk, Plan
 from worker.runner import Runner
 
 NEW_TOKENS = 8
@@ -53,6 +54,29 @@ def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model:
         assert sequences.tokens[slot][: len(tokens)] == tokens
         got = torch.cat(sequences.logits[slot])[: len(logits)]
         torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """The last layer computes what is wanted only, but all keys and values, which the second step reads."""
+    runner = Runner(tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4))
+    batch, cuts = prompts((40, 9, 30, 21), runner.vocab_size), (20, 1, 29, 20)
+    pages = iter(range(runner.num_pages))
+
+    def last_logits(first: list[int], second: list[int]) -> list[torch.Tensor]:
+        """Two steps with so many logits of each chunk; of these the last, where there is one."""
+        firsts, seconds = [], []
+        for slot, (prompt, cut, *counts) in enumerate(zip(batch, cuts, first, second, strict=True)):
+            own = [next(pages) for _ in range(10)]
+            firsts.append(Chunk(slot, 0, prompt[:cut], own, True, counts[0]))
+            seconds.append(Chunk(slot, cut, prompt[cut:], [], False, counts[1]))
+        rows = [*runner.forward(Plan(0, firsts)).split(first), *runner.forward(Plan(1, seconds)).split(second)]
+        return [part[-1:] for part in rows]
+
+    every = last_logits(list(cuts), [20, 8, 1, 1])
+    for some in (last_logits([0, 1, 3, 1], [1, 1, 1, 1]), last_logits([0, 0, 0, 0], [2, 0, 1, 0])):
+        for got, wanted in zip(some, every, strict=True):
+            torch.testing.assert_close(got, wanted[: len(got)], atol=1e-5, rtol=1e-5)
 
 
 def test_every_architecture_is_tested() -> None:

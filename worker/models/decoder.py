@@ -95,22 +95,34 @@ class Decoder:
         """On a GPU, before `hidden`: no position beyond `context_length` will come."""
         self._turns = {rope: rope.table(context_length, self.embedding.device) for rope in set(self.config.ropes)}
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run all layers. token_ids and positions: int64 `[n]`, of the chunks that `attention` has planned, in order.
 
-        Returns the last layer's output `[n, hidden_size]`, before the final norm.
+        Returns the last layer's output before the final norm, `[m, hidden_size]`, for the tokens at `wanted` (int64
+        `[m]`, in any order), or for all.
         """
         x = self._embed(token_ids)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         if self._has_narrow_path and len(token_ids) == 1:
-            return self._hidden_of_one(x, positions, attention)
+            x = self._hidden_of_one(x, positions, attention)
+            return x if wanted is None else x[wanted]
         angles = {} if self.is_on_gpu else {rope: rope.angles(positions, x.dtype) for rope in set(self.config.ropes)}
         # From here on x lacks what the last sublayer adds, `added`; it is added where the next norm reads x.
         added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed = self._add_and_norm(added, x, layer.input_norm)
-            added = self._attend(index, layer, normed, positions, angles, attention)
+            attended = self._attend(index, layer, normed, positions, angles, attention)
+            if wanted is not None and index == len(self.layers) - 1:
+                # Of the other tokens nothing is read any more but the keys and values, which the pages have now.
+                x, attended = x[wanted], attended[wanted]
+            added = self._project(layer, attended)
             normed = self._add_and_norm(added, x, layer.mlp_norm)
             added = self._mlp(layer, normed)
         return x if added is None else x.add_(added)
@@ -146,12 +158,16 @@ class Decoder:
         angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionBackend,
     ) -> torch.Tensor:
+        """The heads' outputs side by side, `[n, num_heads * head_dim]`."""
         qkv = layer.qkv(normed)
         if self.is_on_gpu:
             out = attention.attend(index, self._stored(index, layer, qkv, positions, attention))
         else:
             out = attention.run(index, *self._turned(layer, qkv, angles[self.config.ropes[index]]))
-        out = self.group.all_reduce(layer.out(out.flatten(1)))
+        return out.flatten(1)
+
+    def _project(self, layer: _Layer, attended: torch.Tensor) -> torch.Tensor:
+        out = self.group.all_reduce(layer.out(attended))
         return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
 
     def _turned(
