@@ -14,7 +14,7 @@ from hypothesis import settings
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-# The same examples in every run, so that a failure is somebody's change; `--hypothesis-profile=search` looks for new ones.
+# The same examples in every run, so that a failure is somebody's change: `--hypothesis-profile=search` finds new ones.
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("fixed")
