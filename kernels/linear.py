@@ -21,11 +21,16 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self.weight = weight
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: `[n, in]`, contiguous; returns `[n, out]` of the same dtype."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x: `[n, in]`, contiguous; returns `[n, out]` of the same dtype, in `out` if that is given."""
         if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+            product = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return product if out is None else out.copy_(product)
+        if out is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product in float32, whatever the dtype of x, in `out` if that is given. For a weight without bias."""

@@ -1,12 +1,22 @@
-"""The ranks of a stage as one group: what they add up, put together and tell each other, on their own devices."""
+"""The ranks of a stage as one group: what they add up, put together and tell each other, on their own devices.
+
+Sums of few tokens, whose time is that of the start, go through memory that the GPUs of one machine share
+(`kernels.all_reduce`), where they can; all else goes through NCCL.
+"""
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
+
+from kernels.norm import add_rms_norm
+from worker import peers
+
+if TYPE_CHECKING:  # needs Triton
+    from kernels.all_reduce import PeerSums
 
 TIMEOUT_S = 120.0  # a collective that takes longer means that a rank has gone or hangs
 _POLL_S = 0.02
@@ -28,6 +38,7 @@ class Group:
         """Use `single` or `join`. `backend` is a `dist.Backend`, whose methods have no types."""
         self._backend, self._store, self._device = backend, store, device
         self._meetings = 0
+        self._peers: PeerSums | None = None
         self.rank, self.size = rank, size
 
     @classmethod
@@ -53,15 +64,30 @@ class Group:
         else:
             group._backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
         group.least(0)  # a communicator is made at its first use, which must not be inside a graph
+        if device.type == "cuda":
+            group._peers = peers.find(group, store, device)
         return group
 
+    def place(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
+        """Where to compute a part `[rows, columns]` of a sum so that it is fast; None if it does not matter. Two sums,
+        one after the other, must not have the same `turn` (0, 1 or 2): what lies there is overwritten by the next."""
+        return None if self._peers is None else self._peers.place(rows, columns, dtype, turn)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """x, contiguous, becomes the sum of all ranks' x. Returns it."""
+        """The sum of all ranks' x, contiguous, which it may overwrite."""
+        if self._peers is not None and self._peers.holds(x):
+            return self._peers.sum(x)
         if self._backend is not None:
             options = AllreduceOptions()
             options.asyncOp = False
             _wait(self._backend.allreduce([x], options))
         return x
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`kernels.norm.add_rms_norm` of the sum of all ranks' x, which it may overwrite."""
+        if self._peers is not None and self._peers.holds(x):
+            return self._peers.add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """All ranks' x, of one shape, side by side along `dim` in the order of the ranks. Contiguous."""

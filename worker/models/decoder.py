@@ -14,6 +14,9 @@ from kernels.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
 from worker.parallel import Group
 
+# Where the parts of a sum over ranks lie: consecutive ones apart, also from one step to the next.
+_ATTENTION_TURN, _MLP_TURN, _EMBEDDING_TURN = range(3)
+
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The decoder's parameters by name. Matrices are `[out, in]`; `qkv` and `gate_up` are stacked in that order."""
@@ -114,7 +117,8 @@ class Decoder:
             x = self._hidden_of_one(x, positions, attention)
             return x if wanted is None else x[wanted]
         angles = {} if self.is_on_gpu else {rope: rope.angles(positions, x.dtype) for rope in set(self.config.ropes)}
-        # From here on x lacks what the last sublayer adds, `added`; it is added where the next norm reads x.
+        # From here on x lacks what the last sublayer adds: the sum of all ranks' `added`. Where the next norm reads x,
+        # it is added.
         added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed = self._add_and_norm(added, x, layer.input_norm)
@@ -125,7 +129,7 @@ class Decoder:
             added = self._project(layer, attended)
             normed = self._add_and_norm(added, x, layer.mlp_norm)
             added = self._mlp(layer, normed)
-        return x if added is None else x.add_(added)
+        return x if added is None else x.add_(self._summed(added))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scores of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`, in `out` if given."""
@@ -146,8 +150,13 @@ class Decoder:
             return F.embedding(token_ids, self.embedding)
         rows = token_ids - self.group.rank * self.config.vocab_rows
         absent = (rows < 0) | (rows >= self.config.vocab_rows)
-        x = F.embedding(rows.masked_fill(absent, 0), self.embedding)
-        return self.group.all_reduce(x.masked_fill_(absent[:, None], 0))
+        x = F.embedding(rows.masked_fill(absent, 0), self.embedding).masked_fill_(absent[:, None], 0)
+        place = self._place(x, _EMBEDDING_TURN)
+        return self.group.all_reduce(x if place is None else place.copy_(x))
+
+    def _place(self, x: torch.Tensor, turn: int) -> torch.Tensor | None:
+        """Where this rank's part of what is added for the tokens of x is to be computed."""
+        return self.group.place(len(x), self.config.hidden_size, x.dtype, turn)
 
     def _attend(
         self,
@@ -167,8 +176,10 @@ class Decoder:
         return out.flatten(1)
 
     def _project(self, layer: _Layer, attended: torch.Tensor) -> torch.Tensor:
-        out = self.group.all_reduce(layer.out(attended))
-        return out if layer.attention_out_norm is None else self._normed(out, layer.attention_out_norm)
+        out = layer.out(attended, self._place(attended, _ATTENTION_TURN))
+        if layer.attention_out_norm is None:
+            return out
+        return self._normed(self.group.all_reduce(out), layer.attention_out_norm)
 
     def _turned(
         self, layer: _Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
@@ -201,8 +212,8 @@ class Decoder:
         )
 
     def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        out = self.group.all_reduce(layer.down(self.activate(layer.gate_up(normed))))
-        return out if layer.mlp_out_norm is None else self._normed(out, layer.mlp_out_norm)
+        out = layer.down(self.activate(layer.gate_up(normed)), self._place(normed, _MLP_TURN))
+        return out if layer.mlp_out_norm is None else self._normed(self.group.all_reduce(out), layer.mlp_out_norm)
 
     def _hidden_of_one(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """The layers for one token: five kernels each, besides attention's."""
@@ -212,17 +223,18 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             qkv = gemv(x, layer.qkv.weight, layer.qkv.bias, norm=layer.input_norm, eps=eps)
             attended = attention.attend(index, self._stored(index, layer, qkv, positions, attention)).flatten(1)
-            x = self._added(x, attended, layer.out)
+            x = self._added(x, attended, layer.out, _ATTENTION_TURN)
             gated = gated_gemv(x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm, eps=eps, gelu=gelu)
-            x = self._added(x, gated, layer.down)
+            x = self._added(x, gated, layer.down, _MLP_TURN)
         return x
 
-    def _added(self, x: torch.Tensor, y: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def _added(self, x: torch.Tensor, y: torch.Tensor, linear: Linear, turn: int) -> torch.Tensor:
         """`x + linear(y)` for one token. Of several ranks the first brings x into the sum."""
         from kernels.gemv import gemv
 
         residual = x if self.group.rank == 0 else None
-        return self.group.all_reduce(gemv(y, linear.weight, linear.bias, residual=residual))
+        part = gemv(y, linear.weight, linear.bias, residual=residual, out=self._place(x, turn))
+        return self.group.all_reduce(part)
 
     def _logits_of_one(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         from kernels.gemv import gemv
@@ -236,7 +248,13 @@ class Decoder:
         return rms_norm(x, weight, self.config.norm_eps)
 
     def _add_and_norm(self, added: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x, which becomes `x + added`, normalised."""
+        """x, which becomes the sum of x and all ranks' `added`, normalised."""
         if added is None:
             return self._normed(x, weight)
-        return add_rms_norm(added, x, weight, self.config.norm_eps)
+        if self.config.sandwich_norms:
+            return add_rms_norm(added, x, weight, self.config.norm_eps)
+        return self.group.add_rms_norm(added, x, weight, self.config.norm_eps)
+
+    def _summed(self, added: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `added`. Between two norms it has been taken already."""
+        return added if self.config.sandwich_norms else self.group.all_reduce(added)
