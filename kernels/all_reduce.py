@@ -180,7 +180,7 @@ def _finish(total, out, residual, weight, place, column, mask, size, eps, NORM: 
     tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "rows"])
 def _sum(
     table,
     meetings,
