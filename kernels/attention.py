@@ -89,14 +89,41 @@ class AttentionBackend(ABC):
         return self.attend(layer, q)
 
 
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Groups of chunks of a batch: group g is `members[ends[g] : ends[g + 1]]`, two chunks at least, and the tables of
+    all of them begin with the same `num_pages[g]` pages, none of which the batch writes to. int32."""
+
+    members: np.ndarray
+    ends: np.ndarray
+    num_pages: np.ndarray
+
+    @staticmethod
+    def none() -> "SharedPrefixes":
+        """No groups."""
+        nothing = np.zeros(0, dtype=np.int32)
+        return SharedPrefixes(nothing, np.zeros(1, dtype=np.int32), nothing)
+
+    def pages_of(self, num_chunks: int) -> np.ndarray:
+        """Pages at the beginning of each chunk's table that its group reads: int32 `[num_chunks]`."""
+        pages = np.zeros(num_chunks, dtype=np.int32)
+        pages[self.members] = np.repeat(self.num_pages, np.diff(self.ends))
+        return pages
+
+
 class GraphAttention(AttentionBackend):
     """A backend whose `attend` may be captured in a CUDA graph, for batches of chunks of one token."""
 
     @abstractmethod
-    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+    def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
+        """Which chunks of a batch of chunks of one token had better read together what they share; None for none."""
+
+    @abstractmethod
+    def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
         """As `plan`, for a graph of `size` sequences, of which the batch has that many or fewer. After it the graph of
         that size may be captured or replayed: `rows` has `size` entries, and those beyond the batch write into the last
-        page, which is nobody's."""
+        page, which is nobody's. A graph that reads `shared` prefixes, be there none of them, is another than one for
+        None."""
 
 
 def token_positions(batch: AttentionBatch) -> np.ndarray:
@@ -112,3 +139,13 @@ def token_rows(
     """
     page = batch.tables[batch.rows[chunks], positions // page_size].astype(np.int64)
     return page * (num_kv_heads * page_size) + positions % page_size
+
+
+def flat_pages(
+    batch: AttentionBatch, firsts: np.ndarray | int, counts: np.ndarray, chunks: slice = slice(None)
+) -> np.ndarray:
+    """Pages `firsts[c]` to `firsts[c] + counts[c]` of the tables of `chunks`, one after the other: int32."""
+    counts = counts[chunks].astype(np.int64)
+    firsts = firsts if isinstance(firsts, int) else firsts[chunks]
+    starts = batch.rows[chunks].astype(np.int64) * batch.tables.shape[1] + firsts - (np.cumsum(counts) - counts)
+    return batch.tables.ravel().take(np.repeat(starts, counts) + np.arange(counts.sum()))

@@ -1,4 +1,5 @@
 """Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for longer chunks.
+What sequences of single tokens share is read once for all of them (`kernels.shared_attention`), the rest by FlashInfer.
 
 The kernels are called as FlashInfer's wrappers call them, without the wrappers: those keep buffers of their own for
 every batch size, and wait for some of their copies.
@@ -11,7 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.attention import AttentionBatch, AttentionShape, GraphAttention, token_positions, token_rows
+from kernels.attention import (
+    AttentionBatch,
+    AttentionShape,
+    GraphAttention,
+    SharedPrefixes,
+    flat_pages,
+    token_positions,
+    token_rows,
+)
+from kernels.prefixes import PrefixFinder
 from kernels.transfer import StaticArrays, all_to_device, to_device
 
 # Bytes of what the planners write for a step: some arrays of 4 bytes a tile of queries and a head.
@@ -47,7 +57,7 @@ class _Workspace:
 @dataclass(frozen=True)
 class _Part:
     """Consecutive chunks that one kernel attends for: tokens `first` to `last`. The arrays are on the device; `plan` is
-    the planner's."""
+    the planner's. The sequences of the first part may share prefixes, which another kernel attends to."""
 
     module: Any
     workspace: _Workspace
@@ -55,6 +65,8 @@ class _Part:
     first: int
     last: int
     mask: int
+    is_shared: bool
+    graph_size: int | None
     query_ends: torch.Tensor
     page_ends: torch.Tensor
     last_page_tokens: torch.Tensor
@@ -80,6 +92,8 @@ class FlashInferAttention(GraphAttention):
         from flashinfer.jit.attention import gen_batch_prefill_module
         from flashinfer.utils import is_sm90a_supported
 
+        from kernels.shared_attention import SharedAttention, multiprocessors
+
         self.kv, self.shape = kv, shape
         self.page_size = kv.shape[4]
         self.device = kv.device
@@ -95,7 +109,7 @@ class FlashInferAttention(GraphAttention):
         self._fa3_arguments = (*(None,) * 4, 0.0, shape.scale, 1.0, 0)
         self._single_workspace, self._chunk_workspace = _Workspace(self.device), _Workspace(self.device)
         group = shape.num_heads // shape.num_kv_heads
-        self._most_split = 2 * _multiprocessors(self.device) // shape.num_kv_heads
+        self._most_split = 2 * multiprocessors(self.device) // shape.num_kv_heads
         tiles = max(max_graph, self._most_split) + 1
         partials = shape.num_heads * -(-tiles * _SMALLEST_TILE // group) * (shape.head_dim + 1) * 4
         self._partial = torch.zeros(max(_PARTIAL_BYTES, partials + 4096), dtype=torch.uint8, device=self.device)
@@ -111,6 +125,14 @@ class FlashInferAttention(GraphAttention):
             },
         )
         self._parts: list[_Part] = []
+        self._finder = PrefixFinder(self.page_size, shape, kv.dtype.itemsize)
+        self._shared = SharedAttention(self.device, kv.dtype, shape, max_graph, max_pages)
+        most_parts = self._shared.most_parts, shape.num_heads
+        self._part_out = torch.empty(*most_parts, shape.head_dim, dtype=torch.float32, device=self.device)
+        self._part_lse = torch.empty(*most_parts, dtype=torch.float32, device=self.device)
+
+    def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
+        return self._finder.find(batch)
 
     def plan(self, batch: AttentionBatch) -> None:
         chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
@@ -119,7 +141,8 @@ class FlashInferAttention(GraphAttention):
         singles = int((batch.lengths == 1).sum())
         if not (batch.lengths[:singles] == 1).all():
             raise ValueError("chunks of one token must come first")
-        contexts, counts = self._contexts(batch)
+        shared = self._shared_singles(batch, singles) if singles > 1 else None
+        contexts, counts, skipped = self._contexts(batch, shared)
         parts = [part for part in ((0, singles), (singles, len(counts))) if part[0] < part[1]]
         arrays = []
         for first, last in parts:
@@ -127,27 +150,36 @@ class FlashInferAttention(GraphAttention):
                 _ends(batch.lengths[first:last]),
                 _ends(counts[first:last]),
                 contexts[first:last] - (counts[first:last] - 1) * self.page_size,
-                _pages(batch, counts, first, last),
+                flat_pages(batch, skipped, counts, slice(first, last)),
             ]
         tensors = all_to_device(arrays, self.device)
         self._parts, token = [], 0
         for index, (first, last) in enumerate(parts):
             of_part, end = slice(4 * index, 4 * index + 4), token + int(batch.lengths[first:last].sum())
             self._parts.append(
-                self._planned(arrays[of_part], tensors[of_part], contexts[first:last], token, end, graph=False)
+                self._planned(
+                    arrays[of_part],
+                    tensors[of_part],
+                    contexts[first:last],
+                    token,
+                    end,
+                    is_shared=index == 0 and shared is not None,
+                )
             )
             token = end
 
-    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+    def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
         padding = size - len(batch.lengths)
-        contexts, counts = self._contexts(batch)
+        contexts, counts, skipped = self._contexts(batch, shared)
+        if shared is not None:
+            self._shared.plan(batch, shared, self.page_size)
         scratch = self.kv.shape[2] - 1
         chunks = np.arange(len(counts))
         arrays = {
             "rows": token_rows(batch, chunks, batch.starts, self.shape.num_kv_heads, self.page_size),
             "page_ends": _ends(counts),
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
-            "pages": _pages(batch, counts, 0, len(counts)),
+            "pages": flat_pages(batch, skipped, counts),
         }
         if padding:
             row, end = scratch * self.shape.num_kv_heads * self.page_size, arrays["page_ends"][-1]
@@ -165,31 +197,40 @@ class FlashInferAttention(GraphAttention):
             static["last_page_tokens"][:size],
             static["pages"],
         ]
-        self._parts = [self._planned(host, device, contexts, 0, size, graph=True)]
+        self._parts = [self._planned(host, device, contexts, 0, size, is_shared=shared is not None, graph_size=size)]
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
         keys, values = self.kv[layer]
         for part in self._parts:
+            part_q, part_out, lse = q[part.first : part.last], out[part.first : part.last], None
+            if part.is_shared:
+                lse = torch.empty(part_q.shape[:2], dtype=torch.float32, device=self.device)
             part.module.paged_run(
                 self._partial,
                 part.workspace.device_bytes,
                 part.plan,
-                q[part.first : part.last],
+                part_q,
                 keys,
                 values,
                 part.query_ends,
                 part.page_ends,
                 part.pages,
                 part.last_page_tokens,
-                out[part.first : part.last],
-                None,  # no log-sum-exp
+                part_out,
+                lse,
                 part.mask,
                 _HND,
                 -1,  # no window
                 True,  # may start while the kernel before it ends
                 *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
             )
+            if lse is not None:
+                from kernels.range_attention import merge
+
+                parts = self._shared.parts(self._part_out, self._part_lse)
+                self._shared.attend(part_q, self.kv[layer], part_out, parts, part.graph_size)
+                merge(part_out, parts, lse)
         return out
 
     def _planned(
@@ -199,9 +240,12 @@ class FlashInferAttention(GraphAttention):
         contexts: np.ndarray,
         first: int,
         last: int,
-        graph: bool,
+        *,
+        is_shared: bool,
+        graph_size: int | None = None,
     ) -> _Part:
         """`host` begins with the ends of the chunks' queries and of their pages; `device` is `_Part`'s arrays."""
+        graph = graph_size is not None
         num_chunks = len(contexts)
         is_single = last - first == num_chunks
         fa3 = self._is_hopper and not is_single
@@ -228,16 +272,27 @@ class FlashInferAttention(GraphAttention):
             whole = graph and num_chunks >= self._most_split
             arguments += [-1, whole, 0, 1 if graph else 0]
         plan = workspace.plan(module.plan, self._partial, *arguments)
-        return _Part(module, workspace, plan, first, last, _FULL if is_single else _CAUSAL, *device)
+        mask = _FULL if is_single else _CAUSAL
+        return _Part(module, workspace, plan, first, last, mask, is_shared, graph_size, *device)
 
-    def _contexts(self, batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and pages that each chunk sees, itself included: int32."""
+    def _shared_singles(self, batch: AttentionBatch, singles: int) -> SharedPrefixes | None:
+        """Prepares for what the first `singles` chunks, those of one token, had better read together."""
+        decodes = AttentionBatch(batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles])
+        shared = self._finder.find(decodes)
+        if shared is not None:
+            self._shared.plan(decodes, shared, self.page_size)
+        return shared
+
+    def _contexts(
+        self, batch: AttentionBatch, shared: SharedPrefixes | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | int]:
+        """Tokens and pages that each chunk sees by itself, its own included, and the pages before those: int32."""
         contexts = batch.starts + batch.lengths
-        return contexts, -(-contexts // self.page_size)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        if shared is None:
+            return contexts, -(-contexts // self.page_size), 0
+        skipped = shared.pages_of(len(contexts))
+        contexts = contexts - skipped * self.page_size
+        return contexts, -(-contexts // self.page_size), skipped
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:
@@ -249,10 +304,3 @@ def _ends(lengths: np.ndarray) -> np.ndarray:
 
 def _padded(array: np.ndarray, padding: int, value: int | np.ndarray) -> np.ndarray:
     return np.concatenate((array, np.broadcast_to(np.asarray(value, dtype=array.dtype), padding)))
-
-
-def _pages(batch: AttentionBatch, counts: np.ndarray, first: int, last: int) -> np.ndarray:
-    """The first `counts[c]` pages of the chunks `first` to `last`, one after the other: int32."""
-    counts = counts[first:last].astype(np.int64)
-    starts = batch.rows[first:last].astype(np.int64) * batch.tables.shape[1] - (np.cumsum(counts) - counts)
-    return batch.tables.ravel().take(np.repeat(starts, counts) + np.arange(counts.sum()))

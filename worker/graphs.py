@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kernels.attention import AttentionBatch, GraphAttention
+from kernels.attention import AttentionBatch, GraphAttention, SharedPrefixes
 from kernels.transfer import StaticArrays
 from worker.models.decoder import Decoder
 
@@ -25,7 +25,8 @@ def ladder(most: int) -> list[int]:
 
 class DecodeGraphs:
     """Steps of one token a sequence, from the tokens to the logits. All graphs share their inputs, their memory and
-    the tensor that they leave the logits in."""
+    the tensor that they leave the logits in. Of each size but one there are two: sequences that begin alike are also
+    read together, by more kernels than if they are not."""
 
     def __init__(
         self, decoder: Decoder, attention: GraphAttention, last_tokens: torch.Tensor, logits: torch.Tensor
@@ -39,27 +40,28 @@ class DecodeGraphs:
             {"token_ids": (torch.int64, most), "positions": (torch.int64, most), "slots": (torch.int64, most)},
         )
         self._sizes = np.array(ladder(most))
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     def capture(self, tables: np.ndarray, progress: Progress | None = None) -> None:
         """Make all graphs, the largest first, whose memory the others fit into. `tables` are the runner's."""
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        for index, size in enumerate(self._sizes[::-1].tolist()):
+        kinds = [(size, shares) for size in self._sizes[::-1].tolist() for shares in (False, True)[: min(size, 2)]]
+        for index, (size, shares) in enumerate(kinds):
             chunks = np.zeros(1, dtype=np.int32)
             batch = AttentionBatch(tables, chunks, chunks, chunks + 1)
-            self._fill(batch, np.zeros(1, dtype=np.int64), size)
+            self._fill(batch, np.zeros(1, dtype=np.int64), size, SharedPrefixes.none() if shares else None)
             # Whatever is compiled, loaded or allocated at first use is so before the capture.
             self._forward(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._forward(size)
-            self._graphs[size] = graph
+            self._graphs[size, shares] = graph
             if progress is not None:
-                progress(index + 1, len(self._sizes))
+                progress(index + 1, len(kinds))
         torch.cuda.synchronize()
-        logger.info("Captured %d CUDA graphs in %.1f s", len(self._sizes), time.monotonic() - began_s)
+        logger.info("Captured %d CUDA graphs in %.1f s", len(kinds), time.monotonic() - began_s)
 
     def can_run(self, num_sequences: int) -> bool:
         return num_sequences <= len(self._logits)
@@ -68,12 +70,13 @@ class DecodeGraphs:
         """The logits of the batch, `[n, vocab_size]`: a part of the tensor that the next run writes into. token_ids:
         int64 `[n]`, below 0 where the device has the token."""
         size = int(self._sizes[np.searchsorted(self._sizes, len(token_ids))])
-        self._fill(batch, token_ids, size)
-        self._graphs[size].replay()
+        shared = self._attention.shared_prefixes(batch) if size > 1 else None
+        self._fill(batch, token_ids, size, shared)
+        self._graphs[size, shared is not None].replay()
         return self._logits[: len(token_ids)]
 
-    def _fill(self, batch: AttentionBatch, token_ids: np.ndarray, size: int) -> None:
-        self._attention.plan_graph(batch, size)
+    def _fill(self, batch: AttentionBatch, token_ids: np.ndarray, size: int, shared: SharedPrefixes | None) -> None:
+        self._attention.plan_graph(batch, size, shared)
         # Beyond the batch stand zeros, or slots of earlier steps: all that comes of it goes into the last page.
         self._inputs.fill({"token_ids": token_ids, "positions": batch.starts, "slots": batch.rows})
 

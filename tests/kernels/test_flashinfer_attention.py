@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import flashinfer_attention
-from kernels.attention import AttentionShape
+from kernels import flashinfer_attention, prefixes
+from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 from kernels.reference import ReferenceAttention
 from tests.kernels.test_attention import MIXED, random_batch
+from tests.kernels.test_shared_attention import GROUPS, grouped
 
 SHAPES = [AttentionShape(32, 8, 128, 128**-0.5, (None, None)), AttentionShape(9, 3, 64, 0.2, (None,))]
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
@@ -32,7 +33,7 @@ def test_same_as_reference(shape: AttentionShape, page_size: int, size: int | No
     tested = flashinfer_attention.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1])
     expected.plan(batch)
     if size:
-        tested.plan_graph(batch, size)
+        tested.plan_graph(batch, size, None)
     else:
         tested.plan(batch)
     n = batch.num_tokens
@@ -42,3 +43,33 @@ def test_same_as_reference(shape: AttentionShape, page_size: int, size: int | No
         got = tested.run(layer, q.contiguous().cuda(), k.cuda(), v.cuda())[:n].cpu()
         torch.testing.assert_close(got, expected.run(layer, q[:n], k[:n], v[:n]), atol=0.02, rtol=0.02)
     assert torch.equal(tested.kv[:, :, :-1].cpu(), expected.kv[:, :, :-1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [None, 24])
+def test_shared_prefixes(shape: AttentionShape, size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of decodes in a graph, and in a step beside a chunk of the sequence that was the first of them."""
+    monkeypatch.setattr(prefixes, "_STARTS_BYTES", 0)
+    monkeypatch.setattr(prefixes, "_FLOAT32_BYTES", 0)
+    batch, pages = grouped([(128, [1, 3, 40]), *GROUPS], 16)
+    if size is None:
+        order = np.roll(np.arange(len(batch.rows)), -1)
+        starts, lengths = batch.starts[order], batch.lengths[order]
+        starts[-1], lengths[-1] = 0, starts[-1] + 1
+        batch = AttentionBatch(batch.tables, batch.rows[order], starts, lengths)
+    torch.manual_seed(1)
+    kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, 16, shape.head_dim).bfloat16()
+    expected = ReferenceAttention(kv.clone(), shape)
+    tested = flashinfer_attention.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1])
+    expected.plan(batch)
+    n = batch.num_tokens
+    plans = [None] if size is None else [SharedPrefixes.none(), tested.shared_prefixes(batch), None]
+    for shared in plans:
+        if size is None:
+            tested.plan(batch)
+        else:
+            tested.plan_graph(batch, size, shared)
+        for layer in range(len(shape.windows)):
+            q = torch.randn(size or n, shape.num_heads, shape.head_dim).bfloat16()
+            got = tested.attend(layer, q.cuda())[:n].cpu()
+            torch.testing.assert_close(got, expected.attend(layer, q[:n]), atol=0.02, rtol=0.02)
