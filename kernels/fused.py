@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import handover
+from kernels.handover import let_next_start, wait
+
 # Heads that one program of `rotate_and_store` turns.
 _HEADS_A_PROGRAM = 4
 # Columns that one program of `gated` computes.
@@ -18,7 +21,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    _rms_norm[(len(x),)](x, x, weight, out, x.stride(0), size, eps, False, block, num_warps=_warps(block))
+    _rms_norm[(len(x),)](
+        x, x, weight, out, x.stride(0), size, eps, False, block, num_warps=_warps(block), **handover.OPTIONS
+    )
     return out
 
 
@@ -27,7 +32,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     out = torch.empty_like(x)
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    _rms_norm[(len(x),)](x, residual, weight, out, x.stride(0), size, eps, True, block, num_warps=_warps(block))
+    _rms_norm[(len(x),)](
+        x, residual, weight, out, x.stride(0), size, eps, True, block, num_warps=_warps(block), **handover.OPTIONS
+    )
     return out
 
 
@@ -84,6 +91,7 @@ def rotate_and_store(
         _HEADS_A_PROGRAM,
         q_norm is not None,
         num_warps=2,
+        **handover.OPTIONS,
     )
     return q
 
@@ -91,7 +99,9 @@ def rotate_and_store(
 def _gate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
     n, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(n, size)
-    _gated[(triton.cdiv(size, _GATED_COLUMNS), n)](gate_up, out, size, gelu, _GATED_COLUMNS, num_warps=4)
+    _gated[(triton.cdiv(size, _GATED_COLUMNS), n)](
+        gate_up, out, size, gelu, _GATED_COLUMNS, num_warps=4, **handover.OPTIONS
+    )
     return out
 
 
@@ -101,9 +111,12 @@ def _warps(block: int) -> int:
 
 @triton.jit
 def _rms_norm(x, residual, weight, out, stride, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    wait()
     value = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
@@ -111,8 +124,7 @@ def _rms_norm(x, residual, weight, out, stride, size, eps, ADD: tl.constexpr, BL
         tl.store(residual + row * size + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
     value *= tl.math.rsqrt(tl.sum(value * value) / size + eps)
-    value *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + at, (value * factor).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -128,9 +140,11 @@ def activated(gate, GELU: tl.constexpr):
 
 @triton.jit
 def _gated(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    let_next_start()
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
+    wait()
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + at, (activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
@@ -156,6 +170,7 @@ def _rotate_and_store(
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
 ):
+    let_next_start()
     Q_PROGRAMS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     KV_PROGRAMS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
     token = tl.program_id(0).to(tl.int64)
@@ -168,6 +183,20 @@ def _rotate_and_store(
     count = tl.where(is_query, HEADS, KV_HEADS)
     before = tl.where(is_query, 0, tl.where(is_key, HEADS, HEADS + KV_HEADS))
     inside = (head < count) & (at < HALF)
+    # Values are not turned: their programs load no angles.
+    turning = at < tl.where(is_query | is_key, HALF, 0)
+    turn = angles + tl.load(positions + token) * (2 * HALF) + at
+    cos = tl.load(turn, mask=turning, other=0.0)
+    sin = tl.load(turn + HALF, mask=turning, other=0.0)
+    row = tl.load(rows + token)
+    if NORM:
+        of_query = at < tl.where(is_query, HALF, 0)
+        of_key = at < tl.where(is_key, HALF, 0)
+        low_weight = tl.load(q_norm + at, mask=of_query, other=0.0).to(tl.float32)
+        low_weight += tl.load(k_norm + at, mask=of_key, other=0.0).to(tl.float32)
+        high_weight = tl.load(q_norm + HALF + at, mask=of_query, other=0.0).to(tl.float32)
+        high_weight += tl.load(k_norm + HALF + at, mask=of_key, other=0.0).to(tl.float32)
+    wait()
     source = qkv + (token * (HEADS + 2 * KV_HEADS) + before + head) * (2 * HALF) + at
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + HALF, mask=inside, other=0.0)
@@ -175,17 +204,8 @@ def _rotate_and_store(
         x, y = low.to(tl.float32), high.to(tl.float32)
         if NORM:
             scale = tl.math.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
-            of_query = at < tl.where(is_query, HALF, 0)
-            of_key = at < tl.where(is_key, HALF, 0)
-            low_weight = tl.load(q_norm + at, mask=of_query, other=0.0).to(tl.float32)
-            low_weight += tl.load(k_norm + at, mask=of_key, other=0.0).to(tl.float32)
-            high_weight = tl.load(q_norm + HALF + at, mask=of_query, other=0.0).to(tl.float32)
-            high_weight += tl.load(k_norm + HALF + at, mask=of_key, other=0.0).to(tl.float32)
             x *= scale * low_weight
             y *= scale * high_weight
-        turn = angles + tl.load(positions + token) * (2 * HALF) + at
-        cos = tl.load(turn, mask=at < HALF, other=0.0)
-        sin = tl.load(turn + HALF, mask=at < HALF, other=0.0)
         low = (x * cos - y * sin).to(low.dtype)
         high = (y * cos + x * sin).to(high.dtype)
     if is_query:
@@ -193,7 +213,7 @@ def _rotate_and_store(
         tl.store(target, low, mask=inside)
         tl.store(target + HALF, high, mask=inside)
     else:
-        place = (tl.load(rows + token) + head * PAGE_SIZE) * (2 * HALF) + at
+        place = (row + head * PAGE_SIZE) * (2 * HALF) + at
         if is_key:
             tl.store(keys + place, low, mask=inside)
             tl.store(keys + place + HALF, high, mask=inside)

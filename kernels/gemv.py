@@ -1,6 +1,7 @@
 """Matrix times one vector as Triton kernels, for a batch of one sequence on a GPU, where nothing but the rate at which
 weights come from memory counts. What stands before and after the product in a layer is done in the same kernel: at one
-row, starting a kernel of its own for it would take longer than the work.
+row, starting a kernel of its own for it would take longer than the work. The first weights are on their way before the
+kernel waits for the one before it, and each further part of them before the last one is multiplied.
 
 Imported only where there is a GPU (or Triton's interpreter). Arithmetic is in float32 whatever the tensors' dtypes.
 """
@@ -11,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import handover
 from kernels.fused import activated
+from kernels.handover import let_next_start, wait
 
 
 class _Tile(NamedTuple):
@@ -65,6 +68,7 @@ def gemv(
         tile.rows,
         tile.columns,
         num_warps=tile.warps,
+        **handover.OPTIONS,
     )
     return out
 
@@ -98,6 +102,7 @@ def gated_gemv(
         height,
         tile.columns,
         num_warps=tile.warps,
+        **handover.OPTIONS,
     )
     return out
 
@@ -119,22 +124,26 @@ def _gemv(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
+    let_next_start()
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     lines = weight + row.to(tl.int64)[:, None] * columns
     at = tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
     squares = tl.zeros([BLOCK_COLUMNS], dtype=tl.float32)
+    mask = (row < rows)[:, None] & (at < columns)[None, :]
+    part = tl.load(lines + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    wait()
     for _ in range(0, columns, BLOCK_COLUMNS):
         inside = at < columns
-        part = tl.load(
-            lines + at[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
-        )
+        ahead = at + BLOCK_COLUMNS
+        mask = (row < rows)[:, None] & (ahead < columns)[None, :]
+        next_part = tl.load(lines + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         squares += value * value
         if NORM:
             value *= tl.load(norm + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         total += part.to(tl.float32) * value[None, :]
-        at += BLOCK_COLUMNS
+        at, part = ahead, next_part
     result = tl.sum(total, 1)
     if NORM:
         result *= tl.math.rsqrt(tl.sum(squares) / columns + eps)
@@ -161,6 +170,7 @@ def _gated_gemv(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
+    let_next_start()
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     gates = weight + row.to(tl.int64)[:, None] * columns
     ups = gates + rows.to(tl.int64) * columns
@@ -168,18 +178,23 @@ def _gated_gemv(
     gate = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
     up = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
     squares = tl.zeros([BLOCK_COLUMNS], dtype=tl.float32)
+    mask = (row < rows)[:, None] & (at < columns)[None, :]
+    gate_part = tl.load(gates + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    up_part = tl.load(ups + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    wait()
     for _ in range(0, columns, BLOCK_COLUMNS):
         inside = at < columns
-        mask = (row < rows)[:, None] & inside[None, :]
-        gate_part = tl.load(gates + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        up_part = tl.load(ups + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        ahead = at + BLOCK_COLUMNS
+        mask = (row < rows)[:, None] & (ahead < columns)[None, :]
+        next_gate = tl.load(gates + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        next_up = tl.load(ups + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         squares += value * value
         if NORM:
             value *= tl.load(norm + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
         gate += gate_part.to(tl.float32) * value[None, :]
         up += up_part.to(tl.float32) * value[None, :]
-        at += BLOCK_COLUMNS
+        at, gate_part, up_part = ahead, next_gate, next_up
     opened, lifted = tl.sum(gate, 1), tl.sum(up, 1)
     if NORM:
         scale = tl.math.rsqrt(tl.sum(squares) / columns + eps)

@@ -1,5 +1,7 @@
 """The fused operators against their definitions, on random inputs."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,3 +110,48 @@ def test_gated_gemv(rows: int, columns: int, gelu: bool) -> None:
     gate, up = (F.rms_norm(x.double(), (columns,), norm.double(), 1e-5) @ weight.double().T + bias).chunk(2, dim=-1)
     wanted = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     close(gated_gemv(x, weight, bias, norm=norm, eps=1e-5, gelu=gelu), wanted, 2e-6)
+
+
+def chain(x: torch.Tensor, weights: list[torch.Tensor], after_each: Callable[[], None]) -> torch.Tensor:
+    """Kernels that each read what the one before wrote, with and without a plain one between; memory of earlier ones is
+    taken again."""
+    square, wide, norm = weights
+    residual = x.clone()
+    for _ in range(20):
+        if len(x) == 1:
+            steps: list[Callable[[torch.Tensor], torch.Tensor]] = [
+                lambda y: gated_gemv(y, wide, norm=norm, eps=1e-5),
+                lambda y: gemv(y, square, residual=residual),
+                lambda y: fused.add_rms_norm(y, residual, norm, 1e-5),
+            ]
+        else:
+            steps = [
+                lambda y: fused.silu_and_mul(F.linear(y, wide)),
+                lambda y: fused.rms_norm(y, norm, 1e-5),
+                lambda y: fused.add_rms_norm(y, residual, norm, 1e-5),
+            ]
+        for step in steps:
+            x = step(x)
+            after_each()
+    return x
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("n", [1, 200])
+def test_kernels_wait_for_the_ones_before_them(n: int) -> None:
+    """A graph, in which each starts as early as it may, gives what they give one at a time."""
+    size, dtype = 2048, torch.bfloat16
+    weights = [
+        random(size, size, dtype=dtype) / 45,
+        random(2 * size, size, dtype=dtype) / 45,
+        random(size, dtype=dtype),
+    ]
+    x = random(n, size, dtype=dtype)
+    wanted = chain(x, weights, torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x, weights, lambda: None)
+    for _ in range(50):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, wanted)
