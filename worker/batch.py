@@ -1,37 +1,73 @@
 """One step in the making: which sequences are in it, with how many tokens each, and what is left of its budget."""
 
-from worker.plan import PENDING, Chunk, Plan
+from dataclasses import dataclass
+
+import numpy as np
+
+from worker.counts import Counts
+from worker.plan import PENDING, Plan
 from worker.request import Sequence
 
 # Most in a step: where log probabilities of prompts are wanted, every token gives a row, of vocabulary x 4 bytes.
 PROMPT_LOGIT_ROWS = 256
 
-# Most chunks are decodes without a new page: they share these.
-_PENDING_IDS = [PENDING]
-_NO_PAGES: list[int] = []
+_NOBODY = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A plan, from its making to its update, and who is in it: of each chunk the sequence and its row in the counts,
+    whether it gets a token, and whether it has gone since. Those in `prompted` get logits of their prompt's tokens."""
+
+    plan: Plan
+    rows: np.ndarray
+    sequences: list[Sequence]
+    gives: np.ndarray
+    gone: np.ndarray
+    prompted: list[int]
+
+    @property
+    def sequences_left(self) -> list[Sequence]:
+        """Those that have not gone."""
+        return [seq for seq, gone in zip(self.sequences, self.gone.tolist(), strict=True) if not gone]
+
+    def leave(self, row: int) -> None:
+        """The sequence of this row has ended: whatever the step gives it is dropped."""
+        self.gone[self.rows == row] = True
+
+    def withdraw(self) -> None:
+        """Takes out of the plan, before it runs, whoever has gone since it was made."""
+        stay = ~self.gone
+        places = np.cumsum(stay) - 1
+        self.plan = self.plan.only(stay)
+        self.prompted = [int(places[i]) for i in self.prompted if stay[i]]
+        self.sequences = self.sequences_left
+        self.rows, self.gives, self.gone = self.rows[stay], self.gives[stay], self.gone[stay]
 
 
 class Batch:
-    """Sequences and the sizes of their chunks. They are unchanged until `plan`."""
+    """Sequences and the sizes of their chunks. They are unchanged until `step`."""
 
-    def __init__(self, token_budget: int, page_size: int) -> None:
+    def __init__(self, token_budget: int, page_size: int, counts: Counts) -> None:
         self.tokens_left = token_budget
         self._page_size = page_size
+        self._counts = counts
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
+        self._decodes = _NOBODY
         self._sizes: dict[Sequence, int] = {}
         self._prefilling: list[Sequence] = []
 
     def __bool__(self) -> bool:
-        return bool(self._sizes)
+        return bool(self._sizes) or len(self._decodes) > 0
 
     def budget_for(self, seq: Sequence) -> int:
         """Tokens that `seq` may have of this step."""
         return min(self.tokens_left, self._prompt_rows_left) if seq.wants_prompt_logits else self.tokens_left
 
-    def add_decode(self, seq: Sequence) -> None:
-        """`add` of one token, for a sequence past its prompt."""
-        self._sizes[seq] = 1
-        self.tokens_left -= 1
+    def add_decodes(self, rows: np.ndarray) -> None:
+        """`add` of one token to each sequence of these rows, int64, all of them past their prompts."""
+        self._decodes = rows
+        self.tokens_left -= len(rows)
 
     def add(self, seq: Sequence, size: int) -> None:
         self._sizes[seq] = size
@@ -46,7 +82,9 @@ class Batch:
 
     def discard(self, seq: Sequence) -> None:
         """Takes a sequence out again, if it is in."""
-        self.tokens_left += self._sizes.pop(seq, 0)
+        others = self._decodes[self._decodes != seq.row]
+        self.tokens_left += self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
+        self._decodes = others
         if seq in self._prefilling:
             self._prefilling.remove(seq)
 
@@ -54,7 +92,8 @@ class Batch:
         """Whether a sequence in this step, or in the one in flight, computes the page that the waiting `seq` would
         compute first. The tree has it once that step has ended, so that waiting costs less than computing it twice."""
         for other in self._prefilling:
-            start = other.num_confirmed - other.num_confirmed % self._page_size
+            confirmed = other.num_confirmed
+            start = confirmed - confirmed % self._page_size
             end = start + self._page_size
             if start < seq.cached_estimate or end > seq.reusable_tokens:
                 continue
@@ -63,35 +102,50 @@ class Batch:
                 return True
         return False
 
-    def sequences(self) -> list[Sequence]:
-        """Those in this step, in the order of the plan's chunks."""
-        return list(self._sizes)
+    def step(self, number: int) -> Step:
+        """The step as it is going to run. From now on the sequences count as computed so far, and those of which
+        nothing is missing then have one more token pending."""
+        counts, others = self._counts, list(self._sizes)
+        rows = np.concatenate((self._decodes, np.array([seq.row for seq in others], dtype=np.int64)))
+        lengths = np.ones(len(rows), dtype=np.int32)
+        lengths[len(self._decodes) :] = list(self._sizes.values())
+        starts, tokens, pending = counts.computed[rows], counts.tokens[rows], counts.pending[rows]
+        ends = starts + lengths
+        gives = ends == tokens
+        num_logits = gives.astype(np.int32)
+        prompted = []
+        for i, seq in enumerate(others, len(self._decodes)):
+            if seq.prompt_logprobs is not None and seq.wants_prompt_logits:
+                num_logits[i] = ends[i] - max(starts[i], seq.reusable_tokens)
+                prompted.append(i)
+        token_ids = np.where(pending > 0, PENDING, counts.last_token[rows])
+        if others:
+            token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
+        num_kept, num_pages, pages = self._pages(rows)
+        counts.computed[rows] = ends
+        counts.tokens[rows] = tokens + gives
+        counts.pending[rows] = pending + gives
+        plan = Plan(number, counts.slots[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
+        return Step(plan, rows, counts.of(rows), gives, np.zeros(len(rows), dtype=bool), prompted)
 
-    def plan(self, step: int) -> Plan:
-        """The step as the ranks see it. From now on the sequences count as computed so far, and those of which nothing
-        is missing then have one more token pending."""
-        return Plan(step, [_chunk(seq, size) for seq, size in self._sizes.items()])
+    def _token_ids(self, sequences: list[Sequence]) -> list[np.ndarray]:
+        """Those of their chunks."""
+        chunks = []
+        for seq in sequences:
+            start = seq.num_computed
+            known = seq.tokens.view(start, start + self._sizes[seq])
+            chunks.append(known if len(known) else np.array([PENDING], dtype=np.int32))
+        return chunks
 
-
-def _chunk(seq: Sequence, size: int) -> Chunk:
-    start, end, known = seq.num_computed, seq.num_computed + size, seq.tokens.size
-    if start == known:
-        token_ids = _PENDING_IDS
-    elif size == 1 and end == known:
-        token_ids = [seq.last_token]
-    else:
-        token_ids = seq.tokens.view(start, end).tolist()
-    num_logits = 0
-    if end == known + seq.num_pending:
-        num_logits = 1
-        seq.num_pending += 1
-    if seq.prompt_logprobs is not None and seq.wants_prompt_logits:
-        num_logits = end - max(start, seq.reusable_tokens)
-    seq.num_computed = end
-    reset, num_pages = seq.new_table, seq.pages.size
-    if not reset and seq.num_sent_pages == num_pages:
-        return Chunk(seq.slot, start, token_ids, _NO_PAGES, False, num_logits)
-    pages = seq.pages.view(0 if reset else seq.num_sent_pages, num_pages).tolist()
-    seq.new_table = False
-    seq.num_sent_pages = num_pages
-    return Chunk(seq.slot, start, token_ids, pages, reset, num_logits)
+    def _pages(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the ranks do not know yet of the tables: how many pages of each they keep, how many come after those,
+        and these, one sequence after the other."""
+        counts = self._counts
+        kept, held = counts.sent[rows], counts.pages[rows]
+        changed = np.flatnonzero(kept != held)
+        if not len(changed):
+            return kept, kept - held, np.empty(0, dtype=np.int32)
+        edges = zip(counts.of(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)
+        pages = np.concatenate([seq.pages.view(first, last) for seq, first, last in edges])
+        counts.sent[rows] = held
+        return kept, held - kept, pages

@@ -16,11 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
+from worker.batch import Step
 from worker.config import WorkerConfig
 from worker.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
 from worker.logprobs import PendingLogprobs, prompt_logprobs
@@ -30,10 +32,12 @@ from worker.plan import Plan
 from worker.ranks import Leader, open_runner
 from worker.request import Sequence
 from worker.runner import Runner, settled
-from worker.sampling import PendingSample, Sampled, Sampler
+from worker.sampling import PendingSample, Sampler
 from worker.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class DeviceLost(RuntimeError):
@@ -83,12 +87,12 @@ class Finished:
 
 
 class _Flight(NamedTuple):
-    """A step that was launched: the slots that get a token, and what its results are asked of."""
+    """A step that was launched: the chunks whose sequences get a token, and what its results are asked of."""
 
-    plan: Plan
-    slots: list[int] = []
-    pending: PendingSample | None = None
-    prompts: dict[int, PendingLogprobs] = {}
+    step: Step
+    chosen: np.ndarray
+    pending: PendingSample | None
+    prompts: dict[int, PendingLogprobs]
 
 
 class Engine:
@@ -151,12 +155,12 @@ class Engine:
     def step(self) -> list[Output]:
         """Computes one batch. Returns what there is to tell: with overlap, of the batch before. Raises DeviceLost."""
         self._take_compiled()
-        plan = self.scheduler.schedule()
-        self._take_slots(plan)
-        logits = self._forward(plan) if plan is not None and plan.chunks else None
+        step = self.scheduler.schedule()
+        self._take_slots(step)
+        logits = self._forward(step.plan) if step is not None and len(step.plan) else None
         self._finish_flight()
-        if plan is not None:
-            self._flight = self._sample(plan, logits)
+        if step is not None:
+            self._flight = self._sample(step, logits)
             if not self._overlap:
                 self._finish_flight()
         outputs = self.scheduler.take_outputs()
@@ -229,40 +233,35 @@ class Engine:
             self._raise_if_lost(plan, error)
             return error
 
-    def _sample(self, plan: Plan, logits: torch.Tensor | Exception | None) -> "_Flight":
+    def _sample(self, step: Step, logits: torch.Tensor | Exception | None) -> "_Flight":
         """Begins to sample the next token of every sequence in a step that lacks none. Of a step without logits, all
         fail, and they alone."""
+        plan = step.plan
         if isinstance(logits, Exception):
-            self._fail([chunk.slot for chunk in plan.chunks], f"the model failed in step {plan.step}", logits)
+            self._fail(step.sequences_left, f"the model failed in step {plan.step}", logits)
         if not isinstance(logits, torch.Tensor):
-            return _Flight(plan)
-        slots: list[int] = []  # of every row of logits: -1 is nobody's
+            return _Flight(step, _NONE, None, {})
+        ends = np.cumsum(plan.num_logits)
         prompts: dict[int, PendingLogprobs] = {}
-        for chunk in plan.chunks:
-            if not chunk.num_logits:
-                continue
-            start = len(slots)
-            slots += [-1] * chunk.num_logits
-            seq = self.scheduler.sequence(chunk.slot)
-            if seq is None:
+        for chunk in step.prompted:
+            if step.gone[chunk]:
                 continue  # the step before was its last
-            if seq.wants_prompt_logits:
-                try:
-                    prompts[chunk.slot] = self._prompt_logprobs(seq, logits[start : len(slots)])
-                except Exception as error:
-                    self._fail([chunk.slot], "log probabilities of the prompt failed", error)
-                    continue
-            if seq.num_computed == seq.tokens.size:
-                slots[-1] = chunk.slot
-        sampled = [slot for slot in slots if slot >= 0]
-        if not sampled:
-            return _Flight(plan, prompts=prompts)
+            seq, end = step.sequences[chunk], int(ends[chunk])
+            try:
+                prompts[chunk] = self._prompt_logprobs(seq, logits[end - int(plan.num_logits[chunk]) : end])
+            except Exception as error:
+                self._fail([seq], "log probabilities of the prompt failed", error)
+        chosen = np.flatnonzero(step.gives & ~step.gone)
+        if not len(chosen):
+            return _Flight(step, chosen, None, prompts)
+        slots = np.full(len(logits), -1, dtype=np.int64)  # of every row of logits: -1 is nobody's
+        slots[ends[chosen] - 1] = plan.slots[chosen]
         try:
-            return _Flight(plan, sampled, self.sampler.launch(logits, slots), prompts)
+            return _Flight(step, chosen, self.sampler.launch(logits, slots), prompts)
         except Exception as error:  # not one row's: those are in the answer
             self._raise_if_lost(plan, error)
-            self._fail(sampled, f"sampling failed in step {plan.step}", error)
-            return _Flight(plan, prompts=prompts)
+            self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {plan.step}", error)
+            return _Flight(step, chosen, None, prompts)
 
     def _prompt_logprobs(self, seq: Sequence, logits: torch.Tensor) -> PendingLogprobs:
         """Of the prompt's tokens that follow those of `logits` [n, vocabulary]. The prompt's last token has none after
@@ -276,14 +275,12 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        sampled: dict[int, Sampled] = {}
         try:
-            if flight.pending is not None:
-                sampled = dict(zip(flight.slots, flight.pending.result(), strict=True))
-            prompts = {slot: pending.result() for slot, pending in flight.prompts.items()}
+            sampled = None if flight.pending is None else flight.pending.result()
+            prompts = {chunk: pending.result() for chunk, pending in flight.prompts.items()}
         except Exception as error:
-            raise DeviceLost(f"{self.runner.device} failed in step {flight.plan.step}") from error
-        self.scheduler.update(flight.plan, sampled, prompts)
+            raise DeviceLost(f"{self.runner.device} failed in step {flight.step.plan.step}") from error
+        self.scheduler.update(flight.step, flight.chosen, sampled, prompts)
 
     def _raise_if_lost(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, RankLost):
@@ -293,16 +290,16 @@ class Engine:
 
     # ------------------------------------------------------------ slots of the sampler
 
-    def _take_slots(self, plan: Plan | None) -> None:
+    def _take_slots(self, step: Step | None) -> None:
         """Tells the sampler who left and who came in this step. One that it cannot take fails alone."""
         self._leave_slots()
         for seq in self.scheduler.started:
             try:
                 self._take_slot(seq)
             except Exception as error:
-                self._fail([seq.slot], "the request could not be prepared", error)
-        if plan is not None and self.scheduler.vacated:
-            self.scheduler.withdraw_ended(plan)
+                self._fail([seq], "the request could not be prepared", error)
+        if step is not None and self.scheduler.vacated:
+            step.withdraw()
 
     def _take_slot(self, seq: Sequence) -> None:
         compiled = self._grammars.get(seq.request_id)
@@ -316,8 +313,8 @@ class Engine:
             self.sampler.remove(slot)
         self.scheduler.vacated.clear()
 
-    def _fail(self, slots: list[int], what: str, error: Exception) -> None:
-        failed = [seq.request_id for slot in slots if (seq := self.scheduler.sequence(slot)) is not None]
+    def _fail(self, sequences: Iterable[Sequence], what: str, error: Exception) -> None:
+        failed = [seq.request_id for seq in sequences]
         log.error("%s: requests %s", what, ", ".join(failed), exc_info=error)
         for request_id in failed:
             self.scheduler.fail(request_id, Failure("internal", f"{what}: {_line(error)}"))

@@ -76,17 +76,17 @@ class Claim(NamedTuple):
 def claim_of(seq: Sequence, outputs: Outputs) -> Claim:
     """What a running sequence is expected to need. A locked node of the tree that no other sequence stands on counts as
     its own."""
-    tokens = seq.tokens.size + seq.num_pending
+    tokens = seq.num_tokens
     if seq.ends_at_limit:
         to_come = max(0, seq.token_limit - tokens)
     else:
         to_come = outputs.to_come(tokens - seq.num_prompt, seq.token_limit - seq.num_prompt)
-    released = seq.pages.size - seq.num_shared
+    released = seq.num_pages - seq.num_shared
     node = seq.node
     while node is not None and node.locks == 1:
         released += len(node.pages)
         node = node.parent
-    return Claim(tokens, to_come, seq.pages.size, released)
+    return Claim(tokens, to_come, seq.num_pages, released)
 
 
 def most_pages(claims: list[Claim], page_size: int) -> int:
@@ -109,7 +109,7 @@ def most_pages(claims: list[Claim], page_size: int) -> int:
 
 def all_pages(seq: Sequence, page_size: int) -> int:
     """Pages that a running sequence may need at most beyond those that it holds."""
-    return max(0, pages_for(seq.token_limit - 1, page_size) - seq.pages.size)
+    return max(0, pages_for(seq.token_limit - 1, page_size) - seq.num_pages)
 
 
 class Forecast:
@@ -123,10 +123,11 @@ class Forecast:
         self._claims: list[tuple[int, Claim]] | None = None  # with priorities; made when first needed
         self._most_growth = 0  # pages that the running ones may take at most
 
-    def begin(self, running: list[Sequence]) -> None:
+    def begin(self, running: list[Sequence], most_growth: int) -> None:
+        """`most_growth`: the sum of `all_pages` of those that run."""
         self._running = running
         self._claims = None
-        self._most_growth = sum(all_pages(seq, self._page_size) for seq in running)
+        self._most_growth = most_growth
 
     def has_room(self, seq: Sequence, available: int) -> bool:
         """Whether `available` pages will do for `seq`, which holds what is cached of it, and all that run. To grow, one
@@ -150,7 +151,7 @@ class Forecast:
     def end(self, seq: Sequence) -> None:
         """`seq` has produced all that it does."""
         if not seq.ends_at_limit:
-            self._outputs.ended(seq.tokens.size - seq.num_prompt, seq.token_limit - seq.num_prompt)
+            self._outputs.ended(seq.num_known - seq.num_prompt, seq.token_limit - seq.num_prompt)
 
     def preempt(self) -> None:
         """A sequence had to give its pages to another."""

@@ -33,18 +33,18 @@ class Holdings:
         match = self.tree.match(seq.tokens.view(0, seq.reusable_tokens))
         self.tree.lock(match.node)
         seq.node = match.node
-        seq.pages.extend(match.pages)
+        seq.add_pages(match.pages)
         seq.num_shared = len(match.pages)
         seq.num_computed = seq.num_confirmed = match.num_tokens
-        seq.new_table = True
 
     def grow(self, seq: Sequence, num_pages: int) -> None:
         """Adds pages of its own. There must be as many available."""
-        if num_pages > self.pool.num_free:
-            self.tree.evict(num_pages - self.pool.num_free)
-        pages = self.pool.allocate(num_pages)
-        assert pages is not None, "more pages were promised than there are"
-        seq.pages.extend(pages)
+        seq.add_pages(self._take(num_pages))
+
+    def grow_each(self, sequences: list[Sequence]) -> None:
+        """Adds a page to each of these. There must be as many available."""
+        for seq, page in zip(sequences, self._take(len(sequences))[:, None], strict=True):
+            seq.add_pages(page)
 
     def cache(self, seq: Sequence) -> None:
         """Gives the tree the whole pages of `seq` that ended steps computed, and holds them there. Where another was
@@ -63,7 +63,7 @@ class Holdings:
         if twice.stop > twice.start:
             self.pool.free(pages[twice])
             pages[twice] = self.tree.match(tokens).pages[twice]
-            seq.new_table = True
+            seq.num_sent_pages = 0
         seq.num_shared = num_full
 
     def close(self, seq: Sequence, keep: bool) -> None:
@@ -74,8 +74,15 @@ class Holdings:
         assert seq.node is not None
         self.tree.unlock(seq.node)
         seq.node = None
-        seq.pages.clear()
+        seq.clear_pages()
         seq.num_shared = seq.num_computed = seq.num_confirmed = 0
+
+    def _take(self, num_pages: int) -> np.ndarray:
+        if num_pages > self.pool.num_free:
+            self.tree.evict(num_pages - self.pool.num_free)
+        pages = self.pool.allocate(num_pages)
+        assert pages is not None, "more pages were promised than there are"
+        return pages
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every page has exactly one owner. Walks the tree."""

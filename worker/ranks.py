@@ -39,8 +39,6 @@ CONNECT_S = 30.0
 GRACE_S = 5.0  # what a rank gets to end by itself
 HEARTBEAT_MS = 5000  # a follower on a host that vanished must not pile up plans for ever
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Plan).decode
 _END = b""
 
 
@@ -128,7 +126,7 @@ class Leader:
             raise RankLost(self._lost)
         assert self.group is not None
         try:
-            self._send(_encode(plan))
+            self._send(plan.encode())
             logits = _step(self.runner, self.group, plan)
         except Exception as error:
             reason = self._reason(error) or f"rank 0: {_line(error)}"
@@ -240,7 +238,7 @@ class Follower:
         assert self._group is not None
         try:
             while frame := self._plans.recv():
-                _step(self._runner, self._group, _decode(frame))
+                _step(self._runner, self._group, Plan.decode(frame))
         except BaseException as error:
             _tell(self._store, self._rank, error)
             raise
@@ -266,7 +264,7 @@ def _tell(store: dist.Store, rank: int, error: BaseException) -> None:
 @torch.inference_mode()
 def _step(runner: Runner, group: Group, plan: Plan) -> torch.Tensor:
     """What every rank does with a plan."""
-    if any(chunk.token_ids[0] == PENDING for chunk in plan.chunks):
+    if (plan.token_ids == PENDING).any():
         group.broadcast(runner.last_tokens, 0)
     return runner.forward(plan)
 

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from worker.messages import Failure, Generate, Output, SamplingParams, TokenLogprobs
+from worker.counts import Count, Counts
+from worker.messages import Generate, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from radix.tree import PagedNode
@@ -36,13 +37,7 @@ class IntRow:
         """Whether both hold the same from `start` to `end`."""
         return np.array_equal(self.view(start, end), other.view(start, end))
 
-    def append(self, value: int) -> None:
-        if self.size == len(self.values):
-            self._grow(self.size + 1)
-        self.values[self.size] = value
-        self.size += 1
-
-    def extend(self, values: np.ndarray) -> None:
+    def extend(self, values: np.ndarray | list[int]) -> None:
         end = self.size + len(values)
         if end > len(self.values):
             self._grow(end)
@@ -59,48 +54,57 @@ class IntRow:
 
 
 class Sequence:
-    """The state of one request, owned and changed by the scheduler alone.
+    """The state of one request, owned and changed by the scheduler alone. What is counted of it lies in a row of
+    `Counts`, which says what the counts are.
 
-    Its tokens are the prompt's, then the outputs', then `num_pending` that steps in flight sample: those exist, and
-    their values are not known yet. `num_computed` tokens have their KV in `pages`, by steps in flight too; whatever is
-    missing is computed in chunks. Steps that have ended computed `num_confirmed` of them. The first `num_shared` pages
-    are the tree's, kept by a lock on `node`; the rest are its own. It is running while it has a `slot` (>= 0).
+    The first `num_shared` pages are the tree's, kept by a lock on `node`; the rest are its own. It is running while it
+    has a `slot` (>= 0).
     """
 
+    num_tokens = Count("tokens")
+    num_pending = Count("pending")
+    num_computed = Count("computed")
+    num_confirmed = Count("confirmed")
+    num_prompt = Count("prompt")
+    token_limit = Count("limit")
+    num_pages = Count("pages")
+    num_sent_pages = Count("sent")
+    last_token = Count("last_token")
+    slot = Count("slots")
+
     __slots__ = (
-        "announced",
         "arrival",
         "arrived_s",
         "cached_estimate",
         "cached_tokens",
-        "ended",
+        "counts",
         "ends_at_limit",
         "estimated_at_step",
+        "fresh",
         "grammar",
-        "last_token",
-        "new_table",
         "node",
-        "num_computed",
-        "num_confirmed",
-        "num_pending",
-        "num_prompt",
-        "num_sent_pages",
         "num_shared",
         "pages",
         "preempted",
         "priority",
         "prompt_logprobs",
         "request_id",
+        "row",
         "sampling",
-        "slot",
         "started_s",
         "stop_ids",
-        "token_limit",
-        "tokens",
+        "tokens_before",
     )
 
     def __init__(
-        self, request: Generate, arrival: int, arrived_s: float, token_limit: int, eos_token_ids: frozenset[int]
+        self,
+        request: Generate,
+        counts: Counts,
+        *,
+        arrival: int,
+        arrived_s: float,
+        token_limit: int,
+        eos_token_ids: frozenset[int],
     ) -> None:
         """`arrival` numbers requests in the order they came, `arrived_s` is the scheduler's clock then. It ends when
         it has `token_limit` tokens, prompt and output together."""
@@ -110,44 +114,48 @@ class Sequence:
         self.arrival = arrival
         self.arrived_s = arrived_s
         self.started_s: float | None = None  # when it first ran
-        self.token_limit = token_limit
-        self.num_prompt = len(request.prompt_ids)
-        self.tokens = IntRow(request.prompt_ids + request.output_ids)
-        self.last_token = int(self.tokens.values[-1])
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
         self.ends_at_limit = not self.stop_ids and self.sampling.grammar is None  # and never before
         self.preempted = False  # waits, and ran before
         self.grammar: GrammarState | None = None
 
-        self.slot = -1
-        self.new_table = False  # the ranks' row of the slot is another sequence's, or an outdated one of this
-        self.num_computed = 0
-        self.num_confirmed = 0
-        self.num_pending = 0
-        self.ended = False  # finished, failed or aborted: whatever is in flight of it is dropped
+        self.tokens_before = IntRow(request.prompt_ids + request.output_ids)
+        self.fresh: list[int] = []  # the known tokens after those
+        self.counts = counts
+        self.row = counts.open(self)
+        self.num_tokens = self.tokens_before.size
+        self.num_prompt = len(request.prompt_ids)
+        self.token_limit = token_limit
+        self.last_token = int(self.tokens_before.values[-1])
+
         self.pages = IntRow([])
-        self.num_sent_pages = 0  # of `pages`, how many the ranks know
         self.num_shared = 0
         self.node: PagedNode | None = None
         self.cached_estimate = 0  # tokens that the tree had when it was last asked, while waiting
         self.estimated_at_step = -1
 
-        self.announced = False  # its first output was sent
         self.cached_tokens = 0  # of the prompt, when it first ran
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.sampling.prompt_logprobs is not None and not request.output_ids:
             self.prompt_logprobs = [None]
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and outputs that are known."""
-        return self.tokens.size
+    def tokens(self) -> IntRow:
+        """Those that are known."""
+        if self.fresh:
+            self.tokens_before.extend(self.fresh)
+            self.fresh.clear()
+        return self.tokens_before
+
+    @property
+    def num_known(self) -> int:
+        return self.num_tokens - self.num_pending
 
     @property
     def num_missing(self) -> int:
         """Tokens whose KV is yet to be computed. The last of them gives the logits of the next token."""
-        return self.tokens.size + self.num_pending - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def is_running(self) -> bool:
@@ -174,18 +182,19 @@ class Sequence:
         still to be seen."""
         if self.wants_prompt_logits:
             return len(self.prompt_logprobs or ()) - 1
-        return self.tokens.size - 1
+        return self.num_known - 1
 
     def pages_missing(self, page_size: int) -> int:
         """Pages that it has yet to get for the tokens it has now."""
-        return max(0, pages_for(self.tokens.size + self.num_pending, page_size) - self.pages.size)
+        return max(0, pages_for(self.num_tokens, page_size) - self.num_pages)
 
     def output_ids(self) -> list[int]:
-        return self.tokens.view(self.num_prompt, self.tokens.size).tolist()
+        return self.tokens.view(self.num_prompt, self.num_known).tolist()
 
-    def append(self, token_id: int) -> None:
-        self.tokens.append(token_id)
-        self.last_token = token_id
+    def add_pages(self, pages: np.ndarray) -> None:
+        self.pages.extend(pages)
+        self.num_pages = self.pages.size
 
-    def failed(self, failure: Failure) -> Output:
-        return Output(request_id=self.request_id, finish_reason="error", failure=failure)
+    def clear_pages(self) -> None:
+        self.pages.clear()
+        self.num_pages = self.num_sent_pages = 0

@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from kernels import flashinfer_attention
 from kernels.attention import AttentionBackend, AttentionBatch, GraphAttention, token_positions
 from kernels.torch_attention import TorchAttention
-from kernels.transfer import to_device
+from kernels.transfer import all_to_device
 from worker import kv_cache
 from worker.batch import PROMPT_LOGIT_ROWS
 from worker.config import WorkerConfig
@@ -88,24 +87,20 @@ class Runner:
 
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
-        chunks = plan.chunks
-        slots = np.array([c.slot for c in chunks], dtype=np.int32)
-        starts = np.array([c.start for c in chunks], dtype=np.int32)
-        lengths = np.array([len(c.token_ids) for c in chunks], dtype=np.int32)
-        num_logits = np.array([c.num_logits for c in chunks])
-        self._tables.update(chunks, slots, starts + lengths)
-        if self._graphs is not None and (lengths == 1).all() and (num_logits == 1).all():
-            batch = AttentionBatch(self._tables.rows, slots, starts, lengths)
-            return self._graphs.run(batch, np.array([c.token_ids[0] for c in chunks], dtype=np.int64))
+        self._tables.update(plan)
+        if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
+            batch = AttentionBatch(self._tables.rows, plan.slots, plan.starts, plan.lengths)
+            return self._graphs.run(batch, plan.token_ids)
         # Chunks of one token first, for the attention; their logits come out in the plan's order all the same.
-        order = np.argsort(lengths > 1, kind="stable")
-        batch = AttentionBatch(self._tables.rows, slots[order], starts[order], lengths[order])
-        token_ids = list(chain.from_iterable(chunks[i].token_ids for i in order))
-        ends = np.empty(len(chunks), dtype=np.int64)
+        order = np.argsort(plan.lengths > 1, kind="stable")
+        batch = AttentionBatch(self._tables.rows, plan.slots[order], plan.starts[order], plan.lengths[order])
+        firsts = np.cumsum(plan.lengths) - plan.lengths
+        token_ids = plan.token_ids[np.repeat(firsts[order] - batch.firsts, batch.lengths) + np.arange(plan.num_tokens)]
+        ends = np.empty(len(plan), dtype=np.int64)
         ends[order] = np.cumsum(batch.lengths)
-        shares = np.cumsum(num_logits)
-        rows = np.repeat(ends - shares, num_logits) + np.arange(num_logits.sum())
-        return self._step(batch, np.array(token_ids, dtype=np.int64), rows, self._attention)
+        shares = np.cumsum(plan.num_logits)
+        rows = np.repeat(ends - shares, plan.num_logits) + np.arange(plan.num_logits.sum())
+        return self._step(batch, token_ids.astype(np.int64), rows, self._attention)
 
     def close(self) -> None:
         """Leave the group."""
@@ -116,11 +111,13 @@ class Runner:
     ) -> torch.Tensor:
         """The logits after the tokens at `rows` (int64) of the batch."""
         attention.plan(batch)
-        given = to_device(token_ids, self.device)
-        if (token_ids < 0).any():
-            slots = to_device(np.repeat(batch.rows, batch.lengths).astype(np.int64), self.device)
-            given = torch.where(given < 0, self.last_tokens[slots], given)
-        positions, wanted = to_device(token_positions(batch), self.device), to_device(rows, self.device)
+        arrays = [token_ids, token_positions(batch), rows]
+        pending = (token_ids < 0).any()
+        if pending:
+            arrays.append(np.repeat(batch.rows, batch.lengths).astype(np.int64))
+        given, positions, wanted, *slots = all_to_device(arrays, self.device)
+        if pending:
+            given = torch.where(given < 0, self.last_tokens[slots[0]], given)
         return self.decoder.logits(self.decoder.hidden(given, positions, attention, wanted))
 
     def _num_pages(self, config: WorkerConfig) -> int:

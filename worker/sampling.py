@@ -7,8 +7,8 @@ a CPU the same steps run at once, with `worker.draw` in place of `worker.device_
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
@@ -24,12 +24,15 @@ from worker.messages import Failure, SamplingParams, TokenLogprobs
 _GREEDY_BELOW = 1e-5
 
 
-class Sampled(msgspec.Struct, gc=False):
-    """What a row got. With a `failure`, which is the row's alone, there is no token: `token_id` is -1."""
+class SampledTokens(NamedTuple):
+    """What those rows of a launch got that are somebody's: their next tokens, int64 `[n]`, and by a row's place among
+    them the log probabilities that were asked for; the failures, which are the row's alone and leave it without a
+    token; and whose grammar is complete with this token."""
 
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    failure: Failure | None = None
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs]
+    failures: dict[int, Failure]
+    complete: list[int]
 
 
 class _Row:
@@ -70,6 +73,11 @@ class _Row:
         """Whether its next token depends on this one by more than the model."""
         return self.history is not None or self.grammar is not None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether its grammar has taken an end token."""
+        return self.grammar is not None and self.grammar.terminated
+
     def take(self, token_id: int) -> None:
         """Counts a token. Raises GrammarError if the grammar does not allow it."""
         if self.history is not None:
@@ -86,10 +94,10 @@ class _Layout:
     the likeliest of what is left, `free` draw from the whole distribution and `filtered` from a part.
     """
 
-    def __init__(self, slots: list[int], rows: list[_Row | None], device: torch.device) -> None:
-        self.key = slots.copy()
-        wanted = [i for i, slot in enumerate(slots) if slot >= 0]
-        self.slots = np.array([slots[i] for i in wanted], dtype=np.int64)
+    def __init__(self, slots: np.ndarray, rows: list[_Row | None], device: torch.device) -> None:
+        self.key = slots
+        wanted = np.flatnonzero(slots >= 0)
+        self.slots = slots[wanted]
         self.rows: list[_Row] = []
         for slot in self.slots.tolist():
             row = rows[slot]
@@ -146,29 +154,30 @@ class PendingSample:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def result(self) -> list[Sampled]:
-        """One for each slot of the launch. Waits for the device, and counts the tokens. To be called once."""
+    def result(self) -> SampledTokens:
+        """Waits for the device, and counts the tokens. To be called once."""
         if self._event is not None:
             self._event.synchronize()
-        tokens: list[int] = self._tokens.tolist()
-        sampled = [Sampled(token_id) for token_id in tokens]
-        failures = self._failures
-        finite = torch.isfinite(self._best)
+        token_ids, failures = self._tokens.numpy(), self._failures
+        finite = np.isfinite(self._best.numpy())
         if not finite.all():
-            for i in (~finite).nonzero()[:, 0].tolist():
+            for i in np.flatnonzero(~finite).tolist():
                 failures[i] = Failure("internal", "the model's output is not a number")
+        complete = []
         for i in self._learning:
             if i not in failures:
                 try:
-                    self._rows[i].take(tokens[i])
+                    self._rows[i].take(int(token_ids[i]))
                 except GrammarError as error:
                     failures[i] = Failure("internal", f"a token was taken that must not be: {error}")
+                else:
+                    if self._rows[i].is_complete:
+                        complete.append(i)
+        logprobs = {}
         if self._logprobs is not None:
-            for i, logprobs in zip(self._logprob_rows, self._logprobs.result(), strict=True):
-                sampled[i].logprobs = logprobs
-        for i, failure in failures.items():
-            sampled[i] = Sampled(-1, failure=failure)
-        return sampled
+            found = zip(self._logprob_rows, self._logprobs.result(), strict=True)
+            logprobs = {i: logprobs for i, logprobs in found if i not in failures}
+        return SampledTokens(token_ids, logprobs, failures, complete)
 
 
 class Sampler:
@@ -235,15 +244,15 @@ class Sampler:
         self._rows[slot] = None
         self._layout = None
 
-    def launch(self, logits: torch.Tensor, slots: list[int]) -> PendingSample:
-        """Begins to choose one token for each of `slots`, row i of `logits` [n, vocab_size] being that of `slots[i]`; a
-        row of slot -1 is nobody's. The logits stay as they are and are not needed any more once another launch of the
-        device may overwrite them. A row without a token (logits that are no numbers, a grammar that allows nothing)
-        says so in its `failure`, and the others are none the worse. The `result` of one launch must be taken before
-        the next launch.
+    def launch(self, logits: torch.Tensor, slots: np.ndarray) -> PendingSample:
+        """Begins to choose one token for each of `slots`, int64[n], row i of `logits` [n, vocab_size] being that of
+        `slots[i]`; a row of slot -1 is nobody's. The logits stay as they are and are not needed any more once another
+        launch of the device may overwrite them. A row without a token (logits that are no numbers, a grammar that
+        allows nothing) is among the `failures`, and the others are none the worse. The `result` of one launch must be
+        taken before the next launch.
         """
         layout = self._layout
-        if layout is None or layout.key != slots:
+        if layout is None or not np.array_equal(layout.key, slots):
             layout = self._layout = _Layout(slots, self._rows, self.device)
         best, tokens = _likeliest(logits)
         failures: dict[int, Failure] = {}

@@ -23,30 +23,28 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeline.chunk import chunk_tokens
 from radix.tree import Tree
-from worker.batch import Batch
+from worker.admission import Admission
+from worker.batch import Batch, Step
 from worker.config import WorkerConfig
-from worker.forecast import Forecast
+from worker.counts import Counts
 from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
-from worker.plan import Plan
 from worker.refusal import refusal
 from worker.request import Sequence, pages_for
-from worker.waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from worker.sampling import Sampled
-
-# A sequence that found no room tries again after so many steps even if nobody has come or gone.
-RETRY_STEPS = 16
+    from worker.sampling import SampledTokens
 
 
 class Scheduler:
     """Owns every sequence from arrival to its last token, and the pages that running ones hold. One thread at a time.
 
-    Use: `plan = schedule()`, run it, `update(plan, sampled)`, `take_outputs()`. One more `schedule` may come before the
-    `update` of a plan; updates come in the order of the plans.
+    Use: `step = schedule()`, run its plan, `update(step, …)`, `take_outputs()`. One more `schedule` may come before the
+    `update` of a step; updates come in the order of the steps.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Scheduler:
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.kv_tokens = self.num_pages * self.page_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self.clock = clock
         self.counters = Load(incarnation="", kv_tokens_total=self.kv_tokens)
         # Given by `schedule`: sequences that got a slot in this step. Slots given up since the caller cleared it.
@@ -77,15 +75,14 @@ class Scheduler:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._by_slot: list[Sequence | None] = [None] * num_slots
         self._sequences: dict[str, Sequence] = {}
+        self._counts = Counts(config.max_waiting + num_slots)
         self._running: list[Sequence] = []  # by rank
-        self._waiting = WaitingQueue(config.starvation_s, self.holdings.cached_tokens)
-        self._held: dict[str, Sequence] = {}  # not ready: their grammar compiles
+        self._rows: np.ndarray | None = None  # theirs in the counts, int64; made when it is needed
+        self._waiting = Admission(config, self.holdings, self._counts, clock)
+        self._num_stopped_by = np.zeros(vocab_size, dtype=np.int32)  # how many sequences a token would end
         self._outputs: list[Output] = []
-        self._batch = Batch(0, self.page_size)  # this step's
-        self._forecast = Forecast(self.page_size)
-        self._blocked_at: tuple[int, ...] | None = None  # when a waiting sequence last found no room
-        self._num_departures = 0
-        self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()  # plans without their update, with who is in them
+        self._batch = Batch(0, self.page_size, self._counts)  # this step's
+        self._in_flight: deque[Step] = deque()  # steps without their update
         self._ending = False  # whether a running sequence ends with the step in flight
         self._step = 0
         self._num_arrivals = 0
@@ -101,12 +98,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot, those whose grammar compiles among them."""
-        return len(self._waiting) + len(self._held)
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
         """Whether `schedule` has anything to consider, or outputs are to be taken."""
-        return bool(self._running or self._outputs or len(self._waiting))
+        return bool(self._running or self._outputs or len(self._waiting.queue))
 
     def add(self, request: Generate, ready: bool = True) -> bool:
         """Takes a request; with `ready` False it is not run until `release`. Returns False when nothing is left to do
@@ -121,21 +118,25 @@ class Scheduler:
             return False
         limit = min(len(request.prompt_ids) + request.sampling.max_tokens, self.context_length, self.kv_tokens)
         self._num_arrivals += 1
-        seq = Sequence(request, self._num_arrivals, self.clock(), limit, self.eos_token_ids)
+        seq = Sequence(
+            request,
+            self._counts,
+            arrival=self._num_arrivals,
+            arrived_s=self.clock(),
+            token_limit=limit,
+            eos_token_ids=self.eos_token_ids,
+        )
         if request.output_ids and self._finish_complete(seq):
             return False
         self._sequences[seq.request_id] = seq
-        if ready:
-            self._waiting.add(seq, self._step)
-        else:
-            self._held[seq.request_id] = seq
+        for token_id in seq.stop_ids:
+            self._num_stopped_by[token_id] += 1
+        self._waiting.add(seq, self._step, ready)
         return True
 
     def release(self, request_id: str) -> Sequence:
         """A request that was added with `ready` False may run now."""
-        seq = self._held.pop(request_id)
-        self._waiting.add(seq, self._step)
-        return seq
+        return self._waiting.release(request_id, self._step)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets these requests, wherever they are, and frees their pages. Unknown ids are ignored. No output
@@ -161,77 +162,61 @@ class Scheduler:
 
     # ------------------------------------------------------------ a step
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> Step | None:
         """The next step, or None when there is nothing to compute. `started` then names the sequences that are new in
         it."""
-        assert len(self._in_flight) < 2, "a plan has had no update for two steps"
+        assert len(self._in_flight) < 2, "a step has had no update for two steps"
         self.started.clear()
-        self._batch = Batch(self.config.token_budget, self.page_size)
+        self._batch = Batch(self.config.token_budget, self.page_size, self._counts)
         preemptions = self.counters.preemptions
-        decodes, others = self._unfinished()
-        for seq in decodes:
-            if seq.num_computed < seq.pages.size * self.page_size and seq.slot >= 0 and self._batch.tokens_left > 0:
-                self._batch.add_decode(seq)
-            else:
-                self._plan(seq)
-        for seq in others:
+        for seq in self._go_on():
             self._plan(seq)
         # Right after a preemption, what it freed is for those that run.
-        if len(self._waiting) and self.counters.preemptions == preemptions:
+        if len(self._waiting.queue) and self.counters.preemptions == preemptions:
             self._admit()
         if not self._batch:
             return None
         self._step += 1
         self.counters.steps = self._step
-        plan = self._batch.plan(self._step)
-        self._in_flight.append((plan, self._batch.sequences()))
-        return plan
-
-    def withdraw_ended(self, plan: Plan) -> None:
-        """Takes out of the newest plan, before it runs, whoever has ended since it was made."""
-        newest, sequences = self._in_flight[-1]
-        assert newest is plan
-        plan.chunks = [chunk for chunk, seq in zip(plan.chunks, sequences, strict=True) if not seq.ended]
-        sequences[:] = [seq for seq in sequences if not seq.ended]
+        step = self._batch.step(self._step)
+        self._in_flight.append(step)
+        return step
 
     def sequence(self, slot: int) -> Sequence | None:
         """Who runs in `slot`."""
         return self._by_slot[slot]
 
     def update(
-        self, plan: Plan, sampled: "dict[int, Sampled]", prompt_logprobs: dict[int, list[TokenLogprobs]]
+        self,
+        step: Step,
+        chosen: np.ndarray,
+        sampled: "SampledTokens | None",
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
     ) -> None:
-        """Takes back what a plan gave, by the slots in it: a token for every sequence of which nothing was missing
-        after it, and log probabilities of prompts. Sequences that have ended since are skipped. A slot may be another's
-        by now, so sequences are those that were planned."""
-        oldest, sequences = self._in_flight.popleft()
-        assert oldest is plan, "updates come in the order of the plans"
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            if seq.ended:
-                continue
-            slot, start = chunk.slot, chunk.start
-            end = start + len(chunk.token_ids)
-            if seq.slot >= 0:  # else it was preempted
-                seq.num_confirmed = end
-                if start < seq.num_prompt:
-                    self.holdings.cache(seq)
-            if seq.prompt_logprobs is not None and slot in prompt_logprobs:
-                seq.prompt_logprobs.extend(prompt_logprobs[slot])
-            if end == seq.tokens.size:
-                seq.num_pending -= 1
-                self._take_token(seq, sampled[slot])
+        """Takes back what a step gave: `sampled`, the next tokens of the sequences of the chunks `chosen` (integers),
+        all those that were to get one and had not gone by then; and log probabilities of prompts, by chunk. Sequences
+        that have gone since are skipped. A slot may be another's by now, so they are those that were planned."""
+        assert self._in_flight[0] is step, "updates come in the order of the steps"
+        self._confirm(step)
+        for chunk, logprobs in prompt_logprobs.items():
+            known = step.sequences[chunk].prompt_logprobs
+            if known is not None and not step.gone[chunk]:
+                known.extend(logprobs)
+        if sampled is not None:
+            self._take_tokens(step, chosen, sampled)
+        self._in_flight.popleft()
 
     # ------------------------------------------------------------ what is there
 
     def load(self) -> Load:
         """What is carried now, in tokens, and the counters. `incarnation` and `bookings_seen` are the caller's."""
         load = copy.copy(self.counters)
-        others = [*self._waiting, *self._held.values()]
         load.running = len(self._running)
-        load.waiting = len(others)
-        load.context_tokens = sum(seq.num_computed for seq in self._running)
-        load.waiting_tokens = sum(max(0, seq.num_prompt - seq.num_computed) for seq in self._running)
-        load.waiting_tokens += sum(max(0, seq.num_prompt - seq.cached_estimate) for seq in others)
+        load.waiting = len(self._waiting)
+        rows, counts = self._running_rows(), self._counts
+        load.context_tokens = int(counts.computed[rows].sum())
+        load.waiting_tokens = int(np.maximum(counts.prompt[rows] - counts.computed[rows], 0).sum())
+        load.waiting_tokens += sum(max(0, seq.num_prompt - seq.cached_estimate) for seq in self._waiting)
         load.kv_tokens_cached = self.holdings.tree.num_evictable * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.holdings.num_available * self.page_size
         return load
@@ -239,7 +224,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has one owner and every sequence one place. Walks everything."""
         self.holdings.check_integrity(self._running)
-        waiting = [*self._waiting, *self._held.values()]
+        waiting = list(self._waiting)
         places = [*self._running, *waiting]
         assert len(places) == len(self._sequences), "a sequence is nowhere, or in two places"
         assert all(self._sequences[seq.request_id] is seq for seq in places)
@@ -248,10 +233,14 @@ class Scheduler:
         for seq in self._running:
             assert self._by_slot[seq.slot] is seq
             assert seq.num_computed <= seq.pages.size * self.page_size, "tokens without a page"
-            assert seq.num_confirmed <= min(seq.num_computed, seq.tokens.size)
-            assert seq.num_pending <= len(self._in_flight) and not seq.ended
+            assert seq.num_confirmed <= min(seq.num_computed, seq.num_known)
+            assert seq.num_pending <= len(self._in_flight)
         for seq in waiting:
             assert seq.slot == -1 and seq.pages.size == 0 and seq.node is None, "a waiting sequence holds pages"
+        self._counts.check_integrity(places)
+        assert self._running_rows().tolist() == [seq.row for seq in self._running]
+        for seq in places:
+            assert (seq.num_known, seq.num_pages) == (seq.tokens.size, seq.pages.size), "counted wrongly"
 
     # ------------------------------------------------------------ arrival
 
@@ -268,29 +257,39 @@ class Scheduler:
         self._judge(seq, output)
         if output.finish_reason is None:
             return False
+        self._counts.close(seq.row)
         self.counters.finished += 1
         self._outputs.append(output)
         return True
 
     # ------------------------------------------------------------ choosing
 
-    def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences that have something to compute: those that lack their last output, and those that lack
-        something else."""
-        decodes, others = [], []
-        self._ending = False
-        for seq in self._running:
-            tokens = seq.tokens.size + seq.num_pending
-            in_prompt = seq.num_confirmed < seq.num_prompt
-            if in_prompt:
-                self._batch.watch(seq)
-            if tokens >= seq.token_limit:
-                self._ending = True
-            elif tokens - seq.num_computed == 1 and not in_prompt:
-                decodes.append(seq)
-            else:
-                others.append(seq)
-        return decodes, others
+    def _running_rows(self) -> np.ndarray:
+        if self._rows is None:
+            self._rows = np.array([seq.row for seq in self._running], dtype=np.int64)
+        return self._rows
+
+    def _go_on(self) -> list[Sequence]:
+        """Puts the running sequences that lack their last output into this step, all at once. Returns those that lack
+        something else, or for which there may be no pages: they follow one by one."""
+        rows, counts = self._running_rows(), self._counts
+        tokens, computed = counts.tokens[rows], counts.computed[rows]
+        unfinished = tokens < counts.limit[rows]
+        in_prompt = counts.confirmed[rows] < counts.prompt[rows]
+        self._ending = not unfinished.all()
+        decode = (tokens - computed == 1) & unfinished & ~in_prompt
+        decodes = rows[decode]
+        short = decodes[computed[decode] >= counts.pages[decodes] * self.page_size]
+        first: list[Sequence] = []
+        if len(short) <= self.holdings.num_available:
+            if len(short):
+                self.holdings.grow_each(counts.of(short))
+            self._batch.add_decodes(decodes)
+        else:
+            first = counts.of(decodes)
+        for seq in counts.of(rows[in_prompt]):
+            self._batch.watch(seq)
+        return first + counts.of(rows[unfinished & ~decode])
 
     def _plan(self, seq: Sequence) -> None:
         """Puts the next chunk of a running sequence into this step, unless there are no tokens or pages for it now."""
@@ -307,7 +306,7 @@ class Scheduler:
         """Gets pages for `tokens` more tokens of a running sequence, or for as many as are to be had. It takes pages
         from those that rank below it only when it could not move at all, and not when one that ends with
         the step in flight is about to give its own back. Returns the tokens that fit now."""
-        room = seq.pages.size * self.page_size - seq.num_computed
+        room = seq.num_pages * self.page_size - seq.num_computed
         if room >= tokens:
             return room
         wanted = pages_for(tokens - room, self.page_size)
@@ -320,48 +319,28 @@ class Scheduler:
         return room + pages * self.page_size
 
     def _admit(self) -> None:
-        """Starts waiting sequences while there are slots, tokens and pages. One that does not fit holds up those behind
-        it, or a long prompt would wait forever; one whose prefix is being computed does not."""
+        """Starts waiting sequences while there are slots, tokens and pages."""
         if not self._free_slots or self._batch.tokens_left <= 0:
             return
-        comings = self._num_arrivals, self._num_departures, len(self._waiting), self._step // RETRY_STEPS
-        if self._blocked_at == comings:
-            return
-        now_s = self.clock()
-        self._forecast.begin(self._running)
-        for seq in self._waiting.in_order(self._step, now_s):
-            if not self._free_slots or self._batch.tokens_left <= 0:
-                return
-            if self._batch.computes_prefix_of(seq):
-                continue  # even one that starves, since it has less to compute then, and is next
-            if not self._start(seq, now_s):
-                self._blocked_at = comings
+        for seq in self._waiting.starting(self._running, self._running_rows(), self._batch, self._step):
+            self._seat(seq)
+            self._plan(seq)
+            if not self._free_slots:
                 return
 
-    def _start(self, seq: Sequence, now_s: float) -> bool:
-        """Gives a waiting sequence a slot and its first chunk, if there are pages for all the tokens that it has now
-        beside what it and the running ones are going to need."""
-        least = pages_for(seq.tokens.size, self.page_size) - pages_for(seq.cached_estimate, self.page_size)
-        if self._running and least > self.holdings.num_available:
-            return False  # without asking the tree
-        self.holdings.open(seq)
-        if not self._forecast.has_room(seq, self.holdings.num_available):
-            self.holdings.close(seq, keep=False)
-            return False
-        self._waiting.remove(seq)
+    def _seat(self, seq: Sequence) -> None:
+        """Gives a sequence that starts its slot."""
         seq.slot = self._free_slots.pop()
         self._by_slot[seq.slot] = seq
         insort(self._running, seq, key=lambda s: s.rank)
+        self._rows = None
         self.started.append(seq)
         if seq.started_s is None:
-            seq.started_s = now_s
+            seq.started_s = self.clock()
             seq.cached_tokens = min(seq.num_computed, seq.num_prompt)
             self.counters.prompt_tokens += seq.num_prompt
             self.counters.cached_tokens += seq.cached_tokens
         self._batch.watch(seq)
-        self._plan(seq)
-        self._forecast.start(seq)
-        return True
 
     # ------------------------------------------------------------ giving back
 
@@ -369,23 +348,29 @@ class Scheduler:
         self._batch.discard(seq)
         self._vacate(seq, keep=True)
         seq.preempted = True
-        self._forecast.preempt()
+        self._waiting.forecast.preempt()
         self.counters.preemptions += 1
         self._waiting.add(seq, self._step)
 
     def _forget(self, seq: Sequence, keep: bool) -> None:
+        """Ends a sequence, wherever it is: whatever is in flight of it is dropped."""
         del self._sequences[seq.request_id]
-        seq.ended = True
+        for token_id in seq.stop_ids:
+            self._num_stopped_by[token_id] -= 1
         if seq.is_running:
             self._vacate(seq, keep)
-        elif self._held.pop(seq.request_id, None) is None:
+        else:
             self._waiting.remove(seq)
+        for step in self._in_flight:
+            step.leave(seq.row)
+        self._counts.close(seq.row)
 
     def _vacate(self, seq: Sequence, keep: bool) -> None:
         """Takes a running sequence's slot and pages."""
         self.holdings.close(seq, keep)
-        self._num_departures += 1
+        self._waiting.vacated()
         self._running.remove(seq)
+        self._rows = None
         self._by_slot[seq.slot] = None
         self._free_slots.append(seq.slot)
         self.vacated.append(seq.slot)
@@ -393,36 +378,65 @@ class Scheduler:
 
     # ------------------------------------------------------------ tokens
 
-    def _take_token(self, seq: Sequence, sampled: "Sampled") -> None:
-        if sampled.failure is not None:
-            self.fail(seq.request_id, sampled.failure)
-            return
-        token_id = sampled.token_id
-        seq.append(token_id)
-        self.counters.output_tokens += 1
-        output = Output(request_id=seq.request_id, token_ids=[token_id])
-        if sampled.logprobs is not None:
-            output.logprobs = [sampled.logprobs]
-        if not seq.announced:
-            seq.announced = True
-            output.cached_tokens = seq.cached_tokens
-            output.queue_s = (seq.started_s or seq.arrived_s) - seq.arrived_s
-            output.prompt_logprobs = seq.prompt_logprobs
-        # `_judge` finds nothing for most.
-        ends = token_id in seq.stop_ids or seq.tokens.size >= seq.token_limit
-        if ends or seq.grammar is not None:
-            self._judge(seq, output)
+    def _confirm(self, step: Step) -> None:
+        """The chunks of a step are computed. The tree gets what that filled of prompts."""
+        counts, plan = self._counts, step.plan
+        there = np.flatnonzero(~step.gone)
+        there = there[counts.slots[step.rows[there]] >= 0]  # the others were preempted
+        rows, starts = step.rows[there], plan.starts[there]
+        counts.confirmed[rows] = starts + plan.lengths[there]
+        for chunk in there[starts < counts.prompt[rows]].tolist():
+            self.holdings.cache(step.sequences[chunk])
+
+    def _take_tokens(self, step: Step, chosen: np.ndarray, sampled: "SampledTokens") -> None:
+        for place, failure in sampled.failures.items():
+            if not step.gone[chosen[place]]:
+                self.fail(step.sequences[chosen[place]].request_id, failure)
+        places = np.flatnonzero(~step.gone[chosen])
+        chunks, ids = chosen[places], sampled.token_ids[places]
+        rows, counts = step.rows[chunks], self._counts
+        sequences = [step.sequences[chunk] for chunk in chunks.tolist()]
+        outputs = []
+        for seq, token_id in zip(sequences, ids.tolist(), strict=True):
+            seq.fresh.append(token_id)
+            outputs.append(Output(request_id=seq.request_id, token_ids=[token_id]))
+        counts.pending[rows] -= 1
+        counts.last_token[rows] = ids
+        self.counters.output_tokens += len(ids)
+        if sampled.logprobs:
+            for output, place in zip(outputs, places.tolist(), strict=True):
+                if place in sampled.logprobs:
+                    output.logprobs = [sampled.logprobs[place]]
+        for i in np.flatnonzero(~counts.announced[rows]).tolist():
+            self._announce(sequences[i], outputs[i])
+        counts.announced[rows] = True
+        # Nothing ends most of them.
+        ends = (self._num_stopped_by[ids] > 0) | (counts.tokens[rows] - counts.pending[rows] >= counts.limit[rows])
+        if sampled.complete:
+            ends |= np.isin(places, sampled.complete)
+        for i in np.flatnonzero(ends).tolist():
+            self._end(sequences[i], outputs[i], int(places[i]) in sampled.complete)
+        self._outputs += outputs
+
+    def _announce(self, seq: Sequence, output: Output) -> None:
+        """What the first output says beside its token."""
+        output.cached_tokens = seq.cached_tokens
+        output.queue_s = (seq.started_s or seq.arrived_s) - seq.arrived_s
+        output.prompt_logprobs = seq.prompt_logprobs
+
+    def _end(self, seq: Sequence, output: Output, is_complete: bool) -> None:
+        """Forgets a sequence if its last token ends it."""
+        self._judge(seq, output, is_complete)
         if output.finish_reason is not None:
+            self._waiting.forecast.end(seq)
             self._forget(seq, keep=True)
             self.counters.finished += 1
-            self._forecast.end(seq)
-        self._outputs.append(output)
 
-    def _judge(self, seq: Sequence, output: Output) -> None:
-        """Writes into `output` whether the sequence's last token ends it."""
+    def _judge(self, seq: Sequence, output: Output, is_complete: bool = False) -> None:
+        """Writes into `output` whether the sequence's last token ends it, maybe because its grammar `is_complete`."""
         # A grammar is complete when it has taken an end token: it needs one even where `ignore_eos` is set.
-        if seq.last_token in seq.stop_ids or (seq.grammar is not None and seq.grammar.terminated):
+        if seq.last_token in seq.stop_ids or is_complete:
             output.finish_reason = "stop"
             output.stop_token_id = seq.last_token
-        elif seq.tokens.size >= seq.token_limit:
+        elif seq.num_known >= seq.token_limit:
             output.finish_reason = "length"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from worker.plan import Chunk
+from worker.plan import Plan
 
 
 class PageTables:
@@ -11,28 +11,32 @@ class PageTables:
     def __init__(self, num_slots: int, pages_per_row: int, page_size: int) -> None:
         self.page_size = page_size
         self.rows = np.zeros((num_slots, pages_per_row), dtype=np.int32)
-        self._num_pages = np.zeros(num_slots, dtype=np.int64)
+        self._num_pages = np.zeros(num_slots, dtype=np.int32)
 
-    def update(self, chunks: list[Chunk], slots: np.ndarray, ends: np.ndarray) -> None:
-        """Takes what the chunks bring for their rows. `slots` and `ends` are the chunks', the position after the last.
+    def update(self, plan: Plan) -> None:
+        """Takes what the chunks bring for their rows.
 
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
-        for chunk in chunks:
-            if chunk.pages or chunk.reset:
-                self._extend(chunk)
-        outside = np.flatnonzero(ends > self._num_pages[slots] * self.page_size)
-        if len(outside):
-            chunk, pages = chunks[outside[0]], int(self._num_pages[slots[outside[0]]])
+        if len(plan.pages):
+            self._extend(plan)
+        ends = plan.starts + plan.lengths
+        outside = ends > self._num_pages[plan.slots] * self.page_size
+        if outside.any():
+            first = int(np.flatnonzero(outside)[0])
+            slot = int(plan.slots[first])
             raise ValueError(
-                f"slot {chunk.slot}: a chunk to position {ends[outside[0]]} does not fit {pages} pages "
+                f"slot {slot}: a chunk to position {ends[first]} does not fit {self._num_pages[slot]} pages "
                 f"of {self.page_size} tokens"
             )
 
-    def _extend(self, chunk: Chunk) -> None:
-        first = 0 if chunk.reset else int(self._num_pages[chunk.slot])
-        last = first + len(chunk.pages)
-        if last > self.rows.shape[1]:
-            raise ValueError(f"slot {chunk.slot}: {last} pages do not fit a table of {self.rows.shape[1]}")
-        self.rows[chunk.slot, first:last] = chunk.pages
-        self._num_pages[chunk.slot] = last
+    def _extend(self, plan: Plan) -> None:
+        changed = np.flatnonzero(plan.num_pages)
+        slots, counts = plan.slots[changed], plan.num_pages[changed]
+        ends = plan.num_kept[changed] + counts
+        if (ends > self.rows.shape[1]).any():
+            slot, end = max(zip(slots.tolist(), ends.tolist(), strict=True), key=lambda pair: pair[1])
+            raise ValueError(f"slot {slot}: {end} pages do not fit a table of {self.rows.shape[1]}")
+        columns = np.arange(len(plan.pages)) + np.repeat(ends - np.cumsum(counts), counts)
+        self.rows[np.repeat(slots, counts), columns] = plan.pages
+        self._num_pages[slots] = ends

@@ -22,7 +22,7 @@ from worker.messages import Failure, Grammar
 from worker.parallel import Group
 from worker.plan import PENDING, Chunk, Plan
 from worker.runner import Runner
-from worker.sampling import Sampled
+from worker.sampling import SampledTokens
 
 COMMON = {
     "vocab_size": 131,
@@ -135,10 +135,10 @@ class Sequences:
         for slot, length in lengths.items():
             start = self.computed[slot]
             token_ids = self.tokens[slot][start : start + length]
-            needed = -(-(start + len(token_ids)) // page_size) - -(-start // page_size)
-            pages = [self.free.pop() for _ in range(needed)]
-            chunks.append(Chunk(slot, start, token_ids, pages, start == 0, len(token_ids)))
-        logits = self.runner.forward(Plan(self.step, chunks))
+            held = -(-start // page_size)
+            pages = [self.free.pop() for _ in range(-(-(start + len(token_ids)) // page_size) - held)]
+            chunks.append(Chunk(slot, start, token_ids, held, pages, len(token_ids)))
+        logits = self.runner.forward(Plan.of(self.step, chunks))
         self.step += 1
         for chunk, rows in zip(chunks, logits.split([c.num_logits for c in chunks]), strict=True):
             self.logits[chunk.slot].append(rows)
@@ -203,7 +203,7 @@ class FakeRunner:
 
     def forward(self, plan: Plan) -> torch.Tensor:
         self.plans.append(plan)
-        assert len({chunk.slot for chunk in plan.chunks}) == len(plan.chunks)
+        assert len(set(plan.slots.tolist())) == len(plan)
         rows = [row for chunk in plan.chunks for row in self._chunk(chunk)]
         logits = torch.full((len(rows), self.vocab_size), -1.0)
         for i, token in enumerate(rows):
@@ -221,9 +221,8 @@ class FakeRunner:
         assert min(token_ids) >= 0, "a token that nobody knows"
         assert self.poison not in token_ids, "a poisoned token"
         table = self.tables.setdefault(chunk.slot, [])
-        if chunk.reset:
-            table.clear()
-        table.extend(chunk.pages)
+        assert len(table) >= chunk.num_kept
+        table[chunk.num_kept :] = chunk.pages
         assert len(set(table)) == len(table)
         end = chunk.start + len(token_ids)
         where = (np.array(table)[:, None] * self.page_size + np.arange(self.page_size)).ravel()[:end]
@@ -280,25 +279,23 @@ class FakeSampler:
     def remove(self, slot: int) -> None:
         self.slots.pop(slot, None)
 
-    def launch(self, logits: torch.Tensor, slots: list[int]) -> "FakePending":
-        assert logits.shape[0] == len(slots) and {slot for slot in slots if slot >= 0} <= set(self.slots)
+    def launch(self, logits: torch.Tensor, slots: np.ndarray) -> "FakePending":
+        assert logits.shape[0] == len(slots) and set(slots[slots >= 0].tolist()) <= set(self.slots)
         if self.broken:
             raise RuntimeError("the sampler is broken")
         choke = Failure("invalid", "the sampler chokes", "regex")
-        sampled = []
-        for slot, token in zip(slots, logits.argmax(1).tolist(), strict=True):
-            if slot >= 0:
-                self.last_tokens[slot] = token
-                choked = self.slots[slot][0] == self.choke
-                sampled.append(Sampled(-1, failure=choke) if choked else Sampled(token))
-        return FakePending(sampled)
+        wanted = np.flatnonzero(slots >= 0)
+        slots, tokens = slots[wanted], logits.argmax(1).numpy()[wanted]
+        self.last_tokens[slots] = torch.from_numpy(tokens)
+        choked = {i: choke for i, slot in enumerate(slots.tolist()) if self.slots[slot][0] == self.choke}
+        return FakePending(SampledTokens(tokens, {}, choked, []))
 
 
 class FakePending:
-    def __init__(self, sampled: list[Sampled]) -> None:
+    def __init__(self, sampled: SampledTokens) -> None:
         self.sampled = sampled
 
-    def result(self) -> list[Sampled]:
+    def result(self) -> SampledTokens:
         return self.sampled
 
 

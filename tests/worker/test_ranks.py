@@ -139,7 +139,7 @@ def pair(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
 
 
 def plan(step: int, token: int = 5) -> Plan:
-    return Plan(step, [Chunk(0, step, [token], [0] if step == 0 else [], step == 0, 1)])
+    return Plan.of(step, [Chunk(0, step, [token], min(step, 1), [0] if step == 0 else [], 1)])
 
 
 def test_a_rank_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_in_a_step(pair: Callable[..., Pair], monkeypatch: pyt
 def test_a_leader_that_fails_in_a_step(pair: Callable[..., Pair]) -> None:
     one = pair()
     leader = one.start()
-    wrong = Plan(0, [Chunk(0, 0, [5] * 40, [0], True, 1)])  # 40 tokens in one page: no rank can run that
+    wrong = Plan.of(0, [Chunk(0, 0, [5] * 40, 0, [0], 1)])  # 40 tokens in one page: no rank can run that
     with pytest.raises(RankLost, match=r"^rank [01]: ValueError: slot 0"):
         leader.forward(wrong)
     assert one.ended.exception(ENDS_S) is not None

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from worker.draw import uniform
 from worker.grammar import GrammarError
 from worker.logprobs import prompt_logprobs
-from worker.messages import SamplingParams
-from worker.sampling import Sampled, Sampler
+from worker.messages import Failure, SamplingParams, TokenLogprobs
+from worker.sampling import Sampler
 
 VOCAB = 97
 EOS = (3, 5)
@@ -61,10 +62,24 @@ def free(**kwargs) -> SamplingParams:
     return SamplingParams(max_tokens=100, **kwargs)
 
 
-def one(params: SamplingParams, logits: torch.Tensor, *, prompt=(), output=(), grammar=None) -> Sampled:
+class Got(NamedTuple):
+    """What one row got."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    failure: Failure | None
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> list[Got]:
+    sampled = sampler.launch(logits, np.array(slots)).result()
+    token_ids = [-1 if i in sampled.failures else token_id for i, token_id in enumerate(sampled.token_ids.tolist())]
+    return [Got(token_id, sampled.logprobs.get(i), sampled.failures.get(i)) for i, token_id in enumerate(token_ids)]
+
+
+def one(params: SamplingParams, logits: torch.Tensor, *, prompt=(), output=(), grammar=None) -> Got:
     sampler = Sampler(1, len(logits), "cpu")
     sampler.add(0, params, list(prompt), list(output), EOS, grammar)
-    return sampler.launch(logits[None], [0]).result()[0]
+    return sample(sampler, logits[None], [0])[0]
 
 
 def adjusted_slowly(logits: torch.Tensor, p: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -125,7 +140,7 @@ def test_every_row_is_as_by_the_slow_version_and_alone(batch, seed):
     slots = random.Random(seed).sample(range(8), len(batch))
     for slot, (p, prompt, output) in zip(slots, batch, strict=True):
         sampler.add(slot, p, prompt, output, EOS, None)
-    sampled = sampler.launch(logits, slots).result()
+    sampled = sample(sampler, logits, slots)
     assert torch.equal(logits, before)
     for got, row, (p, prompt, output) in zip(sampled, logits, batch, strict=True):
         assert got.failure is None
@@ -142,7 +157,7 @@ def test_every_row_is_as_by_the_slow_version_and_alone(batch, seed):
         check_logprobs(got, row, p.logprobs)
 
 
-def check_logprobs(got: Sampled, logits: torch.Tensor, k: int | None) -> None:
+def check_logprobs(got: Got, logits: torch.Tensor, k: int | None) -> None:
     if k is None:
         assert got.logprobs is None
         return
@@ -163,7 +178,7 @@ def test_a_greedy_batch_is_argmax_and_ties_go_to_the_first():
     for slot in range(16):
         sampler.add(slot, greedy(), [1], [], EOS, None)
     order = list(reversed(range(16)))
-    assert [s.token_id for s in sampler.launch(logits, order).result()] == logits.argmax(1).tolist()
+    assert [s.token_id for s in sample(sampler, logits, order)] == logits.argmax(1).tolist()
 
 
 def test_a_temperature_of_almost_nothing_is_greedy():
@@ -183,7 +198,7 @@ def run(sampler: Sampler, slot: int, logits: list[torch.Tensor], others: list[in
         place = step % (len(others) + 1)
         batch = torch.cat([noise[:place], row[None], noise[place:]])
         slots = [*others[:place], slot, *others[place:]]
-        out.append(sampler.launch(batch, slots).result()[place].token_id)
+        out.append(sample(sampler, batch, slots)[place].token_id)
     return out
 
 
@@ -219,7 +234,7 @@ def test_without_a_seed_two_requests_differ():
     for _ in range(4):
         sampler = Sampler(1, VOCAB, "cpu")
         sampler.add(0, free(), [], [], EOS, None)
-        texts.add(tuple(sampler.launch(logits, [0]).result()[0].token_id for _ in range(10)))
+        texts.add(tuple(sample(sampler, logits, [0])[0].token_id for _ in range(10)))
     assert len(texts) == 4
 
 
@@ -230,7 +245,7 @@ def test_frequencies_follow_the_temperature():
         sampler = Sampler(n, vocab, "cpu")
         for slot in range(n):
             sampler.add(slot, free(temperature=temperature, seed=slot), [], [], (), None)
-        sampled = sampler.launch(logits.repeat(n, 1), list(range(n))).result()
+        sampled = sample(sampler, logits.repeat(n, 1), list(range(n)))
         counts = np.bincount([s.token_id for s in sampled], minlength=vocab)
         expected = (logits.double() / temperature).softmax(0).numpy() * n
         assert ((counts - expected) ** 2 / expected).sum() < 29.9  # 7 degrees of freedom, 99.99th percentile
@@ -244,7 +259,7 @@ def test_end_tokens_wait_for_min_tokens():
     logits[3], logits[7], logits[11] = 9.0, 8.0, 1.0
     sampler = Sampler(1, VOCAB, "cpu")
     sampler.add(0, greedy(min_tokens=3, stop_token_ids=(7,)), [], [50], EOS, None)  # one is there already
-    assert [sampler.launch(logits[None], [0]).result()[0].token_id for _ in range(3)] == [11, 11, 3]
+    assert [sample(sampler, logits[None], [0])[0].token_id for _ in range(3)] == [11, 11, 3]
 
 
 def test_min_tokens_where_every_token_ends_still_gives_one():
@@ -279,10 +294,10 @@ def test_penalties_look_at_what_was_sampled_meanwhile():
     logits[10], logits[11] = 1.0, 0.5
     sampler = Sampler(1, VOCAB, "cpu")
     sampler.add(0, greedy(frequency_penalty=0.4), [10] * 9, [], EOS, None)  # prompts do not count
-    assert [sampler.launch(logits[None], [0]).result()[0].token_id for _ in range(4)] == [10, 10, 11, 10]
+    assert [sample(sampler, logits[None], [0])[0].token_id for _ in range(4)] == [10, 10, 11, 10]
     sampler.remove(0)
     sampler.add(0, greedy(repetition_penalty=3.0), [10], [], EOS, None)  # these do
-    assert [sampler.launch(logits[None], [0]).result()[0].token_id for _ in range(2)] == [11, 10]
+    assert [sample(sampler, logits[None], [0])[0].token_id for _ in range(2)] == [11, 10]
 
 
 def test_a_repetition_penalty_lowers_positive_and_negative_logits():
@@ -306,7 +321,7 @@ def test_a_grammar_holds_its_row_and_no_other():
     sampler.add(1, greedy(), [], [], EOS, None)
     out = []
     while not grammar.terminated:
-        sampled = sampler.launch(logits, [0, 2, 1]).result()
+        sampled = sample(sampler, logits, [0, 2, 1])
         assert [sampled[0].token_id, sampled[2].token_id] == logits[[0, 2]].argmax(1).tolist()
         out.append(sampled[1].token_id)
     assert tuple(out[:-1]) in grammar.words
@@ -340,7 +355,7 @@ def test_a_grammar_at_a_dead_end_fails_its_row_alone():
     grammar = WordGrammar((40, 41))
     sampler.add(1, free(), [], [40], EOS, grammar)
     grammar.words = ()
-    good, bad = sampler.launch(logits, [0, 1]).result()
+    good, bad = sample(sampler, logits, [0, 1])
     assert good.token_id == logits[0].argmax().item()
     assert (bad.token_id, bad.failure.kind, bad.failure.param) == (-1, "invalid", "choice")
 
@@ -357,7 +372,7 @@ def test_logits_that_are_no_numbers_fail_their_row_alone(wrong, p):
     sampler = Sampler(3, VOCAB, "cpu")
     for slot in range(3):
         sampler.add(slot, p, [], [], EOS, None)
-    sampled = sampler.launch(logits, [0, 1, 2]).result()
+    sampled = sample(sampler, logits, [0, 1, 2])
     assert sampled[1].failure.kind == "internal"
     assert sampled[1].token_id == -1 and sampled[1].logprobs is None
     assert sampled[0].failure is None and sampled[2].failure is None
@@ -387,7 +402,7 @@ def test_slots_are_taken_once_and_ids_must_exist():
     with pytest.raises(ValueError, match="outside the vocabulary"):
         sampler.add(1, greedy(min_tokens=1, stop_token_ids=(-1,)), [], [], EOS, None)
     with pytest.raises(ValueError, match="free"):
-        sampler.launch(torch.zeros(1, VOCAB), [1]).result()
+        sample(sampler, torch.zeros(1, VOCAB), [1])
     sampler.remove(0)
     sampler.remove(0)
     sampler.add(0, greedy(), [], [], EOS, None)

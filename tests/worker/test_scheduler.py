@@ -2,17 +2,20 @@
 
 import random
 from collections import defaultdict
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix.pages import PagePool
 from radix.tree import Tree
+from worker.batch import Step
 from worker.config import WorkerConfig
 from worker.messages import Generate, Output, SamplingParams
 from worker.plan import PENDING, Plan
+from worker.sampling import SampledTokens
 from worker.scheduler import Scheduler
 
 
@@ -23,8 +26,9 @@ class Driver:
     def __init__(self, runner, *, eos: tuple[int, ...] = (), overlap: bool = False, **config) -> None:
         self.runner = runner
         self.overlap = overlap
-        self.flight: tuple[Plan, dict] | None = None
+        self.flight: tuple[Step, np.ndarray, SampledTokens] | None = None
         self.now_s = 0.0
+        self.complete: list[int] = []  # of the next step's rows, those whose grammar is complete with their token
         self.config = WorkerConfig(page_size=runner.page_size, **config)
         self.tree = Tree(runner.page_size, PagePool(runner.num_pages, runner.page_size))
         self.scheduler = Scheduler(
@@ -42,34 +46,31 @@ class Driver:
         return self.scheduler.add(Generate(request_id=request_id, prompt_ids=prompt, sampling=sampling, **fields))
 
     def step(self) -> Plan | None:
-        plan = self.scheduler.schedule()
-        if plan is None:
+        step = self.scheduler.schedule()
+        if step is None:
             self.land()
         else:
-            assert 0 < plan.num_tokens <= self.config.token_budget
-            rows = self.runner.forward(plan).argmax(1).tolist()
+            assert 0 < step.plan.num_tokens <= self.config.token_budget
+            rows = self.runner.forward(step.plan).argmax(1)
             self.land()
-            self.flight = plan, self.sample(plan, rows)
+            self.flight = step, *self.sample(step, rows)
             if not self.overlap:
                 self.land()
         self.collect()
-        return plan
+        return step.plan if step is not None else None
 
-    def sample(self, plan: Plan, rows: list[int]) -> dict:
-        sampled, end = {}, 0
-        for chunk in plan.chunks:
-            end += chunk.num_logits
-            seq = self.scheduler.sequence(chunk.slot)
-            if seq is not None and seq.num_computed == seq.tokens.size:
-                sampled[chunk.slot] = SimpleNamespace(token_id=rows[end - 1], logprobs=None, failure=None)
-                self.runner.last_tokens[chunk.slot] = rows[end - 1]
-        return sampled
+    def sample(self, step: Step, rows: torch.Tensor) -> tuple[np.ndarray, SampledTokens]:
+        chosen = np.flatnonzero(step.gives & ~step.gone)
+        tokens = rows[np.cumsum(step.plan.num_logits)[chosen] - 1]
+        self.runner.last_tokens[step.plan.slots[chosen]] = tokens
+        complete, self.complete = self.complete, []
+        return chosen, SampledTokens(tokens.numpy(), {}, {}, complete)
 
     def land(self) -> None:
         if self.flight is not None:
-            plan, sampled = self.flight
+            step, chosen, sampled = self.flight
             self.flight = None
-            self.scheduler.update(plan, sampled, {})
+            self.scheduler.update(step, chosen, sampled, {})
 
     def collect(self) -> None:
         for output in self.scheduler.take_outputs():
@@ -214,7 +215,7 @@ def test_grammar_that_is_complete_ends_it(drive):
     d.add("a", prompt(8))
     d.step()
     d.land()
-    d.scheduler.sequence(0).grammar = SimpleNamespace(terminated=True)
+    d.complete = [0]
     d.run()
     assert d.reason("a") == "stop" and len(d.tokens("a")) == 2
     assert d.outputs["a"][-1].stop_token_id == d.tokens("a")[-1]
@@ -456,8 +457,9 @@ def test_under_pressure_few_are_preempted_and_few_pages_lie_idle(drive, known):
     held, steps = 0, 0
     while d.scheduler.has_work or d.flight:
         for seq in d.scheduler._running:
-            if not known and seq.tokens.size - seq.num_prompt >= lengths[seq.request_id] - 1:
+            if not known and seq.num_known - seq.num_prompt >= lengths[seq.request_id] - 1:
                 seq.stop_ids = frozenset(range(50))  # whatever comes next is its end
+                d.scheduler._num_stopped_by[:] = 1000
         d.step()
         if len(d.scheduler._waiting):
             held += d.runner.num_pages - d.scheduler.holdings.num_available
@@ -474,7 +476,7 @@ def test_resumes_from_what_is_still_cached(drive, crowded):
     plans = d.run()
     assert d.scheduler.load().preemptions > 0
     assert d.outputs["b"][0].cached_tokens == 0
-    resets = [c for plan in plans for c in plan.chunks if c.reset and c.start > 0]
+    resets = [c for plan in plans for c in plan.chunks if c.num_kept == 0 and c.start > 0]
     assert resets, "nothing was resumed from the cache"
 
 
@@ -512,9 +514,9 @@ def test_failure_keeps_nothing_that_it_computed(drive):
     d.step()
     d.step()
     d.land()
-    plan = d.scheduler.schedule()
+    step = d.scheduler.schedule()
     d.scheduler.fail("a", "why")
-    assert plan is not None
+    assert step is not None
     d.scheduler.check_integrity()
     assert d.tree.num_cached * 4 == 28
     d.scheduler.take_outputs()

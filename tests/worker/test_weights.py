@@ -99,7 +99,7 @@ def test_random_weights_need_a_configuration_only(bare: Path) -> None:
     def logits(group: Group | None = None, **config: object) -> torch.Tensor:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 128, "load_format": "dummy", **config}
         runner = Runner(bare, WorkerConfig.model_validate(settings), group=group)
-        return runner.forward(Plan(0, [Chunk(0, 0, list(range(40, 80)), [2, 0, 5], True, 40)]))
+        return runner.forward(Plan.of(0, [Chunk(0, 0, list(range(40, 80)), 0, [2, 0, 5], 40)]))
 
     alone = logits()
     assert alone.isfinite().all() and 0.3 < alone.std() < 3

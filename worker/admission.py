@@ -1,0 +1,96 @@
+"""Which waiting sequence starts: while there are slots, tokens and pages, in the order of the queue."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from worker.batch import Batch
+from worker.config import WorkerConfig
+from worker.counts import Counts
+from worker.forecast import Forecast
+from worker.holdings import Holdings
+from worker.request import Sequence, pages_for
+from worker.waiting import WaitingQueue
+
+# A sequence that found no room tries again after so many steps even if nobody has come or gone.
+RETRY_STEPS = 16
+
+
+class Admission:
+    """The sequences without a slot, from their arrival or preemption until they start or are removed: those that wait
+    in the queue, and those whose grammar compiles."""
+
+    def __init__(self, config: WorkerConfig, holdings: Holdings, counts: Counts, clock: Callable[[], float]) -> None:
+        self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens)
+        self.held: dict[str, Sequence] = {}  # not ready: their grammar compiles
+        self.forecast = Forecast(holdings.page_size)
+        self._holdings = holdings
+        self._page_size = holdings.page_size
+        self._counts = counts
+        self._clock = clock
+        self._num_changes = 0  # how often somebody came or went
+        self._blocked_at: tuple[int, ...] | None = None  # when a waiting sequence last found no room
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self.held)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.queue
+        yield from self.held.values()
+
+    def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
+        """With `ready` False it is not started until `release`."""
+        self._num_changes += 1
+        if ready:
+            self.queue.add(seq, step)
+        else:
+            self.held[seq.request_id] = seq
+
+    def release(self, request_id: str, step: int) -> Sequence:
+        seq = self.held.pop(request_id)
+        self.add(seq, step)
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        self._num_changes += 1
+        if self.held.pop(seq.request_id, None) is None:
+            self.queue.remove(seq)
+
+    def vacated(self) -> None:
+        """A running sequence has given up its slot and pages."""
+        self._num_changes += 1
+
+    def starting(self, running: list[Sequence], rows: np.ndarray, batch: Batch, step: int) -> Iterator[Sequence]:
+        """Sequences that start beside those that run, whose rows in the counts are `rows`: each holds what is cached of
+        it, and is to be given a slot and its first chunk before the next one is asked for. One that does not fit holds
+        up those behind it, or a long prompt would wait forever; one whose prefix is being computed does not."""
+        comings = self._num_changes, step // RETRY_STEPS
+        if self._blocked_at == comings:
+            return
+        counts = self._counts
+        growth = -(-(counts.limit[rows] - 1) // self._page_size) - counts.pages[rows]
+        self.forecast.begin(running, int(np.maximum(growth, 0).sum()))
+        for seq in self.queue.in_order(step, self._clock()):
+            if batch.tokens_left <= 0:
+                return
+            if batch.computes_prefix_of(seq):
+                continue  # even one that starves, since it has less to compute then, and is next
+            if not self._open(seq, bool(running)):
+                self._blocked_at = comings
+                return
+            self.queue.remove(seq)
+            yield seq
+            self.forecast.start(seq)
+
+    def _open(self, seq: Sequence, others_run: bool) -> bool:
+        """Begins to hold what is cached of a sequence, if there are pages for all the tokens that it has now beside
+        what it and the running ones are going to need."""
+        available = self._holdings.num_available
+        least = pages_for(seq.num_tokens, self._page_size) - pages_for(seq.cached_estimate, self._page_size)
+        if others_run and least > available:
+            return False  # without asking the tree
+        self._holdings.open(seq)
+        if self.forecast.has_room(seq, self._holdings.num_available):
+            return True
+        self._holdings.close(seq, keep=False)
+        return False
