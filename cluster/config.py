@@ -29,7 +29,7 @@ class Config(WorkerConfig, RouterConfig):
         "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a hub id"
     )
     replicas: int = Field(2, ge=1, description="copies of the model, each with a cache of its own")
-    routers: int = Field(1, ge=1, description="HTTP processes in front of the replicas")
+    routers: int = Field(1, ge=1, description="HTTP processes in front of the replicas, sharing one port")
     host: str = Field(
         "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every network interface"
     )
@@ -54,7 +54,9 @@ class Config(WorkerConfig, RouterConfig):
     )
     cpus_per_router: float = Field(1.0, gt=0, description="Ray CPUs that one router asks for")
     health_check_period_s: float = Field(
-        0.5, ge=0.1, description="seconds between health checks of a replica; it is replaced after three that fail"
+        0.5,
+        ge=0.1,
+        description="seconds between health checks of a replica or a router; it is replaced after three that fail",
     )
     start_timeout_s: float = Field(
         600.0, gt=0, description="longest time that `shoal serve` waits until the server can answer, in seconds"

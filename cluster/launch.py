@@ -17,6 +17,7 @@ from types import FrameType
 
 import ray
 from ray import serve as ray_serve
+from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 from rich.console import Console
@@ -73,6 +74,7 @@ class _Launch:
 
     def start(self) -> None:
         """Returns when the server can answer. Raises LaunchError, ModelError, PortTaken, OSError."""
+        local.check_port(self._config.host, self._config.port)
         if self._config.address is None:
             self._start_ray()
         else:
@@ -118,7 +120,6 @@ class _Launch:
     # ------------------------------------------------------------ the steps of a start
 
     def _start_ray(self) -> None:
-        local.check_port(self._config.host, self._config.port)
         has_weights = self._config.load_format != "dummy"
         # No live line yet: a download has its own.
         resolve(self._config.model, progress=self._print, weights=has_weights)
@@ -147,17 +148,12 @@ class _Launch:
         if self._config.device == "cuda" and not ray.cluster_resources().get("GPU"):
             self._print("no GPU in the cluster yet: the replicas wait for one")
         self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
-        options = {"host": self._config.host, "port": self._config.port}
         ray_serve.start(
-            http_options=options, logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING")
+            proxy_location=ProxyLocation.Disabled,  # the routers listen
+            logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         )
-        client = get_global_client()
-        assert client is not None, "started above"
-        there = client.http_config
-        if (there.host, there.port) != (self._config.host, self._config.port):
-            raise LaunchError(f"Ray Serve listens on {there.host}:{there.port} there: set host and port to these")
         self._deployed = True
-        targets = [ray_serve.RunTarget(application(self._config), name=APP, route_prefix="/")]
+        targets = [ray_serve.RunTarget(application(self._config, _this_node()), name=APP, route_prefix=None)]
         ray_serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def _wait(self) -> None:
@@ -207,6 +203,12 @@ class _Launch:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _this_node() -> str:
+    """The address of this machine, as Ray knows it."""
+    mine = ray.get_runtime_context().get_node_id()
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == mine)
 
 
 def _overview() -> ApplicationStatusOverview | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ import ray
 
 from cluster.config import Config
 from cluster.replica import CONTROL_CPUS, rank_resources
+from router.listener import bind
 
 OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it
 MEMORY_BYTES = 1 << 30  # a label that nothing asks for; what Ray would measure is wrong on some machines
@@ -46,15 +48,12 @@ def fit(config: Config) -> Config:
 
 def check_port(host: str, port: int) -> None:
     """Raises PortTaken, or OSError if `host` is none of this machine's addresses."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno != 98:  # EADDRINUSE
-                raise
-            raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
+    try:
+        bind(host, port, shared=False).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
 
 
 def check_address(address: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as _as_serve_does
 
-from cluster.app import build, model_name, settle
+from cluster.app import ListeningRouter, Router, application, build, model_name, settle
 from cluster.config import Config, ConfigError, load
 from cluster.replica import CONTROL_CPUS, bundles
 
@@ -65,3 +65,12 @@ def test_serve_builds_it_from_the_keys_of_the_configuration(monkeypatch: pytest.
     assert router._bound_deployment.num_replicas == 2
     with pytest.raises(ConfigError, match="did you mean replicas"):
         _as_serve_does(build, {"replica": 3})
+
+
+def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere() -> None:
+    config, _ = settle(load(overrides={"cpus_per_router": 2}), gpus=0)
+    here, anywhere = (application(config, node)._bound_deployment for node in ("10.0.0.7", None))
+    assert (here.func_or_class, anywhere.func_or_class) == (ListeningRouter, Router)
+    assert here.name == anywhere.name == "Router"
+    assert here.ray_actor_options == {"num_cpus": 2.0, "resources": {"node:10.0.0.7": 0.001}}
+    assert anywhere.ray_actor_options == {"num_cpus": 2.0}

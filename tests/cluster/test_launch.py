@@ -83,7 +83,8 @@ def running(*arguments: str) -> Iterator[Server]:
 
 @pytest.mark.timeout(START_S)
 def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: int) -> None:
-    with running("--model", str(tiny_model), "--port", str(free_port), "--replicas", "1") as server:
+    arguments = ("--port", str(free_port), "--replicas", "1", "--routers", "2")
+    with running("--model", str(tiny_model), *arguments) as server:
         url = server.wait_for("^Shoal serves tiny-llama at ").split()[-1]
         assert url == f"http://127.0.0.1:{free_port}/v1"
         curl = server.wait_for("^ *curl ")
@@ -93,8 +94,14 @@ def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: 
         assert '"chat.completion"' in answer.stdout
         assert httpx.get(f"http://127.0.0.1:{free_port}/ready").status_code == 200
         family = server.family()
-        names = " ".join(" ".join(process.cmdline()) for process in family)
-        assert "gcs_server" in names and "Rank" in names
+        names = [" ".join(process.cmdline()) for process in family]
+        assert any("gcs_server" in name for name in names) and any("Rank" in name for name in names)
+        assert not any("ProxyActor" in name for name in names)  # the routers listen themselves
+        listeners = [process for process, name in zip(family, names, strict=True) if "shoal:Router" in name]
+        assert len(listeners) == 2
+        listeners[0].kill()
+        listeners[0].wait()
+        assert all(httpx.get(f"http://127.0.0.1:{free_port}/ready").status_code == 200 for _ in range(8))
 
         assert server.interrupt(signal.SIGINT) == 0
         assert [process for process in family if process.is_running()] == []
