@@ -114,6 +114,9 @@ class SharedPrefixes:
 class GraphAttention(AttentionBackend):
     """A backend whose `attend` may be captured in a CUDA graph, for batches of chunks of one token."""
 
+    shares_prefixes: bool
+    """Whether there is a layer for which sequences that begin alike could be read together."""
+
     @abstractmethod
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
         """Which chunks of a batch of chunks of one token had better read together what they share; None for none."""

@@ -88,6 +88,8 @@ class FlashInferAttention(GraphAttention):
     sequences, whose tables have up to `max_pages` pages together. Raises ImportError without FlashInfer.
     """
 
+    shares_prefixes = True
+
     def __init__(self, kv: torch.Tensor, shape: AttentionShape, max_graph: int, max_pages: int) -> None:
         from flashinfer.jit.attention import gen_batch_prefill_module
         from flashinfer.utils import is_sm90a_supported

@@ -12,8 +12,12 @@ import triton.language as tl
 from kernels.attention import AttentionShape
 from kernels.ranges import FIELDS
 
+# Programs for each multiprocessor that work is cut into. More of them end closer together, and leave more parts.
+PROGRAMS = 4
 # Heads that one program of `merge` merges.
 _MERGED_HEADS = 8
+# Bytes of a tile of keys, or of values: with some of them on their way, two programs fit a multiprocessor.
+_TILE_BYTES = 16 << 10
 
 
 class Tile(NamedTuple):
@@ -24,6 +28,14 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+
+def tile_for(shape: AttentionShape, dtype: torch.dtype, queries: int) -> Tile:
+    """For items of about so many queries. A tile has those of one token at least."""
+    group = shape.num_heads // shape.num_kv_heads
+    rows = max(16, triton.next_power_of_2(group), min(64, triton.next_power_of_2(queries * group)))
+    keys = _TILE_BYTES // (triton.next_power_of_2(shape.head_dim) * dtype.itemsize)
+    return Tile(rows, min(max(keys, 16), 64), 4, 2 if dtype == torch.float32 else 3)
 
 
 class Parts(NamedTuple):
@@ -59,7 +71,7 @@ def attend(
     position, and no further back than `window`; without, all of the range.
     """
     block = max(16, triton.next_power_of_2(shape.head_dim))
-    _attend[(shape.num_kv_heads, len(items))](
+    _attend[(shape.num_kv_heads * len(items),)](
         q,
         kv[0],
         kv[1],
@@ -145,8 +157,9 @@ def _attend(
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     LOG2_E: tl.constexpr = 1.4426950408889634
-    head = tl.program_id(0)
-    item = items + tl.program_id(1) * FIELDS
+    # Heads of an item are neighbours in memory too.
+    head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * FIELDS
     count = tl.load(item + 1)
     if count == 0:
         return

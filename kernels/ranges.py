@@ -42,9 +42,9 @@ def cut(blocks: Blocks, most: int, step: int) -> tuple[np.ndarray, np.ndarray]:
 def items(
     blocks: Blocks, counts: np.ndarray, sizes: np.ndarray, before: np.ndarray, is_whole: np.ndarray
 ) -> np.ndarray:
-    """One item for each range: int32 `[num_items, FIELDS]`, the fields of `Blocks` in their order, but keys are the
-    range's, and then which part of its queries it is, -1 if it is all of them. `before` are the parts that the block's
-    queries have from elsewhere; `is_whole` is where there is one part alone. Both `[num_blocks]`.
+    """One item for each range, the longest first: int32 `[num_items, FIELDS]`, the fields of `Blocks` in their order,
+    but keys are the range's, and then which part of its queries it is, -1 if it is all of them. `before` are the parts
+    that the block's queries have from elsewhere; `is_whole` is where there is one part alone. Both `[num_blocks]`.
     """
     block = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -53,7 +53,7 @@ def items(
     made[:, 0], made[:, 1], made[:, 2] = blocks.firsts[block], blocks.counts[block], blocks.pages[block]
     made[:, 3], made[:, 4] = first, np.minimum(first + sizes[block], blocks.last_keys[block])
     made[:, 5], made[:, 6] = blocks.positions[block], np.where(is_whole[block], -1, before[block] + index)
-    return made
+    return made[np.argsort(made[:, 3] - made[:, 4], kind="stable")]
 
 
 def slots(parts: np.ndarray) -> np.ndarray:

@@ -8,19 +8,8 @@ import torch
 
 from kernels import range_attention, ranges
 from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
-from kernels.range_attention import Parts, Tile
+from kernels.range_attention import PROGRAMS, Parts
 from kernels.transfer import StaticArrays
-
-# Programs for each multiprocessor that prefixes are cut into. More of them end closer together, and leave more parts.
-_PROGRAMS = 4
-
-
-def tile_for(shape: AttentionShape, dtype: torch.dtype) -> Tile:
-    """Measured on an H200 with the shapes of Llama-3.1-8B. The products of float32 are not for tensor cores: a smaller
-    tile of queries then wastes less of them."""
-    if dtype == torch.float32:
-        return Tile(max(16, 1 << (shape.num_heads // shape.num_kv_heads - 1).bit_length()), 32, 4, 2)
-    return Tile(64, 64, 4, 3)
 
 
 class SharedAttention:
@@ -31,9 +20,9 @@ class SharedAttention:
         self, device: torch.device, dtype: torch.dtype, shape: AttentionShape, max_sequences: int, max_pages: int
     ) -> None:
         self.shape = shape
-        self.tile = tile_for(shape, dtype)
+        self.tile = range_attention.tile_for(shape, dtype, 16)
         self._tokens = max(1, self.tile.rows * shape.num_kv_heads // shape.num_heads)
-        programs = _PROGRAMS * multiprocessors(device)
+        programs = PROGRAMS * multiprocessors(device)
         self._most = -(-programs // shape.num_kv_heads)
         self.most_parts = max_sequences + self._tokens * self._most
         """Parts that prefixes leave at most."""

@@ -164,8 +164,11 @@ class Runner:
             return flashinfer_attention.FlashInferAttention(
                 kv, shape, self._max_running, self._max_running * pages_per_row
             )
-        logger.info("FlashInfer has no attention for this model in %s: running PyTorch's, without graphs", self.dtype)
-        return TorchAttention(kv, shape)
+        # Imported only on a GPU: a machine without one does without Triton.
+        from kernels.triton_attention import TritonAttention
+
+        logger.info("FlashInfer has no attention for this model in %s: running Triton's", self.dtype)
+        return TritonAttention(kv, shape, self._max_running, self._max_running * pages_per_row)
 
     def _context_length(self, config: WorkerConfig) -> int:
         own, held = self.config.context_length, self.num_pages * self.page_size

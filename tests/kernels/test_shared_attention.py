@@ -11,7 +11,7 @@ from kernels.reference import ReferenceAttention, attend_keys
 
 pytest.importorskip("triton")
 
-from kernels import shared_attention
+from kernels import range_attention
 from kernels.range_attention import Tile, merge
 from kernels.shared_attention import SharedAttention
 
@@ -76,7 +76,7 @@ def test_same_as_reference(
     """In tiles of fewer queries and keys than a group has; both as a step and as a graph would have it."""
     monkeypatch.setattr(prefixes, "_STARTS_BYTES", 0)
     monkeypatch.setattr(prefixes, "_FLOAT32_BYTES", 0)
-    monkeypatch.setattr(shared_attention, "tile_for", lambda shape, dtype: Tile(16, 16, 4, 2))
+    monkeypatch.setattr(range_attention, "tile_for", lambda shape, dtype, queries: Tile(16, 16, 4, 2))
     shape = AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, (None,))
     batch, num_pages = grouped(GROUPS, page_size)
     n = len(batch.rows)

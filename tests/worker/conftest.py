@@ -2,6 +2,7 @@
 generates with a Runner; and a fake runner whose answers are a hash, for everything that needs no model."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,10 @@ from worker.parallel import Group
 from worker.plan import PENDING, Chunk, Plan
 from worker.runner import Runner
 from worker.sampling import SampledTokens
+
+if not torch.cuda.is_available():
+    # As in tests/kernels: before anything imports a kernel of Triton's.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 COMMON = {
     "vocab_size": 131,
