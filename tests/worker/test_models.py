@@ -68,9 +68,9 @@ def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Call
         firsts, seconds = [], []
         for slot, (prompt, cut, *counts) in enumerate(zip(batch, cuts, first, second, strict=True)):
             own = [next(pages) for _ in range(10)]
-            firsts.append(Chunk(slot, 0, prompt[:cut], own, True, counts[0]))
-            seconds.append(Chunk(slot, cut, prompt[cut:], [], False, counts[1]))
-        rows = [*runner.forward(Plan(0, firsts)).split(first), *runner.forward(Plan(1, seconds)).split(second)]
+            firsts.append(Chunk(slot, 0, prompt[:cut], 0, own, counts[0]))
+            seconds.append(Chunk(slot, cut, prompt[cut:], 10, [], counts[1]))
+        rows = [*runner.forward(Plan.of(0, firsts)).split(first), *runner.forward(Plan.of(1, seconds)).split(second)]
         return [part[-1:] for part in rows]
 
     every = last_logits(list(cuts), [20, 8, 1, 1])
