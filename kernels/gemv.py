@@ -25,11 +25,11 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def _tile(rows: int, columns: int) -> _Tile:
+def _tile(rows: int, columns: int, itemsize: int) -> _Tile:
     """Enough programs for a few on each multiprocessor, each with several independent 16-byte loads a thread. Measured
     on an H200 with the shapes of Llama-3.1-8B and Qwen3-0.6B, in bfloat16."""
     height = 4 if rows >= 4096 else 2
-    width = 512 if rows == 4096 else 1024
+    width = (512 if rows == 4096 else 1024) * (2 if itemsize == 1 else 1)
     return _Tile(height, min(triton.next_power_of_2(columns), width), 4)
 
 
@@ -37,6 +37,7 @@ def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     *,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -46,16 +47,17 @@ def gemv(
     """`x @ weight.T + bias + residual` for x `[1, in]` and a contiguous weight `[out, in]`; returns `[1, out]`.
 
     x is first normalised by its root mean square and multiplied by `norm` (`[in]`) if that is given. The result is in
-    `out`, of any float dtype, or in a new tensor of x's.
+    `out`, of any float dtype, or in a new tensor of x's. A weight in 8 bits has `scales`, float32 `[out, 1]`.
     """
     rows, columns = weight.shape
     if out is None:
         out = x.new_empty(1, rows)
-    tile = _tile(rows, columns)
+    tile = _tile(rows, columns, weight.itemsize)
     _gemv[(triton.cdiv(rows, tile.rows),)](
         x,
         weight,
         x if bias is None else bias,
+        x if scales is None else scales,
         x if norm is None else norm,
         x if residual is None else residual,
         out,
@@ -64,6 +66,7 @@ def gemv(
         eps,
         norm is not None,
         bias is not None,
+        scales is not None,
         residual is not None,
         tile.rows,
         tile.columns,
@@ -77,6 +80,7 @@ def gated_gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     *,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -85,12 +89,13 @@ def gated_gemv(
     """`gemv` with a weight `[2 * out, in]` of gates and then ups, and the gated activation after it: `[1, out]`."""
     rows, columns = weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(1, rows)
-    tile = _tile(2 * rows, columns)
+    tile = _tile(2 * rows, columns, weight.itemsize)
     height = max(1, tile.rows // 2)
     _gated_gemv[(triton.cdiv(rows, height),)](
         x,
         weight,
         x if bias is None else bias,
+        x if scales is None else scales,
         x if norm is None else norm,
         out,
         rows,
@@ -99,6 +104,7 @@ def gated_gemv(
         gelu,
         norm is not None,
         bias is not None,
+        scales is not None,
         height,
         tile.columns,
         num_warps=tile.warps,
@@ -112,6 +118,7 @@ def _gemv(
     x,
     weight,
     bias,
+    scales,
     norm,
     residual,
     out,
@@ -120,6 +127,7 @@ def _gemv(
     eps,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -145,6 +153,8 @@ def _gemv(
         total += part.to(tl.float32) * value[None, :]
         at, part = ahead, next_part
     result = tl.sum(total, 1)
+    if SCALES:
+        result *= tl.load(scales + row, mask=row < rows, other=0.0)
     if NORM:
         result *= tl.math.rsqrt(tl.sum(squares) / columns + eps)
     if BIAS:
@@ -159,6 +169,7 @@ def _gated_gemv(
     x,
     weight,
     bias,
+    scales,
     norm,
     out,
     rows,
@@ -167,6 +178,7 @@ def _gated_gemv(
     GELU: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -196,6 +208,9 @@ def _gated_gemv(
         up += up_part.to(tl.float32) * value[None, :]
         at, gate_part, up_part = ahead, next_gate, next_up
     opened, lifted = tl.sum(gate, 1), tl.sum(up, 1)
+    if SCALES:
+        opened *= tl.load(scales + row, mask=row < rows, other=0.0)
+        lifted *= tl.load(scales + rows + row, mask=row < rows, other=0.0)
     if NORM:
         scale = tl.math.rsqrt(tl.sum(squares) / columns + eps)
         opened *= scale

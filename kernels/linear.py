@@ -14,6 +14,8 @@ class Linear:
     fast as `torch.nn.functional.linear` does on the plain one (float32 and bfloat16, AVX-512).
     """
 
+    scales: torch.Tensor | None = None  # those of `kernels.fp8_linear`
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.bias = bias
         self.is_packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()

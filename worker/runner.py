@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 GPU_MAX_RUNNING = 256
 GPU_TOKEN_BUDGET = 8192
 
+FP8_CAPABILITY = (8, 9)  # the first with matrix products in 8-bit floating point
+
 
 class Runner:
     """Runs plans. Its only state besides the KV pages is a page table a slot, kept as `worker.plan` says.
@@ -61,7 +63,9 @@ class Runner:
         self.vocab_size = self.config.vocab_size
         self.eos_token_ids = _eos_token_ids(model, hf.eos_token_id)
         self._max_running, self._token_budget = config.max_running, config.token_budget
-        parameters = load_weights(model, shard, self.device, self.dtype, config.load_format, progress)
+        parameters = load_weights(
+            model, shard, self.device, self.dtype, config.load_format, progress, config.quantization
+        )
         self.group.meet()  # one may be long behind with its part
         self.decoder = Decoder(self.config, parameters, self.group)
         self.last_tokens = torch.zeros(self._max_running, dtype=torch.int64, device=self.device)
@@ -190,12 +194,21 @@ def _show_capture(done: int, total: int) -> None:
 
 
 def place(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype, chosen where the configuration leaves it open. Raises ValueError if there is no such GPU."""
+    """Device and dtype, chosen where the configuration leaves it open. Raises ValueError if there is no such GPU, or
+    none that can do what is asked."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ValueError("device is cuda, but PyTorch finds no GPU: set device to cpu or auto")
     on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpu)
     name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    if config.quantization == "fp8" and on_gpu:
+        if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+            own = ".".join(map(str, capability))
+            raise ValueError(f"quantization is fp8, for GPUs from compute capability 8.9 on; this one has {own}")
+        if name == "float32":
+            raise ValueError(
+                "quantization is fp8, beside which a GPU does not compute in float32: set dtype to bfloat16"
+            )
     return torch.device("cuda" if on_gpu else "cpu"), getattr(torch, name)
 
 
@@ -211,12 +224,13 @@ def settled(config: WorkerConfig) -> WorkerConfig:
 
 def _say_place(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
+    in_8_bits = ", layers in fp8" if config.quantization == "fp8" else ""
     if device.type == "cuda":
         ranks = f" and {config.tp - 1} more" if config.tp > 1 else ""
-        logger.info("Running on %s%s in %s", torch.cuda.get_device_name(), ranks, name)
+        logger.info("Running on %s%s in %s%s", torch.cuda.get_device_name(), ranks, name, in_8_bits)
     else:
         found = "No GPU found: running" if config.device == "auto" else "Running"
-        logger.info("%s on the CPU in %s", found, name)
+        logger.info("%s on the CPU in %s%s", found, name, in_8_bits)
 
 
 def _eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
+from kernels.fp8_linear import Fp8Weight, quantize
 from worker.models.config import DecoderConfig
 from worker.models.decoder import parameter_shapes
 from worker.models.shard import Shard
 
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded, tensors in all) after each one."""
+
+Parameters = dict[str, torch.Tensor | Fp8Weight]
+"""By the names of `parameter_shapes`."""
+
+_QUANTIZED = ("qkv", "out", "gate_up", "down")  # matrices of the layers, of which nearly all of a model is made
 
 
 class _Place(NamedTuple):
@@ -45,17 +52,22 @@ def load_weights(
     dtype: torch.dtype,
     load_format: Literal["auto", "dummy"] = "auto",
     progress: Progress | None = None,
-) -> dict[str, torch.Tensor]:
+    quantization: Literal["fp8"] | None = None,
+) -> Parameters:
     """Parameters as `parameter_shapes(shard.config)` names them, from a folder of safetensors or from a `.gguf` file.
 
     Of safetensors a rank reads its own part, straight into `device`'s memory; a GGUF file, which transformers
     dequantises, is read as a whole by each. `dummy` reads nothing and makes the same random weights for any number of
-    ranks. Raises ValueError if a tensor is missing, unexpected or of the wrong shape.
+    ranks. With `quantization` the layers' matrices are made `Fp8Weight`s, each as soon as it is complete. Raises
+    ValueError if a tensor is missing, unexpected or of the wrong shape.
     """
     config = shard.whole
     places = _places(shard)
-    parameters = _allocate(shard.config, device, dtype)
+    shapes = parameter_shapes(shard.config)
+    parameters: dict[str, torch.Tensor] = {}
+    quantized: dict[str, Fp8Weight] = {}
     missing = set(places)
+    parts = Counter(place.parameter for place in places.values())
     for tensor in _tensors(model, places, config, device, dtype, load_format):
         if _is_ignored(tensor.name, config):
             continue
@@ -66,10 +78,17 @@ def load_weights(
             raise ValueError(
                 f"{model}: {tensor.name} has shape {tensor.shape}, but its configuration says {place.shape}"
             )
+        name = place.parameter
+        if name not in parameters:
+            make = torch.empty if shard.size == 1 else torch.zeros  # what pads a part is zero
+            parameters[name] = make(shapes[name], device=device, dtype=_dtype(config, name, dtype))
         if len(place.kept):
-            target = parameters[place.parameter].narrow(place.dim, place.first, len(place.kept))
+            target = parameters[name].narrow(place.dim, place.first, len(place.kept))
             target.copy_(tensor.read(place.dim, place.kept))
         missing.discard(tensor.name)
+        parts[name] -= 1
+        if quantization is not None and not parts[name] and name.rpartition(".")[2] in _QUANTIZED:
+            quantized[name] = Fp8Weight(*quantize(parameters.pop(name)))
         if progress is not None:
             progress(len(places) - len(missing), len(places))
     if missing:
@@ -81,15 +100,7 @@ def load_weights(
         for name in parameters:
             if _is_norm(name):
                 parameters[name] += 1
-    return parameters
-
-
-def _allocate(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    make = torch.empty if config.ranks == 1 else torch.zeros  # what pads a part is zero
-    return {
-        name: make(shape, device=device, dtype=_dtype(config, name, dtype))
-        for name, shape in parameter_shapes(config).items()
-    }
+    return {**parameters, **quantized}
 
 
 def _places(shard: Shard) -> dict[str, _Place]:

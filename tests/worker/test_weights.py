@@ -8,14 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.fp8_linear import Fp8Weight, quantize
+from kernels.linear import Linear
 from tests.worker.conftest import COMMON, together
+from worker import weights
 from worker.config import WorkerConfig
+from worker.models import decoder
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import parameter_shapes
 from worker.models.shard import Shard
 from worker.parallel import Group
 from worker.plan import Chunk, Plan
-from worker.runner import Runner
+from worker.runner import Runner, place
 from worker.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -154,3 +158,86 @@ def test_half_a_file(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_model("llama") / "config.json").read_text())
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors"):
         load(tmp_path)
+
+
+# ---------------------------------------------------------------- in 8 bits
+
+
+def in_8_bits(folder: Path, rank: int = 0, size: int = 1) -> weights.Parameters:
+    shard = Shard(decoder_config(read_config(folder)), rank, size)
+    return load_weights(folder, shard, CPU, torch.float32, "auto", quantization="fp8")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_matrices_of_layers_are_rounded(size: int, tiny_model: Callable[[str], Path]) -> None:
+    for rank in range(size):
+        whole, got = (
+            load(tiny_model("llama_biased_tied"), rank, size),
+            in_8_bits(tiny_model("llama_biased_tied"), rank, size),
+        )
+        assert got.keys() == whole.keys()
+        for name, value in got.items():
+            if name.rpartition(".")[2] in ("qkv", "out", "gate_up", "down"):
+                assert isinstance(value, Fp8Weight)
+                assert all(map(torch.equal, value, quantize(whole[name])))
+            else:
+                assert isinstance(value, torch.Tensor) and torch.equal(value, whole[name])
+
+
+def test_one_layer_at_a_time_is_there_twice(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[int] = []
+
+    def count(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        waiting.append(progress[-1])
+        return quantize(x)
+
+    progress = [0]
+    monkeypatch.setattr(weights, "quantize", count)
+    shard = Shard(decoder_config(read_config(tiny_model("llama"))))
+    load_weights(tiny_model("llama"), shard, CPU, torch.float32, "auto", lambda done, _: progress.append(done), "fp8")
+    assert len(waiting) == 4 * 4
+    assert all(done < 9 * (i // 4 + 1) + 2 for i, done in enumerate(waiting))  # a layer has nine tensors
+
+
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3"])
+def test_a_model_in_8_bits(name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.of(0, [Chunk(0, 0, list(range(4, 24)), 0, [0, 1], 20)])
+
+    def logits(**settings: object) -> torch.Tensor:
+        config = WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 64, **settings})
+        if config.tp == 1:
+            return Runner(tiny_model(name), config).forward(plan)
+        return together(config.tp, lambda group: Runner(tiny_model(name), config, group=group).forward(plan))[0]
+
+    class Rounded(Linear):
+        """Both sides are rounded as they come to a product in float32."""
+
+        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+            super().__init__(weight if len(weight) == 131 else rounded(weight), bias)
+            self.is_head = len(weight) == 131
+
+        def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            return super().__call__(x if self.is_head else rounded(x), out)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        values, scales = quantize(x)
+        return values.float() * scales
+
+    exact, got, parallel = logits(), logits(quantization="fp8"), logits(quantization="fp8", tp=2)
+    monkeypatch.setattr(decoder, "Linear", Rounded)
+    wanted = logits()
+    # Little differences move some elements to the next of the few values that there are.
+    assert (got - wanted).norm() < 0.03 * wanted.norm()
+    # Ranks have scales of their own.
+    assert all(0.005 < (one - exact).norm() / exact.norm() < 0.4 for one in (got, parallel))
+
+
+def test_gpus_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.9 on; this one has 8\.0"):
+        place(WorkerConfig(quantization="fp8"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert place(WorkerConfig(quantization="fp8"))[1] == torch.bfloat16
+    with pytest.raises(ValueError, match="set dtype to bfloat16"):
+        place(WorkerConfig(quantization="fp8", dtype="float32"))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.attention import AttentionBackend
+from kernels.fp8_linear import Fp8Linear, Fp8Weight
 from kernels.linear import Linear
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import Rope, rotate
@@ -51,39 +52,44 @@ class _Layer:
     """One layer, its parts named as in `parameter_shapes`."""
 
     input_norm: torch.Tensor
-    qkv: Linear
-    out: Linear
+    qkv: Linear | Fp8Linear
+    out: Linear | Fp8Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | Fp8Linear
+    down: Linear | Fp8Linear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
 
 
-def _take_layer(parameters: dict[str, torch.Tensor], index: int) -> _Layer:
+def _take_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> _Layer:
     prefix = f"layers.{index}."
-    parts: dict[str, Any] = {
-        name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)
-    }
+    parts = {name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)}
     for name in ("qkv", "out", "gate_up", "down"):
-        parts[name] = Linear(parts[name], parts.pop(f"{name}_bias", None))
+        weight, bias = parts[name], parts.pop(f"{name}_bias", None)
+        parts[name] = Fp8Linear(weight, bias, dtype) if isinstance(weight, Fp8Weight) else Linear(weight, bias)
     return _Layer(**parts)
 
 
-class Decoder:
-    """`parameters` are those of `parameter_shapes(config)`, all on one device; they are taken out of the dictionary, so
-    that a weight and its rearranged copy stand in memory together for one layer at a time. With several ranks `config`
-    and `parameters` are this rank's part, and all ranks of `group` call the same methods with the same tokens."""
+def _parts(linear: Linear | Fp8Linear) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """As `kernels.gemv` takes them."""
+    return linear.weight, linear.bias, linear.scales
 
-    def __init__(self, config: DecoderConfig, parameters: dict[str, torch.Tensor], group: Group | None = None) -> None:
+
+class Decoder:
+    """`parameters` are those of `parameter_shapes(config)`, all on one device; those of `Linear`s may be `Fp8Weight`s.
+    They are taken out of the dictionary, so that a weight and its rearranged copy stand in memory together for one
+    layer at a time. With several ranks `config` and `parameters` are this rank's part, and all ranks of `group` call
+    the same methods with the same tokens."""
+
+    def __init__(self, config: DecoderConfig, parameters: dict[str, Any], group: Group | None = None) -> None:
         self.config = config
         self.group = group or Group.single()
         self.embedding = parameters.pop("embedding")
         self.norm = parameters.pop("norm")
         self.head = Linear(self.embedding if config.tied_embeddings else parameters.pop("head"))
-        self.layers = [_take_layer(parameters, index) for index in range(config.num_layers)]
+        self.layers = [_take_layer(parameters, index, self.embedding.dtype) for index in range(config.num_layers)]
         self.activate = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         # The scale is rounded as the embedding is: Gemma was trained with it so.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
@@ -221,19 +227,19 @@ class Decoder:
 
         eps, gelu = self.config.norm_eps, self.config.activation != "silu"
         for index, layer in enumerate(self.layers):
-            qkv = gemv(x, layer.qkv.weight, layer.qkv.bias, norm=layer.input_norm, eps=eps)
+            qkv = gemv(x, *_parts(layer.qkv), norm=layer.input_norm, eps=eps)
             attended = attention.attend(index, self._stored(index, layer, qkv, positions, attention)).flatten(1)
             x = self._added(x, attended, layer.out, _ATTENTION_TURN)
-            gated = gated_gemv(x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm, eps=eps, gelu=gelu)
+            gated = gated_gemv(x, *_parts(layer.gate_up), norm=layer.mlp_norm, eps=eps, gelu=gelu)
             x = self._added(x, gated, layer.down, _MLP_TURN)
         return x
 
-    def _added(self, x: torch.Tensor, y: torch.Tensor, linear: Linear, turn: int) -> torch.Tensor:
+    def _added(self, x: torch.Tensor, y: torch.Tensor, linear: Linear | Fp8Linear, turn: int) -> torch.Tensor:
         """`x + linear(y)` for one token. Of several ranks the first brings x into the sum."""
         from kernels.gemv import gemv
 
         residual = x if self.group.rank == 0 else None
-        part = gemv(y, linear.weight, linear.bias, residual=residual, out=self._place(x, turn))
+        part = gemv(y, *_parts(linear), residual=residual, out=self._place(x, turn))
         return self.group.all_reduce(part)
 
     def _logits_of_one(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,165 @@
+"""What the cheaper ways to compute a model leave of its quality, on text, beside float32.
+
+    shoal bench quality --model SmolLM2-135M-Instruct --device cpu
+    shoal bench quality --model FOLDER --ways float32,fp8 --text book.txt
+
+Text is cut into pieces, and every token's log probability is that after all before it in its piece. `perplexity` is of
+these; `difference` is their mean distance from float32's, in nats; `agreement` is how often the likeliest token is the
+same; `greedy` is how much of an output, chosen greedily after the beginning of each piece, comes before the first token
+that is another.
+"""
+
+import argparse
+import math
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import results
+from bench.results import Figure, number
+
+WAYS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+}
+ROOT = Path(__file__).parent.parent
+TEXTS = (ROOT / "README.md", ROOT / "docs" / "DESIGN.md", ROOT / "LICENSE")
+PIECE_TOKENS = 512
+BEGINNING_TOKENS = 48
+OUTPUT_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Read:
+    """One way's log probabilities of all tokens but each piece's first, the likeliest in their places, and outputs."""
+
+    logprobs: list[float]
+    likeliest: list[int]
+    outputs: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Quality:
+    perplexity: float
+    difference: float
+    agreement: float
+    greedy: float
+
+
+def read(folder: Path, device: str, way: str, pieces: list[list[int]]) -> Read:
+    """What a replica makes of the pieces."""
+    from worker.config import WorkerConfig
+    from worker.engine import Engine
+    from worker.messages import SamplingParams
+
+    kv_tokens = 2 * sum(map(len, pieces)) + 64 * len(pieces)
+    settings = {"device": device, "kv_tokens": kv_tokens, "token_budget": PIECE_TOKENS, "max_running": 16}
+    logprobs: list[float] = []
+    likeliest: list[int] = []
+    with closing(Engine(folder, WorkerConfig.model_validate(settings | WAYS[way]))) as engine:
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, ignore_eos=True)
+        for finished in engine.generate(pieces, asked):
+            if finished.failure is not None or finished.prompt_logprobs is None:
+                raise RuntimeError(f"{way}: {finished.failure}")
+            rows = [row for row in finished.prompt_logprobs if row is not None]
+            logprobs += [row.logprob for row in rows]
+            likeliest += [row.top[0][0] for row in rows]
+        beginnings = [piece[:BEGINNING_TOKENS] for piece in pieces]
+        outputs = engine.generate(beginnings, SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True))
+    return Read(logprobs, likeliest, [finished.token_ids for finished in outputs])
+
+
+def judge(own: Read, exact: Read) -> Quality:
+    """One way beside float32."""
+    count = len(exact.logprobs)
+    distances = (abs(a - b) for a, b in zip(own.logprobs, exact.logprobs, strict=True))
+    same = sum(a == b for a, b in zip(own.likeliest, exact.likeliest, strict=True))
+    kept = sum(_common(a, b) for a, b in zip(own.outputs, exact.outputs, strict=True))
+    return Quality(
+        math.exp(-sum(own.logprobs) / count),
+        sum(distances) / count,
+        same / count,
+        kept / sum(map(len, exact.outputs)),
+    )
+
+
+def _common(own: list[int], exact: list[int]) -> int:
+    """Tokens before the first difference."""
+    return next((i for i, (a, b) in enumerate(zip(own, exact, strict=True)) if a != b), len(exact))
+
+
+def pieces_of(folder: Path, texts: list[Path], most: int) -> list[list[int]]:
+    """At most so many pieces, of each text alike."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    share = max(1, most // len(texts))
+    pieces = []
+    for text in texts:
+        ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"]
+        cut = [ids[i : i + PIECE_TOKENS] for i in range(0, len(ids), PIECE_TOKENS)]
+        pieces += [piece for piece in cut if len(piece) > BEGINNING_TOKENS][:share]
+    return pieces
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="shoal bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model", default="SmolLM2-135M-Instruct", help="a known name, a folder or a hub id")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    p.add_argument("--ways", default="bfloat16,fp8", metavar="A,B", help=f"beside float32, of {', '.join(WAYS)}")
+    p.add_argument(
+        "--text", type=Path, nargs="+", default=list(TEXTS), metavar="FILE", help="default: Shoal's own pages"
+    )
+    p.add_argument("--pieces", type=int, default=9, help=f"of {PIECE_TOKENS} tokens at most (default %(default)s)")
+    p.add_argument("--name", help="of the result (default: DEVICE.quality)")
+    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Reads the text in every way, prints a table, writes the result file. Returns the exit code."""
+    args = parser().parse_args(argv)
+    ways = [way for way in args.ways.split(",") if way != "float32"]
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser().error(f"no way {unknown[0]}: there are {', '.join(WAYS)}")
+    from cluster.models import resolve
+
+    folder = resolve(args.model)
+    pieces = pieces_of(folder, args.text, args.pieces)
+    kind = "gpu" if args.device == "cuda" else "cpu"
+    figures: list[Figure] = []
+    raw: dict[str, Any] = {"model": args.model, "pieces": len(pieces), "tokens": sum(map(len, pieces))}
+    exact: Read | None = None
+    print(f"{'':10s} {'perplexity':>10s} {'difference':>10s} {'agreement':>10s} {'greedy':>10s}", flush=True)
+    for way in ("float32", *ways):
+        own = read(folder, args.device, way, pieces)
+        exact = exact or own
+        found = judge(own, exact)
+        row = (found.perplexity, found.difference, found.agreement, found.greedy)
+        print(f"{way:10s} {' '.join(f'{number(value):>10s}' for value in row)}", flush=True)
+        figures += _figures(f"{kind}.quality.{way}", found, is_exact=way == "float32")
+    path = results.write(args.name or f"{kind}.quality", figures, raw, folder=args.out)
+    print(f"written: {path.name}")
+    return 0
+
+
+def _figures(name: str, found: Quality, is_exact: bool) -> list[Figure]:
+    perplexity = Figure(f"{name}.perplexity", found.perplexity, "ratio", False)
+    if is_exact:
+        return [perplexity]
+    return [
+        perplexity,
+        Figure(f"{name}.difference", found.difference, "nats", False),
+        Figure(f"{name}.agreement", found.agreement, "ratio", True),
+        Figure(f"{name}.greedy", found.greedy, "ratio", True),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
