@@ -15,6 +15,8 @@ from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 _STARTS_BYTES = 20e6
 # Prefixes that stand one on another are looked for to this depth: system prompt, tenant, session and turn, say.
 _MOST_LEVELS = 4
+# Steps of the same sequences for which groups are not looked for again.
+_MOST_STEPS = 32
 # Pages of two tables that are compared at once.
 _BLOCK_PAGES = 64
 _FLOAT32_BYTES = 4
@@ -41,7 +43,8 @@ class PrefixFinder:
 
     It takes as given that two tables with the same page in the same place begin with the same tokens, as those of a
     radix tree's users do, and is fast by that: logarithmic in the length of the prefixes. The last batch's groups are
-    kept: while the same sequences decode on, they are what they were.
+    kept while the same sequences decode on, but for `_MOST_STEPS`: the tree may give one of them pages that others have
+    in the place of its own.
     """
 
     def __init__(self, page_size: int, shape: AttentionShape, itemsize: int) -> None:
@@ -53,6 +56,7 @@ class PrefixFinder:
         nothing = np.zeros(0, dtype=np.int32)
         self._rows, self._starts, self._first_pages = nothing, nothing, nothing
         self._found: SharedPrefixes | None = None
+        self._steps = 0
         # Chunk, place and page of the last page that each member of a group shares.
         self._last_pages = nothing, nothing, nothing
 
@@ -61,20 +65,25 @@ class PrefixFinder:
         object as before means: the same groups, which share the same pages."""
         first_pages = batch.tables[batch.rows, 0]
         if not self._is_next(batch, first_pages):
-            self._found = self._find(batch, first_pages)
+            self._found, self._steps = self._find(batch, first_pages), 0
             if self._found is not None:
                 members, columns = self._found.members, self._found.pages_of(len(batch.rows)) - 1
                 columns = columns[members]
                 self._last_pages = members, columns, batch.tables[batch.rows[members], columns]
+        self._steps += 1
         self._rows, self._starts, self._first_pages = batch.rows.copy(), batch.starts.copy(), first_pages
         return self._found
 
     def _is_next(self, batch: AttentionBatch, first_pages: np.ndarray) -> bool:
-        """Whether this batch is the last one, a token later."""
-        if len(self._rows) != len(batch.rows) or not (
-            (self._rows == batch.rows).all()
-            and (self._first_pages == first_pages).all()
-            and (self._starts + 1 == batch.starts).all()
+        """Whether this batch is the last one, a token later, and has been not too often."""
+        if (
+            self._steps >= _MOST_STEPS
+            or len(self._rows) != len(batch.rows)
+            or not (
+                (self._rows == batch.rows).all()
+                and (self._first_pages == first_pages).all()
+                and (self._starts + 1 == batch.starts).all()
+            )
         ):
             return False
         members, columns, pages = self._last_pages

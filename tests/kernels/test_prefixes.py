@@ -129,7 +129,14 @@ def test_the_next_step_has_the_same_groups() -> None:
     other = tested.find(after)
     assert other is not None and 0 not in other.members
 
+    # The tree's page in the place of its own: seen after a while at the latest.
+    late = [AttentionBatch(batch.tables, batch.rows, batch.starts + 3 + step, batch.lengths) for step in range(40)]
+    later.tables[batch.rows[0], 1:3] = 2, 3
+    assert tested.find(late[0]) is other
+    back = [tested.find(one) for one in late[1:]][-1]
+    assert back is not None and 0 in back.members
+
     # One less.
-    fewer = AttentionBatch(batch.tables, batch.rows[:-2], batch.starts[:-2] + 3, batch.lengths[:-2])
+    fewer = AttentionBatch(batch.tables, batch.rows[:-2], batch.starts[:-2] + 43, batch.lengths[:-2])
     without = tested.find(fewer)
-    assert without is not None and without is not other and without.members.max() < len(fewer.rows)
+    assert without is not None and without is not back and without.members.max() < len(fewer.rows)
