@@ -60,6 +60,11 @@ class Batch:
     def __bool__(self) -> bool:
         return bool(self._sizes) or len(self._decodes) > 0
 
+    @property
+    def num_decodes(self) -> int:
+        """Those of `add_decodes`."""
+        return len(self._decodes)
+
     def budget_for(self, seq: Sequence) -> int:
         """Tokens that `seq` may have of this step."""
         return min(self.tokens_left, self._prompt_rows_left) if seq.wants_prompt_logits else self.tokens_left

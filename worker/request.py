@@ -167,9 +167,9 @@ class Sequence:
         return (-self.priority, self.arrival)
 
     @property
-    def place(self) -> tuple[int, bool, int]:
-        """Ascending from the front of the waiting: by priority, then those that ran before, then by arrival."""
-        return (-self.priority, not self.preempted, self.arrival)
+    def most_outputs(self) -> int:
+        """Tokens that it may produce in all."""
+        return self.token_limit - self.num_prompt
 
     @property
     def wants_prompt_logits(self) -> bool:

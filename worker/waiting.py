@@ -3,6 +3,8 @@
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from worker.request import Sequence
 
 WINDOW = 128  # of the first come, how many compete for being next
@@ -12,17 +14,20 @@ LOOKUP_EVERY_STEPS = 16
 
 class WaitingQueue:
     """Waiting sequences. Order: higher priority; then those that ran before and were preempted; then those that have
-    waited for longer than `starvation_s`, first come first; then by longest cached prefix.
+    waited for longer than `starvation_s`, first come first; then by longest cached prefix. With `longest_first` it is
+    the most tokens to come instead of the longest wait.
 
     What the tree holds changes with every step, and thousands may wait, so a sequence's cached prefix is an estimate:
     looked up when it arrives and then, for those in the window, every few steps.
     """
 
-    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int]) -> None:
+    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int], longest_first: bool = False) -> None:
         """`look_up`: how many of a sequence's tokens the tree has now."""
         self._starvation_s = starvation_s
         self._look_up = look_up
+        self._longest_first = longest_first
         self._queue: list[Sequence] = []  # by place
+        self._rows: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -30,12 +35,21 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._queue)
 
+    @property
+    def rows(self) -> np.ndarray:
+        """Theirs in the counts, int64, roughly in the order in which they are to go."""
+        if self._rows is None:
+            self._rows = np.array([seq.row for seq in self._queue], dtype=np.int64)
+        return self._rows
+
     def add(self, seq: Sequence, step: int) -> None:
         self._estimate(seq, step)
-        insort(self._queue, seq, key=lambda s: s.place)
+        self._rows = None
+        insort(self._queue, seq, key=self._place)
 
     def remove(self, seq: Sequence) -> None:
-        del self._queue[bisect_left(self._queue, seq.place, key=lambda s: s.place)]
+        self._rows = None
+        del self._queue[bisect_left(self._queue, self._place(seq), key=self._place)]
 
     def is_starved(self, seq: Sequence, now_s: float) -> bool:
         return seq.preempted or now_s - seq.arrived_s > self._starvation_s
@@ -50,7 +64,13 @@ class WaitingQueue:
             window.sort(key=lambda seq: self._urgency(seq, now_s))
         return window
 
-    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int]:
+    def _place(self, seq: Sequence) -> tuple[int, bool, int, int]:
+        """Ascending from the front, and the same for as long as it waits."""
+        return (-seq.priority, not seq.preempted, -seq.most_outputs if self._longest_first else 0, seq.arrival)
+
+    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, int, int, int]:
+        if self._longest_first:
+            return (-seq.priority, not seq.preempted, -seq.most_outputs, -seq.cached_estimate, seq.arrival)
         starved = self.is_starved(seq, now_s)
         return (-seq.priority, not seq.preempted, not starved, 0 if starved else -seq.cached_estimate, seq.arrival)
 
