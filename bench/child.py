@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -50,7 +50,7 @@ def _await_ready(child: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> N
     raise ServerFailed("\n  ".join(["the server did not start; its last words:", *tail]))
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def end(child: subprocess.Popen[Any]) -> None:
     """Asks the server to end; what is left of it after END_S, and of its descendants ORPHANS_S later, is killed."""
     try:
         family = psutil.Process(child.pid).children(recursive=True)

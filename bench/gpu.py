@@ -153,7 +153,7 @@ class Bench:
         print(f"mini through shoal serve, HTTP processes: {args.routers}", flush=True)
         settings = self.settings | {"replicas": 1, "routers": args.routers}
         measured = over_http.measure(self.folder, settings, JOBS["mini"](args.scale), args.warm_rounds, args.rounds)
-        print(f"  {'mini over HTTP':26s} {measured['output_tok_s']:9.0f} tokens/s", flush=True)
+        print(f"  {'mini over HTTP':26s} {over_http.line(measured)}", flush=True)
         return measured | {"routers": args.routers}
 
     def _offline(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvloop
 
-from bench import metrics
+from bench import metrics, processes
 from bench.child import ServerFailed, server
 from bench.client import Abilities, Endpoint
 from bench.http import Http
@@ -42,22 +42,46 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
 
 def measure(folder: Path, settings: Mapping[str, Any], job: Job, warm_rounds: int, rounds: int) -> dict[str, Any]:
     """Starts a server for the model in `folder`, puts the job on it `warm_rounds` and then `rounds` times, and ends it.
-    Returns `output_tok_s`, the median, and the summary of every round that counts.
-
-    Each round has other tokens, of the same lengths: a server keeps its cache. Raises ServerFailed if it does not
-    start, or an answer is missing or short.
+    Returns what `load` returns. Raises ServerFailed also if the server does not start.
     """
     with server(["--model", str(folder), *flags(settings)]) as url:
-        summaries = [
-            uvloop.run(_round(url, folder.name, shifted(job, number))) for number in range(-warm_rounds, rounds)
-        ][warm_rounds:]
-    rate = statistics.median(summary["output_tokens_per_s"] for summary in summaries)
-    return {"output_tok_s": rate, "rounds": summaries}
+        return load(url, folder.name, job, warm_rounds, rounds)
+
+
+def load(url: str, model: str, job: Job, warm_rounds: int, rounds: int) -> dict[str, Any]:
+    """Puts the job on a server. Returns `output_tok_s`, the median, and the summary of every round that counts, with
+    the seconds of CPU that the processes of each role took (`cpu_s`), as far as this process has started them.
+
+    Each round has other tokens, of the same lengths: a server keeps its cache. Raises ServerFailed if an answer is
+    missing or short.
+    """
+    summaries = []
+    for number in range(-warm_rounds, rounds):
+        before = processes.cpu_s()
+        summary = uvloop.run(_round(url, model, shifted(job, number)))
+        summaries.append(summary | {"cpu_s": processes.since(before)})
+    counted = summaries[warm_rounds:]
+    rate = statistics.median(summary["output_tokens_per_s"] for summary in counted)
+    return {"output_tok_s": rate, "rounds": counted}
+
+
+def cpu_us_per_token(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Of what `load` returned: microseconds of CPU for each token of output, by role."""
+    rounds = measured["rounds"]
+    tokens = sum(summary["output_tokens"] for summary in rounds)
+    roles = {role for summary in rounds for role in summary["cpu_s"]}
+    return {role: sum(summary["cpu_s"].get(role, 0.0) for summary in rounds) / tokens * 1e6 for role in sorted(roles)}
 
 
 def shifted(job: Job, number: int) -> Job:
     """The job with every token's id moved on by `number`, around the end; of round 0, the job itself."""
     return [[(token + number) % (HIGHEST_ID + 1) for token in prompt] for prompt in job[0]], job[1]
+
+
+def line(measured: Mapping[str, Any]) -> str:
+    """What `load` returned, for a terminal."""
+    spent = ", ".join(f"{role} {each:.1f}" for role, each in cpu_us_per_token(measured).items())
+    return f"{measured['output_tok_s']:8.0f} tokens/s; us of CPU a token: {spent}"
 
 
 async def _round(url: str, model: str, job: Job) -> dict[str, Any]:

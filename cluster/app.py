@@ -32,6 +32,9 @@ from router.tokenizer import Tokenizer
 APP = "shoal"  # the application's name in Serve
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: admission is the scheduler's, in tokens
 DRAIN_S = 20.0  # what the streams of a router that is taken away get to finish
+PLACEMENT = RequestRouterConfig(
+    request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # their mistake
+)
 NODE_SHARE = 0.001  # of the resource that stands for a node: whoever asks for any of it runs there
 
 
@@ -68,13 +71,16 @@ def application(config: Config, node: str | None = None) -> Application:
         ray_actor_options={"num_cpus": CONTROL_CPUS},
         placement_group_bundles=bundles(config),
         placement_group_strategy="PACK",
-        request_router_config=RequestRouterConfig(
-            request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # their mistake
-        ),
+        request_router_config=PLACEMENT,
         health_check_period_s=config.health_check_period_s,
         graceful_shutdown_wait_loop_s=0.1,  # nothing runs in the control actor
         graceful_shutdown_timeout_s=1.0,
     )(Replica).bind(config)
+    return routers(config, replicas, node)
+
+
+def routers(config: Config, replicas: Application, node: str | None = None) -> Application:
+    """The routers of `application`, in front of a deployment that publishes what `Replica` does."""
     actor: dict[str, Any] = {"num_cpus": config.cpus_per_router}
     if node is not None:
         actor["resources"] = {f"node:{node}": NODE_SHARE}

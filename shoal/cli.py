@@ -27,6 +27,7 @@ BENCHES = {
     "gpu": ("bench.gpu", "one replica at the speed of its GPUs, beside what is to be shown"),
     "exactness": ("bench.exactness", "whether a replica says what transformers says on the same device"),
     "quality": ("bench.quality", "what bfloat16 and fp8 leave of a model's quality, on text"),
+    "streams": ("bench.streams", "what stands between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.router", "the three placements on a trace with shared prefixes"),
 }
 HELP = """\

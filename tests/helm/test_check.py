@@ -175,6 +175,12 @@ def test_models_are_kept_where_it_is_said(cache: dict[str, Any], volume: dict[st
     assert environment["SHOAL_CACHE"].startswith("/cache/") and environment["HF_HOME"].startswith("/cache/")
 
 
+def test_requests_reach_routers_through_haproxy() -> None:
+    for group in (cluster({})["headGroupSpec"], workers({})):
+        environment = {variable["name"]: variable.get("value") for variable in container(group)["env"]}
+        assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == environment["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
+
+
 @pytest.mark.parametrize(
     ("release", "name"),
     [

@@ -133,6 +133,11 @@ spec:
           value: /cache/shoal
         - name: HF_HOME
           value: /cache/huggingface
+        # HAProxy in every pod, straight to the routers: Serve's own proxy passes on some 7,000 tokens a second.
+        - name: RAY_SERVE_ENABLE_HA_PROXY
+          value: "1"
+        - name: RAY_SERVE_THROUGHPUT_OPTIMIZED
+          value: "1"
         {{- if $values.hubToken.existingSecret }}
         - name: HF_TOKEN
           valueFrom:

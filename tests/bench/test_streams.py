@@ -1,0 +1,121 @@
+"""A replica that computes nothing keeps the pace of one that does, and what stands in front of it is accounted for."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from bench import over_http, processes, replica, shapes, silent, streams
+from bench.child import end
+from bench.jobs import JOBS
+from bench.silent import Pace, SilentRunner, SilentSampler
+from worker.engine import Engine
+from worker.messages import Generate, Output, Outputs, SamplingParams, decode_from_replica, encode
+from worker.plan import Chunk, Plan
+
+Fake = Any  # of conftest.py
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shapes.write("tiny", tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_it_says_as_much_as_it_is_asked_for(folder: Path) -> None:
+    engine = Engine(folder, silent.CONFIG, load=partial(silent.load_parts, pace=Pace(0.0, 0.0)))
+    job = JOBS["mini"](0.03)
+    said = engine.generate(job[0], replica.sampling(job))
+    assert [len(done.token_ids) for done in said] == job[1]
+    ids = {token_id for done in said for token_id in done.token_ids}
+    assert len(ids) > 100 and min(ids) >= silent.LOWEST_ID and max(ids) < silent.HIGHEST_ID
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_step_ends_when_a_gpu_would_have_ended_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    slept: list[float] = []
+    monkeypatch.setattr(silent.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(silent.time, "sleep", slept.append)
+    runner = SilentRunner(folder, silent.CONFIG, Pace(step_s=1.0, token_s=0.5))
+    sampler = SilentSampler(runner)
+    plan = Plan.of(0, [Chunk(0, 0, [5, 6, 7], 0, [0], 1), Chunk(1, 0, [5], 0, [1], 0)])
+    first, second = (sampler.launch(runner.forward(plan), plan.slots[:1]) for _ in range(2))  # the second waits
+    assert len(first.result().token_ids) == 1 and slept == [3.0]
+    now = 104.5
+    second.result()
+    now = 110.0
+    assert sampler.launch(runner.forward(plan), plan.slots[:1]).ends_s == 113.0  # idle until then
+    first.result()
+    assert slept == [3.0, 1.5, 0.0]
+
+
+def test_cpu_time_is_told_apart_by_what_a_process_is_for() -> None:
+    before = processes.cpu_s()
+    work = "sum(i * i for i in range(2_000_000)); print('done', flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", work, "ray::Rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "done\n"
+        used = processes.since(before)
+    finally:
+        end(child)
+    assert used["ranks"] > 0.02 and used[processes.CLIENT] >= 0
+
+
+def test_figures_are_of_what_stands_in_front() -> None:
+    def measured(**cpu_s: float) -> dict[str, Any]:
+        return {"output_tok_s": 90.0, "rounds": [{"output_tokens": 1000, "cpu_s": cpu_s}] * 2}
+
+    found = {"listening": measured(routers=0.02, ranks=9.0), "proxied": measured(routers=0.06, proxies=0.05)}
+    values = {figure.name: (figure.value, figure.higher_is_better) for figure in streams.figures(100.0, found)}
+    assert values == {
+        "cpu.streams.listening.vs_offline": (0.9, True),
+        "cpu.streams.listening.cpu_us_per_token": (pytest.approx(20.0), False),
+        "cpu.streams.proxied.vs_offline": (0.9, True),
+        "cpu.streams.proxied.cpu_us_per_token": (pytest.approx(110.0), False),
+    }
+    assert "ranks 9000.0, routers 20.0" in over_http.line(found["listening"])
+
+
+def test_it_answers_as_a_replica_does(folder: Path) -> None:
+    with streams.silent_replica(folder) as address, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(address)
+        socket.send(encode(Generate(request_id="a", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4))))
+        said: list[Output] = []
+        while not said or said[-1].finish_reason is None:
+            assert socket.poll(20_000)
+            message = decode_from_replica(socket.recv())
+            said += message.outputs if isinstance(message, Outputs) else []
+    assert sum(len(output.token_ids) for output in said) == 4 and said[-1].finish_reason == "length"
+
+
+def test_every_front_gets_a_replica_and_the_same_job(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fronts: list[tuple[Any, ...]] = []
+
+    @contextlib.contextmanager
+    def front(kind: str, folder: Path, address: str, routers: int) -> Iterator[str]:
+        fronts.append((kind, address.partition("://")[0], routers))
+        yield fake.url
+
+    monkeypatch.setattr(streams, "front", front)
+    monkeypatch.setattr(streams, "silent_replica", lambda folder: contextlib.nullcontext("tcp://there"))
+    monkeypatch.setattr(streams, "offline", lambda folder, job, rounds: 1000.0)
+    arguments = ["--scale", "0.01", "--rounds", "1", "--routers", "3", "--out", str(tmp_path)]
+    assert streams.main(arguments) == 0
+    assert fronts == [("listening", "tcp", 3), ("proxied", "tcp", 3)]
+    assert len(fake.bodies) == 2 * 2 * len(JOBS["mini"](0.01)[0])
+    found = json.loads((tmp_path / "cpu.streams.json").read_text())
+    assert len(found["figures"]) == 4 and found["fronts"]["proxied"]["rounds"][0]["cpu_s"]["client"] >= 0
