@@ -1,20 +1,22 @@
 """Whether the replica says what `transformers` says, on the same device.
 
     shoal bench exactness --device cuda --models llama,smollm2 --tp 1
-    shoal bench exactness --device cuda --models llama --tp 2,4
+    shoal bench exactness --device cuda --models llama,smollm2 --tp 2,4
     shoal bench exactness --device cpu --models tiny
 
 In float32 every output is compared token for token with `generate`, alone and in batches, in chunks of all sizes, from
-a cold and a warm cache, and with preemptions. Where an output first differs at a position at which the two likeliest
-tokens are nearer than 1e-4, it is a tie: reported, and no failure. In bfloat16 the share of positions at which the
-likeliest token is that of float32 is compared with the share of `transformers`' own bfloat16, over the same sequences.
-The exit code is 1 when anything is wrong.
+a cold and a warm cache, and with preemptions; a replica is started once, and given a scheduler and a cache of its own
+for every case. Where an output first differs at a position at which the two likeliest tokens are nearer than 1e-4, it
+is a tie: reported, and no failure. In bfloat16 the share of positions at which the likeliest token is that of float32
+is compared with the share of `transformers`' own bfloat16, over the same sequences. The exit code is 1 when anything is
+wrong.
 """
 
 import argparse
 import gc
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -27,9 +29,11 @@ from msgspec.structs import replace
 from bench import reference, results
 from bench.reference import NEW_TOKENS, Reference, Scored
 from bench.results import Figure, number
+from worker import kv_cache
 from worker.config import WorkerConfig
-from worker.engine import Engine, Finished
+from worker.engine import Engine, Finished, Parts, load_parts
 from worker.messages import SamplingParams
+from worker.sampling import Sampler
 
 TIE = 1e-4
 WORSE_BY_ERRORS = 3.0  # standard errors that our agreement in bfloat16 may lie below transformers' by chance
@@ -39,10 +43,10 @@ BASE = {"kv_tokens": 16384, "context_length": 512, "max_running": 32, "token_bud
 
 @dataclass(frozen=True)
 class Case:
-    """An engine's settings, and what is run on it, one after the other: `alone`, every prompt by itself; `cold` and
-    `warm`, all at once; `brief`, often, with outputs cut after a few tokens by a stop token, so that the scheduler
-    expects little of those that follow and lets in too many. Only prompts of at most `longest` tokens. `preempts`: it
-    shows nothing unless somebody was."""
+    """A scheduler's settings, and what is run with them, one after the other: `alone`, every third prompt by itself;
+    `cold` and `warm`, all at once; `brief`, often, with outputs cut after a few tokens by a stop token, so that the
+    scheduler expects little of those that follow and lets in too many. Only prompts of at most `longest` tokens.
+    `preempts`: it shows nothing unless somebody was."""
 
     name: str
     settings: dict[str, Any]
@@ -60,7 +64,7 @@ CASES = (
     Case("chunks of 7", {"token_budget": 7}, longest=64),
     Case("chunks of 1", {"token_budget": 1}, longest=8),
 )
-SHARDED = ("whole", "preempted")  # cases that are run on more than one rank too
+ALONE = slice(None, None, 3)
 
 
 @dataclass
@@ -125,7 +129,7 @@ class Check:
         self.folder = reference.make(name, folder)
         exact = Reference(self.folder, device, torch.float32)
         self.prompts = reference.prompts(reference.MODELS[name].vocabulary)
-        self.said = [exact.generate(prompt) for prompt in self.prompts]
+        self.said = exact.generate(self.prompts)
         self.whole = [prompt + said for prompt, said in zip(self.prompts, self.said, strict=True)]
         self.scored = [exact.score(sequence) for sequence in self.whole]
         self.margins = [scored.margins[-NEW_TOKENS:].tolist() for scored in self.scored]
@@ -137,26 +141,26 @@ class Check:
         self.theirs = [rough.score(sequence) for sequence in self.whole]
 
     @contextmanager
-    def engine(self, dtype: str, tp: int, settings: dict[str, Any]) -> Iterator[Engine]:
-        """Checked at its end for anything lost."""
+    def replica(self, dtype: str, tp: int, **settings: Any) -> Iterator["Replica"]:
+        """The model on so many ranks."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        config = WorkerConfig.model_validate(BASE | {"device": self.device, "dtype": dtype, "tp": tp} | settings)
-        engine = Engine(self.folder, config)
+        replica = Replica(self.folder, BASE | {"device": self.device, "dtype": dtype, "tp": tp} | settings)
         try:
-            yield engine
-            engine.check_integrity()
+            yield replica
         finally:
-            engine.close()
+            replica.close()
 
-    def float32(self, case: Case, tp: int) -> Verdict:
+    def float32(self, replica: "Replica", case: Case) -> Verdict:
         """All runs of a case."""
         chosen = [i for i, prompt in enumerate(self.prompts) if len(prompt) <= case.longest]
-        prompts, said, margins = ([rows[i] for i in chosen] for rows in (self.prompts, self.said, self.margins))
+        prompts, said = [self.prompts[i] for i in chosen], [self.said[i] for i in chosen]
+        margins: list[list[float]] = [self.margins[i] for i in chosen]
         outputs: list[list[int]] = []
         expected: list[list[int]] = []
-        with self.engine("float32", tp, case.settings) as engine:
+        leads: list[list[float]] = []
+        with replica.engine(case.settings) as engine:
             for run in case.runs:
                 if run == "brief":
                     ends = [row[i % BRIEF] for i, row in enumerate(said)]
@@ -164,18 +168,22 @@ class Check:
                     for _ in range(BRIEF_ROUNDS):
                         outputs += tokens(engine.generate(prompts, short))
                         expected += [row[: row.index(end) + 1] for row, end in zip(said, ends, strict=True)]
+                        leads += margins
                     continue
-                expected += said
                 if run == "alone":
-                    for prompt in prompts:
+                    for prompt in prompts[ALONE]:
                         engine.reset_cache()
                         outputs += tokens(engine.generate([prompt], self.greedy))
+                    expected += said[ALONE]
+                    leads += margins[ALONE]
                     continue
                 if run == "cold":
                     engine.reset_cache()
                 outputs += tokens(engine.generate(prompts, self.greedy))
+                expected += said
+                leads += margins
             preemptions = engine.load().preemptions
-        verdict = compare(outputs, expected, margins * (len(outputs) // len(margins)))
+        verdict = compare(outputs, expected, leads)
         verdict.preemptions = preemptions
         if case.preempts and not preemptions:
             verdict.problem = "nobody was preempted"
@@ -185,7 +193,7 @@ class Check:
         """`prefill`: every position of prompts and outputs, computed in large chunks. `decode`: those of the outputs,
         computed one token at a time with all before it in the cache."""
         # With pages of one token all of a prompt but its last token is found in the cache.
-        with self.engine("bfloat16", tp, {"page_size": 1}) as engine:
+        with self.replica("bfloat16", tp, page_size=1) as replica, replica.engine({}) as engine:
             asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
             read = [_scored(finished) for finished in engine.generate(self.whole, asked)]
             cut = [
@@ -200,6 +208,36 @@ class Check:
             "prefill": Agreement(**found),
             "decode": agreement(exact.likeliest, torch.tensor(last), theirs.likeliest),
         }
+
+
+class Replica:
+    """A model that is loaded once, for engines one after the other, each with a scheduler and a cache of its own."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self._folder, self._settings = folder, settings
+        self._config = WorkerConfig.model_validate(settings)
+        self._parts = load_parts(folder, self._config)
+        self._context_length = self._parts.runner.context_length
+
+    @contextmanager
+    def engine(self, settings: dict[str, Any]) -> Iterator[Engine]:
+        """With other settings of the scheduler. Checked at its end for anything lost."""
+        config = WorkerConfig.model_validate(self._settings | settings)
+        runner, _, grammars = self._parts
+        # The runner has pages for all that any engine may use of them.
+        runner.num_pages = kv_cache.num_pages(config.kv_tokens or 0, config.page_size)
+        runner.context_length = min(self._context_length, config.context_length or self._context_length)
+        sampler = Sampler(self._config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
+        engine = Engine(self._folder, config, load=lambda *_: Parts(runner, sampler, grammars))
+        yield engine
+        while engine.has_work:  # a step in flight
+            engine.step()
+        engine.check_integrity()
+
+    def close(self) -> None:
+        """Ends what was started."""
+        self._parts.grammars.close()
+        self._parts.runner.close()
 
 
 def tokens(finished: list[Finished]) -> list[list[int]]:
@@ -271,17 +309,19 @@ class Report:
         self.figures: list[Figure] = []
         self.raw: dict[str, Any] = {}
         self.right = True
+        self._began_s = time.monotonic()
 
     def run(self, check: Check, tp: int) -> None:
         """Every case of a model on so many ranks, a line each."""
         label = f"{self.kind}.exact.{check.name}.tp{tp}"
-        cases = [case for case in CASES if tp == 1 or case.name in SHARDED]
         verdicts = {}
-        for case in cases:
-            verdicts[case.name] = verdict = check.float32(case, tp)
-            self._say(f"{label} float32 {case.name}", verdict.right, f"{verdict.identical} of {verdict.sequences} same")
-            if verdict.ties or verdict.wrong or verdict.problem:
-                print(f"    ties {verdict.ties} wrong {verdict.wrong} {verdict.problem}")
+        with check.replica("float32", tp) as replica:
+            for case in CASES:
+                verdicts[case.name] = verdict = check.float32(replica, case)
+                same = f"{verdict.identical} of {verdict.sequences} same"
+                self._say(f"{label} float32 {case.name}", verdict.right, same)
+                if verdict.ties or verdict.wrong or verdict.problem:
+                    print(f"    ties {verdict.ties} wrong {verdict.wrong} {verdict.problem}")
         agreements = check.bfloat16(tp)
         for way, found in agreements.items():
             shares = f"{found.ours:.2%} as float32, transformers {found.theirs:.2%}, of {found.positions}"
@@ -292,8 +332,8 @@ class Report:
             ]
             if found.ours_rms is not None and found.theirs_rms is not None:
                 print(f"    error of log probabilities {number(found.ours_rms)}, theirs {number(found.theirs_rms)}")
-        same, all_ = (sum(getattr(v, what) for v in verdicts.values()) for what in ("identical", "sequences"))
-        self.figures.append(Figure(f"{label}.float32.identical", same / all_, "ratio", True))
+        identical, all_ = (sum(getattr(v, what) for v in verdicts.values()) for what in ("identical", "sequences"))
+        self.figures.append(Figure(f"{label}.float32.identical", identical / all_, "ratio", True))
         self.raw[f"{check.name}.tp{tp}"] = {
             "float32": {name: asdict(verdict) for name, verdict in verdicts.items()},
             "bfloat16": {way: asdict(found) for way, found in agreements.items()},
@@ -301,7 +341,8 @@ class Report:
 
     def _say(self, what: str, right: bool, found: str) -> None:
         self.right &= right
-        print(f"{what:48s} {'right' if right else 'WRONG'}  {found}", flush=True)
+        elapsed_s = time.monotonic() - self._began_s
+        print(f"{elapsed_s:6.1f} s  {what:48s} {'right' if right else 'WRONG'}  {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Small:
 
 MODELS: dict[str, Small] = {
     "llama": Small(8, 512, 1536, 8, 4, 64, 8192, False, (1, 2, 4)),
-    "smollm2": Small(30, 576, 1536, 9, 3, 64, 49152, True, (1,)),
+    "smollm2": Small(30, 576, 1536, 9, 3, 64, 49152, True, (1, 2, 4)),
     "tiny": Small(2, 64, 128, 4, 2, 16, 512, False, (1, 2)),
 }
 
@@ -144,14 +144,16 @@ class Reference:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.model = model.to(device).eval()
 
-    def generate(self, prompt: list[int]) -> list[int]:
-        """NEW_TOKENS tokens, greedily, alone."""
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """NEW_TOKENS tokens of each, greedily, all in one batch, padded on the left."""
         from transformers import GenerationConfig
 
         greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
-        ids = torch.tensor([prompt], device=self.device)
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
-        return out[0, len(prompt) :].tolist()
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        own = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        out = self.model.generate(ids, attention_mask=own.to(self.device), generation_config=greedy)
+        return out[:, longest:].tolist()
 
     @torch.inference_mode()
     def score(self, sequence: list[int]) -> Scored:
