@@ -28,12 +28,11 @@ from msgspec.structs import replace
 
 from bench import reference, results
 from bench.reference import NEW_TOKENS, Reference, Scored
+from bench.replica import again
 from bench.results import Figure, number
-from worker import kv_cache
 from worker.config import WorkerConfig
-from worker.engine import Engine, Finished, Parts, load_parts
+from worker.engine import Engine, Finished, load_parts
 from worker.messages import SamplingParams
-from worker.sampling import Sampler
 
 TIE = 1e-4
 WORSE_BY_ERRORS = 3.0  # standard errors that our agreement in bfloat16 may lie below transformers' by chance
@@ -215,24 +214,13 @@ class Replica:
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder, self._settings = folder, settings
-        self._config = WorkerConfig.model_validate(settings)
-        self._parts = load_parts(folder, self._config)
-        self._context_length = self._parts.runner.context_length
+        self._parts = load_parts(folder, WorkerConfig.model_validate(settings))
 
     @contextmanager
     def engine(self, settings: dict[str, Any]) -> Iterator[Engine]:
-        """With other settings of the scheduler. Checked at its end for anything lost."""
-        config = WorkerConfig.model_validate(self._settings | settings)
-        runner, _, grammars = self._parts
-        # The runner has pages for all that any engine may use of them.
-        runner.num_pages = kv_cache.num_pages(config.kv_tokens or 0, config.page_size)
-        runner.context_length = min(self._context_length, config.context_length or self._context_length)
-        sampler = Sampler(self._config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-        engine = Engine(self._folder, config, load=lambda *_: Parts(runner, sampler, grammars))
-        yield engine
-        while engine.has_work:  # a step in flight
-            engine.step()
-        engine.check_integrity()
+        """With other settings of the scheduler."""
+        with again(self._folder, WorkerConfig.model_validate(self._settings | settings), self._parts) as engine:
+            yield engine
 
     def close(self) -> None:
         """Ends what was started."""

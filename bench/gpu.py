@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imports torch: only where there is something to measure
 
 DEFAULT_JOBS = "mini,bs1,prefill,sharedprefix,sharedprefix_interleaved"
 CONTEXT_LENGTH = 8192
-PRESSED_TOKENS = 20_000  # that the KV cache holds under `pressure`, at scale 1
+PRESSED_TOKENS = 20_000  # that the KV cache holds under `pressure`; of few sequences, half of what they need
 STEPS = 100
 TOP_KERNELS = 15
 
@@ -134,8 +134,6 @@ class Bench:
             except ServerFailed as error:
                 self.failed("http", error)
         self._offline()
-        if "pressure" in self.args.workloads:
-            self._pressure()
         if served is not None:
             mini = f"{self._name('mini')}.output_tok_s"
             offline = next(figure.value for figure in self.report.figures if figure.name == mini)
@@ -172,8 +170,7 @@ class Bench:
             print(f"first token after {first:.1f} s; the KV cache holds {kv_tokens:,} tokens", flush=True)
             replica.warm_up(engine, self.args.scale)
             for job in self.args.workloads:
-                if job != "pressure":
-                    self._time(engine, job)
+                self._pressure(engine) if job == "pressure" else self._time(engine, job)
             for batch in self.args.profile:
                 for grammar in (False, True):
                     self._decode(engine, batch, grammar)
@@ -185,19 +182,24 @@ class Bench:
         timed = replica.measure(engine, job, JOBS[job](args.scale), args.warm_rounds, args.rounds)
         self.report.add(job, timed.raw(), timed.figure(job, self._name(job)))
 
-    def _pressure(self) -> None:
-        """An engine of its own, whose KV cache holds a few of the sequences."""
+    def _pressure(self, engine: "Engine") -> None:
+        """In a KV cache that holds a few of the sequences, beside one that holds all."""
         from bench import replica
 
         job = JOBS["pressure"](self.args.scale)
         longest = max(map(len, job[0])) + max(job[1])
-        kv_tokens = max(2 * longest, int(PRESSED_TOKENS * self.args.scale))
-        pressed = self.config.model_copy(update={"kv_tokens": kv_tokens, "context_length": longest})
-        with replica.started(self.folder, pressed) as engine:
-            timed = replica.measure(engine, "pressure", job, 0, 1)
-            engine.check_integrity()
-        figure = timed.figure("pressure", self._name("pressure"))
-        self.report.add("pressure", timed.raw() | {"kv_tokens": kv_tokens}, figure)
+        kv_tokens = max(2 * longest, min(PRESSED_TOKENS, len(job[0]) * longest // 2))
+        config = self.config.model_copy(update={"kv_tokens": kv_tokens, "context_length": longest})
+        found = replica.press(engine, self.folder, config, job)
+        name = self._name("pressure")
+        print(f"  {found.same:.1%} of outputs as without pressure; {found.recomputed:.2%} computed again", flush=True)
+        self.report.add(
+            "pressure",
+            found.timed.raw() | {"kv_tokens": kv_tokens, "whole_seconds": found.whole.seconds},
+            found.timed.figure("pressure", name),
+            Figure(f"{name}.same", found.same, "ratio", True),
+            Figure(f"{name}.recomputed", found.recomputed, "ratio", False),
+        )
 
     def _decode(self, engine: "Engine", batch: int, grammar: bool) -> None:
         from bench.decoding import observe

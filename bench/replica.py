@@ -14,9 +14,13 @@ import torch
 
 from bench.jobs import Job, fresh, scaled
 from bench.results import Figure
+from worker import kv_cache
 from worker.config import WorkerConfig
-from worker.engine import Engine
+from worker.engine import Engine, Parts
 from worker.messages import SamplingParams
+from worker.plan import Plan
+from worker.runner import settled
+from worker.sampling import Sampler
 
 
 @contextmanager
@@ -32,6 +36,28 @@ def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
         engine.close()
 
 
+@contextmanager
+def again(folder: Path, config: WorkerConfig, parts: Parts) -> Iterator[Engine]:
+    """Another engine on a model that is loaded: with a scheduler and a cache of its own, in the first `kv_tokens` of
+    the pages that there are. Nothing else may run on these parts meanwhile, and what another engine had in its cache is
+    gone. Checked at its end for anything lost."""
+    config = settled(config)
+    assert config.kv_tokens is not None
+    runner = parts.runner
+    whole = runner.num_pages, runner.context_length
+    runner.num_pages = kv_cache.num_pages(config.kv_tokens, runner.page_size)
+    runner.context_length = min(runner.context_length, config.context_length or runner.context_length)
+    sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
+    try:
+        engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler))
+        yield engine
+        while engine.has_work:  # a step in flight
+            engine.step()
+        engine.check_integrity()
+    finally:
+        runner.num_pages, runner.context_length = whole
+
+
 def age_s() -> float:
     """Seconds since this process was started."""
     return time.time() - psutil.Process().create_time()
@@ -43,6 +69,7 @@ class Round:
 
     seconds: float
     cached_tokens: int
+    outputs: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -116,7 +143,7 @@ def generate(engine: Engine, job: Job) -> Round:
             raise RuntimeError(f"a request failed: {done.failure.message}")
         if len(done.token_ids) != length:
             raise RuntimeError(f"{len(done.token_ids)} tokens came out where {length} were asked for")
-    return Round(seconds, sum(done.cached_tokens for done in finished))
+    return Round(seconds, sum(done.cached_tokens for done in finished), [done.token_ids for done in finished])
 
 
 def warm_up(engine: Engine, scale: float) -> None:
@@ -141,3 +168,39 @@ def measure(engine: Engine, kind: str, job: Job, warm_rounds: int, rounds: int) 
             timed.one_token += [first] if first is not None else []
     timed.preemptions = engine.load().preemptions - before
     return timed
+
+
+@dataclass(frozen=True)
+class Pressed:
+    """What became of a workload in a cache that holds a few of its sequences. `same` is the part of its outputs that
+    are those of a cache that holds all; `recomputed` the part of the computed tokens that had been computed before."""
+
+    timed: Timed
+    whole: Round
+    same: float
+    recomputed: float
+
+
+def press(engine: Engine, folder: Path, config: WorkerConfig, job: Job) -> Pressed:
+    """The job with all the pages that the engine has, then with those of `config` on the same parts."""
+    whole = generate(engine, job)
+    engine.reset_cache()
+    computed = 0
+    parts = Parts(engine.runner, engine.sampler, engine.grammars)
+    with again(folder, config, parts) as pressed:
+        forward = engine.runner.forward
+
+        def counted(plan: Plan) -> torch.Tensor:
+            nonlocal computed
+            computed += plan.num_tokens
+            return forward(plan)
+
+        engine.runner.forward = counted  # type: ignore[method-assign]
+        try:
+            timed = measure(pressed, "pressure", job, 0, 1)
+        finally:
+            engine.runner.forward = forward  # type: ignore[method-assign]
+    same = sum(map(list.__eq__, timed.rounds[0].outputs, whole.outputs)) / len(whole.outputs)
+    # Of every sequence all tokens but the last, and those found in the cache, are computed once.
+    once = timed.input_tokens + timed.output_tokens - len(job[0]) - timed.rounds[0].cached_tokens
+    return Pressed(timed, whole, same, 1 - once / computed)

@@ -1,6 +1,7 @@
 """One replica's figures, on a tiny model and without a GPU: all of the command but the device."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from bench.jobs import pressure
 from bench.replica import Round, Timed
 from bench.targets import TARGETS
 from worker.config import WorkerConfig
+from worker.messages import SamplingParams
 
 TINY = {"device": "cpu", "dtype": "float32", "load_format": "dummy", "kv_tokens": 8192, "context_length": 4096}
 FLAGS = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--kv-tokens", "16384", "--rounds", "1"]
@@ -41,18 +43,37 @@ def test_every_workload_gives_its_figure(tmp_path: Path, capsys: pytest.CaptureF
     assert "cpu.tiny.bs1_x0.004.decode_tok_s" in capsys.readouterr().out
 
 
-def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(tmp_path: Path) -> None:
-    folder = shapes.write("tiny", tmp_path)
+def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts, lengths = pressure(0.02)
     job = [prompt[:200] for prompt in prompts], [100] * len(lengths)
-    said = []
-    for kv_tokens in (8192, 640):
-        with replica.started(folder, WorkerConfig(**TINY | {"kv_tokens": kv_tokens, "context_length": 512})) as engine:
-            timed = replica.measure(engine, "pressure", job, 0, 1)
-            said.append([done.token_ids for done in engine.generate(job[0], replica.sampling(job))])
-            engine.check_integrity()
-    assert said[0] == said[1] and [len(tokens) for tokens in said[0]] == job[1]
-    assert timed.output_tokens == 500
+    monkeypatch.setitem(gpu.JOBS, "pressure", lambda scale: job)
+    status, found = run(tmp_path, "--workloads", "pressure,prefill", "--scale", "0.02")
+    assert status == 0 and found["pressure"]["kv_tokens"] == 5 * 300 // 2
+    figures = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert figures["cpu.tiny.pressure_x0.02.same"] == 1
+    assert 0 <= figures["cpu.tiny.pressure_x0.02.recomputed"] < 0.5
+    assert figures["cpu.tiny.pressure_x0.02.output_tok_s"] > 0
+    assert "100.0% of outputs as without pressure" in capsys.readouterr().out
+
+
+def test_what_is_computed_again_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that might end early are expected to: the scheduler lets in too many, and has to preempt."""
+    folder = shapes.write("tiny", tmp_path)
+    rng = random.Random(0)
+    job = [[rng.randrange(9000) for _ in range(64)] for _ in range(8)], [150] * 8
+    # No token that the model likes: all go to their limits.
+    monkeypatch.setattr(
+        replica,
+        "sampling",
+        lambda job: [SamplingParams(max_tokens=150, temperature=0.0, stop_token_ids=(10239,)) for _ in job[1]],
+    )
+    with replica.started(folder, WorkerConfig(**TINY)) as engine:
+        found = replica.press(engine, folder, WorkerConfig(**TINY | {"kv_tokens": 448, "context_length": 224}), job)
+        assert found.timed.preemptions > 0 and found.recomputed > 0 and found.same == 1
+        # The engine has all its pages again.
+        assert engine.runner.num_pages == 512 and replica.generate(engine, job).outputs == found.whole.outputs
 
 
 def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> None:
