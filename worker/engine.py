@@ -275,12 +275,18 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return
+        step = flight.step
         try:
             sampled = None if flight.pending is None else flight.pending.result()
             prompts = {chunk: pending.result() for chunk, pending in flight.prompts.items()}
         except Exception as error:
-            raise DeviceLost(f"{self.runner.device} failed in step {flight.step.plan.step}") from error
-        self.scheduler.update(flight.step, flight.chosen, sampled, prompts)
+            self._raise_if_lost(step.plan, error)
+            # Nobody can say which tokens have been counted: all that get one in this step end.
+            chunks = {*flight.chosen.tolist(), *flight.prompts}
+            left = [step.sequences[chunk] for chunk in sorted(chunks) if not step.gone[chunk]]
+            self._fail(left, f"the tokens of step {step.plan.step} were not to be had", error)
+            sampled, prompts = None, {}
+        self.scheduler.update(step, flight.chosen, sampled, prompts)
 
     def _raise_if_lost(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, RankLost):

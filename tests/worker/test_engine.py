@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.worker.conftest import FakePending
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.grammar import GrammarError
@@ -176,6 +177,36 @@ def test_a_broken_sampler_fails_the_batch_and_nothing_leaks(make):
     assert output.request_id == "a" and "broken" in output.failure.message
     parts.sampler.broken = False
     assert tokens(run(engine)["long"]) == parts.runner.generate([1, 5, 2, 3, 4, 5], 5)
+
+
+def test_tokens_that_are_not_to_be_had_end_their_batch_only(make, monkeypatch):
+    engine, parts = make({"token_budget": 4})
+    engine.add(request("a", [1, 2, 3]))
+    engine.add(request("long", [1, 5, 2, 3, 4, 5]))
+
+    def fail(self):
+        raise RuntimeError("no copy came")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakePending, "result", fail)
+        outputs = engine.step() or engine.step()
+    (output,) = outputs
+    assert output.request_id == "a" and "no copy came" in output.failure.message
+    assert tokens(run(engine)["long"]) == parts.runner.generate([1, 5, 2, 3, 4, 5], 5)
+
+
+def test_tokens_of_a_lost_device_end_the_engine(make, monkeypatch):
+    from worker import engine as module
+
+    def fail(self):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    engine, _ = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakePending, "result", fail)
+        patch.setattr(module, "_is_lost", lambda device: True)
+        with pytest.raises(module.DeviceLost, match="step 1"):
+            engine.generate([[1, 2, 3]], GREEDY)
 
 
 # ---------------------------------------------------------------- grammars
