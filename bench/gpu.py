@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--warm-rounds", type=int, default=1, help="of each workload before those (default 1)")
     p.add_argument("--profile", type=_sizes, default=[], metavar="N,M", help="trace decoding at these batch sizes")
     p.add_argument("--http", action="store_true", help="mini through `shoal serve` too")
-    p.add_argument("--routers", type=int, default=1, help="HTTP processes of that server (default 1)")
+    p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: the server's own)")
     p.add_argument("--name", help="of the result (default: gpu.MODEL, with tp and scale)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     flags.add(p, WorkerConfig)
@@ -148,8 +148,10 @@ class Bench:
         from bench import over_http
 
         args = self.args
-        print(f"mini through shoal serve, HTTP processes: {args.routers}", flush=True)
-        settings = self.settings | {"replicas": 1, "routers": args.routers}
+        print("mini through shoal serve", flush=True)
+        settings = self.settings | {"replicas": 1}
+        if args.routers is not None:
+            settings["routers"] = args.routers
         measured = over_http.measure(self.folder, settings, JOBS["mini"](args.scale), args.warm_rounds, args.rounds)
         print(f"  {'mini over HTTP':26s} {over_http.line(measured)}", flush=True)
         return measured | {"routers": args.routers}

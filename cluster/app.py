@@ -86,7 +86,7 @@ def routers(config: Config, replicas: Application, node: str | None = None) -> A
         actor["resources"] = {f"node:{node}": NODE_SHARE}
     return serve.deployment(
         name="Router",
-        num_replicas=config.routers,
+        num_replicas=config.num_routers,
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=config.health_check_period_s,

@@ -29,7 +29,11 @@ class Config(WorkerConfig, RouterConfig):
         "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a hub id"
     )
     replicas: int = Field(2, ge=1, description="copies of the model, each with a cache of its own")
-    routers: int = Field(1, ge=1, description="HTTP processes in front of the replicas, sharing one port")
+    routers: int | None = Field(
+        None,
+        ge=1,
+        description="HTTP processes in front of the replicas, sharing one port; by default one for every two replicas",
+    )
     host: str = Field(
         "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every network interface"
     )
@@ -76,6 +80,11 @@ class Config(WorkerConfig, RouterConfig):
                 "raise kv_tokens or lower context_length"
             )
         return self
+
+    @property
+    def num_routers(self) -> int:
+        """A router sends some 25,000 chunks a second, more tokens only in longer ones; a fast replica makes 10,000."""
+        return self.routers or -(-self.replicas // 2)
 
     def to_yaml(self) -> str:
         """The effective configuration as YAML, one key a line, this class's fields first; secrets as asterisks."""

@@ -74,7 +74,7 @@ def start(config: Config, folder: Path) -> None:
     """Starts Ray with as many logical CPUs as the server asks for, however many cores there are."""
     _adopt_orphans()
     ranks = config.tp * config.pp * rank_resources(config)["CPU"]
-    cpus = config.replicas * (CONTROL_CPUS + ranks) + config.routers * config.cpus_per_router
+    cpus = config.replicas * (CONTROL_CPUS + ranks) + config.num_routers * config.cpus_per_router
     ray.init(
         address="local",  # also where RAY_ADDRESS or another Ray on this machine would be joined
         num_cpus=math.ceil(cpus),

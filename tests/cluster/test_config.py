@@ -104,3 +104,10 @@ def test_a_configuration_does_not_change() -> None:
 
 def test_every_field_explains_itself() -> None:
     assert [name for name, field in Config.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("replicas", "routers", "number"), [(1, None, 1), (2, None, 1), (3, None, 2), (8, None, 4), (8, 1, 1)]
+)
+def test_there_are_enough_routers_for_fast_replicas(replicas: int, routers: int | None, number: int) -> None:
+    assert load(overrides={"replicas": replicas, "routers": routers}).num_routers == number

@@ -128,4 +128,4 @@ def test_what_aws_serves_fits_its_workers() -> None:
     gpus = shoal.tp * shoal.pp * shoal.gpus_per_rank
     assert gpus <= worker["resources"]["GPU"]
     assert shoal.replicas * gpus <= worker["max_workers"] * worker["resources"]["GPU"]
-    assert shoal.routers * shoal.cpus_per_router <= head["resources"]["CPU"]
+    assert shoal.num_routers * shoal.cpus_per_router <= head["resources"]["CPU"]

@@ -102,7 +102,7 @@ def test_the_default_workers_have_room_for_what_runs_on_them() -> None:
     config = check.Config.model_validate(args)
     cpus = float(container(workers({}))["resources"]["requests"]["cpu"])
     assert (config.cpus_per_rank or 1) + config.cpus_per_router + 0.01 <= cpus  # a replica and a router on one
-    assert args["routers"] <= args["replicas"]
+    assert config.num_routers <= config.replicas
 
 
 def test_the_head_runs_no_model() -> None:
@@ -117,7 +117,7 @@ def test_the_configuration_goes_to_serve_as_it_is() -> None:
     assert args == {
         "model": "SmolLM2-135M-Instruct",
         "replicas": 7,
-        "routers": 1,
+        "routers": None,
         "device": "cpu",
         "tp": 1,
         "pp": 1,
