@@ -16,8 +16,8 @@ from kernels.ranges import FIELDS
 PROGRAMS = 4
 # Heads that one program of `merge` merges.
 _MERGED_HEADS = 8
-# Bytes of a tile of keys, or of values: with some of them on their way, two programs fit a multiprocessor.
-_TILE_BYTES = 16 << 10
+# Bytes of a tile of keys, or of values: with some of them on their way, three programs fit a multiprocessor.
+_TILE_BYTES = 8 << 10
 
 
 class Tile(NamedTuple):
@@ -33,9 +33,12 @@ class Tile(NamedTuple):
 def tile_for(shape: AttentionShape, dtype: torch.dtype, queries: int) -> Tile:
     """For items of about so many queries. A tile has those of one token at least."""
     group = shape.num_heads // shape.num_kv_heads
-    rows = max(16, triton.next_power_of_2(group), min(64, triton.next_power_of_2(queries * group)))
-    keys = _TILE_BYTES // (triton.next_power_of_2(shape.head_dim) * dtype.itemsize)
-    return Tile(rows, min(max(keys, 16), 64), 4, 2 if dtype == torch.float32 else 3)
+    block = triton.next_power_of_2(shape.head_dim)
+    keys = min(max(_TILE_BYTES // (block * dtype.itemsize), 16), 64)
+    # Products of float32 are not for tensor cores, and take many registers.
+    most, warps, stages = (32, 4 if block <= 64 else 8, 2) if dtype == torch.float32 else (64, 4, 5)
+    rows = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(queries * group)))
+    return Tile(rows, keys, warps, stages)
 
 
 class Parts(NamedTuple):

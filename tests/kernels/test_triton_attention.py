@@ -22,6 +22,7 @@ SHAPES = {
     "window": AttentionShape(8, 1, 12, 0.4, (37,)),
     "softcap": AttentionShape(5, 1, 20, 1.0, (None, 9), softcap=3.0),
 }
+REAL_TILE_FOR = range_attention.tile_for
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
 CHUNKS = [chunk for chunk in MIXED if chunk[1] > 1]
 
@@ -99,6 +100,19 @@ def test_shared_prefixes() -> None:
     starts[-1], lengths[-1] = 0, starts[-1] + 1
     mixed = AttentionBatch(batch.tables, batch.rows[order], starts, lengths)
     check(mixed, pages, 4, shape, torch.float32, [(None, None)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 128), (8, 128), (71, 64), (2, 96), (1, 256)])
+def test_tiles_fit(group: int, head_dim: int, dtype: torch.dtype) -> None:
+    """One token at least, in numbers that a kernel may have, and no more than a multiprocessor's memory."""
+    shape = AttentionShape(2 * group, 2, head_dim, 1.0, (None,))
+    for queries in (1, 16, 64):
+        tile = REAL_TILE_FOR(shape, dtype, queries)
+        assert tile.rows >= max(group, 16) and tile.keys >= 16
+        assert not tile.rows & (tile.rows - 1) and not tile.keys & (tile.keys - 1)
+        block = 1 << (head_dim - 1).bit_length()
+        assert (tile.rows + 2 * tile.keys * (tile.stages - 1)) * block * dtype.itemsize <= 200 << 10
 
 
 def test_windows_alone_share_nothing() -> None:
