@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,18 @@ import httpx
 import psutil
 import pytest
 import ray
+import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayTaskError
 from ray.serve.context import _get_global_client
 
 from cluster.app import APP, build
+from cluster.config import Config
+from cluster.replica import _start, bundles
+from worker.engine import Engine
+from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
 
 WAIT_S = 60.0
 
@@ -76,13 +83,22 @@ def ranks() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, session_port: int) -> Iterator[Served]:
+def nodes() -> Iterator[None]:
     """Two nodes, of which each has room for one replica; the routers fit beside them."""
     options = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **options})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **options})
     try:
-        nodes.add_node(num_cpus=3, object_store_memory=80 << 20)
-        ray.init(address=nodes.address, log_to_driver=False)
+        cluster.add_node(num_cpus=3, object_store_memory=80 << 20)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(nodes: None, tiny_model: Path, session_port: int) -> Iterator[Served]:
+    try:
         serve.start(http_options={"host": "127.0.0.1", "port": session_port})
         settings = {"model": str(tiny_model), "replicas": 2, "routers": 2, "placement": "round_robin", "device": "cpu"}
         cpus = {"cpus_per_rank": 2, "cpus_per_router": 0.5}
@@ -92,8 +108,58 @@ def served(tiny_model: Path, session_port: int) -> Iterator[Served]:
         yield server
     finally:
         serve.shutdown()
-        ray.shutdown()
-        nodes.shutdown()
+
+
+def test_ranks_meet_say_what_one_says_and_end_together(nodes: None, tiny_model: Path) -> None:
+    """A replica's ranks as Ray's actors, which Serve has no part in: two of them over gloo."""
+    settings = {"model": str(tiny_model), "device": "cpu", "kv_tokens": 1024, "cpu_threads": 1, "cpus_per_rank": 1}
+    prompts, asked = [[5, 6, 7], list(range(10, 40))], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with closing(Engine(tiny_model, Config(**settings))) as alone:
+        wanted = {str(i): found.token_ids for i, found in enumerate(alone.generate(prompts, asked))}
+    config = Config(**settings, tp=2)
+    group = ray.util.placement_group(bundles(config), strategy="PACK")
+    actors = [_start(config, group, bundle) for bundle in (1, 2)]
+    try:
+        meeting = ray.get(actors[0].open.remote(config), timeout=WAIT_S)
+        published = ray.get([rank.load.remote(config, i, meeting) for i, rank in enumerate(actors)], timeout=WAIT_S)
+        runs = [rank.run.remote() for rank in actors]
+        assert published[1] == {}
+        with asked_for(published[0]["address"], prompts, asked) as replica:
+            assert answers(replica, len(prompts)) == wanted
+        ray.kill(actors[1])
+        with (
+            asked_for(published[0]["address"], prompts, asked),
+            pytest.raises(RayTaskError, match="DeviceLost"),
+        ):
+            ray.get(runs[0], timeout=WAIT_S)
+    finally:
+        for rank in actors:
+            ray.kill(rank)
+        ray.util.remove_placement_group(group)
+
+
+@contextmanager
+def asked_for(address: str, prompts: list[list[int]], sampling: SamplingParams) -> Iterator[zmq.Socket[bytes]]:
+    """A connection to a replica, over which it was asked for all of these."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replica:
+        replica.linger = 0
+        replica.connect(address)
+        for i, prompt in enumerate(prompts):
+            replica.send(encode(Generate(request_id=str(i), prompt_ids=prompt, sampling=sampling)))
+        yield replica
+
+
+def answers(replica: zmq.Socket[bytes], count: int) -> dict[str, list[int]]:
+    """The tokens of so many requests, when all of them have ended."""
+    tokens: dict[str, list[int]] = {}
+    ended = 0
+    while ended < count:
+        assert replica.poll(WAIT_S * 1000), "the replica is silent"
+        message = decode_from_replica(replica.recv())
+        for output in message.outputs if isinstance(message, Outputs) else []:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            ended += output.finish_reason is not None
+    return tokens
 
 
 def test_both_nodes_serve(served: Served) -> None:
