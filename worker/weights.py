@@ -84,7 +84,11 @@ def load_weights(
             parameters[name] = make(shapes[name], device=device, dtype=_dtype(config, name, dtype))
         if len(place.kept):
             target = parameters[name].narrow(place.dim, place.first, len(place.kept))
-            target.copy_(tensor.read(place.dim, place.kept))
+            part = tensor.read(place.dim, place.kept)
+            if device.type == "cuda" and part.device.type == "cpu":
+                # All cores copy the file's pages into memory that the GPU then fetches, while they go on.
+                part = part.pin_memory()
+            target.copy_(part, non_blocking=True)
         missing.discard(tensor.name)
         parts[name] -= 1
         if quantization is not None and not parts[name] and name.rpartition(".")[2] in _QUANTIZED:
