@@ -1,4 +1,14 @@
-"""How many tokens of a sequence the next step computes: pure, so that the scheduler and a simulator share it."""
+"""How many tokens of a sequence a step computes: pure, so that the scheduler and a simulator share it.
+
+`chunk_tokens` has the last word: no more than is missing, than the batch may take, than there are pages for. What the
+batch may take is a number of tokens; where it is a time, `tokens_within` says how many tokens that is.
+"""
+
+import math
+from collections.abc import Sequence
+
+from pipeline.cost import Coefficients, CostModel
+from pipeline.shape import KNOTS, TILED_FROM, BatchShape, in_tiles
 
 
 def chunk_tokens(missing: int, budget: int, room: int) -> int:
@@ -11,3 +21,59 @@ def chunk_tokens(missing: int, budget: int, room: int) -> int:
     if missing < 1:
         raise ValueError("a sequence with nothing missing has no next chunk")
     return max(0, min(missing, budget, room))
+
+
+def tokens_within(models: Sequence[CostModel], batch: BatchShape, start: int, target_s: float, most: int) -> int:
+    """The most tokens, up to `most`, that a chunk with `start` tokens before it may have so that none of the stages is
+    predicted to take longer than `target_s` for the batch and the chunk; 0 when there is no such chunk.
+
+    A batch of more than `TILED_FROM` tokens is filled to whole tiles: what is computed of a tile is paid for as a
+    whole. Never more for a later start, a fuller batch or a shorter time."""
+    for model in models:
+        if most < 1:
+            return 0
+        most = _tokens_within(model.coefficients, batch, start, target_s, most)
+    return most
+
+
+def _tokens_within(cost: Coefficients, batch: BatchShape, start: int, target_s: float, most: int) -> int:
+    """For one stage. With x tokens more the batch takes
+
+        square x^2 + prefix_product start x + T(n + x) + (what does not depend on x)
+
+    seconds, where T, the cost of tokens, is piecewise linear with growing slopes where tiles are whole."""
+    if target_s == math.inf:
+        return most
+    n = batch.tokens
+    if most == 1:
+        batch.add(start, 1)
+        fits = cost.predict(batch) <= target_s
+        batch.remove(start, 1)
+        return 1 if fits else 0
+    rest = cost.predict(batch) - cost.of_tokens(n) - target_s + cost.chunk + cost.prefix * start
+    if not batch.chunks:
+        rest += cost.mixed
+    linear = cost.prefix_product * start
+    total = n + _root(cost, n, linear, rest)
+    if total > TILED_FROM:
+        total = in_tiles(total, up=False)
+        if total <= n:  # what is left of the tile that the batch has begun: every token saves an unused row
+            full = in_tiles(n, up=True)
+            total = min(full, n + _root(cost, n, linear - cost.unused_row, rest + cost.unused_row * (full - n)))
+    return min(most, total - n) if total - n > 1 else 0
+
+
+def _root(cost: Coefficients, n: int, linear: float, rest: float) -> int:
+    """The largest x >= 0 with square x^2 + linear x + T(n + x) + rest <= 0, or 0."""
+    for i in range(len(KNOTS) - 1, -1, -1):
+        b, c = linear + cost.slopes[i], rest + cost.slopes[i] * n + cost.offsets[i]
+        if c > 0:
+            return 0  # T(n) is at least what any segment says of n
+        if cost.square > 0:
+            # The form that does not cancel where the square is small.
+            x = -2.0 * c / (b + math.sqrt(b * b - 4.0 * cost.square * c)) if c < 0 else 0.0
+        else:
+            x = -c / b if b > 0 else math.inf
+        if n + x > KNOTS[i]:
+            return int(min(x, 1e9) + 1e-9)
+    return 0

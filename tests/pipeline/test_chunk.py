@@ -1,8 +1,44 @@
 """The size of a chunk."""
 
-import pytest
+import math
 
-from pipeline.chunk import chunk_tokens
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.chunk import chunk_tokens, tokens_within
+from pipeline.cost import Coefficients, CostModel
+from pipeline.roofline import DEVICES, MODELS, Stage
+from pipeline.shape import FEATURES, TILE, TILED_FROM, BatchShape
+
+STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
+MOST = 1 << 20
+
+
+def model_of(factors):
+    """A stage's model whose coefficients are those of an H200, each by a factor of its own."""
+    model = CostModel(STAGE.seconds)
+    model.coefficients = Coefficients(np.array(model.coefficients.values) * factors)
+    return model
+
+
+models = st.lists(st.sampled_from([0.0, 0.3, 1.0, 4.0]), min_size=len(FEATURES), max_size=len(FEATURES)).map(model_of)
+batches = st.builds(
+    lambda decodes, context, chunks: BatchShape([*[(context, 1)] * decodes, *chunks]),
+    st.integers(0, 400),
+    st.integers(0, 9000),
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(2, 700)), max_size=2),
+)
+starts = st.integers(0, 16000)
+targets = st.floats(0.001, 0.3)
+
+
+def with_chunk(model, batch, start, length):
+    batch.add(start, length)
+    seconds = model.predict(batch)
+    batch.remove(start, length)
+    return seconds
 
 
 @pytest.mark.parametrize(
@@ -24,3 +60,56 @@ def test_sizes(missing, budget, room, size):
 def test_a_complete_sequence_is_refused():
     with pytest.raises(ValueError, match="nothing missing"):
         chunk_tokens(0, 1, 1)
+
+
+@given(models, batches, starts, targets)
+def test_it_is_the_largest_that_fits(model, batch, start, target_s):
+    size = tokens_within([model], batch, start, target_s, MOST)
+    if size:
+        assert with_chunk(model, batch, start, size) <= target_s * (1 + 1e-9)
+    if size < MOST:
+        total = batch.tokens + size
+        # One token more, or one tile where tiles are whole. (A chunk of one token is costed as a decode.)
+        more = size + 1 if total < TILED_FROM else (total // TILE + 1) * TILE - batch.tokens
+        assert more < 2 or with_chunk(model, batch, start, more) >= target_s * (1 - 1e-6)
+
+
+@given(models, batches, starts, targets, st.floats(1.0, 2.0), st.integers(0, 4000), st.integers(0, 9000))
+def test_it_shrinks_with_the_time_the_prefix_and_the_batch(model, batch, start, target_s, longer, further, context):
+    size = tokens_within([model], batch, start, target_s, MOST)
+    assert tokens_within([model], batch, start, target_s * longer, MOST) >= size
+    assert tokens_within([model], batch, start + further, target_s, MOST) <= size
+    batch.add(context, 1)
+    assert tokens_within([model], batch, start, target_s, MOST) <= size
+
+
+@given(models, models, batches, starts, targets, st.integers(0, 2000))
+def test_the_slowest_stage_decides(one, other, batch, start, target_s, most):
+    sizes = [tokens_within([model], batch, start, target_s, most) for model in (one, other)]
+    assert tokens_within([one, other], batch, start, target_s, most) <= min(sizes)
+    assert tokens_within([one, other], batch, start, math.inf, most) == most
+
+
+@given(batches, starts, targets)
+def test_large_batches_fill_their_tiles(batch, start, target_s):
+    size = tokens_within([CostModel(STAGE.seconds)], batch, start, target_s, MOST)
+    total = batch.tokens + size
+    assert not size or total <= TILED_FROM or total % TILE == 0 or total // TILE == batch.tokens // TILE
+
+
+def test_a_last_token_is_costed_as_a_decode():
+    model = CostModel(STAGE.seconds)
+    batch = BatchShape([(100, 1)] * 8)
+    enough = with_chunk(model, batch, 500, 1)
+    assert tokens_within([model], batch, 500, enough * 1.0001, 1) == 1
+    assert tokens_within([model], batch, 500, enough * 0.9999, 1) == 0
+
+
+def test_deep_prefixes_get_smaller_chunks_of_the_same_time():
+    model = CostModel(STAGE.seconds)
+    batch = BatchShape([(4000, 1)] * 16)
+    sizes = {start: tokens_within([model], batch, start, 0.05, MOST) for start in (0, 8000, 16000)}
+    assert sizes[0] > sizes[8000] > sizes[16000] > 0
+    # All take the time: what is lost is less than a tile.
+    for start, size in sizes.items():
+        assert 0.05 - 128 * 60e-6 < with_chunk(model, batch, start, size) <= 0.05

@@ -1,0 +1,208 @@
+"""What a micro-batch costs a stage, in seconds: predicted from its chunks, learned from measured steps.
+
+The time of a step is linear in a few sums over its chunks (`shape.py`), with coefficients that cannot be negative:
+
+    constant                    weights are read and kernels launched, whatever the batch holds
+    mixed                       once, if there is a chunk of more than one token: kernels outside the graph
+    tokens, piecewise           matrix products: bound by memory at first, by arithmetic later, so the slope only grows
+    unused rows                 matrix products compute whole tiles of rows
+    decodes, their context      rows of the head and of the sampler; KV read once for a token
+    chunks, their prefixes      KV read at least once for a chunk
+    prefix x chunk, chunk^2     attention of a chunk to what was there before it, and to itself
+
+Because no slope falls, the predicted time is convex in the length of a chunk, and `chunk.py` can invert it. One model
+belongs to one stage on one device.
+"""
+
+import json
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.regression import robust_fit
+from pipeline.shape import FEATURES, KNOTS, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
+
+VERSION = 1
+_FIRST_KNOT = FEATURES.index("tokens_above_0")
+_UNUSED_ROWS = FEATURES.index("unused_rows")
+_CHUNKS = FEATURES.index("chunks")
+_DECODE_CONTEXT = FEATURES.index("decode_context")
+_PREFIX_PRODUCTS = FEATURES.index("prefix_products")
+
+
+class Coefficients:
+    """Seconds for each unit of each feature, none negative, laid out so that predicting is quick."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self.values = [float(value) for value in values]
+        if len(self.values) != len(FEATURES) or min(self.values) < 0:
+            raise ValueError("there is one coefficient for each feature, and none is negative")
+        (self.constant, self.mixed) = self.values[:2]
+        (
+            unused_row,
+            self.decode,
+            self.decode_context,
+            self.chunk,
+            self.prefix,
+            self.prefix_product,
+            self.square,
+        ) = self.values[_UNUSED_ROWS:]
+        # The cost of n tokens in whole tiles is slopes[i] * n + offsets[i], where KNOTS[i] is the last knot below n.
+        self.slopes = np.cumsum(self.values[_FIRST_KNOT:_UNUSED_ROWS]).tolist()
+        self.offsets = np.cumsum(
+            [-c * k for c, k in zip(self.values[_FIRST_KNOT:_UNUSED_ROWS], KNOTS, strict=True)]
+        ).tolist()
+        # No more than a token, or one token more would make a batch cheaper.
+        self.unused_row = min(unused_row, self.slopes[KNOTS.index(TILED_FROM)])
+
+    def of_tokens(self, n: int) -> float:
+        """The part that depends on nothing but the number of tokens."""
+        if n < 1:
+            return 0.0
+        i = bisect_left(KNOTS, n) - 1
+        seconds = self.slopes[i] * n + self.offsets[i]
+        return seconds + self.unused_row * unused_rows(n) if n > TILED_FROM else seconds
+
+    def predict(self, shape: BatchShape) -> float:
+        """Seconds."""
+        seconds = self.constant + self.of_tokens(shape.tokens)
+        seconds += self.decode * shape.decodes + self.decode_context * shape.decode_context
+        if shape.chunks:
+            seconds += self.mixed + self.chunk * shape.chunks + self.prefix * shape.prefixes
+            seconds += self.prefix_product * shape.prefix_products + self.square * shape.squares
+        return seconds
+
+    def scaled(self, factor: float) -> "Coefficients":
+        return Coefficients(value * factor for value in self.values)
+
+
+class Window:
+    """The newest observations of every kind of batch, so that what is common does not crowd out what is rare."""
+
+    PER_STRATUM = 24
+
+    def __init__(self) -> None:
+        self._strata: dict[tuple[int, int, int], deque[tuple[int, float, list[float]]]] = {}
+
+    def add(self, number: int, seconds: float, row: list[float]) -> None:
+        """`number` counts observations: it says how old each is. `row`: the features."""
+        tokens, chunks = int(row[_FIRST_KNOT]), int(row[_CHUNKS])
+        attention = int(row[_DECODE_CONTEXT] + row[_PREFIX_PRODUCTS] / 64)
+        stratum = (tokens.bit_length(), min(chunks, 2), attention.bit_length() // 2)
+        self._strata.setdefault(stratum, deque(maxlen=self.PER_STRATUM)).append((number, seconds, row))
+
+    def rows(self) -> list[tuple[int, float, list[float]]]:
+        """Number, seconds and features of each, oldest first."""
+        return sorted(row for kept in self._strata.values() for row in kept)
+
+
+class CostModel:
+    """Predicts the time of a batch on one stage, and learns from each measured one.
+
+    Until there are measurements it predicts what `prior` says (a roofline: see `roofline.py`); later the prior, scaled
+    to what was measured, stands for kinds of batches that never came, and takes over again whenever the fit has been
+    worse than it lately.
+    """
+
+    HALF_LIFE = 1024  # observations after which one counts half
+    PRIOR_WEIGHT = 0.02  # of a typical shape, beside an observation's 1
+    REFIT_EVERY = 128
+    FIRST_FITS = (8, 16, 32, 64)
+    RECENT = 256
+
+    def __init__(self, prior: Callable[[BatchShape], float], identity: Mapping[str, Any] | None = None) -> None:
+        """`identity`: what is measured (model, layers, device, ranks), as JSON holds it."""
+        self.identity = dict(identity or {})
+        self._grid = np.array([features(shape) for shape in typical_shapes()])
+        self._grid_s = np.array([prior(shape) for shape in typical_shapes()])
+        self._prior = Coefficients(robust_fit(self._grid, self._grid_s, np.ones(len(self._grid))))
+        self._prior_scale = 1.0
+        self._fitted: Coefficients | None = None
+        self._window = Window()
+        self.num_observed = 0
+        # Of the newest observations, before each was learned from: how far off the scaled prior and the fit were, and
+        # what was predicted by the two together; the ratio of measured to prior.
+        self._prior_errors: deque[float] = deque(maxlen=self.RECENT)
+        self._fit_errors: deque[float] = deque(maxlen=self.RECENT)
+        self._errors: deque[float] = deque(maxlen=self.RECENT)
+        self._ratios: deque[float] = deque(maxlen=self.RECENT)
+        self.coefficients = self._prior
+
+    def predict(self, shape: BatchShape) -> float:
+        """Seconds that the stage takes for such a batch."""
+        return self.coefficients.predict(shape)
+
+    def observe(self, shape: BatchShape, seconds: float) -> None:
+        """A batch took the stage so long. `shape` is not kept."""
+        if not seconds > 0.0 or not shape.tokens:
+            return
+        prior = self._prior.predict(shape)
+        self._errors.append(abs(self.predict(shape) / seconds - 1.0))
+        self._prior_errors.append(abs(prior * self._prior_scale / seconds - 1.0))
+        if self._fitted is not None:
+            self._fit_errors.append(abs(self._fitted.predict(shape) / seconds - 1.0))
+        self._ratios.append(seconds / prior)
+        self.num_observed += 1
+        self._window.add(self.num_observed, seconds, features(shape))
+        if self.num_observed in self.FIRST_FITS or self.num_observed % self.REFIT_EVERY == 0:
+            self._refit()
+
+    def error(self) -> float:
+        """The median relative error of the newest predictions, made before their batch was measured. NaN before the
+        first."""
+        return float(np.median(self._errors)) if self._errors else float("nan")
+
+    def _refit(self) -> None:
+        rows = self._window.rows()
+        numbers = np.array([number for number, _, _ in rows])
+        seconds = np.array([measured for _, measured, _ in rows])
+        observed = np.array([row for _, _, row in rows])
+        self._prior_scale = float(np.median(self._ratios))
+        weights = 0.5 ** ((self.num_observed - numbers) / self.HALF_LIFE)
+        self._fitted = Coefficients(
+            robust_fit(
+                np.concatenate([observed, self._grid]),
+                np.concatenate([seconds, self._grid_s * self._prior_scale]),
+                np.concatenate([weights, np.full(len(self._grid), self.PRIOR_WEIGHT)]),
+            )
+        )
+        recent = min(len(self._fit_errors), self.REFIT_EVERY)
+        fit = np.median(list(self._fit_errors)[-recent:]) if recent else 0.0
+        prior = np.median(list(self._prior_errors)[-recent:]) if recent else 1.0
+        self.coefficients = self._fitted if fit <= prior else self._prior.scaled(self._prior_scale)
+
+    # ------------------------------------------------------------ on disk
+
+    def save(self, path: Path) -> None:
+        """Writes what was learned, as JSON."""
+        saved = {
+            "version": VERSION,
+            "features": FEATURES,
+            "identity": self.identity,
+            "num_observed": self.num_observed,
+            "error": self.error() if self._errors else None,
+            "coefficients": self.coefficients.values,
+            "window": self._window.rows(),
+        }
+        path.write_text(json.dumps(saved))
+
+    def load(self, path: Path) -> None:
+        """Goes on from what `save` wrote. Raises ValueError when that is of another version or of something else than
+        this model's `identity`, OSError when it cannot be read."""
+        saved = json.loads(path.read_text())
+        if saved.get("version") != VERSION or tuple(saved.get("features", ())) != FEATURES:
+            raise ValueError(f"{path} was written by another version")
+        if saved["identity"] != self.identity:
+            raise ValueError(f"{path} was measured on {saved['identity']}, this is {self.identity}")
+        prior = np.array(self._prior.values)
+        for number, seconds, row in saved["window"]:
+            self._window.add(number, seconds, row)
+            self._ratios.append(seconds / float(prior @ row))
+        self.num_observed = saved["num_observed"]
+        if self._ratios:
+            self._refit()
+            self.coefficients = Coefficients(saved["coefficients"])

@@ -1,0 +1,155 @@
+"""What a stage's step should take, from the arithmetic and the bytes of its layers and a device's rates.
+
+Two uses: the prior of a `CostModel`, so that the first steps are predicted, and the stages of the simulator. Times of
+matrix products follow a smooth maximum of what memory and arithmetic allow (S. Williams et al., Roofline, CACM 2009:
+the corner is round on real devices).
+"""
+
+from dataclasses import dataclass
+
+from pipeline.shape import TILE, BatchShape
+
+# How round the corner of the roofline is: max(a, b) ~ (a^p + b^p)^(1/p). Fitted to the linear layers of Llama-3.1-8B at
+# 1 to 2,048 tokens on an H200, which it gives within 4%.
+ROUNDNESS = 2.2
+# Bytes of activations that norms, rotary embedding, the gate and the residual move for each element of a token's hidden
+# state and of its MLP's inner state, in a layer.
+HIDDEN_PASSES, INNER_PASSES = 16, 6
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates that a device reaches, not those of its data sheet."""
+
+    name: str
+    flops: float  # a second, of matrix products
+    attention_flops: float  # a second, of attention over long prompts
+    bytes_per_s: float  # of weights and activations
+    attention_bytes_per_s: float  # of KV
+    memory_bytes: float
+    layer_s: float  # launches and small kernels of a layer, whatever the batch
+    mixed_layer_s: float  # the same where a batch has chunks of prompts
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between devices."""
+
+    name: str
+    latency_s: float
+    bytes_per_s: float
+    sum_latency_s: float  # of an all-reduce
+    sum_bytes_per_s: float
+
+    def send_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+    def sum_s(self, num_bytes: float) -> float:
+        """An all-reduce of so many bytes on every rank."""
+        return self.sum_latency_s + num_bytes / self.sum_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a transformer, as its public configuration gives them. Two bytes a number."""
+
+    name: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True
+    element_bytes: int = 2
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the matrices of one layer."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + self.hidden * self.inner * (3 if self.gated else 2)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """What one token sends from a stage to the next."""
+        return self.hidden * self.element_bytes
+
+
+DEVICES = {
+    # H200: measured (device copy, matrix products, FlashInfer's attention). A100: scaled by their data sheets.
+    "h200": Device("h200", 800e12, 540e12, 3.6e12, 4.2e12, 141e9, 6e-6, 12e-6),
+    "a100": Device("a100", 255e12, 170e12, 1.6e12, 1.8e12, 80e9, 8e-6, 16e-6),
+}
+LINKS = {
+    # H200s: NCCL, measured over NVLink, and with everything but sockets switched off.
+    "nvlink": Link("nvlink", 21e-6, 150e9, 19e-6, 210e9),
+    "sockets": Link("sockets", 166e-6, 6.2e9, 151e-6, 3.5e9),
+    # 100 Gb Ethernet between nodes, NVLink of A100s inside one: nine tenths of the line, usual latencies.
+    "ethernet_100g": Link("ethernet_100g", 60e-6, 11e9, 120e-6, 5.5e9),
+    "nvlink_a100": Link("nvlink_a100", 25e-6, 100e9, 25e-6, 120e9),
+}
+MODELS = {
+    "llama-8b": Model("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-70b": Model("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256),
+    "llama-405b": Model("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256),
+    "falcon-180b": Model("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, gated=False),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`layers` of a model on `ranks` devices joined by `link` (none for one rank), with the head or without."""
+
+    model: Model
+    device: Device
+    layers: int
+    has_head: bool = False
+    ranks: int = 1
+    link: Link | None = None
+
+    def seconds(self, shape: BatchShape) -> float:
+        """The time of one step."""
+        model, device = self.model, self.device
+        n = shape.tokens
+        whole = n if n <= TILE else -(-n // TILE) * TILE
+        seconds = self.layers * self._product_s(model.layer_weights, whole)
+        layer_s = device.mixed_layer_s if shape.chunks else device.layer_s
+        small = n * model.element_bytes * (HIDDEN_PASSES * model.hidden + INNER_PASSES * model.inner / self.ranks)
+        seconds += self.layers * (layer_s + small / device.bytes_per_s + self._attention_s(shape))
+        if self.has_head:
+            seconds += self._product_s(model.head_weights, shape.decodes + shape.chunks)
+        if self.link is not None and self.ranks > 1:
+            seconds += 2 * self.layers * self.link.sum_s(n * model.token_bytes)
+        return seconds
+
+    def kv_tokens(self, used: float = 0.9, reserved_bytes: float = 4e9) -> int:
+        """Tokens whose KV the stage can hold, with `used` of the memory given to weights and KV."""
+        model = self.model
+        weights = self.layers * model.layer_weights + (model.head_weights if self.has_head else 0)
+        free = self.device.memory_bytes * used - weights * model.element_bytes / self.ranks - reserved_bytes
+        return max(0, int(free * self.ranks / (self.layers * model.kv_bytes)))
+
+    def _product_s(self, weights: int, tokens: int) -> float:
+        memory = weights * self.model.element_bytes / self.ranks / self.device.bytes_per_s
+        arithmetic = 2.0 * weights * tokens / self.ranks / self.device.flops
+        return (memory**ROUNDNESS + arithmetic**ROUNDNESS) ** (1 / ROUNDNESS)
+
+    def _attention_s(self, shape: BatchShape) -> float:
+        """One layer's."""
+        model, device = self.model, self.device
+        seconds = shape.decode_context * model.kv_bytes / self.ranks / device.attention_bytes_per_s
+        if shape.chunks:
+            pairs = shape.prefix_products + shape.squares / 2
+            seconds += 4.0 * pairs * model.heads * model.head_dim / self.ranks / device.attention_flops
+            seconds += shape.prefixes * model.kv_bytes / self.ranks / device.attention_bytes_per_s
+        return seconds

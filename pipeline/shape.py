@@ -1,0 +1,111 @@
+"""A micro-batch as its cost sees it: a few sums over its chunks.
+
+A chunk of one token is a decode here, whatever it is to the scheduler.
+"""
+
+from collections.abc import Iterable
+
+TILE = 128  # rows that a matrix product computes at once
+KNOTS = (0, 64, 128, 256, 512, 1024)  # tokens where the cost of one more may grow
+TILED_FROM = 2 * TILE  # tokens up to which products are bound by memory, and rows come free
+FEATURES = (
+    "constant",
+    "mixed",
+    *(f"tokens_above_{knot}" for knot in KNOTS),
+    "unused_rows",
+    "decodes",
+    "decode_context",
+    "chunks",
+    "prefixes",
+    "prefix_products",
+    "squares",
+)
+
+
+class BatchShape:
+    """The sums over a batch's chunks that its cost depends on. Adding or removing a chunk is O(1)."""
+
+    __slots__ = ("chunks", "decode_context", "decodes", "prefix_products", "prefixes", "squares", "tokens")
+
+    def __init__(self, chunks: Iterable[tuple[int, int]] = ()) -> None:
+        """`chunks`: start (tokens before it) and length of each."""
+        self.tokens = 0
+        self.decodes = 0
+        self.decode_context = 0
+        self.chunks = 0
+        self.prefixes = 0
+        self.prefix_products = 0
+        self.squares = 0
+        for start, length in chunks:
+            self.add(start, length)
+
+    def add(self, start: int, length: int) -> None:
+        self.tokens += length
+        if length == 1:
+            self.decodes += 1
+            self.decode_context += start + 1
+        else:
+            self.chunks += 1
+            self.prefixes += start
+            self.prefix_products += start * length
+            self.squares += length * length
+
+    def remove(self, start: int, length: int) -> None:
+        """Takes back what `add` added."""
+        self.tokens -= length
+        if length == 1:
+            self.decodes -= 1
+            self.decode_context -= start + 1
+        else:
+            self.chunks -= 1
+            self.prefixes -= start
+            self.prefix_products -= start * length
+            self.squares -= length * length
+
+    def copy(self) -> "BatchShape":
+        other = BatchShape()
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def __repr__(self) -> str:
+        return f"BatchShape({self.tokens} tokens, {self.decodes} decodes, {self.chunks} chunks)"
+
+
+def in_tiles(tokens: int, up: bool) -> int:
+    """`tokens`, up or down to whole tiles."""
+    return -(-tokens // TILE) * TILE if up else tokens // TILE * TILE
+
+
+def unused_rows(tokens: int) -> int:
+    """Rows of the last tile that are computed for nothing; 0 where products are bound by memory."""
+    return in_tiles(tokens, up=True) - tokens if tokens > TILED_FROM else 0
+
+
+def features(shape: BatchShape) -> list[float]:
+    """The values that `FEATURES` names."""
+    n = shape.tokens
+    return [
+        1.0,
+        1.0 if shape.chunks else 0.0,
+        *(float(max(0, n - knot)) for knot in KNOTS),
+        float(unused_rows(n)),
+        float(shape.decodes),
+        float(shape.decode_context),
+        float(shape.chunks),
+        float(shape.prefixes),
+        float(shape.prefix_products),
+        float(shape.squares),
+    ]
+
+
+def typical_shapes() -> list[BatchShape]:
+    """Batches that span what a step can be: the grid on which a prior is turned into coefficients."""
+    shapes = []
+    decodes = [(tokens, context) for tokens in (1, 8, 32, 100, 256, 700) for context in (64, 1024, 8192)]
+    shapes += [BatchShape([(context, 1)] * tokens) for tokens, context in decodes]
+    for tokens in (16, 64, 128, 200, 256, 257, 384, 385, 450, 512, 520, 640, 650, 768, 1000, 1024, 1030, 2048, 4100):
+        shapes += [BatchShape([(start, tokens)]) for start in (0, 4096, 16384)]
+        shapes += [BatchShape([*[(2000, 1)] * 32, (start, tokens)]) for start in (1024, 8192)]
+        shapes.append(BatchShape([*[(6000, 1)] * 64, *[(1000, tokens // 4)] * 4]))
+    return shapes

@@ -1,0 +1,63 @@
+"""The arithmetic of a stage, against figures measured on an H200 and sizes that are public."""
+
+import pytest
+
+from pipeline.roofline import DEVICES, LINKS, MODELS, Stage
+from pipeline.shape import BatchShape
+
+H200 = DEVICES["h200"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-8b", 8.03), ("llama-70b", 70.6), ("llama-405b", 405.9), ("falcon-180b", 179.5)]
+)
+def test_models_have_the_parameters_that_their_names_say(name, billions):
+    model = MODELS[name]
+    embeddings = model.head_weights * (1 if name == "falcon-180b" else 2)  # Falcon ties them
+    assert (model.layers * model.layer_weights + embeddings) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "measured_ms"), [(1, 3.89), (64, 4.14), (256, 5.75), (512, 9.39), (2048, 35.9)])
+def test_linear_layers_of_an_8b_model(tokens, measured_ms):
+    """What one step spends beyond its attention, activations and launches."""
+    model = MODELS["llama-8b"]
+    free = Stage(model, H200, 32).seconds(BatchShape([(0, tokens)]))
+    layer_s = H200.layer_s if tokens == 1 else H200.mixed_layer_s
+    activations = tokens * 2 * (16 * model.hidden + 6 * model.inner) / H200.bytes_per_s
+    attention = 4 * tokens**2 / 2 * 4096 / H200.attention_flops if tokens > 1 else 0.0
+    linear_s = free - 32 * (layer_s + activations + attention)
+    assert linear_s * 1e3 == pytest.approx(measured_ms, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "measured_ms"),
+    [([(4095, 1)] * 64, 0.250), ([(0, 8192)], 1.00), ([(8192, 512)], 0.131)],
+)
+def test_attention_of_a_layer_with_32_heads(chunks, measured_ms):
+    shape = BatchShape(chunks)
+    stage = Stage(MODELS["llama-8b"], H200, 1)
+    bare = shape.copy()
+    bare.decode_context = bare.prefix_products = bare.squares = bare.prefixes = 0
+    assert (stage.seconds(shape) - stage.seconds(bare)) * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+def test_ranks_share_the_work_and_pay_for_sums():
+    shape = BatchShape([(1000, 1000)])
+    alone = Stage(MODELS["llama-70b"], H200, 20).seconds(shape)
+    free = Stage(MODELS["llama-70b"], H200, 20, ranks=4).seconds(shape)
+    joined = Stage(MODELS["llama-70b"], H200, 20, ranks=4, link=LINKS["nvlink"]).seconds(shape)
+    assert alone / 4 < free < alone / 3
+    assert joined - free == pytest.approx(40 * LINKS["nvlink"].sum_s(1000 * 16384))
+
+
+def test_the_kv_of_a_quarter_of_a_70b_model():
+    """Another engine finds room for 1.06 million tokens on the same devices, in four stages."""
+    tokens = Stage(MODELS["llama-70b"], H200, 20, has_head=True).kv_tokens()
+    assert tokens == pytest.approx(1.06e6, rel=0.05)
+    assert Stage(MODELS["llama-405b"], H200, 126).kv_tokens() == 0
+
+
+def test_only_the_last_stage_pays_for_the_head():
+    shape = BatchShape([(1000, 1)] * 8)
+    head = Stage(MODELS["llama-70b"], H200, 20, has_head=True).seconds(shape)
+    assert head - Stage(MODELS["llama-70b"], H200, 20).seconds(shape) == pytest.approx(2.1e9 / 3.6e12, rel=0.02)
