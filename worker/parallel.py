@@ -5,6 +5,7 @@ Sums of few tokens, whose time is that of the start, go through memory that the 
 """
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class Group:
         self._backend, self._store, self._device = backend, store, device
         self._meetings = 0
         self._peers: PeerSums | None = None
+        self._beside: torch.cuda.Stream | None = None
         self.rank, self.size = rank, size
 
     @classmethod
@@ -82,6 +84,26 @@ class Group:
             options.asyncOp = False
             _wait(self._backend.allreduce([x], options))
         return x
+
+    def all_reduce_beside(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins `all_reduce`, in place, beside what the current stream gets to do. Returns what is to be called, once,
+        by whoever needs the sum: what the stream gets to do afterwards comes after it."""
+        if x.device.type != "cuda":
+            self.all_reduce(x)
+            return lambda: x
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(priority=-1)  # or products would keep it waiting
+        beside = self._beside
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            self.all_reduce(x)
+            done = beside.record_event()
+
+        def summed() -> torch.Tensor:
+            torch.cuda.current_stream().wait_event(done)
+            return x
+
+        return summed
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`kernels.norm.add_rms_norm` of the sum of all ranks' x, which it may overwrite."""

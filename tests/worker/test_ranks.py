@@ -15,7 +15,8 @@ from worker import ranks
 from worker.config import WorkerConfig
 from worker.engine import DeviceLost, Engine
 from worker.messages import SamplingParams
-from worker.parallel import RankLost
+from worker.models import decoder
+from worker.parallel import Group, RankLost
 from worker.plan import Chunk, Plan
 from worker.ranks import Follower, Leader, find_store, open_store
 from worker.runner import Runner
@@ -53,6 +54,23 @@ def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Pa
     for got in together(size, lambda group: generated(Runner(folder, settings(tp=size), group=group))):
         assert got[0] == tokens
         torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3"])
+def test_many_tokens_in_two_halves(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(name)
+    tokens, logits = generated(Runner(folder, settings()))
+    monkeypatch.setattr(decoder, "HALVES_FROM_TOKENS", 4)
+    sums: list[int] = []
+    beside = Group.all_reduce_beside
+    monkeypatch.setattr(Group, "all_reduce_beside", lambda group, x: (sums.append(len(x)), beside(group, x))[1])
+    for got in together(2, lambda group: generated(Runner(folder, settings(tp=2), group=group))):
+        assert got[0] == tokens
+        torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
+    # Three chunks of seven at once; what has two norms around a sum is not cut.
+    assert {10, 11} <= set(sums) if name != "gemma3" else not sums
 
 
 def test_all_ranks_have_the_pages_of_the_poorest(

@@ -1,5 +1,6 @@
 """The decoder: embedding, layers of attention and gated MLP, norm, output head. One for all architectures."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from worker.parallel import Group
 
 # Where the parts of a sum over ranks lie: consecutive ones apart, also from one step to the next.
 _ATTENTION_TURN, _MLP_TURN, _EMBEDDING_TURN = range(3)
+
+HALVES_FROM_TOKENS = 2048
+"""So many tokens on several ranks are computed in two halves."""
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -126,9 +130,13 @@ class Decoder:
         # From here on x lacks what the last sublayer adds: the sum of all ranks' `added`. Where the next norm reads x,
         # it is added.
         added: torch.Tensor | None = None
-        for index, layer in enumerate(self.layers):
+        # Of the last layer few tokens are left.
+        begun = len(self.layers) - 1 if self._goes_in_halves(x) else 0
+        if begun:
+            self._in_halves(begun, x, positions, angles, attention)
+        for index, layer in enumerate(self.layers[begun:], begun):
             normed = self._add_and_norm(added, x, layer.input_norm)
-            attended = self._attend(index, layer, normed, positions, angles, attention)
+            attended = self._attend(index, layer, layer.qkv(normed), positions, angles, attention)
             if wanted is not None and index == len(self.layers) - 1:
                 # Of the other tokens nothing is read any more but the keys and values, which the pages have now.
                 x, attended = x[wanted], attended[wanted]
@@ -168,13 +176,12 @@ class Decoder:
         self,
         index: int,
         layer: _Layer,
-        normed: torch.Tensor,
+        qkv: torch.Tensor,
         positions: torch.Tensor,
         angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """The heads' outputs side by side, `[n, num_heads * head_dim]`."""
-        qkv = layer.qkv(normed)
         if self.is_on_gpu:
             out = attention.attend(index, self._stored(index, layer, qkv, positions, attention))
         else:
@@ -220,6 +227,36 @@ class Decoder:
     def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
         out = layer.down(self.activate(layer.gate_up(normed)), self._place(normed, _MLP_TURN))
         return out if layer.mlp_out_norm is None else self._normed(self.group.all_reduce(out), layer.mlp_out_norm)
+
+    def _goes_in_halves(self, x: torch.Tensor) -> bool:
+        return self.group.size > 1 and len(x) >= HALVES_FROM_TOKENS and not self.config.sandwich_norms
+
+    def _in_halves(
+        self,
+        num_layers: int,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
+        attention: AttentionBackend,
+    ) -> None:
+        """x becomes the output of the first layers. Of many tokens a sum over ranks takes as long as a product does:
+        while it is taken for one half of them, the other half is computed. Only attention needs both."""
+        halves = (slice(0, len(x) // 2), slice(len(x) // 2, len(x)))
+        eps, size = self.config.norm_eps, (self.config.num_heads + 2 * self.config.num_kv_heads) * self.config.head_dim
+        sums: list[Callable[[], torch.Tensor]] = []
+        for index, layer in enumerate(self.layers[:num_layers]):
+            norm = layer.input_norm
+            qkv = x.new_empty(len(x), size)
+            for i, half in enumerate(halves):
+                normed = add_rms_norm(sums[i](), x[half], norm, eps) if sums else self._normed(x[half], norm)
+                layer.qkv(normed, qkv[half])
+            attended = self._attend(index, layer, qkv, positions, angles, attention)
+            sums = [self.group.all_reduce_beside(layer.out(attended[half])) for half in halves]
+            for i, half in enumerate(halves):
+                normed = add_rms_norm(sums[i](), x[half], layer.mlp_norm, eps)
+                sums[i] = self.group.all_reduce_beside(layer.down(self.activate(layer.gate_up(normed))))
+        for i, half in enumerate(halves):
+            x[half] += sums[i]()
 
     def _hidden_of_one(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """The layers for one token: five kernels each, besides attention's."""
