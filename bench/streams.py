@@ -108,15 +108,15 @@ def offline(folder: Path, job: Job, rounds: int) -> float:
     return sum(job[1]) / statistics.median(seconds)
 
 
-def figures(offline_tok_s: float, measured: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
-    """Of every front, by its name."""
+def figures(prefix: str, offline_tok_s: float, measured: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    """Of every front, by its name. Theirs begin with `prefix`."""
     made = []
     for kind, found in measured.items():
         spent = over_http.cpu_us_per_token(found)
         in_front = sum(spent.get(role, 0.0) for role in IN_FRONT)
         made += [
-            Figure(f"cpu.streams.{kind}.vs_offline", found["output_tok_s"] / offline_tok_s, "ratio", True),
-            Figure(f"cpu.streams.{kind}.cpu_us_per_token", in_front, "us", False),
+            Figure(f"{prefix}.{kind}.vs_offline", found["output_tok_s"] / offline_tok_s, "ratio", True),
+            Figure(f"{prefix}.{kind}.cpu_us_per_token", in_front, "us", False),
         ]
     return made
 
@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scale", type=float, default=1.0, help="part of the prompts, all at their full length (default 1)")
     p.add_argument("--rounds", type=int, default=2, help="that count, after one that does not (default 2)")
     p.add_argument("--front", choices=FRONTS, action="append", help="only this one; may be given again (default: all)")
-    p.add_argument("--name", default="cpu.streams", help="of the result (default cpu.streams)")
+    p.add_argument("--name", help="of the result (default: cpu.streams, with the number of routers)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     return p
 
@@ -151,9 +151,10 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"shoal bench streams: {kind}: {error}", file=sys.stderr)
                 return 1
             print(f"{kind:17s} {over_http.line(measured[kind])}", flush=True)
-    made = figures(offline_tok_s, measured)
+    prefix = "cpu.streams" if args.routers == 1 else f"cpu.streams.routers{args.routers}"
+    made = figures(prefix, offline_tok_s, measured)
     raw = {"routers": args.routers, "scale": args.scale, "offline_tok_s": offline_tok_s, "fronts": measured}
-    path = results.write(args.name, made, raw, folder=args.out)
+    path = results.write(args.name or prefix, made, raw, folder=args.out)
     for figure in made:
         print(f"{figure.name}: {figure.value:.3f}")
     print(f"written: {path}")

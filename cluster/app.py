@@ -3,7 +3,7 @@
 `build` is what `serve run cluster.app:build` and a RayService's `import_path` name; its arguments are the keys of the
 configuration. There Serve's proxies listen, on every node that takes part, and pass requests on to the routers.
 `shoal serve` calls `application` itself, for routers that listen on its own machine: every token that passes Serve's
-Python proxy costs more there than in all of Shoal.
+Python proxy costs more there than in the router.
 """
 
 import re

@@ -83,7 +83,7 @@ class Config(WorkerConfig, RouterConfig):
 
     @property
     def num_routers(self) -> int:
-        """A router sends some 25,000 chunks a second, more tokens only in longer ones; a fast replica makes 10,000."""
+        """A router sends some 20,000 chunks a second, more tokens only in longer ones; a fast replica makes 10,000."""
         return self.routers or -(-self.replicas // 2)
 
     def to_yaml(self) -> str:

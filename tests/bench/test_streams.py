@@ -77,7 +77,9 @@ def test_figures_are_of_what_stands_in_front() -> None:
         return {"output_tok_s": 90.0, "rounds": [{"output_tokens": 1000, "cpu_s": cpu_s}] * 2}
 
     found = {"listening": measured(routers=0.02, ranks=9.0), "proxied": measured(routers=0.06, proxies=0.05)}
-    values = {figure.name: (figure.value, figure.higher_is_better) for figure in streams.figures(100.0, found)}
+    values = {
+        figure.name: (figure.value, figure.higher_is_better) for figure in streams.figures("cpu.streams", 100.0, found)
+    }
     assert values == {
         "cpu.streams.listening.vs_offline": (0.9, True),
         "cpu.streams.listening.cpu_us_per_token": (pytest.approx(20.0), False),
@@ -117,5 +119,7 @@ def test_every_front_gets_a_replica_and_the_same_job(
     assert streams.main(arguments) == 0
     assert fronts == [("listening", "tcp", 3), ("proxied", "tcp", 3)]
     assert len(fake.bodies) == 2 * 2 * len(JOBS["mini"](0.01)[0])
-    found = json.loads((tmp_path / "cpu.streams.json").read_text())
-    assert len(found["figures"]) == 4 and found["fronts"]["proxied"]["rounds"][0]["cpu_s"]["client"] >= 0
+    found = json.loads((tmp_path / "cpu.streams.routers3.json").read_text())
+    names = {figure["name"] for figure in found["figures"]}
+    assert len(names) == 4 and "cpu.streams.routers3.proxied.vs_offline" in names
+    assert found["fronts"]["proxied"]["rounds"][0]["cpu_s"]["client"] >= 0

@@ -133,7 +133,7 @@ spec:
           value: /cache/shoal
         - name: HF_HOME
           value: /cache/huggingface
-        # HAProxy in every pod, straight to the routers: Serve's own proxy passes on some 7,000 tokens a second.
+        # HAProxy in every pod, straight to the routers: Serve's own proxy costs a token more than a router does.
         - name: RAY_SERVE_ENABLE_HA_PROXY
           value: "1"
         - name: RAY_SERVE_THROUGHPUT_OPTIMIZED
