@@ -30,11 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_says_as_much_as_it_is_asked_for(folder: Path) -> None:
     engine = Engine(folder, silent.CONFIG, load=partial(silent.load_parts, pace=Pace(0.0, 0.0)))
-    job = JOBS["mini"](0.03)
+    prompts, lengths = JOBS["mini"](0.03)
+    job = prompts, [length // 10 for length in lengths]
     said = engine.generate(job[0], replica.sampling(job))
     assert [len(done.token_ids) for done in said] == job[1]
     ids = {token_id for done in said for token_id in done.token_ids}
-    assert len(ids) > 100 and min(ids) >= silent.LOWEST_ID and max(ids) < silent.HIGHEST_ID
+    assert len(ids) > 50 and min(ids) >= silent.LOWEST_ID and max(ids) < silent.HIGHEST_ID
     engine.check_integrity()
     engine.close()
 
