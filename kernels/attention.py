@@ -112,21 +112,26 @@ class SharedPrefixes:
 
 
 class GraphAttention(AttentionBackend):
-    """A backend whose `attend` may be captured in a CUDA graph, for batches of chunks of one token."""
+    """A backend whose `attend` may be captured in a CUDA graph. There are two kinds of graphs: of ranges of keys, for
+    chunks of any length, which read together what sequences share; and, where `has_plain_graphs`, plain ones of chunks
+    of one token, which do not."""
 
-    shares_prefixes: bool
-    """Whether there is a layer for which sequences that begin alike could be read together."""
+    has_plain_graphs: bool
 
     @abstractmethod
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
-        """Which chunks of a batch of chunks of one token had better read together what they share; None for none."""
+        """Which of the batch's chunks of one token had better read together what they share; None for none."""
+
+    @abstractmethod
+    def fits_graph(self, batch: AttentionBatch) -> bool:
+        """Whether a graph of ranges is the best way for a batch with chunks of more than one token."""
 
     @abstractmethod
     def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
-        """As `plan`, for a graph of `size` sequences, of which the batch has that many or fewer. After it the graph of
+        """As `plan`, for a graph of `size` tokens, of which the batch has that many or fewer. After it the graph of
         that size may be captured or replayed: `rows` has `size` entries, and those beyond the batch write into the last
-        page, which is nobody's. A graph that reads `shared` prefixes, be there none of them, is another than one for
-        None."""
+        page, which is nobody's. With `shared`, be there none of them, that is the graph of ranges, with None the plain
+        one."""
 
 
 def token_positions(batch: AttentionBatch) -> np.ndarray:
@@ -144,11 +149,8 @@ def token_rows(
     return page * (num_kv_heads * page_size) + positions % page_size
 
 
-def flat_pages(
-    batch: AttentionBatch, firsts: np.ndarray | int, counts: np.ndarray, chunks: slice = slice(None)
-) -> np.ndarray:
-    """Pages `firsts[c]` to `firsts[c] + counts[c]` of the tables of `chunks`, one after the other: int32."""
-    counts = counts[chunks].astype(np.int64)
-    firsts = firsts if isinstance(firsts, int) else firsts[chunks]
-    starts = batch.rows[chunks].astype(np.int64) * batch.tables.shape[1] + firsts - (np.cumsum(counts) - counts)
-    return batch.tables.ravel().take(np.repeat(starts, counts) + np.arange(counts.sum()))
+def flat_pages(tables: np.ndarray, rows: np.ndarray, counts: np.ndarray, firsts: np.ndarray | int = 0) -> np.ndarray:
+    """Entries `firsts[i]` to `firsts[i] + counts[i]` of `tables[rows[i]]`, one after the other: int32."""
+    counts = counts.astype(np.int64)
+    starts = rows.astype(np.int64) * tables.shape[1] + firsts - (np.cumsum(counts) - counts)
+    return tables.ravel().take(np.repeat(starts, counts) + np.arange(counts.sum()))

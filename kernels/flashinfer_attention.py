@@ -1,5 +1,6 @@
 """Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for longer chunks.
-What sequences of single tokens share is read once for all of them (`kernels.shared_attention`), the rest by FlashInfer.
+Single tokens whose sequences share what they begin with are ours (`kernels.triton_attention`), and so are graphs of
+chunks of any length.
 
 The kernels are called as FlashInfer's wrappers call them, without the wrappers: those keep buffers of their own for
 every batch size, and wait for some of their copies.
@@ -21,8 +22,7 @@ from kernels.attention import (
     token_positions,
     token_rows,
 )
-from kernels.prefixes import PrefixFinder
-from kernels.transfer import StaticArrays, all_to_device, to_device
+from kernels.transfer import StaticArrays, all_to_device
 
 # Bytes of what the planners write for a step: some arrays of 4 bytes a tile of queries and a head.
 _PLAN_BYTES = 8 << 20
@@ -32,6 +32,10 @@ _PARTIAL_BYTES = 128 << 20
 _PLANS_IN_FLIGHT = 3
 # Rows of queries (times heads a KV head) in the smallest tile, for chunks of one token.
 _SMALLEST_TILE = 16
+
+# Operations of a step's attention to chunks from which on FlashAttention 3, which does 550 TFLOP/s, is faster by more
+# than starting a step's kernels one by one takes: our own does 289 TFLOP/s, and these take it 0.3 ms more. (H200.)
+_MOST_OPERATIONS = 1.8e11
 
 _HND, _FULL, _CAUSAL = 1, 0, 1
 
@@ -57,7 +61,7 @@ class _Workspace:
 @dataclass(frozen=True)
 class _Part:
     """Consecutive chunks that one kernel attends for: tokens `first` to `last`. The arrays are on the device; `plan` is
-    the planner's. The sequences of the first part may share prefixes, which another kernel attends to."""
+    the planner's."""
 
     module: Any
     workspace: _Workspace
@@ -65,8 +69,6 @@ class _Part:
     first: int
     last: int
     mask: int
-    is_shared: bool
-    graph_size: int | None
     query_ends: torch.Tensor
     page_ends: torch.Tensor
     last_page_tokens: torch.Tensor
@@ -84,17 +86,20 @@ def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
 
 
 class FlashInferAttention(GraphAttention):
-    """`kv` is the pages (see `kernels.attention`), on a GPU; the last page is nobody's. A graph holds up to `max_graph`
-    sequences, whose tables have up to `max_pages` pages together. Raises ImportError without FlashInfer.
+    """`kv` is the pages (see `kernels.attention`), on a GPU; the last page is nobody's. At most `max_sequences` chunks
+    of one token stand in a batch; a graph holds up to `max_tokens` tokens of sequences whose tables have up to
+    `max_pages` pages together, a plain one up to `max_sequences`. Raises ImportError without FlashInfer.
     """
 
-    shares_prefixes = True
+    has_plain_graphs = True
 
-    def __init__(self, kv: torch.Tensor, shape: AttentionShape, max_graph: int, max_pages: int) -> None:
+    def __init__(
+        self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, max_pages: int, max_tokens: int
+    ) -> None:
         from flashinfer.jit.attention import gen_batch_prefill_module
         from flashinfer.utils import is_sm90a_supported
 
-        from kernels.shared_attention import SharedAttention, multiprocessors
+        from kernels.triton_attention import TritonAttention, multiprocessors
 
         self.kv, self.shape = kv, shape
         self.page_size = kv.shape[4]
@@ -112,76 +117,78 @@ class FlashInferAttention(GraphAttention):
         self._single_workspace, self._chunk_workspace = _Workspace(self.device), _Workspace(self.device)
         group = shape.num_heads // shape.num_kv_heads
         self._most_split = 2 * multiprocessors(self.device) // shape.num_kv_heads
-        tiles = max(max_graph, self._most_split) + 1
+        tiles = max(max_sequences, self._most_split) + 1
         partials = shape.num_heads * -(-tiles * _SMALLEST_TILE // group) * (shape.head_dim + 1) * 4
         self._partial = torch.zeros(max(_PARTIAL_BYTES, partials + 4096), dtype=torch.uint8, device=self.device)
-        self._host_range = torch.arange(max_graph + 1, dtype=torch.int32)
+        self._host_range = torch.arange(max_sequences + 1, dtype=torch.int32)
         self._device_range = self._host_range.to(self.device)
         self._static = StaticArrays(
             self.device,
             {
-                "rows": (torch.int64, max_graph),
-                "page_ends": (torch.int32, max_graph + 1),
-                "last_page_tokens": (torch.int32, max_graph),
-                "pages": (torch.int32, max_pages + max_graph),
+                "rows": (torch.int64, max_sequences),
+                "page_ends": (torch.int32, max_sequences + 1),
+                "last_page_tokens": (torch.int32, max_sequences),
+                "pages": (torch.int32, max_pages + max_sequences),
             },
         )
         self._parts: list[_Part] = []
-        self._finder = PrefixFinder(self.page_size, shape, kv.dtype.itemsize)
-        self._shared = SharedAttention(self.device, kv.dtype, shape, max_graph, max_pages)
-        most_parts = self._shared.most_parts, shape.num_heads
-        self._part_out = torch.empty(*most_parts, shape.head_dim, dtype=torch.float32, device=self.device)
-        self._part_lse = torch.empty(*most_parts, dtype=torch.float32, device=self.device)
+        self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens)
+        self._ranges_end = 0  # of the tokens that are its own
 
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
-        return self._finder.find(batch)
+        return self._ranges.shared_prefixes(batch)
+
+    def fits_graph(self, batch: AttentionBatch) -> bool:
+        shape = self.shape
+        lengths = batch.lengths.astype(np.int64)
+        pairs = float((lengths * (batch.starts + (lengths + 1) / 2))[lengths > 1].sum())
+        return 4 * shape.num_heads * shape.head_dim * len(shape.windows) * pairs <= _MOST_OPERATIONS
 
     def plan(self, batch: AttentionBatch) -> None:
         chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         rows = token_rows(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
-        self.rows = to_device(rows, self.device)
-        singles = int((batch.lengths == 1).sum())
-        if not (batch.lengths[:singles] == 1).all():
-            raise ValueError("chunks of one token must come first")
-        shared = self._shared_singles(batch, singles) if singles > 1 else None
-        contexts, counts, skipped = self._contexts(batch, shared)
-        parts = [part for part in ((0, singles), (singles, len(counts))) if part[0] < part[1]]
-        arrays = []
+        shared = self.shared_prefixes(batch)
+        singles, self._ranges_end = int((batch.lengths == 1).sum()), 0
+        if shared is not None:
+            decodes = AttentionBatch(
+                batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles]
+            )
+            self._ranges.plan_shared(decodes, shared)
+            self._ranges_end = singles
+        contexts = batch.starts + batch.lengths
+        counts = -(-contexts // self.page_size)
+        parts = [part for part in ((self._ranges_end, singles), (singles, len(counts))) if part[0] < part[1]]
+        arrays = [rows]
         for first, last in parts:
             arrays += [
                 _ends(batch.lengths[first:last]),
                 _ends(counts[first:last]),
                 contexts[first:last] - (counts[first:last] - 1) * self.page_size,
-                flat_pages(batch, skipped, counts, slice(first, last)),
+                flat_pages(batch.tables, batch.rows[first:last], counts[first:last]),
             ]
-        tensors = all_to_device(arrays, self.device)
-        self._parts, token = [], 0
+        self.rows, *tensors = all_to_device(arrays, self.device)
+        self._parts, token = [], self._ranges_end
         for index, (first, last) in enumerate(parts):
-            of_part, end = slice(4 * index, 4 * index + 4), token + int(batch.lengths[first:last].sum())
-            self._parts.append(
-                self._planned(
-                    arrays[of_part],
-                    tensors[of_part],
-                    contexts[first:last],
-                    token,
-                    end,
-                    is_shared=index == 0 and shared is not None,
-                )
-            )
+            end = token + int(batch.lengths[first:last].sum())
+            host, device = arrays[4 * index + 1 : 4 * index + 5], tensors[4 * index : 4 * index + 4]
+            self._parts.append(self._planned(host, device, contexts[first:last], token, end))
             token = end
 
     def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
-        padding = size - len(batch.lengths)
-        contexts, counts, skipped = self._contexts(batch, shared)
         if shared is not None:
-            self._shared.plan(batch, shared, self.page_size)
+            self._ranges.plan_graph(batch, size, shared)
+            self.rows, self._parts, self._ranges_end = self._ranges.rows, [], size
+            return
+        self._ranges_end = 0
+        padding = size - len(batch.lengths)
+        contexts = batch.starts + batch.lengths
+        counts = -(-contexts // self.page_size)
         scratch = self.kv.shape[2] - 1
-        chunks = np.arange(len(counts))
         arrays = {
-            "rows": token_rows(batch, chunks, batch.starts, self.shape.num_kv_heads, self.page_size),
+            "rows": token_rows(batch, np.arange(len(counts)), batch.starts, self.shape.num_kv_heads, self.page_size),
             "page_ends": _ends(counts),
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
-            "pages": flat_pages(batch, skipped, counts),
+            "pages": flat_pages(batch.tables, batch.rows, counts),
         }
         if padding:
             row, end = scratch * self.shape.num_kv_heads * self.page_size, arrays["page_ends"][-1]
@@ -199,40 +206,33 @@ class FlashInferAttention(GraphAttention):
             static["last_page_tokens"][:size],
             static["pages"],
         ]
-        self._parts = [self._planned(host, device, contexts, 0, size, is_shared=shared is not None, graph_size=size)]
+        self._parts = [self._planned(host, device, contexts, 0, size, graph=True)]
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
+        if self._ranges_end:
+            self._ranges.attend_into(layer, q[: self._ranges_end], out[: self._ranges_end])
         keys, values = self.kv[layer]
         for part in self._parts:
-            part_q, part_out, lse = q[part.first : part.last], out[part.first : part.last], None
-            if part.is_shared:
-                lse = torch.empty(part_q.shape[:2], dtype=torch.float32, device=self.device)
             part.module.paged_run(
                 self._partial,
                 part.workspace.device_bytes,
                 part.plan,
-                part_q,
+                q[part.first : part.last],
                 keys,
                 values,
                 part.query_ends,
                 part.page_ends,
                 part.pages,
                 part.last_page_tokens,
-                part_out,
-                lse,
+                out[part.first : part.last],
+                None,  # no sums of weights
                 part.mask,
                 _HND,
                 -1,  # no window
                 True,  # may start while the kernel before it ends
                 *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
             )
-            if lse is not None:
-                from kernels.range_attention import merge
-
-                parts = self._shared.parts(self._part_out, self._part_lse)
-                self._shared.attend(part_q, self.kv[layer], part_out, parts, part.graph_size)
-                merge(part_out, parts, lse)
         return out
 
     def _planned(
@@ -243,11 +243,9 @@ class FlashInferAttention(GraphAttention):
         first: int,
         last: int,
         *,
-        is_shared: bool,
-        graph_size: int | None = None,
+        graph: bool = False,
     ) -> _Part:
         """`host` begins with the ends of the chunks' queries and of their pages; `device` is `_Part`'s arrays."""
-        graph = graph_size is not None
         num_chunks = len(contexts)
         is_single = last - first == num_chunks
         fa3 = self._is_hopper and not is_single
@@ -275,26 +273,7 @@ class FlashInferAttention(GraphAttention):
             arguments += [-1, whole, 0, 1 if graph else 0]
         plan = workspace.plan(module.plan, self._partial, *arguments)
         mask = _FULL if is_single else _CAUSAL
-        return _Part(module, workspace, plan, first, last, mask, is_shared, graph_size, *device)
-
-    def _shared_singles(self, batch: AttentionBatch, singles: int) -> SharedPrefixes | None:
-        """Prepares for what the first `singles` chunks, those of one token, had better read together."""
-        decodes = AttentionBatch(batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles])
-        shared = self._finder.find(decodes)
-        if shared is not None:
-            self._shared.plan(decodes, shared, self.page_size)
-        return shared
-
-    def _contexts(
-        self, batch: AttentionBatch, shared: SharedPrefixes | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | int]:
-        """Tokens and pages that each chunk sees by itself, its own included, and the pages before those: int32."""
-        contexts = batch.starts + batch.lengths
-        if shared is None:
-            return contexts, -(-contexts // self.page_size), 0
-        skipped = shared.pages_of(len(contexts))
-        contexts = contexts - skipped * self.page_size
-        return contexts, -(-contexts // self.page_size), skipped
+        return _Part(module, workspace, plan, first, last, mask, *device)
 
 
 def _ends(lengths: np.ndarray) -> np.ndarray:

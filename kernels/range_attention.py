@@ -12,33 +12,41 @@ import triton.language as tl
 from kernels.attention import AttentionShape
 from kernels.ranges import FIELDS
 
-# Programs for each multiprocessor that work is cut into. More of them end closer together, and leave more parts.
-PROGRAMS = 4
+# Programs for each multiprocessor that work is cut into: as many as there is room for. With more of them they end
+# closer together, but leave more parts.
+PROGRAMS = 2
 # Heads that one program of `merge` merges.
 _MERGED_HEADS = 8
-# Bytes of a tile of keys, or of values: with some of them on their way, three programs fit a multiprocessor.
+# Bytes of a tile of keys, or of values.
 _TILE_BYTES = 8 << 10
+# Tiles of keys on their way at once, beside narrow and wide tiles of queries: as many as keep memory busy beside the
+# registers that these take.
+_NARROW_STAGES, _WIDE_STAGES, _FLOAT32_STAGES = 7, 5, 2
 
 
-class Tile(NamedTuple):
-    """What one program computes at a time: `rows` queries (times heads a KV head; 16 or more, a power of 2) over `keys`
-    keys, with `stages` tiles of keys on their way at once."""
+class Tiles(NamedTuple):
+    """What one program computes at a time: `narrow` or `wide` rows of queries (times heads a KV head; powers of 2),
+    whichever its item needs, over `keys` keys, with so many tiles of keys on their way at once."""
 
-    rows: int
+    narrow: int
+    wide: int
     keys: int
     warps: int
-    stages: int
+    narrow_stages: int
+    wide_stages: int
 
 
-def tile_for(shape: AttentionShape, dtype: torch.dtype, queries: int) -> Tile:
-    """For items of about so many queries. A tile has those of one token at least."""
-    group = shape.num_heads // shape.num_kv_heads
+def tiles_for(shape: AttentionShape, dtype: torch.dtype) -> Tiles:
+    """Measured on an H200; each has the queries of one token at least."""
+    group = triton.next_power_of_2(shape.num_heads // shape.num_kv_heads)
     block = triton.next_power_of_2(shape.head_dim)
+    if dtype == torch.float32:
+        # Its products are not for tensor cores, and take many registers.
+        keys = min(max(2 * _TILE_BYTES // (block * dtype.itemsize), 16), 64)
+        warps = 4 if block <= 64 else 8
+        return Tiles(max(4, group), max(32, group), keys, warps, _FLOAT32_STAGES, _FLOAT32_STAGES)
     keys = min(max(_TILE_BYTES // (block * dtype.itemsize), 16), 64)
-    # Products of float32 are not for tensor cores, and take many registers.
-    most, warps, stages = (32, 4 if block <= 64 else 8, 2) if dtype == torch.float32 else (64, 4, 5)
-    rows = max(16, triton.next_power_of_2(group), min(most, triton.next_power_of_2(queries * group)))
-    return Tile(rows, keys, warps, stages)
+    return Tiles(max(16, group), max(64, group), keys, 4, _NARROW_STAGES, _WIDE_STAGES)
 
 
 class Parts(NamedTuple):
@@ -58,20 +66,18 @@ def attend(
     out: torch.Tensor,
     parts: Parts,
     items: torch.Tensor,
+    members: torch.Tensor,
     pages: torch.Tensor,
     shape: AttentionShape,
-    tile: Tile,
-    *,
-    members: torch.Tensor | None = None,
-    causal: bool = False,
+    tiles: Tiles,
     window: int | None = None,
 ) -> None:
-    """Each of `items` (`kernels.ranges.items`; those without queries do nothing) over keys that `pages` list.
+    """Each of `items` (`kernels.ranges.Work`; those without queries do nothing) over keys that `pages` list.
 
     q, out: `[n, num_heads, head_dim]`, each token's heads contiguous; `kv` is one layer's pages. What is a whole query
-    goes to `out`, else to `parts`. The queries of an item are tokens one after the other, or, with `members`, places in
-    that list of tokens: at most `tile.rows // (num_heads // num_kv_heads)`. With `causal` each sees keys up to its own
-    position, and no further back than `window`; without, all of the range.
+    goes to `out`, else to `parts`. An item has at most `tiles.wide // (num_heads // num_kv_heads)` queries, tokens one
+    after the other or `members` (int32) of groups. Each sees keys up to its own position, and no further back than
+    `window`.
     """
     block = max(16, triton.next_power_of_2(shape.head_dim))
     _attend[(shape.num_kv_heads * len(items),)](
@@ -83,7 +89,7 @@ def attend(
         parts.lse,
         parts.slots,
         items,
-        items if members is None else members,
+        members,
         pages,
         q.stride(0),
         out.stride(0),
@@ -95,25 +101,23 @@ def attend(
         kv.shape[3],
         shape.head_dim,
         block,
-        tile.rows,
-        tile.keys,
+        tiles.narrow,
+        tiles.wide,
+        tiles.keys,
+        tiles.narrow_stages,
+        tiles.wide_stages,
         FIELDS,
-        members is not None,
-        causal,
         window is not None,
         shape.softcap is not None,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_warps=tiles.warps,
     )
 
 
-def merge(out: torch.Tensor, parts: Parts, lse: torch.Tensor | None = None) -> None:
-    """The parts of every token that has any into `out` `[n, num_heads, head_dim]`. With `lse`, float32
-    `[n, num_heads]`, `out` holds one part more, which that belongs to."""
+def merge(out: torch.Tensor, parts: Parts) -> None:
+    """The parts of every token that has any into `out` `[n, num_heads, head_dim]`."""
     n, num_heads, head_dim = out.shape
     _merge[(n, triton.cdiv(num_heads, _MERGED_HEADS))](
         out,
-        parts.out if lse is None else lse,
         parts.out,
         parts.lse,
         parts.slots,
@@ -123,7 +127,6 @@ def merge(out: torch.Tensor, parts: Parts, lse: torch.Tensor | None = None) -> N
         head_dim,
         min(_MERGED_HEADS, triton.next_power_of_2(num_heads)),
         triton.next_power_of_2(head_dim),
-        lse is not None,
         num_warps=4,
     )
 
@@ -150,42 +153,90 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
     KEYS: tl.constexpr,
+    NARROW_STAGES: tl.constexpr,
+    WIDE_STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
-    LISTED: tl.constexpr,
-    CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    LOG2_E: tl.constexpr = 1.4426950408889634
     # Heads of an item are neighbours in memory too.
     head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * FIELDS
     count = tl.load(item + 1)
     if count == 0:
         return
+    if count * (HEADS // KV_HEADS) <= NARROW:
+        _attend_rows(
+            q, keys, values, out, part_out, part_lse, slots, item, members, pages, q_stride, out_stride, scale,
+            softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM, NARROW, KEYS,
+            NARROW_STAGES, WINDOW, CAPPED,
+        )  # fmt: skip
+    else:
+        _attend_rows(
+            q, keys, values, out, part_out, part_lse, slots, item, members, pages, q_stride, out_stride, scale,
+            softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM, WIDE, KEYS,
+            WIDE_STAGES, WINDOW, CAPPED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_rows(
+    q,
+    keys,
+    values,
+    out,
+    part_out,
+    part_lse,
+    slots,
+    item,
+    members,
+    pages,
+    q_stride,
+    out_stride,
+    scale,
+    softcap,
+    window,
+    head,
+    count,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """One item of up to ROWS rows."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    LOG2_E: tl.constexpr = 1.4426950408889634
     first_query = tl.load(item)
     pages += tl.load(item + 2)
     first_key, last_key = tl.load(item + 3), tl.load(item + 4)
+    first_position = tl.load(item + 5)
     part = tl.load(item + 6)
     row = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_DIM)
     is_query, in_head = row < count * GROUP, at < HEAD_DIM
     token = first_query + row // GROUP
-    if LISTED:
-        token = tl.load(members + token, mask=is_query, other=0)
+    if first_query < 0:
+        token = tl.load(members + (row // GROUP - first_query - 1), mask=is_query, other=0)
     token = token.to(tl.int64)
     query_head = head * GROUP + row % GROUP
     both = is_query[:, None] & in_head[None, :]
     query = tl.load(q + (token * q_stride + query_head * HEAD_DIM)[:, None] + at[None, :], mask=both, other=0.0)
-    position = tl.load(item + 5) + row // GROUP
+    position = first_position + row // GROUP
+    limit = tl.minimum(position, last_key - 1)
     # Not infinite: a row may see no key of the first tiles.
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    for start in range(first_key, last_key, KEYS):
+    for start in tl.range(first_key, last_key, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         # What lies beyond the range reads its last key again: a stale one could hold a NaN, which a weight of 0 keeps.
         place = tl.minimum(key, last_key - 1)
@@ -201,9 +252,7 @@ def _attend(
         if CAPPED:
             shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
             scores = tl.where(scores < 0, -softcap, softcap) * ((1.0 - shrunk) / (1.0 + shrunk))
-        seen = key[None, :] < last_key
-        if CAUSAL:
-            seen &= key[None, :] <= position[:, None]
+        seen = key[None, :] <= limit[:, None]
         if WINDOW:
             seen &= key[None, :] > position[:, None] - window
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
@@ -227,7 +276,6 @@ def _attend(
 @triton.jit
 def _merge(
     out,
-    out_lse,
     part_out,
     part_lse,
     slots,
@@ -237,7 +285,6 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    HAS_OUT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + token)
@@ -248,14 +295,9 @@ def _merge(
     is_head = head < HEADS
     both = is_head[:, None] & (at < HEAD_DIM)[None, :]
     target = out + token * out_stride + head[:, None] * HEAD_DIM + at[None, :]
-    if HAS_OUT:
-        top = tl.load(out_lse + token * HEADS + head, mask=is_head, other=0.0)
-        total = tl.full([BLOCK_HEADS], 1.0, tl.float32)
-        sums = tl.load(target, mask=both, other=0.0).to(tl.float32)
-    else:
-        top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
-        total = tl.zeros([BLOCK_HEADS], tl.float32)
-        sums = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
+    top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    sums = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
     first = tl.load(slots + token).to(tl.int64)
     for index in range(count):
         place = (first + index) * HEADS + head

@@ -1,5 +1,6 @@
-"""Attention with our own kernels, on GPUs: float32, sliding windows, softcaps and head dimensions of any size, which
-FlashInfer's kernels lack. Contexts are cut into ranges that fill the GPU; what sequences share is read together.
+"""Attention with our own kernels, on GPUs, in one launch for all of a step: what sequences share, the rest of each, and
+longer chunks, cut into ranges that fill the GPU together. It serves float32, sliding windows, softcaps and head
+dimensions of any size, which FlashInfer's kernels lack, and whatever graphs need.
 
 Imported only where there is a GPU (or Triton's interpreter).
 """
@@ -15,174 +16,178 @@ from kernels.attention import (
     AttentionShape,
     GraphAttention,
     SharedPrefixes,
-    flat_pages,
     token_positions,
     token_rows,
 )
 from kernels.prefixes import PrefixFinder
 from kernels.range_attention import PROGRAMS, Parts
-from kernels.ranges import Blocks
-from kernels.shared_attention import SharedAttention, multiprocessors
 from kernels.transfer import StaticArrays, all_to_device
 
 
 @dataclass(frozen=True)
 class _View:
-    """What the layers of one window compute: items of single tokens and of longer chunks, the parts that they leave,
-    and which pages the chunks have, all on the device."""
+    """What the layers of one window compute: items, and the parts that they leave, on the device."""
 
-    is_shared: bool
-    has_parts: bool
-    pages: torch.Tensor
-    singles: torch.Tensor
-    chunks: torch.Tensor
+    items: torch.Tensor
     slots: torch.Tensor
     counts: torch.Tensor
+    has_parts: bool
 
 
 class TritonAttention(GraphAttention):
-    """`kv` is the pages (see `kernels.attention`); the last page is nobody's. A graph holds up to `max_graph`
-    sequences, whose tables have up to `max_pages` pages together."""
+    """`kv` is the pages (see `kernels.attention`); the last page is nobody's. At most `max_sequences` chunks of one
+    token stand in a batch; a graph holds up to `max_tokens` tokens of sequences whose tables have up to `max_pages`
+    pages together."""
 
-    def __init__(self, kv: torch.Tensor, shape: AttentionShape, max_graph: int, max_pages: int) -> None:
+    has_plain_graphs = False
+
+    def __init__(
+        self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, max_pages: int, max_tokens: int
+    ) -> None:
         self.kv, self.shape = kv, shape
         self.page_size = kv.shape[4]
         self.device = kv.device
+        self._tiles = range_attention.tiles_for(shape, kv.dtype)
+        self._tile_tokens = self._tiles.wide * shape.num_kv_heads // shape.num_heads
         self._most = -(-PROGRAMS * multiprocessors(self.device) // shape.num_kv_heads)
-        self._single_tile = range_attention.tile_for(shape, kv.dtype, 1)
-        self._chunk_tile = range_attention.tile_for(shape, kv.dtype, 64)
-        self._tile_tokens = self._chunk_tile.rows * shape.num_kv_heads // shape.num_heads
         self._finder = PrefixFinder(self.page_size, shape, kv.dtype.itemsize)
-        self._shared = SharedAttention(self.device, kv.dtype, shape, max_graph, max_pages)
-        # Tiles of a chunk are cut into two at least if at all: see `ranges.cut`.
-        most_parts = self._shared.most_parts + self._most + max_graph + 2 * self._tile_tokens * self._most
+        # Of blocks that are cut (see `ranges.cut`), and else one of each sequence's group and one of its own.
+        most_parts = 2 * self._tile_tokens * self._most + 2 * max_sequences
         self._part_out = torch.empty(
             most_parts, shape.num_heads, shape.head_dim, dtype=torch.float32, device=self.device
         )
         self._part_lse = torch.empty(most_parts, shape.num_heads, dtype=torch.float32, device=self.device)
         self._windows = set(shape.windows)
         # What a window leaves of a context is not what it begins with.
-        self.shares_prefixes = None in self._windows
+        self._shares_prefixes = None in self._windows
         self._static = StaticArrays(
-            self.device, {"rows": (torch.int64, max_graph), "pages": (torch.int32, max_pages + max_graph)}
+            self.device,
+            {
+                "rows": (torch.int64, max_tokens),
+                "members": (torch.int32, max_sequences),
+                "pages": (torch.int32, max_pages + 1),
+            },
         )
         self._static_views = {
             window: StaticArrays(
                 self.device,
                 {
-                    "items": (torch.int32, ranges.FIELDS * (self._most + max_graph)),
-                    "slots": (torch.int32, max_graph),
-                    "counts": (torch.int32, max_graph),
+                    "slots": (torch.int32, max_tokens),
+                    "counts": (torch.int32, max_tokens),
+                    "items": (torch.int32, ranges.FIELDS * self._most_items(max_tokens)),
                 },
             )
             for window in self._windows
         }
         self._views: dict[int | None, _View] = {}
-        self._graph_size: int | None = None
+        self._members = self._pages = torch.empty(0, dtype=torch.int32, device=self.device)
 
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
-        return self._finder.find(batch) if self.shares_prefixes else None
-
-    def plan(self, batch: AttentionBatch) -> None:
+        if not self._shares_prefixes:
+            return None
         singles = int((batch.lengths == 1).sum())
         if not (batch.lengths[:singles] == 1).all():
             raise ValueError("chunks of one token must come first")
-        decodes = AttentionBatch(batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles])
-        shared = self.shared_prefixes(decodes) if singles > 1 else None
-        if shared is not None:
-            self._shared.plan(decodes, shared, self.page_size)
-        chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
-        counts = -(-(batch.starts + batch.lengths) // self.page_size)
-        page_starts = np.cumsum(counts) - counts
-        arrays = [
-            token_rows(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size),
-            flat_pages(batch, 0, counts),
-        ]
-        for window in self._windows:
-            made, parts = self._singles(decodes.starts, page_starts[:singles], window, shared)
-            longer, its_parts = self._chunks(batch, singles, page_starts, window)
-            parts = np.concatenate((parts, its_parts))
-            arrays += [made, longer, ranges.slots(parts), parts.astype(np.int32)]
-        self.rows, pages, *tensors = all_to_device(arrays, self.device)
-        for index, window in enumerate(self._windows):
-            of_window = tensors[4 * index : 4 * index + 4]
-            has_parts = bool(arrays[2 + 4 * index + 3].any())
-            self._views[window] = _View(window is None and shared is not None, has_parts, pages, *of_window)
-        self._graph_size = None
+        if singles < 2:
+            return None
+        return self._finder.find(
+            AttentionBatch(batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles])
+        )
+
+    def fits_graph(self, batch: AttentionBatch) -> bool:
+        return True
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.plan_shared(batch, self.shared_prefixes(batch) or SharedPrefixes.none())
+
+    def plan_shared(self, batch: AttentionBatch, shared: SharedPrefixes) -> None:
+        """As `plan`, where what is read together is known."""
+        tables, works = self._work(batch, shared, 0)
+        arrays = [self._rows(batch, 0), shared.members, tables.pages]
+        for work in works.values():
+            arrays += [work.items, work.slots, work.counts]
+        self.rows, self._members, self._pages, *tensors = all_to_device(arrays, self.device)
+        for index, (window, work) in enumerate(works.items()):
+            items, slots, counts = tensors[3 * index : 3 * index + 3]
+            self._views[window] = _View(items, slots, counts, bool(work.counts.any()))
 
     def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
-        n = len(batch.rows)
-        if shared is not None:
-            self._shared.plan(batch, shared, self.page_size)
-        scratch = self.kv.shape[2] - 1
-        rows = np.full(size, scratch * self.shape.num_kv_heads * self.page_size)
-        rows[:n] = token_rows(batch, np.arange(n), batch.starts, self.shape.num_kv_heads, self.page_size)
-        counts = batch.starts // self.page_size + 1
-        page_starts = np.cumsum(counts) - counts
-        # Beyond the batch each sees one token of the last page.
-        page_starts = np.concatenate((page_starts, np.full(size - n, counts.sum())))
-        starts = np.concatenate((batch.starts, np.zeros(size - n, dtype=np.int32)))
-        pages = np.append(flat_pages(batch, 0, counts), np.int32(scratch))
-        self._static.fill({"rows": rows, "pages": pages})
-        self.rows = self._static["rows"][:size]
-        for window, static in self._static_views.items():
-            made, parts = self._singles(starts, page_starts, window, shared)
-            static.fill({"items": made.ravel(), "slots": ranges.slots(parts), "counts": parts})
-            items = static["items"].view(-1, ranges.FIELDS)[: self._most + size]
-            of_window = items, items[:0], static["slots"][:size], static["counts"][:size]
-            self._views[window] = _View(window is None and shared is not None, True, self._static["pages"], *of_window)
-        self._graph_size = size
+        tables, works = self._work(batch, shared or SharedPrefixes.none(), size - batch.num_tokens)
+        members = shared.members if shared is not None else np.zeros(0, dtype=np.int32)
+        rows = self._rows(batch, size - batch.num_tokens)
+        self._static.fill({"rows": rows, "members": members, "pages": tables.pages})
+        self.rows, self._members, self._pages = (
+            self._static["rows"][:size],
+            self._static["members"],
+            self._static["pages"],
+        )
+        for window, work in works.items():
+            static, most = self._static_views[window], self._most_items(size)
+            # The kernels of a graph run over all the items that there is room for: those beyond have no queries.
+            items = np.zeros((most, ranges.FIELDS), dtype=np.int32)
+            items[: len(work.items)] = work.items
+            static.fill({"slots": work.slots, "counts": work.counts, "items": items.ravel()})
+            on_device = static["items"].view(-1, ranges.FIELDS)[:most]
+            self._views[window] = _View(on_device, static["slots"][:size], static["counts"][:size], True)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        window = self.shape.windows[layer]
-        view, kv = self._views[window], self.kv[layer]
-        parts = Parts(self._part_out, self._part_lse, view.slots, view.counts)
-        if view.is_shared:
-            self._shared.attend(q, kv, out, parts, self._graph_size)
-        if len(view.singles):
-            range_attention.attend(q, kv, out, parts, view.singles, view.pages, self.shape, self._single_tile)
-        if len(view.chunks):
-            range_attention.attend(
-                q, kv, out, parts, view.chunks, view.pages, self.shape, self._chunk_tile, causal=True, window=window
-            )
-        if view.has_parts:
-            range_attention.merge(out, parts)
+        self.attend_into(layer, q, out)
         return out
 
-    def _singles(
-        self, starts: np.ndarray, page_starts: np.ndarray, window: int | None, shared: SharedPrefixes | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Items of chunks of one token at these positions, without what they share, and how many parts each of the
-        chunks will have with that: none if it is one item alone."""
-        n = len(starts)
-        first_keys, before = np.zeros(n, dtype=np.int32), np.zeros(n, dtype=np.int64)
-        if window is not None:
-            first_keys = np.maximum(starts - window + 1, 0)
-        elif shared is not None:
-            pages = shared.pages_of(n)
-            first_keys, before[: len(self._shared.counts)] = pages * self.page_size, self._shared.counts
-        tokens = np.arange(n, dtype=np.int32)
-        blocks = Blocks(tokens, np.ones(n, dtype=np.int32), page_starts, first_keys, starts + 1, starts)
-        counts, sizes = ranges.cut(blocks, self._most, self._single_tile.keys)
-        parts = before + counts
-        parts[parts == 1] = 0
-        return ranges.items(blocks, counts, sizes, before, parts == 0), parts
+    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """`attend` that leaves its result in `out`, contiguous."""
+        window = self.shape.windows[layer]
+        view = self._views[window]
+        parts = Parts(self._part_out, self._part_lse, view.slots, view.counts)
+        range_attention.attend(
+            q, self.kv[layer], out, parts, view.items, self._members, self._pages, self.shape, self._tiles, window
+        )
+        if view.has_parts:
+            range_attention.merge(out, parts)
 
-    def _chunks(
-        self, batch: AttentionBatch, first: int, page_starts: np.ndarray, window: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Items of the chunks from `first` on, and how many parts each of their tokens will have."""
-        starts, lengths = batch.starts[first:], batch.lengths[first:]
-        tiles = -(-lengths // self._tile_tokens)
-        chunk = np.repeat(np.arange(len(tiles)), tiles)
-        before = (np.arange(len(chunk)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * self._tile_tokens
-        queries, positions = np.minimum(lengths[chunk] - before, self._tile_tokens), starts[chunk] + before
-        first_keys = np.zeros(len(chunk), dtype=np.int32)
-        if window is not None:
-            first_keys = np.maximum(positions - window + 1, 0)
-        tokens = batch.firsts[first:][chunk] + before
-        blocks = Blocks(tokens, queries, page_starts[first:][chunk], first_keys, positions + queries, positions)
-        counts, sizes = ranges.cut(blocks, self._most, self._chunk_tile.keys)
-        made = ranges.items(blocks, counts, sizes, np.zeros(len(chunk), dtype=np.int64), counts == 1)
-        return made, np.repeat(np.where(counts == 1, 0, counts), queries)
+    def _work(
+        self, batch: AttentionBatch, shared: SharedPrefixes, padding: int
+    ) -> tuple[ranges.Tables, dict[int | None, ranges.Work]]:
+        """The pages that the batch reads, and what the layers of each window do, with `padding` tokens beyond it."""
+        # Layers with a window see of a context what others have from a group.
+        tables = ranges.tables(batch, shared, self.page_size, repeat=len(self._windows) > 1)
+        starts, lengths, places = batch.starts, batch.lengths, tables.chunks
+        seen = shared.pages_of(len(starts)) * self.page_size
+        if padding:
+            # They see one token of the last page, on the list after all others.
+            zeros = np.zeros(padding, dtype=np.int32)
+            starts, lengths, seen = (
+                np.concatenate(pair) for pair in ((starts, zeros), (lengths, zeros + 1), (seen, zeros))
+            )
+            places = np.concatenate((places, np.full(padding, len(tables.pages))))
+            pages = np.append(tables.pages, np.int32(self._scratch))
+            tables = ranges.Tables(pages, tables.groups, tables.chunks)
+        works = {}
+        for window in self._windows:
+            together = shared if window is None else SharedPrefixes.none()
+            groups = ranges.of_groups(together, tables.groups, self.page_size, self._tile_tokens)
+            chunks = ranges.of_chunks(starts, lengths, places, seen, window, self._tile_tokens)
+            works[window] = ranges.work(together, groups, chunks, self._most, self._tiles.keys)
+        return tables, works
+
+    def _rows(self, batch: AttentionBatch, padding: int) -> np.ndarray:
+        """Where keys and values go: those of `padding` tokens beyond the batch into the last page."""
+        chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+        rows = token_rows(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
+        return np.concatenate((rows, np.full(padding, self._scratch * self.shape.num_kv_heads * self.page_size)))
+
+    @property
+    def _scratch(self) -> int:
+        return self.kv.shape[2] - 1
+
+    def _most_items(self, tokens: int) -> int:
+        """Of a graph of so many tokens, each of which may be a block of its own, or two in a group of its own."""
+        return self._most + tokens + (tokens // 2 if self._tile_tokens > 1 else tokens)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; some number for Triton's interpreter."""
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

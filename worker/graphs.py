@@ -25,8 +25,8 @@ def ladder(most: int) -> list[int]:
 
 class DecodeGraphs:
     """Steps of one token a sequence, from the tokens to the logits. All graphs share their inputs, their memory and
-    the tensor that they leave the logits in. Of each size but one there are two: what sequences begin with alike is
-    read together by more kernels than if there is no such thing."""
+    the tensor that they leave the logits in. Where attention has two kinds of graphs there are two of each size but 1,
+    one for sequences that begin alike."""
 
     def __init__(
         self, decoder: Decoder, attention: GraphAttention, last_tokens: torch.Tensor, logits: torch.Tensor
@@ -46,18 +46,18 @@ class DecodeGraphs:
         """Make all graphs, the largest first, whose memory the others fit into. `tables` are the runner's."""
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        kinds = [(size, shares) for size in self._sizes[::-1].tolist() for shares in self._kinds(size)]
-        for index, (size, shares) in enumerate(kinds):
+        kinds = [(size, of_ranges) for size in self._sizes[::-1].tolist() for of_ranges in self._kinds(size)]
+        for index, (size, of_ranges) in enumerate(kinds):
             chunks = np.zeros(1, dtype=np.int32)
             batch = AttentionBatch(tables, chunks, chunks, chunks + 1)
-            self._fill(batch, np.zeros(1, dtype=np.int64), size, SharedPrefixes.none() if shares else None)
+            self._fill(batch, np.zeros(1, dtype=np.int64), size, SharedPrefixes.none() if of_ranges else None)
             # Whatever is compiled, loaded or allocated at first use is so before the capture.
             self._forward(size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._forward(size)
-            self._graphs[size, shares] = graph
+            self._graphs[size, of_ranges] = graph
             if progress is not None:
                 progress(index + 1, len(kinds))
         torch.cuda.synchronize()
@@ -70,14 +70,18 @@ class DecodeGraphs:
         """The logits of the batch, `[n, vocab_size]`: a part of the tensor that the next run writes into. token_ids:
         int64 `[n]`, below 0 where the device has the token."""
         size = int(self._sizes[np.searchsorted(self._sizes, len(token_ids))])
-        shared = self._attention.shared_prefixes(batch) if True in self._kinds(size) else None
+        shared = self._attention.shared_prefixes(batch) if size > 1 else None
+        if shared is None and not self._attention.has_plain_graphs:
+            shared = SharedPrefixes.none()
         self._fill(batch, token_ids, size, shared)
         self._graphs[size, shared is not None].replay()
         return self._logits[: len(token_ids)]
 
     def _kinds(self, size: int) -> tuple[bool, ...]:
-        """Whether sequences are read together, in the graphs of this size."""
-        return (False, True) if size > 1 and self._attention.shares_prefixes else (False,)
+        """Whether graphs of this size are of ranges."""
+        if not self._attention.has_plain_graphs:
+            return (True,)
+        return (False, True) if size > 1 else (False,)
 
     def _fill(self, batch: AttentionBatch, token_ids: np.ndarray, size: int, shared: SharedPrefixes | None) -> None:
         self._attention.plan_graph(batch, size, shared)

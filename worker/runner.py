@@ -166,13 +166,13 @@ class Runner:
         kv = kv_cache.allocate(self.config, pages + 1, self.page_size, self.device, self.dtype)
         if flashinfer_attention.can_run(shape, self.dtype):
             return flashinfer_attention.FlashInferAttention(
-                kv, shape, self._max_running, self._max_running * pages_per_row
+                kv, shape, self._max_running, self._max_running * pages_per_row, self._max_running
             )
         # Imported only on a GPU: a machine without one does without Triton.
         from kernels.triton_attention import TritonAttention
 
         logger.info("FlashInfer has no attention for this model in %s: running Triton's", self.dtype)
-        return TritonAttention(kv, shape, self._max_running, self._max_running * pages_per_row)
+        return TritonAttention(kv, shape, self._max_running, self._max_running * pages_per_row, self._max_running)
 
     def _context_length(self, config: WorkerConfig) -> int:
         own, held = self.config.context_length, self.num_pages * self.page_size

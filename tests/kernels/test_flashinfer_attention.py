@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from kernels import flashinfer_attention, prefixes
-from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
+from kernels.attention import AttentionShape, SharedPrefixes
 from kernels.reference import ReferenceAttention
 from tests.kernels.test_attention import MIXED, random_batch
-from tests.kernels.test_shared_attention import GROUPS, grouped
+from tests.kernels.test_ranges import GROUPS, grouped, with_chunk
 
 SHAPES = [AttentionShape(32, 8, 128, 128**-0.5, (None, None)), AttentionShape(9, 3, 64, 0.2, (None,))]
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
@@ -30,7 +30,7 @@ def test_same_as_reference(shape: AttentionShape, page_size: int, size: int | No
     torch.manual_seed(1)
     kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, page_size, shape.head_dim).bfloat16()
     expected = ReferenceAttention(kv.clone(), shape)
-    tested = flashinfer_attention.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1])
+    tested = flashinfer_attention.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1], 400)
     expected.plan(batch)
     if size:
         tested.plan_graph(batch, size, None)
@@ -53,14 +53,11 @@ def test_shared_prefixes(shape: AttentionShape, size: int | None, monkeypatch: p
     monkeypatch.setattr(prefixes, "_FLOAT32_BYTES", 0)
     batch, pages = grouped([(128, [1, 3, 40]), *GROUPS], 16)
     if size is None:
-        order = np.roll(np.arange(len(batch.rows)), -1)
-        starts, lengths = batch.starts[order], batch.lengths[order]
-        starts[-1], lengths[-1] = 0, starts[-1] + 1
-        batch = AttentionBatch(batch.tables, batch.rows[order], starts, lengths)
+        batch = with_chunk(batch)
     torch.manual_seed(1)
     kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, 16, shape.head_dim).bfloat16()
     expected = ReferenceAttention(kv.clone(), shape)
-    tested = flashinfer_attention.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1])
+    tested = flashinfer_attention.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1], 400)
     expected.plan(batch)
     n = batch.num_tokens
     plans = [None] if size is None else [SharedPrefixes.none(), tested.shared_prefixes(batch), None]

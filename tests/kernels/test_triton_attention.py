@@ -8,12 +8,12 @@ from kernels import prefixes
 from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 from kernels.reference import ReferenceAttention
 from tests.kernels.test_attention import MIXED, random_batch
-from tests.kernels.test_shared_attention import DEVICE, GROUPS, ON_GPU, TOLERANCES, grouped
+from tests.kernels.test_ranges import DEVICE, GROUPS, ON_GPU, TOLERANCES, grouped, with_chunk
 
 pytest.importorskip("triton")
 
 from kernels import range_attention
-from kernels.range_attention import Tile
+from kernels.range_attention import Tiles
 from kernels.triton_attention import TritonAttention
 
 SHAPES = {
@@ -22,7 +22,7 @@ SHAPES = {
     "window": AttentionShape(8, 1, 12, 0.4, (37,)),
     "softcap": AttentionShape(5, 1, 20, 1.0, (None, 9), softcap=3.0),
 }
-REAL_TILE_FOR = range_attention.tile_for
+REAL_TILES_FOR = range_attention.tiles_for
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
 CHUNKS = [chunk for chunk in MIXED if chunk[1] > 1]
 
@@ -32,7 +32,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that chunks are several tiles, and contexts several ranges."""
     monkeypatch.setattr(prefixes, "_STARTS_BYTES", 0)
     monkeypatch.setattr(prefixes, "_FLOAT32_BYTES", 0)
-    monkeypatch.setattr(range_attention, "tile_for", lambda shape, dtype, queries: Tile(16, 32, 4, 2))
+    monkeypatch.setattr(range_attention, "tiles_for", lambda shape, dtype: Tiles(8, 16, 32, 4, 2, 2))
 
 
 def check(
@@ -46,7 +46,7 @@ def check(
     """Each plan is a graph's size (or None for a step) and what it shares."""
     torch.manual_seed(1)
     kv = torch.randn(len(shape.windows), 2, num_pages + 1, shape.num_kv_heads, page_size, shape.head_dim).to(dtype)
-    expected, tested = ReferenceAttention(kv.clone(), shape), TritonAttention(kv.to(DEVICE), shape, 40, 5000)
+    expected, tested = ReferenceAttention(kv.clone(), shape), TritonAttention(kv.to(DEVICE), shape, 40, 5000, 500)
     expected.plan(batch)
     n = batch.num_tokens
     for size, shared in plans:
@@ -76,9 +76,13 @@ def test_steps(name: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("name", ["windows", "softcap"])
 def test_graphs(name: str) -> None:
-    batch = random_batch(np.random.default_rng(2), SINGLES, 4)
-    pages = sum(start // 4 + 1 for start, _ in SINGLES)
-    check(batch, pages, 4, SHAPES[name], torch.float32, [(len(SINGLES), None), (9, None), (9, SharedPrefixes.none())])
+    """Of decodes, and of these beside longer chunks; padded or not."""
+    for chunks in (SINGLES, SINGLES[-2:] + CHUNKS[:2]):
+        batch = random_batch(np.random.default_rng(2), chunks, 4)
+        pages = sum(-(-(start + length) // 4) for start, length in chunks)
+        n = batch.num_tokens
+        plans = [(n, None), (n + 4, SharedPrefixes.none())]
+        check(batch, pages, 4, SHAPES[name], torch.float32, plans)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if ON_GPU else [])])
@@ -88,40 +92,47 @@ def test_narrow(dtype: torch.dtype) -> None:
     check(batch, pages, 16, AttentionShape(8, 2, 32, 0.2, (None,)), dtype, [(None, None)])
 
 
-def test_shared_prefixes() -> None:
-    """Alone, in graphs, and beside a chunk of the sequence that was the first of them."""
-    batch, pages = grouped(GROUPS[:2], 4)
-    shape = AttentionShape(4, 1, 16, 0.25, (None, 20))
-    shared = TritonAttention(torch.empty(1, 2, 1, shape.num_kv_heads, 4, 64), shape, 40, 5000).shared_prefixes(batch)
-    assert shared is not None and len(shared.num_pages) == 2
-    check(batch, pages, 4, shape, torch.float32, [(None, None), (20, shared), (20, None)])
-    order = np.roll(np.arange(len(batch.rows)), -1)
-    starts, lengths = batch.starts[order], batch.lengths[order]
-    starts[-1], lengths[-1] = 0, starts[-1] + 1
-    mixed = AttentionBatch(batch.tables, batch.rows[order], starts, lengths)
-    check(mixed, pages, 4, shape, torch.float32, [(None, None)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "page_size"),
+    [
+        (AttentionShape(4, 1, 16, 0.25, (None, 20)), torch.float32, 4),
+        (AttentionShape(3, 1, 64, 0.125, (None,)), torch.float32, 16),
+        (AttentionShape(2, 2, 20, 0.2, (None,)), torch.float32, 1),
+        (AttentionShape(4, 2, 16, 0.25, (None,)), torch.float16, 16),
+        *([(AttentionShape(32, 8, 128, 0.1, (None,)), torch.bfloat16, 16)] if ON_GPU else []),
+    ],
+)
+def test_shared_prefixes(shape: AttentionShape, dtype: torch.dtype, page_size: int) -> None:
+    """In steps and graphs, alone and beside a chunk of the sequence that was the first of them."""
+    batch, pages = grouped(GROUPS, page_size)
+    for chunks in (batch, with_chunk(batch)):
+        finder = TritonAttention(torch.empty(1, 2, 1, shape.num_kv_heads, page_size, 64), shape, 40, 5000, 40)
+        shared = finder.shared_prefixes(chunks)
+        assert shared is not None and len(shared.num_pages) == 3
+        n = chunks.num_tokens
+        check(chunks, pages, page_size, shape, dtype, [(None, None), (n + 3, shared), (n, None)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 128), (8, 128), (71, 64), (2, 96), (1, 256)])
 def test_tiles_fit(group: int, head_dim: int, dtype: torch.dtype) -> None:
-    """One token at least, in numbers that a kernel may have, and no more than a multiprocessor's memory."""
+    """One token at least, in numbers that a kernel may have, and two programs fit a multiprocessor's memory."""
     shape = AttentionShape(2 * group, 2, head_dim, 1.0, (None,))
-    for queries in (1, 16, 64):
-        tile = REAL_TILE_FOR(shape, dtype, queries)
-        assert tile.rows >= max(group, 16) and tile.keys >= 16
-        assert not tile.rows & (tile.rows - 1) and not tile.keys & (tile.keys - 1)
-        block = 1 << (head_dim - 1).bit_length()
-        assert (tile.rows + 2 * tile.keys * (tile.stages - 1)) * block * dtype.itemsize <= 200 << 10
+    tiles = REAL_TILES_FOR(shape, dtype)
+    assert tiles.wide >= tiles.narrow >= group and tiles.keys >= 16
+    assert not any(size & (size - 1) for size in (tiles.narrow, tiles.wide, tiles.keys))
+    block = 1 << (head_dim - 1).bit_length()
+    for rows, stages in ((tiles.narrow, tiles.narrow_stages), (tiles.wide, tiles.wide_stages)):
+        assert (rows + 2 * tiles.keys * (stages - 1)) * block * dtype.itemsize <= 113 << 10
 
 
 def test_windows_alone_share_nothing() -> None:
     batch, _ = grouped(GROUPS, 4)
     shape = SHAPES["window"]
-    assert TritonAttention(torch.empty(1, 2, 1, 1, 4, 12), shape, 40, 5000).shared_prefixes(batch) is None
+    assert TritonAttention(torch.empty(1, 2, 1, 1, 4, 12), shape, 40, 5000, 40).shared_prefixes(batch) is None
 
 
 def test_any_order_of_lengths_is_an_error() -> None:
     batch = random_batch(np.random.default_rng(1), [(0, 2), (5, 1)], 4)
     with pytest.raises(ValueError, match="must come first"):
-        TritonAttention(torch.empty(1, 2, 9, 1, 4, 12), SHAPES["window"], 40, 5000).plan(batch)
+        TritonAttention(torch.empty(1, 2, 9, 1, 4, 64), SHAPES["plain"], 40, 5000, 40).plan(batch)

@@ -27,16 +27,16 @@ class Again:
 
 
 class Uncaptured(DecodeGraphs):
-    """Counts what it runs: pairs of a size and whether prefixes are read together."""
+    """Counts what it runs: sizes, and whether prefixes are read together."""
 
     def capture(self, tables: np.ndarray, progress: Progress | None = None) -> None:
         self.ran: list[tuple[int, bool]] = []
         for size in self._sizes.tolist():
-            for shares in self._kinds(size):
-                self._graphs[size, shares] = Again(lambda size=size, shares=shares: self._run(size, shares))
+            for of_ranges in self._kinds(size):
+                self._graphs[size, of_ranges] = Again(lambda size=size: self._run(size))
 
-    def _run(self, size: int, shares: bool) -> None:
-        self.ran.append((size, shares))
+    def _run(self, size: int) -> None:
+        self.ran.append((size, len(self._attention._members) > 0 and bool(self._attention._members.any())))
         self._forward(size)
 
 
@@ -55,7 +55,7 @@ def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Eng
         runner = engine.runner
         layers, _, pages, *rest = runner._attention.kv.shape
         kv = torch.full((layers, 2, pages + 1, *rest), float("nan"))
-        runner._attention = TritonAttention(kv, runner.config.attention_shape, 6, 6 * runner._tables.rows.shape[1])
+        runner._attention = TritonAttention(kv, runner.config.attention_shape, 6, 6 * runner._tables.rows.shape[1], 6)
         logits = torch.empty(6, runner.vocab_size)
         runner._graphs = Uncaptured(runner.decoder, runner._attention, runner.last_tokens, logits)
         runner._graphs.capture(runner._tables.rows)
