@@ -91,6 +91,7 @@ class Leader:
         """Waits for the other ranks to come to `store`; they connect to `host`, this machine's address. `processes` are
         theirs, if this process started them. Raises what `Runner` raises, and RankLost."""
         self._lost: str | None = None
+        self._is_ready = False
         self._processes = processes or []
         self._closing = threading.Event()
         self._launched_s = 0.0
@@ -119,6 +120,7 @@ class Leader:
         self.last_tokens = self.runner.last_tokens
         if self.device.type == "cuda":
             self._launched = torch.cuda.Event()
+        self._is_ready = True
 
     def forward(self, plan: Plan) -> torch.Tensor:
         """As `Runner.forward`. Raises RankLost."""
@@ -141,10 +143,12 @@ class Leader:
         """Ends the other ranks. Not while another thread is in `forward`."""
         if self._closing.is_set():
             return
-        self._closing.set()
-        self._watcher.join()
         with suppress(RankLost):
             self._send(_END)
+            if self.group is not None and self._lost is None and self._is_ready:
+                _leave_together(self.group, self.device)
+        self._closing.set()
+        self._watcher.join()
         for follower in self._followers:
             follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
         for process in self._processes:
@@ -239,6 +243,7 @@ class Follower:
         try:
             while frame := self._plans.recv():
                 _step(self._runner, self._group, Plan.decode(frame))
+            _leave_together(self._group, self._runner.device)
         except BaseException as error:
             _tell(self._store, self._rank, error)
             raise
@@ -267,6 +272,14 @@ def _step(runner: Runner, group: Group, plan: Plan) -> torch.Tensor:
     if (plan.token_ids == PENDING).any():
         group.broadcast(runner.last_tokens, 0)
     return runner.forward(plan)
+
+
+def _leave_together(group: Group, device: torch.device) -> None:
+    """Wait until all ranks have computed all that they were told to. A GPU that is still in a step waits for what the
+    others write, and reads their memory, which goes with their processes. Raises RankLost if one does not come."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    group.meet()
 
 
 def _own_device(config: WorkerConfig, rank: int) -> torch.device:
