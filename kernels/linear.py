@@ -22,6 +22,8 @@ class Linear:
         if self.is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self.weight = weight
+        # What stays in 32 bits is rounded after the product as well, as the reference does it.
+        self.adds = bias is None and (not weight.is_cuda or weight.itemsize < 4)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: `[n, in]`, contiguous; returns `[n, out]` of the same dtype, in `out` if that is given."""
@@ -33,6 +35,14 @@ class Linear:
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """`residual += self(x)`, residual contiguous `[n, out]`. On a GPU the product adds it, in float32, and rounds
+        once. Where `adds` is false it is faster to leave the sum to what reads it next."""
+        if self.adds and residual.is_cuda:
+            residual.addmm_(x, self.weight.t())
+        else:
+            residual += self(x)
 
     def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product in float32, whatever the dtype of x, in `out` if that is given. For a weight without bias."""

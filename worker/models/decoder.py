@@ -127,8 +127,8 @@ class Decoder:
             x = self._hidden_of_one(x, positions, attention)
             return x if wanted is None else x[wanted]
         angles = {} if self.is_on_gpu else {rope: rope.angles(positions, x.dtype) for rope in set(self.config.ropes)}
-        # From here on x lacks what the last sublayer adds: the sum of all ranks' `added`. Where the next norm reads x,
-        # it is added.
+        # From here on x lacks what the last sublayer adds, unless the product has added it: the sum of all ranks'
+        # `added`. Where the next norm reads x, it is added.
         added: torch.Tensor | None = None
         # Of the last layer few tokens are left.
         begun = len(self.layers) - 1 if self._goes_in_halves(x) else 0
@@ -140,9 +140,10 @@ class Decoder:
             if wanted is not None and index == len(self.layers) - 1:
                 # Of the other tokens nothing is read any more but the keys and values, which the pages have now.
                 x, attended = x[wanted], attended[wanted]
-            added = self._project(layer, attended)
+            added = self._sublayer_out(layer.out, attended, x, layer.attention_out_norm, _ATTENTION_TURN)
             normed = self._add_and_norm(added, x, layer.mlp_norm)
-            added = self._mlp(layer, normed)
+            gated = self.activate(layer.gate_up(normed))
+            added = self._sublayer_out(layer.down, gated, x, layer.mlp_out_norm, _MLP_TURN)
         return x if added is None else x.add_(self._summed(added))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -188,11 +189,16 @@ class Decoder:
             out = attention.run(index, *self._turned(layer, qkv, angles[self.config.ropes[index]]))
         return out.flatten(1)
 
-    def _project(self, layer: _Layer, attended: torch.Tensor) -> torch.Tensor:
-        out = layer.out(attended, self._place(attended, _ATTENTION_TURN))
-        if layer.attention_out_norm is None:
-            return out
-        return self._normed(self.group.all_reduce(out), layer.attention_out_norm)
+    def _sublayer_out(
+        self, linear: Linear | Fp8Linear, y: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None, turn: int
+    ) -> torch.Tensor | None:
+        """What all ranks are to add to x for a sublayer that ends with `linear(y)` and, if it has one, `norm`. None if
+        it is added: one rank's product does so by the way."""
+        if isinstance(linear, Linear) and linear.adds and norm is None and self.group.size == 1:
+            linear.add_to(x, y)
+            return None
+        out = linear(y, self._place(x, turn))
+        return out if norm is None else self._normed(self.group.all_reduce(out), norm)
 
     def _turned(
         self, layer: _Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
@@ -223,10 +229,6 @@ class Decoder:
             layer.k_norm,
             self.config.norm_eps,
         )
-
-    def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        out = layer.down(self.activate(layer.gate_up(normed)), self._place(normed, _MLP_TURN))
-        return out if layer.mlp_out_norm is None else self._normed(self.group.all_reduce(out), layer.mlp_out_norm)
 
     def _goes_in_halves(self, x: torch.Tensor) -> bool:
         return self.group.size > 1 and len(x) >= HALVES_FROM_TOKENS and not self.config.sandwich_norms
