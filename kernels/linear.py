@@ -3,6 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from kernels.cublaslt import Product
+from kernels.products import Choices, Use
+
 # Rows of x for which oneDNN chooses the layout; measured, it serves 1 to 512 rows as well as their own layouts would.
 _PACKED_FOR_ROWS = 64
 
@@ -15,6 +18,7 @@ class Linear:
     """
 
     scales: torch.Tensor | None = None  # those of `kernels.fp8_linear`
+    choices: Choices | None = None  # set by `kernels.products.choose`
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.bias = bias
@@ -30,6 +34,10 @@ class Linear:
         if self.is_packed:
             product = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return product if out is None else out.copy_(product)
+        if (chosen := self._chosen(Use.PLAIN, x)) is not None:
+            out = x.new_empty(len(x), len(self.weight)) if out is None else out
+            chosen(x, self.weight, out)
+            return out
         if out is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is None:
@@ -39,7 +47,9 @@ class Linear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """`residual += self(x)`, residual contiguous `[n, out]`. On a GPU the product adds it, in float32, and rounds
         once. Where `adds` is false it is faster to leave the sum to what reads it next."""
-        if self.adds and residual.is_cuda:
+        if (chosen := self._chosen(Use.ADDED, x)) is not None:
+            chosen(x, self.weight, residual)
+        elif self.adds and residual.is_cuda:
             residual.addmm_(x, self.weight.t())
         else:
             residual += self(x)
@@ -51,4 +61,12 @@ class Linear:
             return product if out is None else out.copy_(product)
         if out is None:
             out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        if (chosen := self._chosen(Use.FLOAT32, x)) is not None:
+            chosen(x, self.weight, out)
+            return out
         return torch.ops.aten.mm.dtype_out(x, self.weight.t(), torch.float32, out=out)
+
+    def _chosen(self, use: Use, x: torch.Tensor) -> Product | None:
+        """What is faster than PyTorch's own product here, if something is known to be."""
+        choices = self.choices
+        return choices.find(len(x)) if choices is not None and choices.use is use else None

@@ -15,7 +15,7 @@ from kernels.transfer import all_to_device
 from worker import kv_cache
 from worker.batch import PROMPT_LOGIT_ROWS
 from worker.config import WorkerConfig
-from worker.graphs import DecodeGraphs
+from worker.graphs import DecodeGraphs, ladder
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
@@ -72,6 +72,7 @@ class Runner:
         self._logits = torch.empty(0, device=self.device)
         if self.device.type == "cuda":
             self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
+            self.decoder.choose_products(ladder(self._max_running), self._token_budget)
             self._logits = torch.empty(self._max_running, self.vocab_size, dtype=torch.float32, device=self.device)
         self.num_pages = self._num_pages(config)
         self.context_length = self._context_length(config)

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers of attention and gated MLP, norm, output head. One for all architectures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from kernels.attention import AttentionBackend
 from kernels.fp8_linear import Fp8Linear, Fp8Weight
 from kernels.linear import Linear
 from kernels.norm import add_rms_norm, rms_norm
+from kernels.products import Timed, Use, choose
 from kernels.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
 from worker.parallel import Group
@@ -107,6 +108,17 @@ class Decoder:
     def prepare(self, context_length: int) -> None:
         """On a GPU, before `hidden`: no position beyond `context_length` will come."""
         self._turns = {rope: rope.table(context_length, self.embedding.device) for rope in set(self.config.ropes)}
+
+    @torch.inference_mode()
+    def choose_products(self, step_sizes: Sequence[int], most_tokens: int) -> list[Timed]:
+        """`kernels.products.choose` for the sizes that steps will have. On a GPU, before anything is captured."""
+        one_adds = self.group.size == 1 and not self.config.sandwich_norms
+        last = Use.ADDED if one_adds else Use.PLAIN
+        uses = [(self.head, Use.FLOAT32)]
+        for layer in self.layers:
+            its = ((layer.qkv, Use.PLAIN), (layer.out, last), (layer.gate_up, Use.PLAIN), (layer.down, last))
+            uses += [(linear, use) for linear, use in its if isinstance(linear, Linear)]
+        return choose(uses, step_sizes, most_tokens)
 
     def hidden(
         self,
