@@ -59,6 +59,7 @@ def fake_times(runs: Sequence[Sequence[Call]], rounds: int) -> list[float]:
 @pytest.fixture
 def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     """Two layers of one shape, their weights as a GPU has them."""
+    monkeypatch.setattr("kernels.products.ALIGNMENT_BYTES", 16)  # a CPU's memory is not aligned by more
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     generator = torch.Generator().manual_seed(0)
     return [Linear(torch.randn(OUT_SIZE, IN_SIZE, generator=generator).bfloat16()) for _ in range(2)]
