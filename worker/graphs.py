@@ -1,13 +1,14 @@
-"""Decoding as CUDA graphs: one for each of a ladder of batch sizes, replayed with the batch padded to the next."""
+"""Steps as CUDA graphs: one for each of a ladder of sizes, replayed with the batch padded to the next."""
 
 import logging
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 
 import numpy as np
 import torch
 
-from kernels.attention import AttentionBatch, GraphAttention, SharedPrefixes
+from kernels.attention import AttentionBatch, GraphAttention, SharedPrefixes, token_positions
 from kernels.transfer import StaticArrays
 from worker.models.decoder import Decoder
 
@@ -16,81 +17,142 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs in all) after each one."""
 
+# Tokens of a step from which on what it computes takes much longer than to start its kernels one by one.
+MOST_TOKENS = 1024
+
+
+class Kind(Enum):
+    """What a graph computes. `PLAIN`: decodes, to the logits. `ALIKE`: the same, where attention has another kind of
+    graph for what sequences begin with alike. `MIXED`: chunks of any length, to what the logits are made of."""
+
+    PLAIN = auto()
+    ALIKE = auto()
+    MIXED = auto()
+
 
 def ladder(most: int) -> list[int]:
-    """Batch sizes up to `most`, closer together where a step is short and padding costs more of it."""
+    """Numbers of decodes up to `most`, closer together where a step is short and padding costs more of it."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
-class DecodeGraphs:
-    """Steps of one token a sequence, from the tokens to the logits. All graphs share their inputs, their memory and
-    the tensor that they leave the logits in. Where attention has two kinds of graphs there are two of each size but 1,
-    one for sequences that begin alike."""
+def token_ladder(most: int) -> list[int]:
+    """Numbers of tokens up to `most`. From some 200 on each more costs as much as any other."""
+    sizes = [*range(16, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def product_sizes(max_running: int, max_tokens: int) -> list[int]:
+    """Steps for which it pays to look for the fastest products: where each token costs as much as any other the sizes
+    between these are served as well."""
+    return sorted({*ladder(max_running), *(size for size in (320, 384, 448) if size <= max_tokens)})
+
+
+class StepGraphs:
+    """Decodes, one token a sequence and logits of each, and steps of some decodes and some chunks of prompts. All
+    graphs share their inputs, their memory and the tensors that they leave their results in."""
 
     def __init__(
-        self, decoder: Decoder, attention: GraphAttention, last_tokens: torch.Tensor, logits: torch.Tensor
+        self,
+        decoder: Decoder,
+        attention: GraphAttention,
+        last_tokens: torch.Tensor,
+        logits: torch.Tensor,
+        max_tokens: int,
     ) -> None:
-        """`last_tokens`: int64 `[slots]`, what a token below 0 stands for. `logits`: float32 `[most, vocab_size]`."""
+        """`last_tokens`: int64 `[slots]`, what a token below 0 stands for. `logits`: float32 `[max_running,
+        vocab_size]`. Steps that are not only decodes have up to `max_tokens` tokens."""
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
         self._logits = logits
-        most = len(logits)
-        self._inputs = StaticArrays(
-            logits.device,
-            {"token_ids": (torch.int64, most), "positions": (torch.int64, most), "slots": (torch.int64, most)},
-        )
-        self._sizes = np.array(ladder(most))
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._hidden = decoder.norm.new_empty(len(logits), decoder.config.hidden_size, dtype=decoder.embedding.dtype)
+        most = max(len(logits), max_tokens)
+        names = ("wanted", "token_ids", "positions", "slots")
+        self._inputs = StaticArrays(logits.device, dict.fromkeys(names, (torch.int64, most)))
+        decodes = np.array(ladder(len(logits)))
+        self._sizes = {Kind.PLAIN: decodes, Kind.MIXED: np.array(token_ladder(max_tokens))}
+        if attention.has_plain_graphs:
+            self._sizes[Kind.ALIKE] = decodes[decodes > 1]
+        self._graphs: dict[tuple[Kind, int], torch.cuda.CUDAGraph] = {}
 
     def capture(self, tables: np.ndarray, progress: Progress | None = None) -> None:
         """Make all graphs, the largest first, whose memory the others fit into. `tables` are the runner's."""
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        kinds = [(size, of_ranges) for size in self._sizes[::-1].tolist() for of_ranges in self._kinds(size)]
-        for index, (size, of_ranges) in enumerate(kinds):
+        graphs = [(kind, size) for kind, sizes in self._sizes.items() for size in sizes.tolist()]
+        graphs.sort(key=lambda graph: -graph[1])
+        for index, (kind, size) in enumerate(graphs):
             chunks = np.zeros(1, dtype=np.int32)
             batch = AttentionBatch(tables, chunks, chunks, chunks + 1)
-            self._fill(batch, np.zeros(1, dtype=np.int64), size, SharedPrefixes.none() if of_ranges else None)
+            self._fill(kind, batch, np.zeros(1, dtype=np.int64), size, None)
             # Whatever is compiled, loaded or allocated at first use is so before the capture.
-            self._forward(size)
+            self._forward(kind, size)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._forward(size)
-            self._graphs[size, of_ranges] = graph
+                self._forward(kind, size)
+            self._graphs[kind, size] = graph
             if progress is not None:
-                progress(index + 1, len(kinds))
+                progress(index + 1, len(graphs))
         torch.cuda.synchronize()
-        logger.info("Captured %d CUDA graphs in %.1f s", len(kinds), time.monotonic() - began_s)
+        logger.info("Captured %d CUDA graphs in %.1f s", len(graphs), time.monotonic() - began_s)
 
-    def can_run(self, num_sequences: int) -> bool:
-        return num_sequences <= len(self._logits)
+    def fits(self, batch: AttentionBatch, num_logits: int) -> bool:
+        """Whether `run` takes such a step, and it is the best way."""
+        fits = batch.num_tokens <= self._sizes[Kind.MIXED][-1] and num_logits <= len(self._logits)
+        return fits and self._attention.fits_graph(batch)
 
-    def run(self, batch: AttentionBatch, token_ids: np.ndarray) -> torch.Tensor:
-        """The logits of the batch, `[n, vocab_size]`: a part of the tensor that the next run writes into. token_ids:
-        int64 `[n]`, below 0 where the device has the token."""
-        size = int(self._sizes[np.searchsorted(self._sizes, len(token_ids))])
-        shared = self._attention.shared_prefixes(batch) if size > 1 else None
-        if shared is None and not self._attention.has_plain_graphs:
-            shared = SharedPrefixes.none()
-        self._fill(batch, token_ids, size, shared)
-        self._graphs[size, shared is not None].replay()
+    def run(self, batch: AttentionBatch, token_ids: np.ndarray, wanted: np.ndarray) -> torch.Tensor:
+        """The logits after the tokens at `wanted` (int64 `[m]`) of the batch, `[m, vocab_size]`: a part of the tensor
+        that the next run writes into. token_ids: int64 `[n]`, below 0 where the device has the token."""
+        self._replay(Kind.MIXED, batch, token_ids, wanted)
+        return self._decoder.logits(self._hidden[: len(wanted)], self._logits[: len(wanted)])
+
+    def run_decodes(self, batch: AttentionBatch, token_ids: np.ndarray) -> torch.Tensor:
+        """As `run`, for a batch of chunks of one token, with the logits of all."""
+        self._replay(Kind.PLAIN, batch, token_ids, None)
         return self._logits[: len(token_ids)]
 
-    def _kinds(self, size: int) -> tuple[bool, ...]:
-        """Whether graphs of this size are of ranges."""
-        if not self._attention.has_plain_graphs:
-            return (True,)
-        return (False, True) if size > 1 else (False,)
+    def _replay(self, kind: Kind, batch: AttentionBatch, token_ids: np.ndarray, wanted: np.ndarray | None) -> None:
+        sizes = self._sizes[kind]
+        size = int(sizes[np.searchsorted(sizes, len(token_ids))])
+        shared = self._attention.shared_prefixes(batch) if size > 1 else None
+        if kind is Kind.PLAIN and shared is not None and Kind.ALIKE in self._sizes:
+            kind = Kind.ALIKE
+        self._fill(kind, batch, token_ids, size, shared, wanted)
+        self._graphs[kind, size].replay()
 
-    def _fill(self, batch: AttentionBatch, token_ids: np.ndarray, size: int, shared: SharedPrefixes | None) -> None:
+    def _fill(
+        self,
+        kind: Kind,
+        batch: AttentionBatch,
+        token_ids: np.ndarray,
+        size: int,
+        shared: SharedPrefixes | None,
+        wanted: np.ndarray | None = None,
+    ) -> None:
+        if shared is None and not (kind is Kind.PLAIN and self._attention.has_plain_graphs):
+            shared = SharedPrefixes.none()
         self._attention.plan_graph(batch, size, shared)
-        # Beyond the batch stand zeros, or slots of earlier steps: all that comes of it goes into the last page.
-        self._inputs.fill({"token_ids": token_ids, "positions": batch.starts, "slots": batch.rows})
+        # Beyond the batch stand zeros, or slots of earlier steps: all that comes of it goes into the last page, or into
+        # rows that nobody reads.
+        self._inputs.fill(
+            {
+                "wanted": np.zeros(0, dtype=np.int64) if wanted is None else wanted,
+                "token_ids": token_ids,
+                "positions": token_positions(batch),
+                "slots": np.repeat(batch.rows, batch.lengths),
+            }
+        )
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, kind: Kind, size: int) -> None:
         inputs = self._inputs
         given, slots = inputs["token_ids"][:size], inputs["slots"][:size]
-        token_ids = torch.where(given < 0, self._last_tokens[slots], given)
-        hidden = self._decoder.hidden(token_ids, inputs["positions"][:size], self._attention)
-        self._decoder.logits(hidden, self._logits[:size])
+        token_ids, positions = torch.where(given < 0, self._last_tokens[slots], given), inputs["positions"][:size]
+        if kind is Kind.MIXED:
+            # Of more tokens than may be wanted the last layer computes those alone.
+            wanted = inputs["wanted"][: min(size, len(self._hidden))]
+            hidden = self._decoder.hidden(token_ids, positions, self._attention, wanted)
+            self._hidden[: len(wanted)].copy_(hidden)
+        else:
+            hidden = self._decoder.hidden(token_ids, positions, self._attention)
+            self._decoder.logits(hidden, self._logits[:size])

@@ -15,7 +15,7 @@ from kernels.transfer import all_to_device
 from worker import kv_cache
 from worker.batch import PROMPT_LOGIT_ROWS
 from worker.config import WorkerConfig
-from worker.graphs import DecodeGraphs, ladder
+from worker.graphs import MOST_TOKENS, StepGraphs, product_sizes
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
@@ -72,16 +72,16 @@ class Runner:
         self._logits = torch.empty(0, device=self.device)
         if self.device.type == "cuda":
             self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
-            self.decoder.choose_products(ladder(self._max_running), self._token_budget)
+            self.decoder.choose_products(product_sizes(self._max_running, self._graph_tokens), self._token_budget)
             self._logits = torch.empty(self._max_running, self.vocab_size, dtype=torch.float32, device=self.device)
         self.num_pages = self._num_pages(config)
         self.context_length = self._context_length(config)
         pages_per_row = -(-self.context_length // self.page_size)
         self._tables = PageTables(self._max_running, pages_per_row, self.page_size)
         self._attention = self._backend(self.num_pages, pages_per_row)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if isinstance(self._attention, GraphAttention):
-            self._graphs = DecodeGraphs(self.decoder, self._attention, self.last_tokens, self._logits)
+            self._graphs = StepGraphs(self.decoder, self._attention, self.last_tokens, self._logits, self._graph_tokens)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
 
@@ -95,7 +95,7 @@ class Runner:
         self._tables.update(plan)
         if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
             batch = AttentionBatch(self._tables.rows, plan.slots, plan.starts, plan.lengths)
-            return self._graphs.run(batch, plan.token_ids)
+            return self._graphs.run_decodes(batch, plan.token_ids)
         # Chunks of one token first, for the attention; their logits come out in the plan's order all the same.
         order = np.argsort(plan.lengths > 1, kind="stable")
         batch = AttentionBatch(self._tables.rows, plan.slots[order], plan.starts[order], plan.lengths[order])
@@ -105,6 +105,8 @@ class Runner:
         ends[order] = np.cumsum(batch.lengths)
         shares = np.cumsum(plan.num_logits)
         rows = np.repeat(ends - shares, plan.num_logits) + np.arange(plan.num_logits.sum())
+        if self._graphs is not None and self._graphs.fits(batch, len(rows)):
+            return self._graphs.run(batch, token_ids, rows)
         return self._step(batch, token_ids.astype(np.int64), rows, self._attention)
 
     def close(self) -> None:
@@ -153,6 +155,11 @@ class Runner:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
+    @property
+    def _graph_tokens(self) -> int:
+        """Tokens of the largest graph that is not of decodes."""
+        return min(MOST_TOKENS, self._token_budget)
+
     def _backend(self, pages: int, pages_per_row: int) -> AttentionBackend:
         shape = self.config.attention_shape
         if self.device.type == "cpu":
@@ -165,15 +172,14 @@ class Runner:
             return TorchAttention(kv, shape)
         # One page more, for whatever fills a batch up to a graph's size.
         kv = kv_cache.allocate(self.config, pages + 1, self.page_size, self.device, self.dtype)
+        most = self._max_running, self._max_running * pages_per_row, max(self._max_running, self._graph_tokens)
         if flashinfer_attention.can_run(shape, self.dtype):
-            return flashinfer_attention.FlashInferAttention(
-                kv, shape, self._max_running, self._max_running * pages_per_row, self._max_running
-            )
+            return flashinfer_attention.FlashInferAttention(kv, shape, *most)
         # Imported only on a GPU: a machine without one does without Triton.
         from kernels.triton_attention import TritonAttention
 
         logger.info("FlashInfer has no attention for this model in %s: running Triton's", self.dtype)
-        return TritonAttention(kv, shape, self._max_running, self._max_running * pages_per_row, self._max_running)
+        return TritonAttention(kv, shape, *most)
 
     def _context_length(self, config: WorkerConfig) -> int:
         own, held = self.config.context_length, self.num_pages * self.page_size

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from worker.config import WorkerConfig
 from worker.engine import Engine, load_parts
-from worker.graphs import DecodeGraphs, Progress, ladder
+from worker.graphs import Kind, Progress, StepGraphs, ladder, token_ladder
 from worker.messages import SamplingParams
 
 NEW_TOKENS = 5
+MAX_RUNNING = 6
 ON_GPU = torch.cuda.is_available()
 
 
@@ -26,22 +27,22 @@ class Again:
         self.replay = work
 
 
-class Uncaptured(DecodeGraphs):
-    """Counts what it runs: sizes, and whether prefixes are read together."""
+class Uncaptured(StepGraphs):
+    """Notes what it runs: kinds, sizes, and whether prefixes are read together."""
 
     def capture(self, tables: np.ndarray, progress: Progress | None = None) -> None:
-        self.ran: list[tuple[int, bool]] = []
-        for size in self._sizes.tolist():
-            for of_ranges in self._kinds(size):
-                self._graphs[size, of_ranges] = Again(lambda size=size: self._run(size))
+        self.ran: list[tuple[Kind, int, bool]] = []
+        for kind, sizes in self._sizes.items():
+            for size in sizes.tolist():
+                self._graphs[kind, size] = Again(lambda kind=kind, size=size: self._run(kind, size))
 
-    def _run(self, size: int) -> None:
-        self.ran.append((size, len(self._attention._members) > 0 and bool(self._attention._members.any())))
-        self._forward(size)
+    def _run(self, kind: Kind, size: int) -> None:
+        self.ran.append((kind, size, bool(self._attention._members.any())))
+        self._forward(kind, size)
 
 
 @pytest.fixture
-def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Engine, Uncaptured]]:
+def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine, Uncaptured]]:
     pytest.importorskip("triton")
     from kernels import prefixes
     from kernels.triton_attention import TritonAttention
@@ -49,19 +50,40 @@ def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Eng
     monkeypatch.setattr(prefixes, "_STARTS_BYTES", 0)
     monkeypatch.setattr(prefixes, "_FLOAT32_BYTES", 0)
 
-    def make(folder: Path) -> tuple[Engine, Uncaptured]:
-        config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=512, page_size=4, max_running=6)
+    def make(folder: Path, **settings) -> tuple[Engine, Uncaptured]:
+        settings = {"kv_tokens": 512, "token_budget": 64} | settings
+        config = WorkerConfig(device="cpu", dtype="float32", page_size=4, max_running=MAX_RUNNING, **settings)
         engine = Engine(folder, config, load=load_parts)
         runner = engine.runner
         layers, _, pages, *rest = runner._attention.kv.shape
         kv = torch.full((layers, 2, pages + 1, *rest), float("nan"))
-        runner._attention = TritonAttention(kv, runner.config.attention_shape, 6, 6 * runner._tables.rows.shape[1], 6)
-        logits = torch.empty(6, runner.vocab_size)
-        runner._graphs = Uncaptured(runner.decoder, runner._attention, runner.last_tokens, logits)
+        shape, max_pages = runner.config.attention_shape, MAX_RUNNING * runner._tables.rows.shape[1]
+        runner._attention = TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
+        logits = torch.empty(MAX_RUNNING, runner.vocab_size)
+        runner._graphs = Uncaptured(runner.decoder, runner._attention, runner.last_tokens, logits, config.token_budget)
         runner._graphs.capture(runner._tables.rows)
         return engine, runner._graphs
 
     return make
+
+
+def check(folder: Path, engine: Engine, batch: list[list[int]], times: int = 1) -> None:
+    """Greedy tokens are those of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    for _ in range(times):
+        said = [finished.token_ids for finished in engine.generate(batch, sampling)]
+    for prompt, tokens in zip(batch, said, strict=True):
+        wanted = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert prompt + tokens == wanted[0].tolist()
+    engine.check_integrity()
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(4, 131, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
@@ -69,28 +91,55 @@ def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Eng
 def test_same_as_transformers(name: str, tiny_model: Callable[[str], Path], triton_engine) -> None:
     folder = tiny_model(name)
     engine, graphs = triton_engine(folder)
-    generator = torch.Generator().manual_seed(7)
-    shared, *own = (torch.randint(4, 131, (n,), generator=generator).tolist() for n in (21, 3, 9, 1, 14))
-    batch = [shared + tokens for tokens in own]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    shared, *own = prompts(21, 3, 9, 1, 14)
     # The second time all have the first one's pages.
-    for _ in range(2):
-        said = [finished.token_ids for finished in engine.generate(batch, sampling)]
-    for prompt, tokens in zip(batch, said, strict=True):
-        wanted = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert prompt + tokens == wanted[0].tolist()
-    assert (4, name == "gemma2") in graphs.ran, graphs.ran
-    assert name == "gemma2" or not any(shares for _, shares in graphs.ran)
-    engine.check_integrity()
+    check(folder, engine, [shared + tokens for tokens in own], times=2)
+    assert (Kind.PLAIN, 4, name == "gemma2") in graphs.ran, graphs.ran
+    assert name == "gemma2" or not any(shares for *_, shares in graphs.ran)
     engine.close()
 
 
-def test_ladder() -> None:
-    """Ends at the most sequences that may run; no step pays for many more than it has."""
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize(("token_budget", "overlap"), [(1, True), (7, True), (64, False)])
+def test_mixed(token_budget: int, overlap: bool, tiny_model: Callable[[str], Path], triton_engine) -> None:
+    """Prompts in pieces beside others' decodes."""
+    folder = tiny_model("qwen3")
+    engine, graphs = triton_engine(folder, token_budget=token_budget, overlap=overlap)
+    # More than may run at once, so that some start while others decode.
+    batch = prompts(3, 2, 19, 5, 11, 7, 9)
+    check(folder, engine, batch[:2] if token_budget == 1 else batch)
+    mixed = {size for kind, size, _ in graphs.ran if kind is Kind.MIXED}
+    assert mixed and mixed <= set(token_ladder(token_budget)), graphs.ran
+    engine.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+def test_preempted(tiny_model: Callable[[str], Path], triton_engine, crowded) -> None:
+    folder = tiny_model("qwen3")
+    engine, _ = triton_engine(folder, token_budget=20, kv_tokens=48, overlap=True)
+    check(folder, engine, prompts(7, 10, 12, 9))
+    assert engine.scheduler.counters.preemptions
+    engine.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+def test_more_logits_than_a_graph_has(tiny_model: Callable[[str], Path], triton_engine) -> None:
+    """Log probabilities of a prompt are as many rows as it has tokens: a step by itself."""
+    engine, graphs = triton_engine(tiny_model("qwen3"))
+    (prompt,) = prompts(MAX_RUNNING + 3)
+    sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=0)
+    (finished,) = engine.generate([prompt], sampling)
+    assert len(finished.token_ids) == 2
+    assert [kind for kind, *_ in graphs.ran] == [Kind.PLAIN]
+    engine.close()
+
+
+def test_ladders() -> None:
+    """They end at the most that there may be; no step pays for many more than it has."""
     for most in (1, 2, 7, 64, 100, 256, 500, 512):
         sizes = ladder(most)
         assert sizes[0] == 1 and sizes[-1] == most and sizes == sorted(set(sizes))
         assert all(b - a <= max(8, a / 4) for a, b in itertools.pairwise(sizes))
+        sizes = token_ladder(most)
+        assert sizes[-1] == most and sizes == sorted(set(sizes))
+        assert all(b - a <= max(16, a / 8) for a, b in itertools.pairwise(sizes))
