@@ -22,14 +22,12 @@ from kernels.attention import (
     token_positions,
     token_rows,
 )
-from kernels.transfer import StaticArrays, all_to_device
+from kernels.transfer import StaticArrays, Turns, all_to_device
 
 # Bytes of what the planners write for a step: some arrays of 4 bytes a tile of queries and a head.
 _PLAN_BYTES = 8 << 20
 # Bytes at least of what parts of a split context leave to be merged.
 _PARTIAL_BYTES = 128 << 20
-# Steps whose plans may be on their way to the device at once.
-_PLANS_IN_FLIGHT = 3
 # Rows of queries (times heads a KV head) in the smallest tile, for chunks of one token.
 _SMALLEST_TILE = 16
 
@@ -46,15 +44,12 @@ class _Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device_bytes = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
-        self._host = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_PLANS_IN_FLIGHT)]
-        self._copied = [torch.cuda.Event() for _ in self._host]
-        self._turn = 0
+        self._turns = Turns(device, _PLAN_BYTES)
 
     def plan(self, planner: Callable[..., Any], partial: torch.Tensor, *arguments: Any) -> Any:
-        self._turn = (self._turn + 1) % _PLANS_IN_FLIGHT
-        self._copied[self._turn].synchronize()
-        plan = planner(partial, self.device_bytes, self._host[self._turn], *arguments)
-        self._copied[self._turn].record()
+        turn = self._turns.next()
+        plan = planner(partial, self.device_bytes, turn.bytes_, *arguments)
+        turn.begun()
         return plan
 
 

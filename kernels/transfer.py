@@ -1,6 +1,7 @@
 """Arrays between host and device, without anybody waiting for the copy."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,15 +47,52 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return there.copy_(tensor, non_blocking=True)
 
 
+class Turn(NamedTuple):
+    """A buffer on the host, as PyTorch and as NumPy see it: uint8."""
+
+    bytes_: torch.Tensor
+    array: np.ndarray
+    event: torch.cuda.Event | None
+
+    def begun(self) -> None:
+        """The copy to or from the buffer is under way on the current stream."""
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Until the last copy that was begun has ended."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Turns:
+    """Buffers of `size` bytes for copies that nobody waits for, used in turn: on the host, and for a GPU in memory that
+    cannot be paged out. One that comes up again is waited for."""
+
+    def __init__(self, device: torch.device, size: int, count: int = 3) -> None:
+        on_gpu = device.type == "cuda"
+        self._turns = []
+        for _ in range(count):
+            bytes_ = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+            self._turns.append(Turn(bytes_, bytes_.numpy(), torch.cuda.Event() if on_gpu else None))
+        self._next = 0
+
+    def next(self) -> Turn:
+        turn = self._turns[self._next]
+        self._next = (self._next + 1) % len(self._turns)
+        turn.wait()
+        return turn
+
+
 class StaticArrays:
     """Tensors of fixed addresses, which CUDA graphs read, filled from host arrays in one copy.
 
-    `capacities` are the tensors' greatest lengths by name; all are int32 or int64, as `dtypes` says. The one whose
-    length varies most goes last: what lies beyond it is not copied.
+    `layout` has the tensors' dtypes, int32 or int64, and greatest lengths by name. The one whose length varies most
+    goes last: what lies beyond it is not copied.
     """
 
     def __init__(self, device: torch.device, layout: dict[str, tuple[torch.dtype, int]]) -> None:
-        self._places: dict[str, tuple[int, np.dtype]] = {}
+        self._places: dict[str, tuple[int, int, np.dtype]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         size = sum(_aligned(dtype.itemsize * length) for dtype, length in layout.values())
         self._device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -62,8 +100,10 @@ class StaticArrays:
         for name, (dtype, length) in layout.items():
             size = dtype.itemsize * length
             self._tensors[name] = self._device_bytes[at : at + size].view(dtype)
-            self._places[name] = at, np.dtype(str(dtype).removeprefix("torch."))
+            self._places[name] = at, at + size, np.dtype(str(dtype).removeprefix("torch."))
             at += _aligned(size)
+        self._last = list(layout)[-1]
+        self._turns = Turns(device, at)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -71,16 +111,17 @@ class StaticArrays:
     def fill(self, arrays: dict[str, np.ndarray]) -> None:
         """Values of all tensors. Each array may be shorter than its tensor: beyond it stand zeros, in the last one what
         stood there before."""
-        last = list(self._places)[-1]
-        end = self._places[last][0] + self._places[last][1].itemsize * len(arrays[last])
-        host = torch.empty(end, dtype=torch.uint8, pin_memory=self._device_bytes.is_cuda)
-        raw = host.numpy()
-        for name, (at, dtype) in self._places.items():
-            array = arrays[name]
-            part = raw[at : at + self._tensors[name].nbytes].view(dtype) if name != last else raw[at:].view(dtype)
+        turn = self._turns.next()
+        end = 0
+        for name, (first, last, dtype) in self._places.items():
+            part, array = turn.array[first:last].view(dtype), arrays[name]
             part[: len(array)] = array
-            part[len(array) :] = 0
-        self._device_bytes[:end].copy_(host, non_blocking=True)
+            if name == self._last:
+                end = first + len(array) * dtype.itemsize
+            elif len(array) < len(part):
+                part[len(array) :] = 0
+        self._device_bytes[:end].copy_(turn.bytes_[:end], non_blocking=True)
+        turn.begun()
 
 
 def _dtype(array: np.ndarray) -> torch.dtype:

@@ -257,7 +257,7 @@ class Engine:
         slots = np.full(len(logits), -1, dtype=np.int64)  # of every row of logits: -1 is nobody's
         slots[ends[chosen] - 1] = plan.slots[chosen]
         try:
-            return _Flight(step, chosen, self.sampler.launch(logits, slots), prompts)
+            return _Flight(step, chosen, self.sampler.launch(logits, slots, self.runner.likeliest), prompts)
         except Exception as error:  # not one row's: those are in the answer
             self._raise_if_lost(plan, error)
             self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {plan.step}", error)

@@ -22,7 +22,7 @@ MOST_TOKENS = 1024
 
 
 class Kind(Enum):
-    """What a graph computes. `PLAIN`: decodes, to the logits. `ALIKE`: the same, where attention has another kind of
+    """What a graph computes. `PLAIN`: decodes, to the likeliest tokens. `ALIKE`: the same, where attention has another kind of
     graph for what sequences begin with alike. `MIXED`: chunks of any length, to what the logits are made of."""
 
     PLAIN = auto()
@@ -60,10 +60,11 @@ class StepGraphs:
         logits: torch.Tensor,
         max_tokens: int,
     ) -> None:
-        """`last_tokens`: int64 `[slots]`, what a token below 0 stands for. `logits`: float32 `[max_running,
-        vocab_size]`. Steps that are not only decodes have up to `max_tokens` tokens."""
+        """`last_tokens`: int64 `[slots + 1]`, what a token below 0 stands for; the last one is nobody's. `logits`:
+        float32 `[max_running, vocab_size]`. Steps that are not only decodes have up to `max_tokens` tokens."""
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
         self._logits = logits
+        self._likeliest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         self._hidden = decoder.norm.new_empty(len(logits), decoder.config.hidden_size, dtype=decoder.embedding.dtype)
         most = max(len(logits), max_tokens)
         names = ("wanted", "token_ids", "positions", "slots")
@@ -107,10 +108,11 @@ class StepGraphs:
         self._replay(Kind.MIXED, batch, token_ids, wanted)
         return self._decoder.logits(self._hidden[: len(wanted)], self._logits[: len(wanted)])
 
-    def run_decodes(self, batch: AttentionBatch, token_ids: np.ndarray) -> torch.Tensor:
-        """As `run`, for a batch of chunks of one token, with the logits of all."""
+    def run_decodes(self, batch: AttentionBatch, token_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, for a batch of chunks of one token, with the logits of all; and the likeliest tokens, as
+        `kernels.likeliest` has them, which the slots' last tokens become. Those too the next run overwrites."""
         self._replay(Kind.PLAIN, batch, token_ids, None)
-        return self._logits[: len(token_ids)]
+        return self._logits[: len(token_ids)], self._likeliest[: len(token_ids)]
 
     def _replay(self, kind: Kind, batch: AttentionBatch, token_ids: np.ndarray, wanted: np.ndarray | None) -> None:
         sizes = self._sizes[kind]
@@ -133,18 +135,23 @@ class StepGraphs:
         if shared is None and not (kind is Kind.PLAIN and self._attention.has_plain_graphs):
             shared = SharedPrefixes.none()
         self._attention.plan_graph(batch, size, shared)
-        # Beyond the batch stand zeros, or slots of earlier steps: all that comes of it goes into the last page, or into
-        # rows that nobody reads.
+        # All that comes of what is beyond the batch goes into the last page, into rows that nobody reads, and becomes
+        # the last token of nobody.
+        slots = np.full(size, len(self._last_tokens) - 1)
+        slots[: len(token_ids)] = np.repeat(batch.rows, batch.lengths)
         self._inputs.fill(
             {
                 "wanted": np.zeros(0, dtype=np.int64) if wanted is None else wanted,
                 "token_ids": token_ids,
                 "positions": token_positions(batch),
-                "slots": np.repeat(batch.rows, batch.lengths),
+                "slots": slots,
             }
         )
 
     def _forward(self, kind: Kind, size: int) -> None:
+        # Imported only on a GPU: a machine without one does without Triton.
+        from kernels.likeliest import take_likeliest
+
         inputs = self._inputs
         given, slots = inputs["token_ids"][:size], inputs["slots"][:size]
         token_ids, positions = torch.where(given < 0, self._last_tokens[slots], given), inputs["positions"][:size]
@@ -155,4 +162,5 @@ class StepGraphs:
             self._hidden[: len(wanted)].copy_(hidden)
         else:
             hidden = self._decoder.hidden(token_ids, positions, self._attention)
-            self._decoder.logits(hidden, self._logits[:size])
+            logits = self._decoder.logits(hidden, self._logits[:size])
+            take_likeliest(logits, self._likeliest[:size], slots, self._last_tokens)

@@ -122,6 +122,11 @@ class Leader:
             self._launched = torch.cuda.Event()
         self._is_ready = True
 
+    @property
+    def likeliest(self) -> torch.Tensor | None:
+        """As the runner's."""
+        return self.runner.likeliest
+
     def forward(self, plan: Plan) -> torch.Tensor:
         """As `Runner.forward`. Raises RankLost."""
         if self._lost is not None:

@@ -68,7 +68,9 @@ class Runner:
         )
         self.group.meet()  # one may be long behind with its part
         self.decoder = Decoder(self.config, parameters, self.group)
-        self.last_tokens = torch.zeros(self._max_running, dtype=torch.int64, device=self.device)
+        # The last one is for what fills a batch up to a graph's size.
+        self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
+        self.likeliest: torch.Tensor | None = None
         self._logits = torch.empty(0, device=self.device)
         if self.device.type == "cuda":
             self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
@@ -88,14 +90,18 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
         """Compute the plan's chunks. Returns float32 `[sum of num_logits, vocab_size]` on `device`, chunk after chunk,
-        which holds until the next call. On a GPU the work is begun, not waited for.
+        which holds until the next call. On a GPU the work is begun, not waited for; where it is a graph it leaves in
+        `likeliest` the tokens that have the largest of these logits (`kernels.likeliest`), and those are `last_tokens`
+        of their slots.
 
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
         self._tables.update(plan)
         if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
             batch = AttentionBatch(self._tables.rows, plan.slots, plan.starts, plan.lengths)
-            return self._graphs.run_decodes(batch, plan.token_ids)
+            logits, self.likeliest = self._graphs.run_decodes(batch, plan.token_ids)
+            return logits
+        self.likeliest = None
         # Chunks of one token first, for the attention; their logits come out in the plan's order all the same.
         order = np.argsort(plan.lengths > 1, kind="stable")
         batch = AttentionBatch(self._tables.rows, plan.slots[order], plan.starts[order], plan.lengths[order])

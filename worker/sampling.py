@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.transfer import all_to_device, to_host
+from kernels.transfer import Turn, Turns, all_to_device
 from worker import device_draw
+from worker.batch import PROMPT_LOGIT_ROWS
 from worker.draw import draw, uniform
-from worker.edits import Edits, History, apply_edits
-from worker.grammar import GrammarError, GrammarState, apply_bitmask, new_bitmask
+from worker.edits import apply_edits
+from worker.grammar import GrammarError, GrammarState, apply_bitmask
+from worker.layout import Layout, Row, Wants
 from worker.logprobs import PendingLogprobs
+from worker.masks import Masks
 from worker.messages import Failure, SamplingParams, TokenLogprobs
-
-# Below this temperature the likeliest token is taken: it is what the division leaves, without overflow.
-_GREEDY_BELOW = 1e-5
 
 
 class SampledTokens(NamedTuple):
@@ -35,147 +35,46 @@ class SampledTokens(NamedTuple):
     complete: list[int]
 
 
-class _Row:
-    """A slot's parameters and history."""
-
-    __slots__ = ("bans", "bias", "grammar", "greedy", "history", "params")
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        eos_token_ids: Iterable[int],
-        grammar: GrammarState | None,
-    ) -> None:
-        self.params = params
-        self.grammar = grammar
-        self.greedy = params.temperature < _GREEDY_BELOW
-        repeats = params.repetition_penalty != 1
-        self.history: History | None = None
-        if repeats or params.presence_penalty or params.frequency_penalty:
-            self.history = History(prompt_ids if repeats else (), output_ids)
-        self.bans: np.ndarray | None = None
-        if params.min_tokens > len(output_ids):
-            self.bans = np.array(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=np.int64)
-        self.bias: tuple[np.ndarray, np.ndarray] | None = None
-        if params.logit_bias:
-            ids = np.array(list(params.logit_bias), dtype=np.int64)
-            self.bias = ids, np.array(list(params.logit_bias.values()), dtype=np.float32)
-
-    @property
-    def edited(self) -> bool:
-        """Whether single logits change."""
-        return self.history is not None or self.bans is not None or self.bias is not None
-
-    @property
-    def learns(self) -> bool:
-        """Whether its next token depends on this one by more than the model."""
-        return self.history is not None or self.grammar is not None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether its grammar has taken an end token."""
-        return self.grammar is not None and self.grammar.terminated
-
-    def take(self, token_id: int) -> None:
-        """Counts a token. Raises GrammarError if the grammar does not allow it."""
-        if self.history is not None:
-            self.history.add(token_id, 1)
-        if self.grammar is not None:
-            self.grammar.accept(token_id)
-
-
-class _Layout:
-    """Who is where in a batch, for as long as the same slots come in the same order and want the same.
-
-    `wanted` are the rows of logits that get a token, int64 on the device, None if all do; `slots` theirs. `special` are
-    those rows of logits that want more than the likeliest token; of these, by their place among them, `greedy` take
-    the likeliest of what is left, `free` draw from the whole distribution and `filtered` from a part.
-    """
-
-    def __init__(self, slots: np.ndarray, rows: list[_Row | None], device: torch.device) -> None:
-        self.key = slots
-        wanted = np.flatnonzero(slots >= 0)
-        self.slots = slots[wanted]
-        self.rows: list[_Row] = []
-        for slot in self.slots.tolist():
-            row = rows[slot]
-            if row is None:
-                raise ValueError(f"slot {slot} is free")
-            self.rows.append(row)
-        plain = [row.greedy and not row.edited and row.grammar is None for row in self.rows]
-        special = [i for i, is_plain in enumerate(plain) if not is_plain]
-        self.special = [self.rows[i] for i in special]
-        self.special_slots = self.slots[special]
-        self.greedy = [j for j, row in enumerate(self.special) if row.greedy]
-        self.free = [j for j, row in enumerate(self.special) if not row.greedy and not _filters(row.params)]
-        self.filtered = [j for j, row in enumerate(self.special) if not row.greedy and _filters(row.params)]
-        self.all_special = len(special) == len(slots)
-        self.edited = any(row.edited for row in self.special)
-        self.banned = [
-            (slot, row) for slot, row in zip(self.slots.tolist(), self.rows, strict=True) if row.bans is not None
-        ]
-        self.learning = [i for i, row in enumerate(self.rows) if row.learns]
-        self.logprobs = [i for i, row in enumerate(self.rows) if row.params.logprobs is not None]
-        indices = [self.slots, wanted, [wanted[i] for i in special], [wanted[i] for i in self.logprobs]]
-        indices += [self.greedy, self.free, self.filtered, self.logprobs]
-        on_device = all_to_device([np.array(index, dtype=np.int64) for index in indices], device)
-        self.slots_at, self.wanted_at, self.special_at, self.logprob_rows_at = on_device[:4]
-        self.greedy_at, self.free_at, self.filtered_at, self.logprobs_at = on_device[4:]
-        self.all_wanted = len(wanted) == len(slots)
-
-
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-
-
 class PendingSample:
     """The tokens of one batch, on their way to the host."""
 
     def __init__(
         self,
-        rows: list[_Row],
-        learning: list[int],
+        layout: Layout,
         tokens: torch.Tensor,
-        best: torch.Tensor,
+        landing: Turn,
         logprobs: PendingLogprobs | None,
-        logprob_rows: list[int],
         failures: dict[int, Failure],
     ) -> None:
-        self._rows = rows
-        self._learning = learning
+        """`tokens` are of all rows of logits. They come to the host in `landing`."""
+        self._layout = layout
         self._logprobs = logprobs
-        self._logprob_rows = logprob_rows
         self._failures = failures
-        self._tokens, self._best = to_host(tokens), to_host(best)
-        self._event: torch.cuda.Event | None = None
-        if tokens.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._landing = landing
+        self._tokens = landing.bytes_[: tokens.nbytes].view(tokens.dtype)
+        self._tokens.copy_(tokens, non_blocking=True)
+        landing.begun()
 
     def result(self) -> SampledTokens:
         """Waits for the device, and counts the tokens. To be called once."""
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids, failures = self._tokens.numpy(), self._failures
-        finite = np.isfinite(self._best.numpy())
-        if not finite.all():
-            for i in np.flatnonzero(~finite).tolist():
-                failures[i] = Failure("internal", "the model's output is not a number")
+        self._landing.wait()
+        layout, failures = self._layout, self._failures
+        token_ids = self._tokens.numpy()[layout.wanted]
+        for i in np.flatnonzero(token_ids < 0).tolist():
+            failures.setdefault(i, Failure("internal", "the model's output is not a number"))
         complete = []
-        for i in self._learning:
+        for i, row in layout.learning:
             if i not in failures:
                 try:
-                    self._rows[i].take(int(token_ids[i]))
+                    row.take(int(token_ids[i]))
                 except GrammarError as error:
                     failures[i] = Failure("internal", f"a token was taken that must not be: {error}")
                 else:
-                    if self._rows[i].is_complete:
+                    if row.is_complete:
                         complete.append(i)
         logprobs = {}
         if self._logprobs is not None:
-            found = zip(self._logprob_rows, self._logprobs.result(), strict=True)
+            found = zip(layout.logprobs, self._logprobs.result(), strict=True)
             logprobs = {i: logprobs for i, logprobs in found if i not in failures}
         return SampledTokens(token_ids, logprobs, failures, complete)
 
@@ -195,9 +94,11 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.last_tokens = last_tokens
-        self._rows: list[_Row | None] = [None] * max_running
-        self._bitmask: torch.Tensor | None = None
-        self._layout: _Layout | None = None
+        self._rows: list[Row | None] = [None] * max_running
+        self._wants = np.full(max_running, Wants.FREE, dtype=np.int64)
+        self._masks: Masks | None = None
+        self._layout: Layout | None = None
+        self._landings = Turns(self.device, 8 * (max_running + PROMPT_LOGIT_ROWS))
         # By slot, what drawing needs.
         self._seeds = np.zeros(max_running, dtype=np.uint64)
         self._num_output = np.zeros(max_running, dtype=np.int64)
@@ -229,7 +130,8 @@ class Sampler:
         if grammar is not None:
             for token_id in output_ids[grammar.num_tokens :]:
                 grammar.accept(token_id)
-        self._rows[slot] = _Row(sampling, prompt_ids, output_ids, eos_token_ids, grammar)
+        row = Row(sampling, prompt_ids, output_ids, eos_token_ids, grammar)
+        self._rows[slot], self._wants[slot] = row, row.wants
         self._layout = None
         seed = int.from_bytes(os.urandom(8)) >> 1 if sampling.seed is None else sampling.seed % 2**64
         self._seeds[slot] = seed
@@ -241,83 +143,89 @@ class Sampler:
 
     def remove(self, slot: int) -> None:
         """Forgets a slot's sequence. A slot that is free stays free."""
-        self._rows[slot] = None
+        self._rows[slot], self._wants[slot] = None, Wants.FREE
         self._layout = None
 
-    def launch(self, logits: torch.Tensor, slots: np.ndarray) -> PendingSample:
-        """Begins to choose one token for each of `slots`, int64[n], row i of `logits` [n, vocab_size] being that of
-        `slots[i]`; a row of slot -1 is nobody's. The logits stay as they are and are not needed any more once another
-        launch of the device may overwrite them. A row without a token (logits that are no numbers, a grammar that
-        allows nothing) is among the `failures`, and the others are none the worse. The `result` of one launch must be
-        taken before the next launch.
+    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: torch.Tensor | None = None) -> PendingSample:
+        """Begins to choose one token for each of `slots`, int64[n], row i of `logits` float32[n, vocab_size] being that
+        of `slots[i]`; a row of slot -1 is nobody's. With `likeliest` (as `kernels.likeliest` has it) the tokens with
+        the largest logits are known, and `last_tokens` already.
+
+        The logits stay as they are and are not needed any more once another launch of the device may overwrite them. A
+        row without a token (logits that are no numbers, a grammar that allows nothing) is among the `failures`, and
+        the others are none the worse. The `result` of one launch must be taken before the next launch.
         """
         layout = self._layout
         if layout is None or not np.array_equal(layout.key, slots):
-            layout = self._layout = _Layout(slots, self._rows, self.device)
-        best, tokens = _likeliest(logits)
+            layout = self._layout = Layout(slots, self._wants, self._rows, self.device)
+        plain = tokens = _likeliest(logits) if likeliest is None else likeliest
         failures: dict[int, Failure] = {}
-        if layout.special:
-            chosen = self._choose(logits, layout, failures)
-            tokens = chosen if layout.all_special else tokens.index_copy(0, layout.special_at, chosen)
-        if not layout.all_wanted:
-            best, tokens = best.index_select(0, layout.wanted_at), tokens.index_select(0, layout.wanted_at)
+        if layout.guided or layout.special:
+            masks = self._fill_masks(layout, failures)
+            if layout.guided:
+                assert masks is not None
+                chosen = _likeliest_allowed(logits, layout.guided_at, masks[: len(layout.guided)])
+                tokens = tokens.index_copy(0, layout.guided_at, chosen)
+            if layout.special:
+                chosen = self._choose(logits, layout, None if masks is None else masks[len(layout.guided) :])
+                tokens = tokens.index_copy(0, layout.special_at, chosen)
+            tokens = torch.where(plain < 0, -1, tokens)
         if self.last_tokens is not None:
-            self.last_tokens.index_copy_(0, layout.slots_at, tokens)
+            rows, its_slots = (layout.wanted_at, layout.slots_at)
+            if likeliest is not None:
+                rows, its_slots = (layout.others_at, layout.other_slots_at)
+            if len(rows):
+                self.last_tokens.index_copy_(0, its_slots, tokens.index_select(0, rows).clamp_(min=0))
         logprobs = None
         if layout.logprobs:
-            rows = logits.index_select(0, layout.logprob_rows_at)
-            top = [layout.rows[i].params.logprobs or 0 for i in layout.logprobs]
-            logprobs = PendingLogprobs(rows, tokens.index_select(0, layout.logprobs_at), top)
+            rows = layout.logprobs_at
+            top = [row.params.logprobs or 0 for row in layout.logprob_rows]
+            logprobs = PendingLogprobs(logits.index_select(0, rows), tokens.index_select(0, rows).clamp_(min=0), top)
         self._count(layout)
-        return PendingSample(layout.rows, layout.learning, tokens, best, logprobs, layout.logprobs, failures)
+        return PendingSample(layout, tokens, self._landings.next(), logprobs, failures)
 
-    def _count(self, layout: _Layout) -> None:
+    def _count(self, layout: Layout) -> None:
         """The tokens of this launch are output from now on, whatever they are."""
         self._num_output[layout.slots] += 1
-        for slot, row in layout.banned:
-            if self._num_output[slot] >= row.params.min_tokens:
+        for slot in layout.banned_slots.tolist():
+            row = self._rows[slot]
+            if row is not None and self._num_output[slot] >= row.params.min_tokens:
                 row.bans = None
+                self._wants[slot] = row.wants
                 self._layout = None
 
-    def _choose(self, logits: torch.Tensor, layout: _Layout, failures: dict[int, Failure]) -> torch.Tensor:
-        """Tokens, int64, of the special rows; those to which a grammar leaves none are `failures`."""
-        work = logits if layout.all_special else logits.index_select(0, layout.special_at)
-        masked = self._fill_masks(layout, failures)
-        if layout.edited or masked:
-            work = work.to(torch.float32, copy=True) if work is logits else work.float()
-        if layout.edited:
-            edits = [Edits(row.params, row.history, row.bias, row.bans) for row in layout.special]
-            apply_edits(work, range(len(edits)), edits)
-        if masked:
-            assert self._bitmask is not None
-            apply_bitmask(work, self._bitmask[: len(work)], masked)
+    def _fill_masks(self, layout: Layout, failures: dict[int, Failure]) -> torch.Tensor | None:
+        """The masks of all grammars on the device: the guided rows' first, then those of the special rows, of which
+        some may have none. Rows to which a grammar leaves nothing are `failures`."""
+        rows, places = layout.guided_rows + layout.special_rows, layout.guided + layout.special
+        states = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
+        if not states:
+            return None
+        if self._masks is None:
+            self._masks = Masks(len(self._rows), self.vocab_size, self.device)
+        for i, error in self._masks.fill([state for _, state in states], [i for i, _ in states]).items():
+            number, state = states[i]
+            failures[places[number]] = Failure("invalid", str(error), state.param)
+        return self._masks.on_device(len(rows))
+
+    def _choose(self, logits: torch.Tensor, layout: Layout, masks: torch.Tensor | None) -> torch.Tensor:
+        """Tokens, int64, of the special rows, whose masks these are."""
+        work = logits.index_select(0, layout.special_at)
+        if layout.is_edited:
+            apply_edits(work, range(len(work)), [row.edits for row in layout.special_rows])
+        masked = [j for j, row in enumerate(layout.special_rows) if row.grammar is not None]
+        if masks is not None and masked:
+            apply_bitmask(work, masks, masked)
         if len(layout.greedy) == len(work):
-            return _likeliest(work)[1]
+            return _likeliest(work)
         tokens = torch.zeros(len(work), dtype=torch.int64, device=work.device)
-        if layout.greedy:
-            tokens.index_copy_(0, layout.greedy_at, _likeliest(work.index_select(0, layout.greedy_at))[1])
+        if len(layout.greedy):
+            tokens.index_copy_(0, layout.greedy_at, _likeliest(work.index_select(0, layout.greedy_at)))
         for places, at in ((layout.free, layout.free_at), (layout.filtered, layout.filtered_at)):
-            if places:
+            if len(places):
                 some = work if len(places) == len(work) else work.index_select(0, at)
                 tokens.index_copy_(0, at, self._draw(some, layout.special_slots[places]))
         return tokens
-
-    def _fill_masks(self, layout: _Layout, failures: dict[int, Failure]) -> list[int]:
-        """Writes the masks of the special rows' grammars. Returns the rows where anything is forbidden."""
-        masked = []
-        for j, row in enumerate(layout.special):
-            if row.grammar is None:
-                continue
-            if self._bitmask is None:
-                self._bitmask = new_bitmask(len(self._rows), self.vocab_size)
-                if self.device.type == "cuda":
-                    self._bitmask = self._bitmask.pin_memory()
-            try:
-                if row.grammar.fill(self._bitmask[j]):
-                    masked.append(j)
-            except GrammarError as error:
-                failures[layout.rows.index(row)] = Failure("invalid", str(error), row.grammar.param)
-        return masked
 
     def _draw(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """Random tokens, int64[n], of rows with their own temperatures and filters."""
@@ -337,11 +245,25 @@ class Sampler:
         return device_draw.draw(torch.softmax(logits / divisor, dim=1), filters, uniforms_at)
 
 
-def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit of each row and its index, the first of equals; a NaN is larger than everything, so that the
-    largest is a number only where the row can be a distribution. On a CPU through NumPy, which is 13 times as fast."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        tokens = logits.numpy().argmax(axis=1)
-        return torch.from_numpy(logits.numpy()[np.arange(len(tokens)), tokens]), torch.from_numpy(tokens)
-    best = logits.max(dim=1)
-    return best.values, best.indices
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """`kernels.likeliest` on any device: the first of the largest logits of each row, int64, -1 where that is no
+    number. On a CPU through NumPy, which is 13 times as fast as PyTorch."""
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        tokens = values.argmax(axis=1)
+        tokens[~np.isfinite(values[np.arange(len(tokens)), tokens])] = -1
+        return torch.from_numpy(tokens)
+    from kernels.likeliest import likeliest
+
+    return likeliest(logits)
+
+
+def _likeliest_allowed(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """`_likeliest` of these rows of logits, int64, each of those tokens that its mask allows."""
+    if logits.device.type == "cpu":
+        work = logits.index_select(0, rows)
+        apply_bitmask(work, masks, list(range(len(work))))
+        return _likeliest(work)
+    from kernels.likeliest import likeliest
+
+    return likeliest(logits, rows, masks)

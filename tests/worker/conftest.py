@@ -201,6 +201,7 @@ class FakeRunner:
         self.eos_token_ids = eos_token_ids
         self.device = torch.device("cpu")
         self.last_tokens = torch.full((1024,), -7)
+        self.likeliest = None
         self.poison = poison
         self.plans: list[Plan] = []
         self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
@@ -284,7 +285,7 @@ class FakeSampler:
     def remove(self, slot: int) -> None:
         self.slots.pop(slot, None)
 
-    def launch(self, logits: torch.Tensor, slots: np.ndarray) -> "FakePending":
+    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: None) -> "FakePending":
         assert logits.shape[0] == len(slots) and set(slots[slots >= 0].tolist()) <= set(self.slots)
         if self.broken:
             raise RuntimeError("the sampler is broken")

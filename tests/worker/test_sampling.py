@@ -39,19 +39,25 @@ class WordGrammar:
         fits = [w for w in self.words if list(w[:n]) == self.accepted]
         return {w[n] for w in fits if len(w) > n} | ({*EOS} if any(len(w) == n for w in fits) else set())
 
-    def fill(self, bitmask: torch.Tensor) -> bool:
-        bitmask.zero_()
-        for token in self.allowed():
-            bitmask[token // 32] |= np.int32(np.uint32(1 << token % 32)).item()
-        if not self.allowed():
-            raise GrammarError("nothing fits")
-        return True
-
     def accept(self, token_id: int) -> None:
         if token_id not in self.allowed():
             raise GrammarError(f"{token_id} does not fit")
         self.accepted.append(token_id)
         self.terminated = token_id in EOS
+
+
+def fill_masks(states: list[WordGrammar], bitmask: torch.Tensor, rows: list[int]) -> dict[int, GrammarError]:
+    """As `worker.grammar`'s."""
+    for state, row in zip(states, rows, strict=True):
+        bitmask[row] = 0
+        for token in state.allowed():
+            bitmask[row, token // 32] |= np.int32(np.uint32(1 << token % 32)).item()
+    return {i: GrammarError("nothing fits") for i, state in enumerate(states) if not state.allowed()}
+
+
+@pytest.fixture(autouse=True)
+def fake_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.masks.fill_masks", fill_masks)
 
 
 def greedy(**kwargs) -> SamplingParams:
@@ -326,6 +332,39 @@ def test_a_grammar_holds_its_row_and_no_other():
         out.append(sampled[1].token_id)
     assert tuple(out[:-1]) in grammar.words
     assert out[-1] in EOS
+
+
+def test_many_rows_that_grammars_lead_beside_others():
+    """Greedy ones take another way than those that are drawn or edited."""
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(5))
+    sampler = Sampler(6, VOCAB, "cpu")
+    wanted = [logits[0].argmax().item(), None, 41, 60, None, None]
+    logits[1, 50] = math.nan
+    grammars = [WordGrammar((50, 1)), WordGrammar((41,)), WordGrammar((60, 2)), WordGrammar((7,)), WordGrammar((8,))]
+    grammars[4].words = ()
+    for slot, params in enumerate([greedy(), greedy(), greedy(), greedy(presence_penalty=1.0), free(), greedy()]):
+        sampler.add(slot, params, [], [], EOS, grammars[slot - 1] if slot else None)
+    wanted[4] = 7
+    got = sample(sampler, logits, [0, 1, 2, 3, 4, 5])
+    assert [one.token_id for one in got] == [*(-1 if i in (1, 5) else token for i, token in enumerate(wanted))]
+    assert (got[1].failure.kind, got[5].failure.kind) == ("internal", "invalid")
+
+
+def test_tokens_that_are_known_already():
+    """Those of a graph, which are in `last_tokens`: only what others than the plain rows get changes."""
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5))
+    logits[3, 0] = math.nan
+    last_tokens = torch.arange(100, 106)
+    sampler = Sampler(6, VOCAB, "cpu", last_tokens)
+    for slot, params in enumerate([greedy(), greedy(logit_bias={9: 1e3}), greedy(), greedy(logit_bias={9: 1e3})]):
+        sampler.add(slot, params, [], [], EOS, None)
+    known = torch.tensor([*logits[:3].argmax(1).tolist(), -1])
+    before = known.clone()
+    sampled = sampler.launch(logits, np.array([0, 1, -1, 3]), known).result()
+    assert sampled.token_ids.tolist() == [before[0], 9, -1] and list(sampled.failures) == [2]
+    assert torch.equal(known, before) and last_tokens.tolist() == [100, 9, 102, 0, 104, 105]
+    sampler.launch(logits[:3], np.array([2, -1, 0])).result()
+    assert last_tokens.tolist() == [before[2], 9, before[0], 0, 104, 105]
 
 
 def test_a_grammar_wins_over_min_tokens_and_over_a_bias():

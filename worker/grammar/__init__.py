@@ -6,6 +6,14 @@ the rest; `process.py` compiles them where a bad one can be killed. Read `compil
 
 from worker.grammar.compiler import GrammarCompiler
 from worker.grammar.error import GrammarError
-from worker.grammar.state import CompiledGrammar, GrammarState, apply_bitmask, new_bitmask
+from worker.grammar.state import CompiledGrammar, GrammarState, apply_bitmask, fill_masks, new_bitmask
 
-__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarError", "GrammarState", "apply_bitmask", "new_bitmask"]
+__all__ = [
+    "CompiledGrammar",
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarState",
+    "apply_bitmask",
+    "fill_masks",
+    "new_bitmask",
+]

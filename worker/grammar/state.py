@@ -1,7 +1,12 @@
 """Where one sequence is in its grammar, and the masks that follow from that."""
 
+import os
 import time
+from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from worker.grammar.error import GrammarError
 
@@ -12,6 +17,8 @@ if TYPE_CHECKING:  # both are slow to import, and the process that compiles does
 # A batch waits for the slowest of its masks. A grammar that takes longer fails its own request; most of these are
 # found when the grammar is tried out after its compilation.
 _SLOW_FILL_S = 1.0
+# A mask takes a microsecond or two: more threads wait for each other.
+_MOST_THREADS = 8
 
 
 class CompiledGrammar:
@@ -27,65 +34,77 @@ class CompiledGrammar:
 class GrammarState:
     """Follows one sequence's output. Not for several threads at once."""
 
-    def __init__(self, compiled: CompiledGrammar, matcher: Any = None, num_tokens: int = 0) -> None:
-        """At the grammar's beginning; the other arguments are for `fork`."""
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        """At the grammar's beginning."""
         import xgrammar
 
         self.compiled = compiled
-        self._matcher = xgrammar.GrammarMatcher(compiled.handle) if matcher is None else matcher
-        self.num_tokens = num_tokens
+        self.matcher: Any = xgrammar.GrammarMatcher(compiled.handle)
+        self.num_tokens = 0
+        self.terminated = False
+        """Whether the output is complete and its end token accepted: nothing more may follow."""
+        self._end_ids = frozenset(self.matcher.stop_token_ids)
 
     @property
     def param(self) -> str:
         """The request's parameter that the grammar came in."""
         return self.compiled.param
 
-    @property
-    def terminated(self) -> bool:
-        """Whether the output is complete and its end token accepted: nothing more may follow."""
-        return bool(self._matcher.is_terminated())
-
-    def fill(self, bitmask: "torch.Tensor") -> bool:
-        """Writes which tokens may come next into `bitmask`, int32[ceil(vocab / 32)] on the CPU: bit i % 32 of word
-        i // 32 is token i's. Where only the end can come, that is the end tokens alone. Returns whether anything is
-        forbidden at all.
-
-        Raises GrammarError where no token may come, or finding out took so long that it must not happen again.
-        """
-        if self.terminated:
-            raise GrammarError("the output is complete already")
-        began = time.thread_time()
-        restricts = self._matcher.fill_next_token_bitmask(bitmask[None], 0)
-        if time.thread_time() - began > _SLOW_FILL_S:
-            raise GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
-        if restricts and not bitmask.any():
-            raise GrammarError("the grammar allows no token here")
-        return bool(restricts)
-
     def accept(self, token_id: int) -> None:
         """Goes on by one token. Raises GrammarError if the grammar does not allow it."""
-        if not self._matcher.accept_token(token_id):
+        if not self.matcher.accept_token(token_id):
             raise GrammarError(
                 f"the grammar does not allow token {token_id} as number {self.num_tokens + 1} of the output"
             )
         self.num_tokens += 1
-
-    def fork(self) -> "GrammarState":
-        """A second state at the same place, which goes on by itself."""
-        return GrammarState(self.compiled, self._matcher.fork(), self.num_tokens)
+        if token_id in self._end_ids:
+            self.terminated = bool(self.matcher.is_terminated())
 
 
 def new_bitmask(rows: int, vocab_size: int) -> "torch.Tensor":
-    """Masks for `GrammarState.fill`: int32[rows, ceil(vocab_size / 32)] on the CPU."""
+    """Masks for `fill_masks`: int32[rows, ceil(vocab_size / 32)] on the CPU."""
     import torch
 
     return torch.zeros((rows, -(-vocab_size // 32)), dtype=torch.int32)
 
 
+def fill_masks(states: Sequence[GrammarState], bitmask: "torch.Tensor", rows: Sequence[int]) -> dict[int, GrammarError]:
+    """Writes which tokens may come next in each of `states` into that row of `bitmask`, int32[n, ceil(vocab / 32)] on
+    the CPU: bit i % 32 of word i // 32 is token i's. Where only the end can come, that is the end tokens alone. On
+    several threads if there are many.
+
+    Returns errors by place in `states`: where no token may come, or finding out took so long that it must not happen
+    again.
+    """
+    errors = {i: GrammarError("the output is complete already") for i, state in enumerate(states) if state.terminated}
+    running = [i for i in range(len(states)) if i not in errors]
+    began = time.monotonic()
+    _batch().batch_fill_next_token_bitmask([states[i].matcher for i in running], bitmask, [rows[i] for i in running])
+    if time.monotonic() - began > _SLOW_FILL_S:
+        # Whoever is slow by himself, and not because the machine is busy.
+        for i in running:
+            began = time.thread_time()
+            states[i].matcher.fill_next_token_bitmask(bitmask, rows[i])
+            if time.thread_time() - began > _SLOW_FILL_S:
+                errors[i] = GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
+    allows = np.any(bitmask.numpy()[: max(rows, default=-1) + 1], axis=1).tolist()
+    for i in running:
+        if not allows[rows[i]]:
+            errors.setdefault(i, GrammarError("the grammar allows no token here"))
+    return errors
+
+
 def apply_bitmask(logits: "torch.Tensor", bitmask: "torch.Tensor", rows: list[int]) -> None:
-    """Sets to -inf, in place, the logits float32[n, vocab] of the `rows` whose mask of the same number forbids them."""
+    """Sets to -inf, in place, the logits float32[n, vocab] of the `rows` whose mask of the same number forbids them.
+    Both are on one device."""
     import xgrammar
 
-    xgrammar.apply_token_bitmask_inplace(
-        logits, bitmask.to(logits.device, non_blocking=True), vocab_size=logits.shape[1], indices=rows
-    )
+    xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=logits.shape[1], indices=rows)
+
+
+@cache
+def _batch() -> Any:
+    """What fills many masks at once."""
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(max_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))

@@ -1,0 +1,34 @@
+"""The masks of a batch's grammars, from the host to the device."""
+
+from collections.abc import Sequence
+
+import torch
+
+from worker.grammar import GrammarError, GrammarState, fill_masks, new_bitmask
+
+
+class Masks:
+    """Filled on the host and sent to the device while that computes the step that they are for."""
+
+    def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
+        """For up to `most` rows."""
+        self._host = new_bitmask(most, vocab_size)
+        self._there = self._host
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._host = self._host.pin_memory()
+            self._there = torch.empty_like(self._host, device=device)
+            self._stream = torch.cuda.Stream(device)
+
+    def fill(self, states: Sequence[GrammarState], rows: Sequence[int]) -> dict[int, GrammarError]:
+        """Masks of these states in these rows. Errors, by place in `states`, as `fill_masks` has them. The device must
+        have done what read the masks before."""
+        return fill_masks(states, self._host, rows)
+
+    def on_device(self, count: int) -> torch.Tensor:
+        """The first `count` rows, int32: there for whatever is launched on the current stream from now on."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._there[:count].copy_(self._host[:count], non_blocking=True)
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._there[:count]
