@@ -31,6 +31,7 @@ from worker.admission import Admission
 from worker.batch import Batch, Step
 from worker.config import WorkerConfig
 from worker.counts import Counts
+from worker.ends import Ends
 from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
 from worker.pacing import prompt_tokens
@@ -72,15 +73,14 @@ class Scheduler:
         self.started: list[Sequence] = []
         self.vacated: list[int] = []
         # More running sequences than tokens in a step would only wait for each other with pages in hand.
-        num_slots = min(config.max_running, config.token_budget)
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._by_slot: list[Sequence | None] = [None] * num_slots
+        self._num_slots = min(config.max_running, config.token_budget)
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
         self._sequences: dict[str, Sequence] = {}
-        self._counts = Counts(config.max_waiting + num_slots)
+        self._counts = Counts(config.max_waiting + self._num_slots)
         self._running: list[Sequence] = []  # by rank
         self._rows: np.ndarray | None = None  # theirs in the counts, int64; made when it is needed
         self._waiting = Admission(config, self.holdings, self._counts, clock)
-        self._num_stopped_by = np.zeros(vocab_size, dtype=np.int32)  # how many sequences a token would end
+        self._ends = Ends(vocab_size)
         self._outputs: list[Output] = []
         self._batch = Batch(0, self.page_size, self._counts)  # this step's
         self._in_flight: deque[Step] = deque()  # steps without their update
@@ -130,8 +130,7 @@ class Scheduler:
         if request.output_ids and self._finish_complete(seq):
             return False
         self._sequences[seq.request_id] = seq
-        for token_id in seq.stop_ids:
-            self._num_stopped_by[token_id] += 1
+        self._ends.add(seq)
         self._waiting.add(seq, self._step, ready)
         return True
 
@@ -187,10 +186,6 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    def sequence(self, slot: int) -> Sequence | None:
-        """Who runs in `slot`."""
-        return self._by_slot[slot]
-
     def update(
         self,
         step: Step,
@@ -233,10 +228,10 @@ class Scheduler:
         places = [*self._running, *waiting]
         assert len(places) == len(self._sequences), "a sequence is nowhere, or in two places"
         assert all(self._sequences[seq.request_id] is seq for seq in places)
-        assert len(self._running) + len(self._free_slots) == len(self._by_slot), "a slot is lost"
+        slots = [*self._free_slots, *(seq.slot for seq in self._running)]
+        assert sorted(slots) == list(range(self._num_slots)), "a slot is lost, or in two hands"
         assert self._running == sorted(self._running, key=lambda seq: seq.rank)
         for seq in self._running:
-            assert self._by_slot[seq.slot] is seq
             assert seq.num_computed <= seq.pages.size * self.page_size, "tokens without a page"
             assert seq.num_confirmed <= min(seq.num_computed, seq.num_known)
             assert seq.num_pending <= len(self._in_flight)
@@ -259,7 +254,7 @@ class Scheduler:
     def _finish_complete(self, seq: Sequence) -> bool:
         """A resumed sequence may have had its last token before it came here."""
         output = Output(request_id=seq.request_id)
-        self._judge(seq, output)
+        self._ends.judge(seq, output)
         if output.finish_reason is None:
             return False
         self._counts.close(seq.row)
@@ -348,7 +343,6 @@ class Scheduler:
     def _seat(self, seq: Sequence) -> None:
         """Gives a sequence that starts its slot."""
         seq.slot = self._free_slots.pop()
-        self._by_slot[seq.slot] = seq
         insort(self._running, seq, key=lambda s: s.rank)
         self._rows = None
         self.started.append(seq)
@@ -372,8 +366,7 @@ class Scheduler:
     def _forget(self, seq: Sequence, keep: bool) -> None:
         """Ends a sequence, wherever it is: whatever is in flight of it is dropped."""
         del self._sequences[seq.request_id]
-        for token_id in seq.stop_ids:
-            self._num_stopped_by[token_id] -= 1
+        self._ends.remove(seq)
         if seq.is_running:
             self._vacate(seq, keep)
         else:
@@ -388,7 +381,6 @@ class Scheduler:
         self._waiting.vacated()
         self._running.remove(seq)
         self._rows = None
-        self._by_slot[seq.slot] = None
         self._free_slots.append(seq.slot)
         self.vacated.append(seq.slot)
         seq.slot = -1
@@ -427,8 +419,7 @@ class Scheduler:
         for i in np.flatnonzero(~counts.announced[rows]).tolist():
             self._announce(sequences[i], outputs[i])
         counts.announced[rows] = True
-        # Nothing ends most of them.
-        ends = (self._num_stopped_by[ids] > 0) | (counts.tokens[rows] - counts.pending[rows] >= counts.limit[rows])
+        ends = self._ends.may_end(counts, rows, ids)
         if sampled.complete:
             ends |= np.isin(places, sampled.complete)
         for i in np.flatnonzero(ends).tolist():
@@ -443,17 +434,8 @@ class Scheduler:
 
     def _end(self, seq: Sequence, output: Output, is_complete: bool) -> None:
         """Forgets a sequence if its last token ends it."""
-        self._judge(seq, output, is_complete)
+        self._ends.judge(seq, output, is_complete)
         if output.finish_reason is not None:
             self._waiting.forecast.end(seq)
             self._forget(seq, keep=True)
             self.counters.finished += 1
-
-    def _judge(self, seq: Sequence, output: Output, is_complete: bool = False) -> None:
-        """Writes into `output` whether the sequence's last token ends it, maybe because its grammar `is_complete`."""
-        # A grammar is complete when it has taken an end token: it needs one even where `ignore_eos` is set.
-        if seq.last_token in seq.stop_ids or is_complete:
-            output.finish_reason = "stop"
-            output.stop_token_id = seq.last_token
-        elif seq.num_known >= seq.token_limit:
-            output.finish_reason = "length"

@@ -16,7 +16,7 @@ import zmq
 
 from radix.events import Event
 from worker.config import WorkerConfig
-from worker.engine import Engine, Parts, load_parts
+from worker.engine import Engine, Parts, heap_at_rest, load_parts
 from worker.messages import (
     Abort,
     CacheEvents,
@@ -82,14 +82,15 @@ class Server:
     def run(self) -> None:
         """Serves until `stop`, then frees everything. Raises what the engine cannot survive (`DeviceLost`)."""
         try:
-            while not self._stopping.is_set():
-                self._receive()
-                if self.engine.has_work:
-                    self._send_outputs(self.engine.step())
-                    if not self.engine.has_work:
-                        self._load_due = True
-                self._publish()
-                self._probe()
+            with heap_at_rest():
+                while not self._stopping.is_set():
+                    self._receive()
+                    if self.engine.has_work:
+                        self._send_outputs(self.engine.step())
+                        if not self.engine.has_work:
+                            self._load_due = True
+                    self._publish()
+                    self._probe()
         finally:
             self.close()
 

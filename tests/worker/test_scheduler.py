@@ -472,7 +472,7 @@ def test_under_pressure_few_are_preempted_and_few_pages_lie_idle(drive, known):
         for seq in d.scheduler._running:
             if not known and seq.num_known - seq.num_prompt >= lengths[seq.request_id] - 1:
                 seq.stop_ids = frozenset(range(50))  # whatever comes next is its end
-                d.scheduler._num_stopped_by[:] = 1000
+                d.scheduler._ends._num_stopped_by[:] = 1000
         d.step()
         if len(d.scheduler._waiting):
             held += d.runner.num_pages - d.scheduler.holdings.num_available
@@ -683,7 +683,7 @@ def test_the_token_in_flight_of_one_that_is_preempted_is_kept(overlapped):
     d.add("a", prompt(8), max_tokens=6)
     d.step()
     d.step()
-    d.scheduler._preempt(d.scheduler.sequence(0))
+    d.scheduler._preempt(d.scheduler._running[0])
     d.land()
     d.collect()
     assert d.tokens("a") == d.runner.generate(prompt(8), 2)
@@ -696,7 +696,7 @@ def test_one_that_is_preempted_before_its_last_token_comes_ends_where_it_waits(o
     d.add("a", prompt(8), max_tokens=2)
     d.step()
     d.step()
-    d.scheduler._preempt(d.scheduler.sequence(0))
+    d.scheduler._preempt(d.scheduler._running[0])
     d.run()
     assert (d.tokens("a"), d.reason("a")) == (d.runner.generate(prompt(8), 2), "length")
     assert len(d.scheduler) == 0
