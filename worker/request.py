@@ -65,8 +65,6 @@ class Sequence:
     num_pending = Count("pending")
     num_computed = Count("computed")
     num_confirmed = Count("confirmed")
-    num_prompt = Count("prompt")
-    token_limit = Count("limit")
     num_pages = Count("pages")
     num_sent_pages = Count("sent")
     last_token = Count("last_token")
@@ -83,6 +81,7 @@ class Sequence:
         "fresh",
         "grammar",
         "node",
+        "num_prompt",
         "num_shared",
         "pages",
         "preempted",
@@ -93,6 +92,7 @@ class Sequence:
         "sampling",
         "started_s",
         "stop_ids",
+        "token_limit",
         "tokens_before",
     )
 
@@ -125,8 +125,8 @@ class Sequence:
         self.counts = counts
         self.row = counts.open(self)
         self.num_tokens = self.tokens_before.size
-        self.num_prompt = len(request.prompt_ids)
-        self.token_limit = token_limit
+        self.num_prompt = counts.prompt[self.row] = len(request.prompt_ids)
+        self.token_limit = counts.limit[self.row] = token_limit
         self.last_token = int(self.tokens_before.values[-1])
 
         self.pages = IntRow([])

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 0.05  # while steps run; a new request and the end of all work are told at once
 PROBE_EVERY_S = 1.0  # how often routers that have gone are looked for, while there is work
-MESSAGES_A_STEP = 1024  # a flood of requests must not hold up those that run
+MESSAGES_A_STEP = 64  # a flood of requests must not hold up those that run
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000  # a router that is silent for so long is gone, a host that vanished included
 
