@@ -96,14 +96,15 @@ class Batch:
     def computes_prefix_of(self, seq: Sequence) -> bool:
         """Whether a sequence in this step, or in the one in flight, computes the page that the waiting `seq` would
         compute first. The tree has it once that step has ended, so that waiting costs less than computing it twice."""
+        tokens, reusable = seq.tokens, seq.reusable_tokens
         for other in self._prefilling:
             confirmed = other.num_confirmed
             start = confirmed - confirmed % self._page_size
             end = start + self._page_size
-            if start < seq.cached_estimate or end > seq.reusable_tokens:
+            if start < seq.cached_estimate or end > reusable:
                 continue
             # The page itself first: it is the likeliest to differ.
-            if seq.tokens.agrees(other.tokens, start, end) and seq.tokens.agrees(other.tokens, 0, start):
+            if tokens.agrees(other.tokens, start, end) and tokens.agrees(other.tokens, 0, start):
                 return True
         return False
 

@@ -39,9 +39,6 @@ from worker.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-# Prompts that `generate` adds before a step: the device has something to do while the rest are looked at.
-ARRIVALS_A_STEP = 64
-
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -194,7 +191,7 @@ class Engine:
         with heap_at_rest():
             try:
                 while num_done < len(prompts):
-                    room = min(ARRIVALS_A_STEP, self.scheduler.config.max_waiting - self.scheduler.num_waiting)
+                    room = self.scheduler.config.max_waiting - self.scheduler.num_waiting
                     for name, prompt, params in islice(arrivals, room):
                         self.add(Generate(request_id=name, prompt_ids=prompt, sampling=params))
                     if not self.has_work:
