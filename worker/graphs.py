@@ -22,8 +22,8 @@ MOST_TOKENS = 1024
 
 
 class Kind(Enum):
-    """What a graph computes. `PLAIN`: decodes, to the likeliest tokens. `ALIKE`: the same, where attention has another kind of
-    graph for what sequences begin with alike. `MIXED`: chunks of any length, to what the logits are made of."""
+    """What a graph computes. `PLAIN`: decodes, to the likeliest tokens. `ALIKE`: the same, where attention has another
+    kind of graph for what sequences begin with alike. `MIXED`: chunks of any length, to what the logits are made of."""
 
     PLAIN = auto()
     ALIKE = auto()
