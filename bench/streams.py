@@ -27,7 +27,6 @@ from bench import over_http, replica, results, shapes, silent
 from bench.child import ServerFailed, end
 from bench.jobs import JOBS, Job
 from bench.results import Figure
-from worker.engine import Engine
 
 FRONTS = ("listening", "proxied")
 MODEL = "tiny"
@@ -45,9 +44,9 @@ class Announced:
 
 
 @contextlib.contextmanager
-def silent_replica(folder: Path) -> Iterator[str]:
+def silent_replica() -> Iterator[str]:
     """A process that is one; its address."""
-    child = subprocess.Popen([sys.executable, "-m", "bench.silent", str(folder)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-m", "bench.silent"], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         address = child.stdout.readline().strip()
@@ -98,9 +97,9 @@ def _deploy(config: Any, address: str, listening: bool) -> None:
     serve.run(app.routers(config, replicas, node), name=app.APP, route_prefix=None if listening else "/")
 
 
-def offline(folder: Path, job: Job, rounds: int) -> float:
+def offline(job: Job, rounds: int) -> float:
     """Tokens a second of the silent engine itself: the median."""
-    engine = Engine(folder, silent.CONFIG, load=silent.load_parts)
+    engine = silent.engine()
     try:
         seconds = [replica.generate(engine, job).seconds for _ in range(rounds)]
     finally:
@@ -141,11 +140,11 @@ def main(argv: list[str] | None = None) -> int:
     measured: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         folder = shapes.write(MODEL, Path(scratch) / MODEL)
-        offline_tok_s = offline(folder, job, args.rounds)
+        offline_tok_s = offline(job, args.rounds)
         print(f"{'without a server':17s} {offline_tok_s:8.0f} tokens/s", flush=True)
         for kind in args.front or FRONTS:
             try:
-                with silent_replica(folder) as address, front(kind, folder, address, args.routers) as url:
+                with silent_replica() as address, front(kind, folder, address, args.routers) as url:
                     measured[kind] = over_http.load(url, MODEL, job, 1, args.rounds)
             except ServerFailed as error:
                 print(f"shoal bench streams: {kind}: {error}", file=sys.stderr)

@@ -5,31 +5,25 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
-from bench import over_http, processes, replica, shapes, silent, streams
+from bench import over_http, processes, replica, silent, streams
 from bench.child import end
 from bench.jobs import JOBS
 from bench.silent import Pace, SilentRunner, SilentSampler
-from worker.engine import Engine
 from worker.messages import Generate, Output, Outputs, SamplingParams, decode_from_replica, encode
 from worker.plan import Chunk, Plan
 
 Fake = Any  # of conftest.py
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shapes.write("tiny", tmp_path_factory.mktemp("model") / "tiny")
-
-
-def test_it_says_as_much_as_it_is_asked_for(folder: Path) -> None:
-    engine = Engine(folder, silent.CONFIG, load=partial(silent.load_parts, pace=Pace(0.0, 0.0)))
+def test_it_says_as_much_as_it_is_asked_for() -> None:
+    engine = silent.engine(Pace(0.0, 0.0))
     prompts, lengths = JOBS["mini"](0.03)
     job = prompts, [length // 10 for length in lengths]
     said = engine.generate(job[0], replica.sampling(job))
@@ -40,22 +34,28 @@ def test_it_says_as_much_as_it_is_asked_for(folder: Path) -> None:
     engine.close()
 
 
-def test_a_step_ends_when_a_gpu_would_have_ended_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_ends_when_a_gpu_would_have_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     slept: list[float] = []
     monkeypatch.setattr(silent.time, "perf_counter", lambda: now)
     monkeypatch.setattr(silent.time, "sleep", slept.append)
-    runner = SilentRunner(folder, silent.CONFIG, Pace(step_s=1.0, token_s=0.5))
-    sampler = SilentSampler(runner)
+    runner = SilentRunner(2, Pace(step_s=1.0, token_s=0.5))
+    sampler = SilentSampler(runner, 2)
+    sampler.add(0, SamplingParams(max_tokens=9, temperature=0.0), [5, 6, 7], [], (), None)
     plan = Plan.of(0, [Chunk(0, 0, [5, 6, 7], 0, [0], 1), Chunk(1, 0, [5], 0, [1], 0)])
-    first, second = (sampler.launch(runner.forward(plan), plan.slots[:1]) for _ in range(2))  # the second waits
+
+    def step() -> Any:
+        return sampler.launch(runner.forward(plan), plan.slots[:1].astype(np.int64), runner.likeliest)
+
+    first, second = step(), step()  # the second waits for the first
     assert len(first.result().token_ids) == 1 and slept == [3.0]
     now = 104.5
     second.result()
     now = 110.0
-    assert sampler.launch(runner.forward(plan), plan.slots[:1]).ends_s == 113.0  # idle until then
-    first.result()
-    assert slept == [3.0, 1.5, 0.0]
+    third = step()  # the device was idle until then
+    now = 120.0
+    third.result()
+    assert slept == [3.0, 1.5, 0.0] and third.ends_s == 113.0
 
 
 def test_cpu_time_is_told_apart_by_what_a_process_is_for() -> None:
@@ -90,8 +90,8 @@ def test_figures_are_of_what_stands_in_front() -> None:
     assert "ranks 9000.0, routers 20.0" in over_http.line(found["listening"])
 
 
-def test_it_answers_as_a_replica_does(folder: Path) -> None:
-    with streams.silent_replica(folder) as address, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+def test_it_answers_as_a_replica_does() -> None:
+    with streams.silent_replica() as address, zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(address)
         socket.send(encode(Generate(request_id="a", prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4))))
@@ -114,8 +114,8 @@ def test_every_front_gets_a_replica_and_the_same_job(
         yield fake.url
 
     monkeypatch.setattr(streams, "front", front)
-    monkeypatch.setattr(streams, "silent_replica", lambda folder: contextlib.nullcontext("tcp://there"))
-    monkeypatch.setattr(streams, "offline", lambda folder, job, rounds: 1000.0)
+    monkeypatch.setattr(streams, "silent_replica", lambda: contextlib.nullcontext("tcp://there"))
+    monkeypatch.setattr(streams, "offline", lambda job, rounds: 1000.0)
     arguments = ["--scale", "0.01", "--rounds", "1", "--routers", "3", "--out", str(tmp_path)]
     assert streams.main(arguments) == 0
     assert fronts == [("listening", "tcp", 3), ("proxied", "tcp", 3)]
