@@ -8,6 +8,7 @@ the corner is round on real devices).
 from dataclasses import dataclass
 
 from pipeline.shape import TILE, BatchShape
+from pipeline.stages import split_layers
 
 # How round the corner of the roofline is: max(a, b) ~ (a^p + b^p)^(1/p). Fitted to the linear layers of Llama-3.1-8B at
 # 1 to 2,048 tokens on an H200, which it gives within 4%.
@@ -153,3 +154,13 @@ class Stage:
             seconds += 4.0 * pairs * model.heads * model.head_dim / self.ranks / device.attention_flops
             seconds += shape.prefixes * model.kv_bytes / self.ranks / device.attention_bytes_per_s
         return seconds
+
+
+def make_stages(model: Model, device: Device, stages: int, ranks: int = 1, link: Link | None = None) -> list[Stage]:
+    """All layers over `stages` of `ranks` devices each, by what they cost in a batch of a thousand tokens and thirty
+    decodes."""
+    shape = BatchShape([(2000, 1000), *[(2000, 1)] * 30])
+    layer_s = Stage(model, device, 1, False, ranks, link).seconds(shape)
+    head_s = Stage(model, device, 1, True, ranks, link).seconds(shape) - layer_s
+    ranges = split_layers([layer_s] * model.layers, stages, last=head_s)
+    return [Stage(model, device, len(layers), layers.stop == model.layers, ranks, link) for layers in ranges]

@@ -1,0 +1,34 @@
+"""The highest rate of requests that a replica sustains within its objectives.
+
+As Sarathi-Serve measures it (https://arxiv.org/abs/2403.02310, section 5): the 99th percentile of the time between
+tokens is at most 5 (strict) or 25 (relaxed) times one decode iteration of 32 sequences with 4,096 tokens of context,
+and half of the requests are scheduled within 2 seconds.
+"""
+
+from collections.abc import Callable, Sequence
+
+from pipeline.shape import BatchShape
+
+STRICT, RELAXED = 5.0, 25.0
+DELAY_S = 2.0
+DECODES = BatchShape([(4095, 1)] * 32)
+
+
+def tbt_objective_s(
+    stages: Sequence[Callable[[BatchShape], float]], ways_s: float = 0.0, times: float = STRICT
+) -> float:
+    """`times` one decode iteration, from the time that each stage takes and what the links add."""
+    return times * (sum(seconds_of(DECODES) for seconds_of in stages) + ways_s)
+
+
+def capacity(holds: Callable[[float], bool], low: float, high: float, precision: float = 0.02) -> float:
+    """The highest rate at which `holds`, between `low` and `high` and found to within `precision` of it, by bisection;
+    0 where it does not even hold at `low`. Rates are tried from `low` on, then `high`, then between."""
+    if not holds(low):
+        return 0.0
+    if holds(high):
+        return high
+    while high > low * (1 + precision):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,314 @@
+"""Where the time of the stages goes: computing, or waiting and for what. Always on.
+
+A stage computes micro-batches in the order in which they were planned. The time between the end of one and the begin of
+the next (k) is a gap, and every second of a gap has one cause:
+
+    communication           k was on its way from the stage before, or its plan on its way to the first stage; and what
+                            the first stage waited for a place in flight because of such ways
+    host                    k was there, and the stage's host had not launched it
+    nothing_to_do           the scheduler found nothing for a micro-batch, and fewer sequences ran than there are stages
+    clumped                 it found nothing though as many or more ran: all were in the micro-batches under way
+    warm_up                 no other was under way when k was planned, and it had yet to come through the stages before
+    unequal_prefill         k, or what k waited for, took longer than the other: both have chunks of prompts
+    prefill_beside_decode   the same, where one of the two has chunks and the other has decodes only
+    unequal_context         the same, where neither has chunks, or where their decodes make most of the difference
+
+On the first stage, the gap up to the plan of k is nothing_to_do or clumped from the moment when the scheduler found
+nothing; what comes before it, the scheduler waited for a place in flight. That is communication as far as the oldest
+micro-batch, whose end made the place, kept stages waiting while it was on links, and its tokens on the way back; for
+the rest, the slowest and the fastest of those under way are compared, the first of them where several are equal.
+
+On a later stage, the gap up to the end of k on the stage before is first what made that stage wait before k: its gap,
+with its causes in proportion, moves down the pipeline with k. What is longer than that gap comes from k taking longer
+there than the one before k took here: those two are compared. Where k was alone under way, the gap up to its plan is as
+on the first stage, and what follows is warm_up if the scheduler had more to send after k, else the cause for which it
+had not.
+"""
+
+import itertools
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pipeline.shape import BatchShape
+
+CAUSES = (
+    "communication",
+    "host",
+    "nothing_to_do",
+    "clumped",
+    "warm_up",
+    "unequal_prefill",
+    "prefill_beside_decode",
+    "unequal_context",
+)
+KEPT = 4096  # micro-batches in a trace
+
+
+class Span(NamedTuple):
+    """One micro-batch on one stage, in seconds of one clock: its input (or plan) was there, it began, it ended."""
+
+    received_s: float
+    begin_s: float
+    end_s: float
+
+
+@dataclass
+class _Batch:
+    """A micro-batch on its way. `nothing`: since when the scheduler had found nothing to put into it, and why; None if
+    it waited for a place in flight at most. `then`: why there was nothing to send after it, if so. `under_way`: the
+    others in flight when it was planned. `ways_s`: for which stages waited while it was on links. The causes in `gaps`
+    [stages] come latest first."""
+
+    step: int
+    planned_s: float
+    shape: BatchShape
+    decode_s: float
+    under_way: int
+    nothing: tuple[float, str] | None
+    spans: list[Span | None]
+    finished: bool = False
+    then: str | None = None
+    gaps: list[dict[str, float]] = field(default_factory=list)
+    ways_s: float = 0.0
+
+
+class Meter:
+    """Takes what the scheduler did and the records of all stages, in the order of the steps from each, and attributes
+    gaps once a micro-batch has been through. Clocks of stages on other machines must have been set to one before."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.compute_s = [0.0] * stages
+        self.gap_s = [dict.fromkeys(CAUSES, 0.0) for _ in range(stages)]
+        self.num_batches = 0
+        self._under_way = 0
+        self._nothing: tuple[float, str] | None = None
+        self._open: dict[int, _Batch] = {}  # by step, in their order
+        self._done: deque[_Batch] = deque(maxlen=KEPT)
+
+    def planned(self, step: int, at_s: float, shape: BatchShape, decode_s: float) -> None:
+        """A micro-batch is sent. Steps ascend. `decode_s`: the predicted part of its time on a stage that its decodes
+        cause. `shape` is kept."""
+        batch = _Batch(step, at_s, shape, decode_s, self._under_way, self._nothing, [None] * self.stages)
+        self._open[step] = batch
+        self._under_way += 1
+        self._nothing = None
+
+    def nothing(self, at_s: float, cause: str) -> None:
+        """The scheduler has looked for a next micro-batch, had a place for it, and found nothing to put into it.
+        `cause` is nothing_to_do or clumped."""
+        if self._nothing is None or self._nothing[1] != cause:
+            self._nothing = at_s, cause
+        if self._open:
+            newest = self._open[next(reversed(self._open))]
+            newest.then = newest.then or cause
+
+    def ran(self, step: int, stage: int, span: Span) -> None:
+        """A stage has computed it. Unknown steps are ignored."""
+        batch = self._open.get(step)
+        if batch is not None:
+            batch.spans[stage] = span
+            if batch.finished:
+                self._settle_all()
+
+    def finished(self, step: int, computed: bool = True) -> None:
+        """Its tokens are back with the scheduler; or, with `computed` False, it failed and some stages will never say
+        that they computed it. Steps ascend."""
+        batch = self._open.get(step)
+        if batch is None:
+            return
+        self._under_way -= 1
+        batch.finished = True
+        if not computed:
+            del self._open[step]
+        self._settle_all()
+
+    # ------------------------------------------------------------ what there is
+
+    def fractions(self, stage: int | None = None) -> dict[str, float]:
+        """Parts of a stage's time (of all stages' together) by cause, `compute` among them; empty before the first
+        gap."""
+        which = range(self.stages) if stage is None else (stage,)
+        seconds = {"compute": sum(self.compute_s[s] for s in which)}
+        for cause in CAUSES:
+            seconds[cause] = sum(self.gap_s[s][cause] for s in which)
+        total = sum(seconds.values())
+        return {cause: value / total for cause, value in seconds.items()} if total else {}
+
+    def bubble(self) -> float:
+        """The part of the stages' time that was lost while there was something to do. NaN before the first gap."""
+        parts = self.fractions()
+        if not parts or parts["nothing_to_do"] >= 1.0:
+            return float("nan")
+        return 1.0 - parts["compute"] / (1.0 - parts["nothing_to_do"])
+
+    def reset(self) -> None:
+        """Begins to count anew; what is under way goes on."""
+        self.compute_s = [0.0] * self.stages
+        self.gap_s = [dict.fromkeys(CAUSES, 0.0) for _ in range(self.stages)]
+        self.num_batches = 0
+
+    # ------------------------------------------------------------ attribution
+
+    def _settle_all(self) -> None:
+        """Those that have been through and of which all stages have told, in their order."""
+        while self._open:
+            batch = next(iter(self._open.values()))
+            if not batch.finished or None in batch.spans:
+                return
+            del self._open[batch.step]
+            self._settle(batch)
+
+    def _settle(self, batch: _Batch) -> None:
+        """Attributes the gaps before it."""
+        previous = self._done[-1] if self._done else None
+        if previous is None:
+            spans = [span for span in batch.spans if span is not None]
+            batch.ways_s = sum(b.received_s - a.end_s for a, b in itertools.pairwise(spans))
+        for stage, span in enumerate(batch.spans):
+            assert span is not None
+            self.compute_s[stage] += span.end_s - span.begin_s
+            gap: dict[str, float] = {}
+            if previous is not None:
+                gap = self._gap(stage, batch, previous)
+            batch.gaps.append(gap)
+            totals = self.gap_s[stage]
+            for cause, seconds in gap.items():
+                totals[cause] += seconds
+        self.num_batches += 1
+        self._done.append(batch)
+
+    def _gap(self, stage: int, batch: _Batch, previous: _Batch) -> dict[str, float]:
+        """Seconds by cause between `previous` and `batch` on a stage."""
+        span, before = batch.spans[stage], previous.spans[stage]
+        assert span is not None and before is not None
+        begin = before.end_s
+        if span.begin_s <= begin:
+            return {}
+        gap: dict[str, float] = {}
+        if span.begin_s > span.received_s:
+            gap["host"] = span.begin_s - max(span.received_s, begin)
+        if stage == 0:
+            sent = batch.planned_s
+        else:
+            upstream = batch.spans[stage - 1]
+            assert upstream is not None
+            sent = upstream.end_s
+        if span.received_s > begin:
+            gap["communication"] = span.received_s - max(sent, begin)
+            batch.ways_s += gap["communication"] if stage else 0.0
+        if sent <= begin:
+            return gap
+        if stage == 0:
+            _add(gap, self._before_plan(batch, begin))
+        elif batch.under_way == 0:
+            idle = max(0.0, batch.planned_s - begin)
+            _add(gap, {batch.then or "warm_up": sent - begin - idle})
+            if idle > 0:
+                _add(gap, self._before_plan(batch, begin))
+        else:
+            _add(gap, self._from_upstream(stage, batch, previous, sent - begin))
+        return gap
+
+    def _before_plan(self, batch: _Batch, begin: float) -> dict[str, float]:
+        """A wait for a plan, from `begin` on."""
+        parts: dict[str, float] = {}
+        seconds = batch.planned_s - begin
+        if batch.nothing is not None:
+            since_s, cause = batch.nothing
+            parts[cause] = batch.planned_s - max(begin, since_s)
+            seconds -= parts[cause]
+        if seconds <= 0:
+            return parts
+        # Those that were under way until the oldest of them ended.
+        flight = [self._done[i] for i in range(-min(len(self._done), batch.under_way + 1), 0)]
+        last = flight[0].spans[-1]
+        assert last is not None
+        ways = flight[0].ways_s + max(0.0, batch.planned_s - last.end_s)
+        parts["communication"] = min(seconds, ways)
+        if seconds > ways:
+            slowest, fastest = max(flight, key=_first_s), min(flight, key=_first_s)
+            cause = _unequal(slowest, _first_s(slowest), fastest, _first_s(fastest))
+            parts[cause] = parts.get(cause, 0.0) + seconds - ways
+        return parts
+
+    def _from_upstream(self, stage: int, batch: _Batch, previous: _Batch, seconds: float) -> dict[str, float]:
+        """A later stage's wait for the stage before to end `batch`."""
+        above = batch.gaps[stage - 1]
+        total = sum(above.values())
+        parts = {}
+        if total > 0:
+            scale = min(1.0, seconds / total)
+            parts = {cause: part * scale for cause, part in above.items()}
+        if seconds > total:
+            upstream, before = batch.spans[stage - 1], previous.spans[stage]
+            assert upstream is not None and before is not None
+            cause = _unequal(batch, upstream.end_s - upstream.begin_s, previous, before.end_s - before.begin_s)
+            parts[cause] = parts.get(cause, 0.0) + seconds - total
+        return parts
+
+    # ------------------------------------------------------------ a trace
+
+    def trace(self) -> dict[str, Any]:
+        """The newest micro-batches as a trace that Perfetto opens (Trace Event Format): a process for each stage, with
+        a thread for what it computed and one for what it waited for."""
+        events: list[dict[str, Any]] = []
+        for stage in range(self.stages):
+            events.append(_meta("process_name", stage, 0, f"stage {stage}"))
+            events += [_meta("thread_name", stage, 0, "computes"), _meta("thread_name", stage, 1, "waits")]
+        for batch in self._done:
+            shape = batch.shape
+            kind = "mixed" if shape.chunks and shape.decodes else "prefill" if shape.chunks else "decode"
+            args = {"step": batch.step, "tokens": shape.tokens, "chunks": shape.chunks, "decodes": shape.decodes}
+            for stage, span in enumerate(batch.spans):
+                assert span is not None
+                events.append(_event(f"{kind} {batch.step}", stage, 0, span.begin_s, span.end_s, args))
+                end = span.begin_s
+                for cause, seconds in batch.gaps[stage].items():
+                    if seconds > 0:
+                        events.append(_event(cause, stage, 1, end - seconds, end, {"before": batch.step}))
+                        end -= seconds
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def trace_json(self) -> str:
+        return json.dumps(self.trace())
+
+
+def _add(gap: dict[str, float], parts: dict[str, float]) -> None:
+    for cause, seconds in parts.items():
+        if seconds > 0:
+            gap[cause] = gap.get(cause, 0.0) + seconds
+
+
+def _first_s(batch: _Batch) -> float:
+    """Its time on the first stage."""
+    span = batch.spans[0]
+    assert span is not None
+    return span.end_s - span.begin_s
+
+
+def _unequal(one: _Batch, one_s: float, other: _Batch, other_s: float) -> str:
+    """Why two micro-batches took different times."""
+    if bool(one.shape.chunks) != bool(other.shape.chunks):
+        return "prefill_beside_decode"
+    if not one.shape.chunks or abs(one.decode_s - other.decode_s) > abs(one_s - other_s) / 2:
+        return "unequal_context"
+    return "unequal_prefill"
+
+
+def _meta(name: str, stage: int, thread: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": stage, "tid": thread, "args": {"name": value}}
+
+
+def _event(name: str, stage: int, thread: int, begin_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ph": "X",
+        "pid": stage,
+        "tid": thread,
+        "ts": begin_s * 1e6,
+        "dur": (end_s - begin_s) * 1e6,
+        "args": args,
+    }

@@ -1,0 +1,75 @@
+"""What a scheduler and a policy say to each other: see `schedule.py` for who calls what, and when."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.budget import Budget
+from pipeline.cost import CostModel
+from pipeline.shape import BatchShape
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a policy is told once.
+
+    `token_budget`: the most tokens that a micro-batch may hold. `models`: one for each stage, where their costs differ
+    (`uniform` only). `tbt_slo_s`: the aim for the 99th percentile of the time between two tokens of a sequence.
+    `exposed_s`: what a micro-batch spends on its way through all stages without being computed (links, plans), in
+    which a stage would wait if there were no more micro-batches than stages.
+    """
+
+    stages: int
+    token_budget: int
+    models: Sequence[CostModel] = ()
+    tbt_slo_s: float | None = None
+    exposed_s: float = 0.0
+
+
+@dataclass
+class View:
+    """What the scheduler knows before it makes a micro-batch.
+
+    `decoding`: sequences past their prompt, those in flight among them, and `decoding_context` the tokens before them
+    together. `waiting`: sequences that lack more, running or waiting to start, and `waiting_tokens` what they lack
+    together and no micro-batch holds; none of those for which there is no slot or page now: what these lack is
+    `blocked_tokens`. `free_kv`: the part of all pages that is free or can be made so. `in_flight`: the micro-batches
+    under way, oldest first. `ahead_s`: the predicted time until the first stage is done with what was sent to it.
+    """
+
+    decoding: int = 0
+    decoding_context: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    free_kv: float = 1.0
+    blocked_tokens: int = 0
+    in_flight: Sequence[BatchShape] = ()
+    ahead_s: float = 0.0
+
+
+class Policy:
+    """The base: as many micro-batches in flight as there are stages, each made as soon as there is a place for it."""
+
+    name: str
+    chunks_follow = False  # whether a sequence's next chunk may be sent while its last is in flight
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        # One stage: the next step is prepared while the one before it runs, and comes after it.
+        self.most_in_flight = settings.stages if settings.stages > 1 else 2
+        self.chunks_follow = self.chunks_follow or settings.stages == 1
+
+    def begin(self, view: View) -> Budget | None:
+        """The budget of the next micro-batch, or None if there is to be none now."""
+        return self._budget(view) if len(view.in_flight) < self.most_in_flight else None
+
+    def ask_again_s(self, view: View) -> float:
+        """After what time `begin` may answer otherwise though nothing else happens; infinity if never."""
+        return math.inf
+
+    def finished(self, gap_s: float) -> None:
+        """A micro-batch with decodes has ended, and the one of them that had waited longest got a token after `gap_s`
+        without one."""
+
+    def _budget(self, view: View) -> Budget:
+        raise NotImplementedError

@@ -1,0 +1,142 @@
+"""Micro-batches that take the same time."""
+
+import math
+
+from pipeline.budget import UNLIMITED, Budget, Share, Timed
+from pipeline.chunk import tokens_within
+from pipeline.policy import Policy, Settings, View
+from pipeline.shape import TILE, TILED_FROM, BatchShape, in_tiles
+
+
+class Uniform(Policy):
+    """Every micro-batch takes the same time on every stage: chunks are cut by predicted cost, with the decodes beside
+    them and all contexts counted.
+
+    How long that is: a token comes back when its micro-batch has been through S stages, and the next one has a place
+    at once where S + 1 are in flight (S on stages, one on links or about to begin). So each may take 1/(S + 1) of the
+    objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late; and
+    never longer than `token_budget` tokens of a fresh prompt. Below this limit,
+
+    - while requests wait for pages, the time shrinks: shorter rounds end sequences sooner, and longer ones would only
+      alternate with rounds that have no prompt to compute. It grows again while much waits that could start;
+    - while little waits, it is spread over `ROUNDS` rounds of the pipeline, so that sizes follow the load instead of
+      jumping with each arrival, but in no chunks so small that a stage mostly reads its weights.
+
+    Decodes: while there are prompts to fill up with, all that are ready go, and chunks even out the rest. Where there
+    are none, they are shared out evenly by predicted time, over as many micro-batches as makes the round shortest.
+
+    When: a micro-batch is made when the first stage is about to need it (`LEAD_S`) and not before. A decode that comes
+    back then waits for one batch, not for all that a burst of prompts would have put in front of it.
+    """
+
+    name = "uniform"
+    chunks_follow = True
+    LEAD_S = 0.003
+    ROUNDS = 2
+    LATE, LATE_STEP = 0.01, 0.02  # the part of micro-batches that may be late; how far one that is moves the margin
+    MARGINS = 0.6, 0.97
+    SHRINK, GROW, LEAST_PART = 0.02, 0.004, 0.2  # a micro-batch, while requests wait for pages; while much waits
+    COSTLIER = 1.5  # the smallest chunk costs at most so much more for a token than the largest
+    REFRESH_EVERY = 32  # micro-batches: the models learn little in between
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        if not settings.models:
+            raise ValueError("uniform micro-batches need the stages' cost models")
+        if settings.stages > 1:
+            self.most_in_flight = settings.stages + 1
+        self._margin = 0.92
+        self._part = 1.0  # of the time that the objective allows
+        self._num_begun = 0
+        self._budget_s = math.inf  # of a fresh prompt of `token_budget` tokens
+        self._least_chunk = TILE
+
+    @property
+    def limit_s(self) -> float:
+        """The longest time that a micro-batch may take on a stage."""
+        objective, stages = self.settings.tbt_slo_s, self.settings.stages
+        if objective is None:
+            return self._budget_s
+        return min(self._budget_s, objective * self._margin / (stages + 1 if stages > 1 else 1))
+
+    def begin(self, view: View) -> Budget | None:
+        if self._num_begun % self.REFRESH_EVERY == 0:
+            self._refresh()
+        in_flight = self.most_in_flight if view.waiting_tokens else self._best_in_flight(view)
+        if len(view.in_flight) >= in_flight or self.ask_again_s(view) < math.inf:
+            return None
+        self._num_begun += 1
+        if view.blocked_tokens:
+            self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
+        if view.waiting_tokens:
+            return self._fill(view)
+        return Budget(self.settings.token_budget, prompt_tokens=0, decode_share=self._share(view, in_flight))
+
+    def ask_again_s(self, view: View) -> float:
+        if self.settings.stages == 1 or view.ahead_s <= self.LEAD_S:
+            return math.inf
+        return view.ahead_s - self.LEAD_S
+
+    def finished(self, gap_s: float) -> None:
+        objective = self.settings.tbt_slo_s
+        if objective is not None:
+            step = self.LATE_STEP * (self.LATE - 1 if gap_s > objective else self.LATE)
+            least, most = self.MARGINS
+            self._margin = min(most, max(least, self._margin * (1 + step)))
+
+    def _predict(self, shape: BatchShape) -> float:
+        return max(model.predict(shape) for model in self.settings.models)
+
+    def _refresh(self) -> None:
+        budget = self.settings.token_budget
+        self._budget_s = self._predict(BatchShape([(0, budget)]))
+        self._least_chunk = TILE
+        while self._least_chunk < budget:
+            seconds = self._predict(BatchShape([(0, self._least_chunk)]))
+            if seconds / self._least_chunk <= self.COSTLIER * self._budget_s / budget:
+                break
+            self._least_chunk += TILE
+
+    def _average(self, view: View, in_flight: int) -> BatchShape:
+        """A micro-batch with its part of the decodes."""
+        shape = BatchShape()
+        shape.tokens = shape.decodes = -(-view.decoding // in_flight)
+        shape.decode_context = view.decoding_context // in_flight
+        return shape
+
+    def _fill(self, view: View) -> Budget:
+        settings, target_s = self.settings, self.limit_s * self._part
+        average = self._average(view, self.most_in_flight)
+        # What a micro-batch has room for, and its part of all that waits.
+        most = tokens_within(settings.models, average, 0, target_s, settings.token_budget - average.tokens)
+        parts = self.ROUNDS * settings.stages if settings.stages > 1 else 1
+        size = max(self._least_chunk, -(-(view.waiting_tokens + view.blocked_tokens) // parts))
+        if size < most:
+            if size + average.tokens > TILED_FROM:
+                size = in_tiles(size + average.tokens, up=True) - average.tokens
+            return Timed(settings.token_budget, settings.models, target_s, size)
+        if not view.blocked_tokens:
+            self._part = min(1.0, self._part * (1 + self.GROW))
+        return Timed(settings.token_budget, settings.models, target_s, UNLIMITED)
+
+    def _share(self, view: View, in_flight: int) -> Share:
+        """What the next of so many micro-batches may hold of the decodes: a part of them all, or less so that what is
+        ready now lasts for all that have room."""
+        cost = max(self.settings.models, key=lambda model: model.coefficients.decode_context).coefficients
+        each = max(cost.decode + cost.slopes[0], 1e-9)
+        places = in_flight - len(view.in_flight)
+        flying = sum(shape.decodes for shape in view.in_flight)
+        flying_context = sum(shape.decode_context for shape in view.in_flight)
+        everything = each * view.decoding + cost.decode_context * view.decoding_context
+        ready = each * (view.decoding - flying) + cost.decode_context * (view.decoding_context - flying_context)
+        return Share(min(everything / in_flight, ready / places), each, cost.decode_context)
+
+    def _best_in_flight(self, view: View) -> int:
+        """Where there are only decodes, one micro-batch more than stages hides `exposed_s` and costs the constant part
+        of a step once more: whichever gives the shorter round."""
+
+        def round_s(in_flight: int) -> float:
+            seconds = self._predict(self._average(view, in_flight))
+            return max(in_flight * seconds, self.settings.stages * seconds + self.settings.exposed_s)
+
+        return min(self.most_in_flight - 1, self.most_in_flight, key=round_s) if self.settings.stages > 1 else 2

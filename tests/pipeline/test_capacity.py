@@ -1,0 +1,28 @@
+"""The search for the highest rate that holds."""
+
+import pytest
+
+from pipeline.capacity import RELAXED, capacity, tbt_objective_s
+
+
+@pytest.mark.parametrize("most", [0.31, 1.0, 7.9])
+def test_bisection_finds_the_highest_rate(most):
+    asked = []
+
+    def holds(rate):
+        asked.append(rate)
+        return rate <= most
+
+    assert most / 1.02 <= capacity(holds, 0.1, 100.0) <= most
+    assert len(asked) < 14
+
+
+def test_at_the_ends_of_the_range():
+    assert capacity(lambda rate: False, 1.0, 2.0) == 0.0
+    assert capacity(lambda rate: True, 1.0, 2.0) == 2.0
+
+
+def test_the_objective_is_a_multiple_of_a_decode_iteration():
+    assert tbt_objective_s([lambda shape: shape.decodes * 1e-3] * 2, ways_s=0.006) == pytest.approx(5 * 0.070)
+    stages = [lambda shape: shape.decode_context * 1e-6]
+    assert tbt_objective_s(stages, times=RELAXED) == pytest.approx(25 * 32 * 4096e-6)

@@ -1,0 +1,256 @@
+"""What each policy lets into a micro-batch."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.budget import Share
+from pipeline.cost import CostModel
+from pipeline.policy import Settings, View
+from pipeline.roofline import DEVICES, MODELS, Stage
+from pipeline.schedule import POLICIES, make_policy
+from pipeline.shape import TILE, BatchShape
+
+STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
+MODEL = CostModel(STAGE.seconds)
+
+
+def policy(name, stages=4, token_budget=1024, slo_s=None, **settings):
+    return make_policy(name, Settings(stages, token_budget, [MODEL] * stages, slo_s, **settings))
+
+
+def view(decodes=(), waiting=(), **more):
+    """Sequences that decode, by context, none in flight; and what the others lack."""
+    counts = {"decoding": len(decodes), "decoding_context": sum(decodes)}
+    return View(**{**counts, "waiting": len(waiting), "waiting_tokens": sum(waiting), **more})
+
+
+def fill(budget, decodes=(), prompts=()):
+    """Decodes taken and the chunks of prompts, each (start, missing)."""
+    taken = budget.take_decodes(np.array(decodes, dtype=np.int64))
+    sizes = []
+    for start, missing in prompts:
+        size = budget.chunk(start, missing, missing)
+        if size:
+            budget.add(start, size)
+        sizes.append(size)
+    return taken, sizes
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="no schedule 'greedy'"):
+        make_policy("greedy", Settings(1, 512))
+    with pytest.raises(ValueError, match="cost models"):
+        make_policy("uniform", Settings(4, 512))
+
+
+@given(
+    st.integers(1, 600),
+    st.lists(st.integers(1, 5000), max_size=100),
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000)), max_size=5),
+)
+def test_one_stage_and_fixed_chunks_is_the_schedule_without_a_pipeline(token_budget, decodes, prompts):
+    """Every decode, then each sequence as much as it lacks, has pages for and the budget leaves."""
+    one = policy("fixed_chunk", stages=1, token_budget=token_budget)
+    assert one.chunks_follow and one.most_in_flight == 2 and one.ask_again_s(view(decodes)) == math.inf
+    budget = one.begin(view(decodes, [missing for missing, _ in prompts], in_flight=[BatchShape()]))
+    left = token_budget
+    assert budget.take_decodes(np.array(decodes, dtype=np.int64)) == min(len(decodes), left)
+    left -= min(len(decodes), left)
+    for missing, room in prompts:
+        assert budget.chunk(0, missing, room) == min(missing, room, left)
+        budget.add(0, min(missing, room, left))
+        left -= min(missing, room, left)
+    assert budget.tokens_left == left
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_more_are_in_flight_than_there_is_a_place_for(name):
+    chosen = policy(name)
+    places = 5 if name == "uniform" else 4
+    flight = [BatchShape([(0, 100)])] * places
+    assert chosen.begin(view([100] * 8, [5000], in_flight=flight[1:])) is not None
+    assert chosen.begin(view([100] * 8, [5000], in_flight=flight)) is None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_taken_out_can_be_put_in_again(name):
+    budget = policy(name).begin(view([500] * 4, [300]))
+    fill(budget, prompts=[(0, 300)])
+    size = budget.shape.tokens
+    assert size > 0
+    budget.remove(0, size)
+    assert budget.shape.tokens == 0 and budget.tokens_left == 1024 and budget.chunk(0, 300, 300) == size
+
+
+def test_fixed_chunks_fill_a_number_of_tokens():
+    sarathi = policy("fixed_chunk")
+    assert not sarathi.chunks_follow
+    taken, sizes = fill(sarathi.begin(view([50] * 24, [700, 2000])), [50] * 24, [(0, 700), (0, 2000), (0, 10)])
+    assert (taken, sizes) == (24, [700, 300, 0])
+
+
+def test_prompts_go_first_and_alone():
+    first = policy("prefill_first")
+    assert fill(first.begin(view([50] * 24, [700, 400])), [50] * 24, [(0, 700), (0, 400)]) == (0, [700, 0])
+    assert fill(first.begin(view([50] * 24)), [50] * 24, [(0, 700)]) == (24, [0])
+
+
+def test_hybrid_batches_hold_whole_prompts_beside_decodes():
+    orca = policy("hybrid")
+    prompts = [(0, 700), (0, 400), (0, 300)]
+    assert fill(orca.begin(view([50] * 24, [1400])), [50] * 24, prompts) == (24, [700, 0, 300])
+    # One that no micro-batch could hold is cut, or it would never start.
+    assert fill(orca.begin(view([50] * 24, [3000])), [50] * 24, [(0, 3000)]) == (24, [1000])
+
+
+@pytest.mark.parametrize(
+    ("waiting", "free_kv", "tokens"),
+    [
+        ([3000], 1.0, 1024),  # one sequence alone is not spread
+        ([3000, 1000], 1.0, 500),  # 4,000 tokens over 8 iterations
+        ([30000, 10000], 1.0, 1024),
+        ([100, 10], 1.0, 32),
+        ([30000, 10000], 0.525, 512),  # half of what is free beyond a twentieth
+        ([30000, 10000], 0.03, 0),
+    ],
+)
+def test_throttled_prompt_tokens(waiting, free_kv, tokens):
+    budget = policy("throttle").begin(view([], waiting, free_kv=free_kv))
+    assert fill(budget, prompts=[(0, 30000)]) == (0, [tokens])
+
+
+def test_throttled_decodes_are_a_part_of_all_and_what_is_left_over_goes_round():
+    throttle = policy("throttle")
+    taken = [fill(throttle.begin(view([50] * 30)), [50] * 30)[0] for _ in range(8)]
+    assert sorted(taken) == [7, 7, 7, 7, 8, 8, 8, 8]
+    assert fill(throttle.begin(view([50] * 2)), [50] * 2)[0] == 1
+
+
+# ------------------------------------------------------------ uniform
+
+
+def test_whatever_is_in_a_micro_batch_it_takes_the_same_time():
+    uniform = policy("uniform", token_budget=8192, slo_s=0.25)
+    times = []
+    for decodes, start in (([], 0), ([4000] * 30, 0), ([9000] * 60, 4000), ([100] * 200, 12000)):
+        budget = uniform.begin(view(decodes, [100_000]))
+        taken, sizes = fill(budget, decodes, [(start, 20000), (0, 80000)])
+        assert taken == len(decodes) and sizes[0] > TILE
+        times.append(MODEL.predict(budget.shape))
+    assert max(times) <= uniform.limit_s == pytest.approx(0.25 * 0.92 / 5)
+    assert min(times) > 0.88 * max(times)  # a tile is an eighth of such a batch
+
+
+def test_without_an_objective_it_takes_as_long_as_the_budget_of_tokens():
+    uniform = policy("uniform", token_budget=2048)
+    budget = uniform.begin(view([], [100_000]))
+    assert fill(budget, prompts=[(0, 50_000)])[1] == [2048]
+    deep = uniform.begin(view([4000] * 50, [100_000]))
+    taken, sizes = fill(deep, [4000] * 50, [(10_000, 50_000)])
+    assert taken == 50 and sizes[0] < 1800 and MODEL.predict(deep.shape) <= MODEL.predict(budget.shape)
+
+
+def test_little_is_spread_over_rounds_but_not_thinner_than_pays():
+    uniform = policy("uniform", token_budget=8192, slo_s=0.5)
+    [size] = fill(uniform.begin(view([], [4000])), prompts=[(0, 4000)])[1]
+    assert size == 512  # an eighth, in whole tiles
+    [size] = fill(uniform.begin(view([], [900])), prompts=[(0, 900)])[1]
+    assert size == 256  # at 128 tokens the stage mostly reads weights
+
+
+def test_decodes_that_alone_take_too_long_do_not_stop_prompts():
+    uniform = policy("uniform", token_budget=8192, slo_s=0.06)
+    decodes = [20_000] * 100
+    taken, sizes = fill(uniform.begin(view(decodes, [5000])), decodes, [(0, 5000), (0, 5000)])
+    assert (taken, sizes) == (100, [TILE, 0])
+
+
+def test_decodes_without_prompts_are_shared_out_evenly():
+    uniform = policy("uniform")
+    left = [500] * 30
+    flight = []
+    while left:
+        flying = sum(shape.decodes for shape in flight)
+        context = sum(shape.decode_context for shape in flight)
+        budget = uniform.begin(View(decoding=30, decoding_context=sum(left) + context, in_flight=flight))
+        taken, _ = fill(budget, left)
+        assert taken and len(left) == 30 - flying
+        left = left[taken:]
+        flight.append(budget.shape)
+    assert [shape.decodes for shape in flight] == [8, 8, 7, 7]
+
+
+def test_long_contexts_count_for_more():
+    uniform = policy("uniform")
+    decodes = [40_000] * 4 + [100] * 60
+    budget = uniform.begin(view(decodes))
+    first, _ = fill(budget, decodes)
+    assert first == 1  # the four long ones are most of the work
+    everything = sum(decodes)
+    rest = decodes[first:]
+    budget = uniform.begin(View(decoding=64, decoding_context=everything, in_flight=[budget.shape]))
+    assert fill(budget, rest)[0] < 16
+
+
+def test_one_more_is_in_flight_only_where_the_ways_cost_more_than_the_weights():
+    decodes = [500] * 32
+    flight = [BatchShape([(500, 1)] * 6)] * 4
+    flying = View(decoding=32, decoding_context=sum(decodes), in_flight=flight)
+    assert policy("uniform", exposed_s=0.001).begin(flying) is None
+    assert policy("uniform", exposed_s=0.05).begin(flying) is not None
+
+
+def test_nothing_is_sent_before_the_first_stage_needs_it():
+    uniform = policy("uniform")
+    busy = view([500] * 8, [5000], ahead_s=0.030)
+    assert uniform.begin(busy) is None
+    assert uniform.ask_again_s(busy) == pytest.approx(0.030 - uniform.LEAD_S)
+    assert uniform.begin(view([500] * 8, [5000], ahead_s=0.001)) is not None
+
+
+def test_late_tokens_shorten_the_time_until_one_in_a_hundred_is_late():
+    uniform = policy("uniform", token_budget=8192, slo_s=0.2)
+    rng = np.random.default_rng(0)
+    late = 0
+    for i in range(40_000):
+        gap_s = 5.6 * uniform.limit_s * rng.lognormal(0, 0.02)  # rounds take longer than they should
+        uniform.finished(gap_s)
+        late += gap_s > 0.2 and i >= 10_000
+    assert 0.005 < late / 30_000 < 0.02
+
+
+def test_rounds_shrink_while_requests_wait_for_pages_and_grow_again():
+    uniform = policy("uniform", token_budget=8192, slo_s=0.25)
+
+    def size():
+        return fill(uniform.begin(view([500] * 64, [100_000])), [500] * 64, [(0, 50_000)])[1][0]
+
+    full = size()
+    for _ in range(40):
+        uniform.begin(view([500] * 64, [2000], blocked_tokens=50_000))
+    small = size()
+    assert small < 0.6 * full
+    for _ in range(400):
+        size()
+    assert size() == full
+
+
+def test_one_stage_keeps_its_steps_within_the_objective():
+    uniform = policy("uniform", stages=1, token_budget=8192, slo_s=0.05)
+    budget = uniform.begin(view([500] * 8, [5000], in_flight=[BatchShape()], ahead_s=1.0))
+    fill(budget, [500] * 8, [(0, 5000)])
+    assert 0.04 < MODEL.predict(budget.shape) <= 0.05
+
+
+@given(st.lists(st.integers(0, 50_000), min_size=1, max_size=60), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_a_share_is_never_far_beyond_its_amount(contexts, part, each):
+    contexts = np.array(contexts)
+    costs = each + 1e-3 * contexts
+    amount = part * costs.sum()
+    taken = Share(amount, each, 1e-3).of(contexts)
+    assert taken >= 1 or amount <= 0
+    assert taken <= 1 or costs[: taken - 1].sum() <= amount + costs.mean() + 1e-6
