@@ -175,22 +175,20 @@ class FlashInferAttention(GraphAttention):
             self.rows, self._parts, self._ranges_end = self._ranges.rows, [], size
             return
         self._ranges_end = 0
-        padding = size - len(batch.lengths)
-        contexts = batch.starts + batch.lengths
+        own, num_kv_heads, scratch = len(batch.rows), self.shape.num_kv_heads, self.kv.shape[2] - 1
+        # What fills the batch up is sequences of one token each, in the last page.
+        contexts = np.ones(size, dtype=np.int32)
+        contexts[:own] = batch.starts + batch.lengths
         counts = -(-contexts // self.page_size)
-        scratch = self.kv.shape[2] - 1
+        rows = np.full(size, scratch * num_kv_heads * self.page_size)
+        rows[:own] = token_rows(batch, np.arange(own), batch.starts, num_kv_heads, self.page_size)
+        pages = flat_pages(batch.tables, batch.rows, counts[:own])
         arrays = {
-            "rows": token_rows(batch, np.arange(len(counts)), batch.starts, self.shape.num_kv_heads, self.page_size),
+            "rows": rows,
             "page_ends": _ends(counts),
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
-            "pages": flat_pages(batch.tables, batch.rows, counts),
+            "pages": np.append(pages, np.full(size - own, scratch, dtype=np.int32)) if size > own else pages,
         }
-        if padding:
-            row, end = scratch * self.shape.num_kv_heads * self.page_size, arrays["page_ends"][-1]
-            more = np.arange(end + 1, end + padding + 1, dtype=np.int32)
-            for name, value in (("rows", row), ("page_ends", more), ("last_page_tokens", 1), ("pages", scratch)):
-                arrays[name] = _padded(arrays[name], padding, value)
-            contexts = _padded(contexts, padding, 1)
         static = self._static
         static.fill(arrays)
         self.rows = static["rows"][:size]
@@ -276,7 +274,3 @@ def _ends(lengths: np.ndarray) -> np.ndarray:
     ends = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])
     return ends
-
-
-def _padded(array: np.ndarray, padding: int, value: int | np.ndarray) -> np.ndarray:
-    return np.concatenate((array, np.broadcast_to(np.asarray(value, dtype=array.dtype), padding)))

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from enum import IntFlag
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -92,49 +94,70 @@ class Row:
             self.grammar.accept(token_id)
 
 
+# As plain numbers, which arrays are quicker with.
+_FREE, _LEARNS, _LOGPROBS, _BANS = int(Wants.FREE), int(Wants.LEARNS), int(Wants.LOGPROBS), int(Wants.BANS)
+_EDITED, _GUIDED, _DRAWN, _FILTERED = int(Wants.EDITED), int(Wants.GUIDED), int(Wants.DRAWN), int(Wants.FILTERED)
+
+
 class Layout:
     """Who is where in a batch, for as long as the same slots come in the same order and want the same.
 
     `wanted` are the rows of logits that get a token, `slots` theirs. Most take the likeliest. Of the others, by their
     place among those that get a token: `guided` take the likeliest of what their grammar allows, `special` want
     something else. Of these, by their place among them, `greedy` take the likeliest of what is left, `free` draw from
-    the whole distribution and `filtered` from a part. Names in `_at` are the same on the device, int64: `guided_at`,
-    `special_at` and `logprobs_at` are rows of logits there, `others_at` is of both kinds of others and
-    `other_slots_at` their slots.
+    the whole distribution and `filtered` from a part.
     """
 
     def __init__(self, slots: np.ndarray, wants: np.ndarray, rows: Sequence[Row | None], device: torch.device) -> None:
         """`slots`, int64, of the rows of logits, -1 for those of nobody; `wants` and `rows` are of all slots. Raises
         ValueError for a slot that is free."""
         self.key = slots
+        self._device = device
+        self._rows = rows
         self.wanted = np.flatnonzero(slots >= 0)
         self.slots = slots[self.wanted]
         kinds = wants[self.slots]
-        if (kinds & Wants.FREE).any():
-            raise ValueError(f"slot {self.slots[(kinds & Wants.FREE) > 0][0]} is free")
-        how = kinds & (Wants.DRAWN | Wants.EDITED | Wants.GUIDED)
-        guided, special = np.flatnonzero(how == Wants.GUIDED), np.flatnonzero(how & ~Wants.GUIDED)
+        if (kinds & _FREE).any():
+            raise ValueError(f"slot {self.slots[(kinds & _FREE) > 0][0]} is free")
+        how = kinds & (_DRAWN | _EDITED | _GUIDED)
+        guided, special = np.flatnonzero(how == _GUIDED), np.flatnonzero(how & ~_GUIDED)
         self.guided, self.special = guided.tolist(), special.tolist()
-        self._rows = rows
-        self.guided_rows, self.special_rows = self.rows_of(guided), self.rows_of(special)
+        self.guided_rows, self.special_rows = self._rows_of(guided), self._rows_of(special)
         self.special_slots = self.slots[special]
-        drawn = kinds[special] & (Wants.DRAWN | Wants.FILTERED)
-        self.greedy = np.flatnonzero(drawn == Wants.NOTHING)
-        self.free = np.flatnonzero(drawn == Wants.DRAWN)
-        self.filtered = np.flatnonzero(drawn & Wants.FILTERED)
-        self.is_edited = bool((kinds & Wants.EDITED).any())
-        self.banned_slots = self.slots[(kinds & Wants.BANS) > 0]
-        learning, logprobs = np.flatnonzero(kinds & Wants.LEARNS), np.flatnonzero(kinds & Wants.LOGPROBS)
-        self.learning = list(zip(learning.tolist(), self.rows_of(learning), strict=True))
-        self.logprobs, self.logprob_rows = logprobs.tolist(), self.rows_of(logprobs)
-        others = np.concatenate((guided, special))
-        indices = [self.wanted, self.slots, self.wanted[guided], self.wanted[special], self.wanted[logprobs]]
-        indices += [self.wanted[others], self.slots[others], self.greedy, self.free, self.filtered]
-        on_device = all_to_device(indices, device)
-        self.wanted_at, self.slots_at, self.guided_at, self.special_at, self.logprobs_at = on_device[:5]
-        self.others_at, self.other_slots_at, self.greedy_at, self.free_at, self.filtered_at = on_device[5:]
+        drawn = kinds[special] & (_DRAWN | _FILTERED)
+        self.greedy, self.free = np.flatnonzero(drawn == 0), np.flatnonzero(drawn == _DRAWN)
+        self.filtered = np.flatnonzero(drawn & _FILTERED)
+        self.is_edited = bool((kinds & _EDITED).any())
+        self.banned_slots = self.slots[(kinds & _BANS) > 0].tolist()
+        learning, logprobs = np.flatnonzero(kinds & _LEARNS), np.flatnonzero(kinds & _LOGPROBS)
+        self.learning = list(zip(learning.tolist(), self._rows_of(learning), strict=True))
+        self.logprobs, self.logprob_rows = logprobs.tolist(), self._rows_of(logprobs)
 
-    def rows_of(self, places: np.ndarray) -> list[Row]:
+    @cached_property
+    def on_device(self) -> "Places":
+        """Not asked for where a graph has done all that there is to do."""
+        others = np.array(self.guided + self.special, dtype=np.int64)
+        indices = [self.wanted, self.slots, self.wanted[self.guided], self.wanted[self.special]]
+        indices += [self.wanted[self.logprobs], self.wanted[others], self.slots[others]]
+        return Places(*all_to_device([*indices, self.greedy, self.free, self.filtered], self._device))
+
+    def _rows_of(self, places: np.ndarray) -> list[Row]:
         """Of those that get a token, the rows at these places."""
         found = (self._rows[slot] for slot in self.slots[places].tolist())
         return [row for row in found if row is not None]
+
+
+class Places(NamedTuple):
+    """Of a layout, on the device, int64: what is `wanted`, the slots of those; rows of logits that are guided, special,
+    want log probabilities, are one of the two others, and the slots of these; and of the special rows those kinds."""
+
+    wanted: torch.Tensor
+    slots: torch.Tensor
+    guided: torch.Tensor
+    special: torch.Tensor
+    logprobs: torch.Tensor
+    others: torch.Tensor
+    other_slots: torch.Tensor
+    greedy: torch.Tensor
+    free: torch.Tensor
+    filtered: torch.Tensor

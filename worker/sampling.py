@@ -164,30 +164,33 @@ class Sampler:
             masks = self._fill_masks(layout, failures)
             if layout.guided:
                 assert masks is not None
-                chosen = _likeliest_allowed(logits, layout.guided_at, masks[: len(layout.guided)])
-                tokens = tokens.index_copy(0, layout.guided_at, chosen)
+                chosen = _likeliest_allowed(logits, layout.on_device.guided, masks[: len(layout.guided)])
+                tokens = tokens.index_copy(0, layout.on_device.guided, chosen)
             if layout.special:
                 chosen = self._choose(logits, layout, None if masks is None else masks[len(layout.guided) :])
-                tokens = tokens.index_copy(0, layout.special_at, chosen)
+                tokens = tokens.index_copy(0, layout.on_device.special, chosen)
             tokens = torch.where(plain < 0, -1, tokens)
-        if self.last_tokens is not None:
-            rows, its_slots = (layout.wanted_at, layout.slots_at)
-            if likeliest is not None:
-                rows, its_slots = (layout.others_at, layout.other_slots_at)
-            if len(rows):
-                self.last_tokens.index_copy_(0, its_slots, tokens.index_select(0, rows).clamp_(min=0))
+        if likeliest is None:
+            self._keep(tokens, layout.on_device.wanted, layout.on_device.slots)
+        elif layout.guided or layout.special:
+            self._keep(tokens, layout.on_device.others, layout.on_device.other_slots)
         logprobs = None
         if layout.logprobs:
-            rows = layout.logprobs_at
+            rows = layout.on_device.logprobs
             top = [row.params.logprobs or 0 for row in layout.logprob_rows]
             logprobs = PendingLogprobs(logits.index_select(0, rows), tokens.index_select(0, rows).clamp_(min=0), top)
         self._count(layout)
         return PendingSample(layout, tokens, self._landings.next(), logprobs, failures)
 
+    def _keep(self, tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """The tokens of these rows are the last ones of their slots."""
+        if self.last_tokens is not None:
+            self.last_tokens.index_copy_(0, slots, tokens.index_select(0, rows).clamp_(min=0))
+
     def _count(self, layout: Layout) -> None:
         """The tokens of this launch are output from now on, whatever they are."""
         self._num_output[layout.slots] += 1
-        for slot in layout.banned_slots.tolist():
+        for slot in layout.banned_slots:
             row = self._rows[slot]
             if row is not None and self._num_output[slot] >= row.params.min_tokens:
                 row.bans = None
@@ -210,7 +213,7 @@ class Sampler:
 
     def _choose(self, logits: torch.Tensor, layout: Layout, masks: torch.Tensor | None) -> torch.Tensor:
         """Tokens, int64, of the special rows, whose masks these are."""
-        work = logits.index_select(0, layout.special_at)
+        work = logits.index_select(0, layout.on_device.special)
         if layout.is_edited:
             apply_edits(work, range(len(work)), [row.edits for row in layout.special_rows])
         masked = [j for j, row in enumerate(layout.special_rows) if row.grammar is not None]
@@ -220,8 +223,8 @@ class Sampler:
             return _likeliest(work)
         tokens = torch.zeros(len(work), dtype=torch.int64, device=work.device)
         if len(layout.greedy):
-            tokens.index_copy_(0, layout.greedy_at, _likeliest(work.index_select(0, layout.greedy_at)))
-        for places, at in ((layout.free, layout.free_at), (layout.filtered, layout.filtered_at)):
+            tokens.index_copy_(0, layout.on_device.greedy, _likeliest(work.index_select(0, layout.on_device.greedy)))
+        for places, at in ((layout.free, layout.on_device.free), (layout.filtered, layout.on_device.filtered)):
             if len(places):
                 some = work if len(places) == len(work) else work.index_select(0, at)
                 tokens.index_copy_(0, at, self._draw(some, layout.special_slots[places]))

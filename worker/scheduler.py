@@ -405,10 +405,10 @@ class Scheduler:
         chunks, ids = chosen[places], sampled.token_ids[places]
         rows, counts = step.rows[chunks], self._counts
         sequences = [step.sequences[chunk] for chunk in chunks.tolist()]
-        outputs = []
-        for seq, token_id in zip(sequences, ids.tolist(), strict=True):
+        given = list(zip(sequences, ids.tolist(), strict=True))
+        for seq, token_id in given:
             seq.fresh.append(token_id)
-            outputs.append(Output(request_id=seq.request_id, token_ids=[token_id]))
+        outputs = [Output(request_id=seq.request_id, token_ids=[token_id]) for seq, token_id in given]
         counts.pending[rows] -= 1
         counts.last_token[rows] = ids
         self.counters.output_tokens += len(ids)
