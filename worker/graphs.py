@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs in all) after each one."""
 
-# Tokens of a step from which on what it computes takes much longer than to start its kernels one by one.
-MOST_TOKENS = 1024
+# Tokens of a step from which on what it computes takes longer than to start its kernels one by one, which may then be
+# faster ones: on an H200 a step of 385 tokens of an 8B model took 16.8 ms as a graph, 15.9 ms without.
+MOST_TOKENS = 256
 
 
 class Kind(Enum):
