@@ -11,8 +11,8 @@ import numpy as np
 
 # Tokens from which on the matrix products of a step take as long as it has tokens: with fewer there is time for more.
 # A GPU does some 160 operations for each byte that it reads; 2 bytes a weight and 2 operations on it for each token
-# make that 160 tokens, and the products' tiles fill the GPU from some times as many on. Of 384, 512 and 768 the one that
-# ended a batch soonest on an H200.
+# make that 160 tokens, and the products' tiles fill the GPU from some times as many on. Of 384, 512 and 768 it is the
+# one that ended a batch soonest on an H200.
 FULL_STEP = 512
 
 
