@@ -14,8 +14,9 @@ class Uniform(Policy):
 
     How long that is: a token comes back when its micro-batch has been through S stages, and the next one has a place
     at once where S + 1 are in flight (S on stages, one on links or about to begin). So each may take 1/(S + 1) of the
-    objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late; and
-    never longer than `token_budget` tokens of a fresh prompt. Below this limit,
+    objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late. And
+    it takes no longer than pays: beyond the tokens whose cost each is near the least (`NEAR`), longer ones only make
+    tokens late, pages scarce, and the difference to micro-batches without prompts large. Below this limit,
 
     - while requests wait for pages, the time shrinks: shorter rounds end sequences sooner, and longer ones would only
       alternate with rounds that have no prompt to compute. It grows again while much waits that could start;
@@ -36,7 +37,7 @@ class Uniform(Policy):
     LATE, LATE_STEP = 0.01, 0.02  # the part of micro-batches that may be late; how far one that is moves the margin
     MARGINS = 0.6, 0.97
     SHRINK, GROW, LEAST_PART = 0.02, 0.004, 0.2  # a micro-batch, while requests wait for pages; while much waits
-    COSTLIER = 1.5  # the smallest chunk costs at most so much more for a token than the largest
+    NEAR, FAR = 1.01, 1.5  # what a token may cost, the least being 1, in the largest micro-batch and in the smallest
     REFRESH_EVERY = 32  # micro-batches: the models learn little in between
 
     def __init__(self, settings: Settings) -> None:
@@ -48,16 +49,15 @@ class Uniform(Policy):
         self._margin = 0.92
         self._part = 1.0  # of the time that the objective allows
         self._num_begun = 0
-        self._budget_s = math.inf  # of a fresh prompt of `token_budget` tokens
-        self._least_chunk = TILE
+        self._most_tokens = self._least_chunk = TILE
 
     @property
-    def limit_s(self) -> float:
-        """The longest time that a micro-batch may take on a stage."""
+    def objective_s(self) -> float:
+        """The time that the objective leaves a micro-batch on a stage, infinite without one."""
         objective, stages = self.settings.tbt_slo_s, self.settings.stages
         if objective is None:
-            return self._budget_s
-        return min(self._budget_s, objective * self._margin / (stages + 1 if stages > 1 else 1))
+            return math.inf
+        return objective * self._margin / (stages + 1 if stages > 1 else 1)
 
     def begin(self, view: View) -> Budget | None:
         if self._num_begun % self.REFRESH_EVERY == 0:
@@ -89,13 +89,11 @@ class Uniform(Policy):
 
     def _refresh(self) -> None:
         budget = self.settings.token_budget
-        self._budget_s = self._predict(BatchShape([(0, budget)]))
-        self._least_chunk = TILE
-        while self._least_chunk < budget:
-            seconds = self._predict(BatchShape([(0, self._least_chunk)]))
-            if seconds / self._least_chunk <= self.COSTLIER * self._budget_s / budget:
-                break
-            self._least_chunk += TILE
+        sizes = [*range(TILE, budget, TILE), budget]
+        costs = [self._predict(BatchShape([(0, tokens)])) / tokens for tokens in sizes]
+        least = min(costs)
+        self._most_tokens = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.NEAR * least)
+        self._least_chunk = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.FAR * least)
 
     def _average(self, view: View, in_flight: int) -> BatchShape:
         """A micro-batch with its part of the decodes."""
@@ -105,8 +103,11 @@ class Uniform(Policy):
         return shape
 
     def _fill(self, view: View) -> Budget:
-        settings, target_s = self.settings, self.limit_s * self._part
+        settings = self.settings
         average = self._average(view, self.most_in_flight)
+        largest = average.copy()
+        largest.add(0, max(self._least_chunk, self._most_tokens - average.tokens))
+        target_s = min(self.objective_s, self._predict(largest)) * self._part
         # What a micro-batch has room for, and its part of all that waits.
         most = tokens_within(settings.models, average, 0, target_s, settings.token_budget - average.tokens)
         parts = self.ROUNDS * settings.stages if settings.stages > 1 else 1

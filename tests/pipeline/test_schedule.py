@@ -141,17 +141,26 @@ def test_whatever_is_in_a_micro_batch_it_takes_the_same_time():
         taken, sizes = fill(budget, decodes, [(start, 20000), (0, 80000)])
         assert taken == len(decodes) and sizes[0] > TILE
         times.append(MODEL.predict(budget.shape))
-    assert max(times) <= uniform.limit_s == pytest.approx(0.25 * 0.92 / 5)
-    assert min(times) > 0.88 * max(times)  # a tile is an eighth of such a batch
+    assert max(times) <= uniform.objective_s == pytest.approx(0.25 * 0.92 / 5)
+    assert max(times) - min(times) < TILE * 60e-6  # what a tile costs over a deep prefix
 
 
-def test_without_an_objective_it_takes_as_long_as_the_budget_of_tokens():
-    uniform = policy("uniform", token_budget=2048)
-    budget = uniform.begin(view([], [100_000]))
-    assert fill(budget, prompts=[(0, 50_000)])[1] == [2048]
-    deep = uniform.begin(view([4000] * 50, [100_000]))
-    taken, sizes = fill(deep, [4000] * 50, [(10_000, 50_000)])
-    assert taken == 50 and sizes[0] < 1800 and MODEL.predict(deep.shape) <= MODEL.predict(budget.shape)
+def test_it_takes_no_longer_than_pays():
+    """Without an objective, or with one that leaves seconds: as many tokens as make a token about as cheap as it gets,
+    and the same time for a deep prefix beside decodes."""
+    for slo_s in (None, 5.0):
+        uniform = policy("uniform", token_budget=8192, slo_s=slo_s)
+        budget = uniform.begin(view([], [100_000]))
+        [size] = fill(budget, prompts=[(0, 50_000)])[1]
+        assert 768 <= size <= 1280
+        least = min(MODEL.predict(BatchShape([(0, n)])) / n for n in range(TILE, 8193, TILE))
+        assert MODEL.predict(budget.shape) / size < 1.011 * least
+        deep = uniform.begin(view([4000] * 5, [100_000]))
+        taken, sizes = fill(deep, [4000] * 5, [(10_000, 50_000)])
+        assert taken == 5 and sizes[0] < size - TILE
+        assert MODEL.predict(deep.shape) < MODEL.predict(budget.shape) * 1.01
+    small = policy("uniform", token_budget=512)
+    assert fill(small.begin(view([], [100_000])), prompts=[(0, 50_000)])[1] == [512]
 
 
 def test_little_is_spread_over_rounds_but_not_thinner_than_pays():
@@ -217,7 +226,7 @@ def test_late_tokens_shorten_the_time_until_one_in_a_hundred_is_late():
     rng = np.random.default_rng(0)
     late = 0
     for i in range(40_000):
-        gap_s = 5.6 * uniform.limit_s * rng.lognormal(0, 0.02)  # rounds take longer than they should
+        gap_s = 5.6 * uniform.objective_s * rng.lognormal(0, 0.02)  # rounds take longer than they should
         uniform.finished(gap_s)
         late += gap_s > 0.2 and i >= 10_000
     assert 0.005 < late / 30_000 < 0.02
@@ -243,7 +252,7 @@ def test_one_stage_keeps_its_steps_within_the_objective():
     uniform = policy("uniform", stages=1, token_budget=8192, slo_s=0.05)
     budget = uniform.begin(view([500] * 8, [5000], in_flight=[BatchShape()], ahead_s=1.0))
     fill(budget, [500] * 8, [(0, 5000)])
-    assert 0.04 < MODEL.predict(budget.shape) <= 0.05
+    assert 0.035 < MODEL.predict(budget.shape) <= 0.05 * 0.92
 
 
 @given(st.lists(st.integers(0, 50_000), min_size=1, max_size=60), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
