@@ -50,6 +50,7 @@ class Uniform(Policy):
         self._part = 1.0  # of the time that the objective allows
         self._num_begun = 0
         self._most_tokens = self._least_chunk = TILE
+        self._refresh()
 
     @property
     def objective_s(self) -> float:
@@ -60,12 +61,12 @@ class Uniform(Policy):
         return objective * self._margin / (stages + 1 if stages > 1 else 1)
 
     def begin(self, view: View) -> Budget | None:
-        if self._num_begun % self.REFRESH_EVERY == 0:
-            self._refresh()
         in_flight = self.most_in_flight if view.waiting_tokens else self._best_in_flight(view)
         if len(view.in_flight) >= in_flight or self.ask_again_s(view) < math.inf:
             return None
         self._num_begun += 1
+        if self._num_begun % self.REFRESH_EVERY == 0:
+            self._refresh()
         if view.blocked_tokens:
             self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
         if view.waiting_tokens:
