@@ -3,6 +3,7 @@
 import importlib
 from itertools import pairwise
 from multiprocessing.synchronize import Lock
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +70,8 @@ def add_up(rank: int, memories: list[torch.Tensor], errors: torch.Tensor) -> Non
     errors[rank, 2] = 1
 
 
-def test_sums_of_processes() -> None:
+def test_sums_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the other processes find this module
     context = multiprocessing.get_context("spawn")
     memories = [torch.zeros(MEMORY_BYTES, dtype=torch.uint8).share_memory_() for _ in range(RANKS)]
     errors = torch.zeros(RANKS, 3).share_memory_()
