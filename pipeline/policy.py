@@ -1,6 +1,7 @@
 """What a scheduler and a policy say to each other: see `schedule.py` for who calls what, and when."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class View:
     ahead_s: float = 0.0
 
 
-class Policy:
+class Policy(ABC):
     """The base: as many micro-batches in flight as there are stages, each made as soon as there is a place for it."""
 
     name: str
@@ -61,15 +62,20 @@ class Policy:
 
     def begin(self, view: View) -> Budget | None:
         """The budget of the next micro-batch, or None if there is to be none now."""
-        return self._budget(view) if len(view.in_flight) < self.most_in_flight else None
+        return self._budget(view) if self._has_place(view) else None
 
     def ask_again_s(self, view: View) -> float:
         """After what time `begin` may answer otherwise though nothing else happens; infinity if never."""
         return math.inf
 
-    def finished(self, gap_s: float) -> None:
+    def finished(self, gap_s: float) -> None:  # noqa: B027 - not all have a use for it
         """A micro-batch with decodes has ended, and the one of them that had waited longest got a token after `gap_s`
         without one."""
 
+    def _has_place(self, view: View) -> bool:
+        """Whether there is to be a micro-batch now."""
+        return len(view.in_flight) < self.most_in_flight
+
+    @abstractmethod
     def _budget(self, view: View) -> Budget:
-        raise NotImplementedError
+        """What a micro-batch that has a place may hold."""

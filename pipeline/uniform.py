@@ -60,19 +60,6 @@ class Uniform(Policy):
             return math.inf
         return objective * self._margin / (stages + 1 if stages > 1 else 1)
 
-    def begin(self, view: View) -> Budget | None:
-        in_flight = self.most_in_flight if view.waiting_tokens else self._best_in_flight(view)
-        if len(view.in_flight) >= in_flight or self.ask_again_s(view) < math.inf:
-            return None
-        self._num_begun += 1
-        if self._num_begun % self.REFRESH_EVERY == 0:
-            self._refresh()
-        if view.blocked_tokens:
-            self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
-        if view.waiting_tokens:
-            return self._fill(view)
-        return Budget(self.settings.token_budget, prompt_tokens=0, decode_share=self._share(view, in_flight))
-
     def ask_again_s(self, view: View) -> float:
         if self.settings.stages == 1 or view.ahead_s <= self.LEAD_S:
             return math.inf
@@ -84,6 +71,20 @@ class Uniform(Policy):
             step = self.LATE_STEP * (self.LATE - 1 if gap_s > objective else self.LATE)
             least, most = self.MARGINS
             self._margin = min(most, max(least, self._margin * (1 + step)))
+
+    def _has_place(self, view: View) -> bool:
+        return len(view.in_flight) < self._in_flight(view) and self.ask_again_s(view) == math.inf
+
+    def _budget(self, view: View) -> Budget:
+        self._num_begun += 1
+        if self._num_begun % self.REFRESH_EVERY == 0:
+            self._refresh()
+        if view.blocked_tokens:
+            self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
+        if view.waiting_tokens:
+            return self._fill(view)
+        share = self._share(view, self._in_flight(view))
+        return Budget(self.settings.token_budget, prompt_tokens=0, decode_share=share)
 
     def _predict(self, shape: BatchShape) -> float:
         return max(model.predict(shape) for model in self.settings.models)
@@ -133,12 +134,14 @@ class Uniform(Policy):
         ready = each * (view.decoding - flying) + cost.decode_context * (view.decoding_context - flying_context)
         return Share(min(everything / in_flight, ready / places), each, cost.decode_context)
 
-    def _best_in_flight(self, view: View) -> int:
-        """Where there are only decodes, one micro-batch more than stages hides `exposed_s` and costs the constant part
-        of a step once more: whichever gives the shorter round."""
+    def _in_flight(self, view: View) -> int:
+        """How many micro-batches there are to be. Where there are only decodes, one more than stages hides `exposed_s`
+        and costs the constant part of a step once more: whichever gives the shorter round."""
 
         def round_s(in_flight: int) -> float:
             seconds = self._predict(self._average(view, in_flight))
             return max(in_flight * seconds, self.settings.stages * seconds + self.settings.exposed_s)
 
-        return min(self.most_in_flight - 1, self.most_in_flight, key=round_s) if self.settings.stages > 1 else 2
+        if view.waiting_tokens or self.settings.stages == 1:
+            return self.most_in_flight
+        return min(self.most_in_flight - 1, self.most_in_flight, key=round_s)
