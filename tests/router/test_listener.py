@@ -54,11 +54,16 @@ async def ask(listener: Listener) -> str:
 
 
 async def refused(listener: Listener) -> None:
-    """Returns once no connection is taken: closing is another task's doing."""
-    with contextlib.suppress(httpx.ConnectError):
-        async with asyncio.timeout(WAIT_S):
-            while True:
+    """Returns once no connection is taken: closing is another task's doing. One that the kernel took, and the server
+    had not when it closed, is reset."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
                 await ask(listener)
+            except httpx.ConnectError:
+                return
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                continue
 
 
 def test_a_port_is_shared_and_one_that_ends_leaves_it_to_the_others() -> None:
