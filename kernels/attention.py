@@ -66,6 +66,11 @@ class AttentionBackend(ABC):
     rows: torch.Tensor
     """Where the key and value of each token of the planned batch go, as `token_rows` has it: int64 on the device."""
 
+    def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
+        self.kv, self.shape = kv, shape
+        self.page_size = kv.shape[4]
+        self.device = kv.device
+
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare for the layers of one step. `batch` is not kept changed or read after the step."""

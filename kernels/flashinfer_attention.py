@@ -96,9 +96,7 @@ class FlashInferAttention(GraphAttention):
 
         from kernels.triton_attention import TritonAttention, multiprocessors
 
-        self.kv, self.shape = kv, shape
-        self.page_size = kv.shape[4]
-        self.device = kv.device
+        super().__init__(kv, shape)
         # Types of q, kv, output and indices; head dimensions; no positions, windows or softcap; float32 accumulation.
         kernel = (kv.dtype, kv.dtype, kv.dtype, torch.int32, shape.head_dim, shape.head_dim, 0, False, False, False)
         self._single_module = gen_batch_prefill_module("fa2", *kernel).build_and_load()

@@ -214,7 +214,6 @@ def _attend_rows(
 ):
     """One item of up to ROWS rows."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    LOG2_E: tl.constexpr = 1.4426950408889634
     first_query = tl.load(item)
     pages += tl.load(item + 2)
     first_key, last_key = tl.load(item + 3), tl.load(item + 4)
@@ -223,10 +222,7 @@ def _attend_rows(
     row = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_DIM)
     is_query, in_head = row < count * GROUP, at < HEAD_DIM
-    token = first_query + row // GROUP
-    if first_query < 0:
-        token = tl.load(members + (row // GROUP - first_query - 1), mask=is_query, other=0)
-    token = token.to(tl.int64)
+    token = _tokens(first_query, row // GROUP, members, is_query)
     query_head = head * GROUP + row % GROUP
     both = is_query[:, None] & in_head[None, :]
     query = tl.load(q + (token * q_stride + query_head * HEAD_DIM)[:, None] + at[None, :], mask=both, other=0.0)
@@ -249,13 +245,7 @@ def _attend_rows(
             k = tl.load(keys + where[None, :] + at[:, None], mask=in_head[:, None], other=0.0)
             v = tl.load(values + where[:, None] + at[None, :], mask=in_head[None, :], other=0.0)
         scores = tl.dot(query, k, input_precision="ieee") * scale
-        if CAPPED:
-            shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
-            scores = tl.where(scores < 0, -softcap, softcap) * ((1.0 - shrunk) / (1.0 + shrunk))
-        seen = key[None, :] <= limit[:, None]
-        if WINDOW:
-            seen &= key[None, :] > position[:, None] - window
-        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
+        scores = _seen_scores(scores, key, position, limit, softcap, window, WINDOW, CAPPED)
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -271,6 +261,28 @@ def _attend_rows(
         slot = (tl.load(slots + token, mask=is_query, other=0) + part).to(tl.int64) * HEADS + query_head
         tl.store(part_out + slot[:, None] * HEAD_DIM + at[None, :], result, mask=both)
         tl.store(part_lse + slot, top + tl.log2(total), mask=is_query)
+
+
+@triton.jit
+def _tokens(first_query, index, members, mask):
+    """Those at `index` of an item's: from `first_query` on, or of the members from -1 - `first_query` on."""
+    token = first_query + index
+    if first_query < 0:
+        token = tl.load(members + (index - first_query - 1), mask=mask, other=0)
+    return token.to(tl.int64)
+
+
+@triton.jit
+def _seen_scores(scores, key, position, limit, softcap, window, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
+    """To base 2, of rows at `position` that see keys up to `limit`; minus infinity for keys that they do not see."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    if CAPPED:
+        shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E / softcap))
+        scores = tl.where(scores < 0, -softcap, softcap) * ((1.0 - shrunk) / (1.0 + shrunk))
+    seen = key[None, :] <= limit[:, None]
+    if WINDOW:
+        seen &= key[None, :] > position[:, None] - window
+    return tl.where(seen, scores * LOG2_E, float("-inf"))
 
 
 @triton.jit

@@ -35,10 +35,8 @@ class TorchAttention(AttentionBackend):
     """
 
     def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
-        self.kv = kv
-        self.shape = shape
-        self.page_size = kv.shape[4]
-        self.device, self.dtype = kv.device, kv.dtype
+        super().__init__(kv, shape)
+        self.dtype = kv.dtype
         # [num_layers, 2, rows, head_dim]
         self.flat = kv.flatten(2, 4)
         self._head_rows = np.arange(shape.num_kv_heads) * self.page_size

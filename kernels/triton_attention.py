@@ -44,9 +44,7 @@ class TritonAttention(GraphAttention):
     def __init__(
         self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, max_pages: int, max_tokens: int
     ) -> None:
-        self.kv, self.shape = kv, shape
-        self.page_size = kv.shape[4]
-        self.device = kv.device
+        super().__init__(kv, shape)
         self._tiles = range_attention.tiles_for(shape, kv.dtype)
         self._tile_tokens = self._tiles.wide * shape.num_kv_heads // shape.num_heads
         self._most = -(-PROGRAMS * multiprocessors(self.device) // shape.num_kv_heads)
