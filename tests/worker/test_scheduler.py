@@ -678,12 +678,17 @@ def test_a_slot_that_has_a_new_owner_does_not_get_the_old_ones_token(overlapped)
     assert len(d.tokens("old")) == 1
 
 
-def test_the_token_in_flight_of_one_that_is_preempted_is_kept(overlapped):
-    d = overlapped()
-    d.add("a", prompt(8), max_tokens=6)
+def preempted_in_flight(d: Driver, max_tokens: int) -> Driver:
+    """With "a", which lost its pages while its second token was computed."""
+    d.add("a", prompt(8), max_tokens=max_tokens)
     d.step()
     d.step()
     d.scheduler._preempt(d.scheduler._running[0])
+    return d
+
+
+def test_the_token_in_flight_of_one_that_is_preempted_is_kept(overlapped):
+    d = preempted_in_flight(overlapped(), max_tokens=6)
     d.land()
     d.collect()
     assert d.tokens("a") == d.runner.generate(prompt(8), 2)
@@ -692,11 +697,7 @@ def test_the_token_in_flight_of_one_that_is_preempted_is_kept(overlapped):
 
 
 def test_one_that_is_preempted_before_its_last_token_comes_ends_where_it_waits(overlapped):
-    d = overlapped()
-    d.add("a", prompt(8), max_tokens=2)
-    d.step()
-    d.step()
-    d.scheduler._preempt(d.scheduler._running[0])
+    d = preempted_in_flight(overlapped(), max_tokens=2)
     d.run()
     assert (d.tokens("a"), d.reason("a")) == (d.runner.generate(prompt(8), 2), "length")
     assert len(d.scheduler) == 0
