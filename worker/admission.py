@@ -21,9 +21,7 @@ class Admission:
     in the queue, and those whose grammar compiles."""
 
     def __init__(self, config: WorkerConfig, holdings: Holdings, counts: Counts, clock: Callable[[], float]) -> None:
-        self.queue = WaitingQueue(
-            config.starvation_s, holdings.cached_tokens, longest_first=config.objective == "throughput"
-        )
+        self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens)
         self.held: dict[str, Sequence] = {}  # not ready: their grammar compiles
         self.forecast = Forecast(holdings.page_size)
         self._holdings = holdings

@@ -40,11 +40,6 @@ class WorkerConfig(BaseModel):
     token_budget: int = Field(
         512, ge=1, description="most tokens that one step computes, decodes included; on a GPU 8192 by default"
     )
-    objective: Literal["latency", "throughput"] = Field(
-        "latency",
-        description="latency computes prompts as they come; throughput ends a whole batch of requests soonest: those "
-        "with the most tokens to come start first, and prompts wait to be computed beside the decodes of others",
-    )
     overlap: bool | None = Field(
         None, description="prepare the next step while one runs; by default on a GPU, which runs without the host"
     )

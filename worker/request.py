@@ -167,11 +167,6 @@ class Sequence:
         return (-self.priority, self.arrival)
 
     @property
-    def most_outputs(self) -> int:
-        """Tokens that it may produce in all."""
-        return self.token_limit - self.num_prompt
-
-    @property
     def wants_prompt_logits(self) -> bool:
         """Whether log probabilities of the prompt's tokens are asked for and not all there."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt

@@ -34,7 +34,6 @@ from worker.counts import Counts
 from worker.ends import Ends
 from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
-from worker.pacing import prompt_tokens
 from worker.refusal import refusal
 from worker.request import Sequence, pages_for
 
@@ -169,11 +168,7 @@ class Scheduler:
         self.started.clear()
         self._batch = Batch(self.config.token_budget, self.page_size, self._counts)
         preemptions = self.counters.preemptions
-        others = self._go_on()
-        if self.config.objective == "throughput":
-            # Some of the others may be decodes for which there are no pages yet.
-            self._batch.tokens_left = min(self._batch.tokens_left, self._paced() + len(others))
-        for seq in others:
+        for seq in self._go_on():
             self._plan(seq)
         # Right after a preemption, what it freed is for those that run.
         if len(self._waiting.queue) and self.counters.preemptions == preemptions:
@@ -290,18 +285,6 @@ class Scheduler:
         for seq in counts.of(rows[in_prompt]):
             self._batch.watch(seq)
         return first + counts.of(rows[unfinished & ~decode])
-
-    def _paced(self) -> int:
-        """Tokens of prompts for this step where only the end of the last request counts."""
-        counts, running = self._counts, self._running_rows()
-        rows = np.concatenate((running[counts.computed[running] < counts.prompt[running]], self._waiting.queue.rows))
-        return prompt_tokens(
-            counts.limit[running] - np.maximum(counts.tokens[running], counts.prompt[running]),
-            counts.tokens[rows] - counts.computed[rows],
-            counts.limit[rows] - counts.prompt[rows],
-            self._batch.num_decodes,
-            self.config.max_running,
-        )
 
     def _plan(self, seq: Sequence) -> None:
         """Puts the next chunk of a running sequence into this step, unless there are no tokens or pages for it now."""

@@ -14,18 +14,16 @@ LOOKUP_EVERY_STEPS = 16
 
 class WaitingQueue:
     """Waiting sequences. Order: higher priority; then those that ran before and were preempted; then those that have
-    waited for longer than `starvation_s`, first come first; then by longest cached prefix. With `longest_first` it is
-    the most tokens to come instead of the longest wait.
+    waited for longer than `starvation_s`, first come first; then by longest cached prefix.
 
     What the tree holds changes with every step, and thousands may wait, so a sequence's cached prefix is an estimate:
     looked up when it arrives and then, for those in the window, every few steps.
     """
 
-    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int], longest_first: bool = False) -> None:
+    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int]) -> None:
         """`look_up`: how many of a sequence's tokens the tree has now."""
         self._starvation_s = starvation_s
         self._look_up = look_up
-        self._longest_first = longest_first
         self._queue: list[Sequence] = []  # by place
         self._rows: np.ndarray | None = None
 
@@ -64,13 +62,11 @@ class WaitingQueue:
             window.sort(key=lambda seq: self._urgency(seq, now_s))
         return window
 
-    def _place(self, seq: Sequence) -> tuple[int, bool, int, int]:
+    def _place(self, seq: Sequence) -> tuple[int, bool, int]:
         """Ascending from the front, and the same for as long as it waits."""
-        return (-seq.priority, not seq.preempted, -seq.most_outputs if self._longest_first else 0, seq.arrival)
+        return (-seq.priority, not seq.preempted, seq.arrival)
 
-    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, int, int, int]:
-        if self._longest_first:
-            return (-seq.priority, not seq.preempted, -seq.most_outputs, -seq.cached_estimate, seq.arrival)
+    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int]:
         starved = self.is_starved(seq, now_s)
         return (-seq.priority, not seq.preempted, not starved, 0 if starved else -seq.cached_estimate, seq.arrival)
 

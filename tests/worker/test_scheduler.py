@@ -397,19 +397,6 @@ def test_longest_cached_prefix_first_until_one_starves(drive):
     assert order_of(d) == ["warm", "cold", "most"]
 
 
-def test_for_throughput_the_longest_start_first_and_the_others_beside_their_decodes(drive, monkeypatch):
-    monkeypatch.setattr("worker.pacing.FULL_STEP", 4)
-    d = drive(objective="throughput", max_running=8, token_budget=64)
-    lengths = {"a": 2, "b": 12, "c": 6, "d": 12}
-    for name, length in lengths.items():
-        d.add(name, prompt(8, seed=ord(name)), max_tokens=length)
-    plans = d.run()
-    assert list(d.outputs) == ["b", "d", "c", "a"]
-    assert max(plan.num_tokens for plan in plans[1:]) < 16 and len(plans) == 12, "spread, and none ends later for it"
-    for name, length in lengths.items():
-        assert d.tokens(name) == d.runner.generate(prompt(8, seed=ord(name)), length)
-
-
 def test_thousands_wait_without_a_look_up_each_step(drive, monkeypatch):
     d = drive(max_running=1)
     for i in range(3000):
@@ -612,7 +599,6 @@ def test_random_traffic(drive, seed, request):
 @settings(max_examples=200, deadline=None)
 @given(
     overlap=st.booleans(),
-    objective=st.sampled_from(["latency", "throughput"]),
     num_pages=st.integers(2, 12),
     page_size=st.integers(1, 5),
     budget=st.integers(1, 12),
@@ -620,14 +606,12 @@ def test_random_traffic(drive, seed, request):
         st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
     ),
 )
-def test_every_request_ends_and_is_right(fake_runner, overlap, objective, num_pages, page_size, budget, requests):
+def test_every_request_ends_and_is_right(fake_runner, overlap, num_pages, page_size, budget, requests):
     runner = fake_runner(num_pages=num_pages, page_size=page_size)
-    d = Driver(runner, overlap=overlap, objective=objective, token_budget=budget, max_running=4)
+    d = Driver(runner, overlap=overlap, token_budget=budget, max_running=4)
     for i, (stem, length, max_tokens, priority) in enumerate(requests):
         d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("worker.pacing.FULL_STEP", 2)
-        d.run(2000)
+    d.run(2000)
     for i, (stem, length, max_tokens, _) in enumerate(requests):
         if length + 1 > d.runner.context_length:
             assert d.failure(str(i)).param == "prompt"
