@@ -53,3 +53,13 @@ class WorkerConfig(BaseModel):
     grammar_timeout_s: float = Field(
         10.0, gt=0, description="longest time that a grammar may take to compile, in seconds"
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of a replica. Rank `stage * tp + i` is the i-th of its stage."""
+        return self.tp * self.pp
+
+    @property
+    def leading_rank(self) -> int:
+        """The first of the last stage, where tokens are sampled: the scheduler is with it."""
+        return (self.pp - 1) * self.tp

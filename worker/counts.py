@@ -15,7 +15,7 @@ class Counts:
     Of its `tokens`, which are the prompt's and the outputs', the last `pending` are being sampled by steps in flight:
     they count, and their values are not known yet. `computed` of them have their KV, by steps in flight too; steps that
     have ended computed `confirmed`. It ends when it has `limit` tokens. It holds `pages` pages, of which the ranks know
-    the first `sent`. `slots` is -1 while it waits.
+    the first `sent`. `slots` is -1 while it waits. Its last token came with step `answered`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,6 +28,7 @@ class Counts:
         self.prompt, self.limit = column(), column()
         self.pages, self.sent, self.slots = column(), column(), column()
         self.last_token = column()  # of those that are known
+        self.answered = column()
         self.announced = np.zeros(capacity, dtype=bool)  # its first output was sent
         self.sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
@@ -36,7 +37,7 @@ class Counts:
         """A row for a new sequence, which waits, and of which nothing is counted yet."""
         row = self._free.pop()
         self.sequences[row] = seq
-        for column in (self.tokens, self.pending, self.computed, self.confirmed, self.pages, self.sent):
+        for column in (self.tokens, self.pending, self.computed, self.confirmed, self.pages, self.sent, self.answered):
             column[row] = 0
         self.slots[row] = -1
         self.announced[row] = False

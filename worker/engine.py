@@ -3,13 +3,15 @@
 A step reads `schedule -> forward -> sample -> update`. The scheduler sees plans and sampled tokens only, so a plan may
 as well go to other ranks. With overlap, step n+1 is planned and launched while the device still runs step n; then the
 tokens of n are waited for, and what the next tokens depend on (penalties, grammars, who has ended) is up to date when
-the sampling of n+1 is launched. Only the tokens themselves pass from step to step on the device.
+the sampling of n+1 is launched. Only the tokens themselves pass from step to step on the device. Of a pipeline this is
+the last stage: steps are sent through those before it well before it comes to its own part of them.
 """
 
 import gc
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
@@ -126,6 +128,7 @@ class Engine:
             clock=clock,
         )
         self._overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        self._under_way: deque[Step] = deque()  # of a pipeline, those that only the stages before have begun
         self._flight: _Flight | None = None  # what is launched and not finished between two steps
         self._on_ready = on_ready
         self._compiling: dict[str, tuple[Future[CompiledGrammar], Grammar]] = {}
@@ -153,14 +156,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. A grammar that compiles is none: `on_ready` tells."""
-        return self.scheduler.has_work or self._flight is not None or not self._compiled.empty()
+        in_flight = self._flight is not None or len(self._under_way) > 0
+        return self.scheduler.has_work or in_flight or not self._compiled.empty()
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Computes one batch. Returns what there is to tell: with overlap, of the batch before. Raises DeviceLost."""
         self._take_compiled()
-        step = self.scheduler.schedule()
-        self._take_slots(step)
+        step = self._next_step()
         logits = self._forward(step.plan) if step is not None and len(step.plan) else None
         self._finish_flight()
         if step is not None:
@@ -230,6 +233,26 @@ class Engine:
 
     # ------------------------------------------------------------ the parts of a step
 
+    def _next_step(self) -> Step | None:
+        """The step that is this stage's turn. Of a pipeline as many as may be are sent on their way, and the oldest has
+        come."""
+        if self.scheduler.config.pp == 1:
+            return self._schedule()
+        most = self.scheduler.most_in_flight - (self._flight is not None)
+        while len(self._under_way) < most and (step := self._schedule()) is not None:
+            self._under_way.append(step)
+            if len(step.plan):
+                try:
+                    self.runner.expect(step.plan)
+                except RankLost as error:
+                    raise DeviceLost(str(error)) from error
+        return self._under_way.popleft() if self._under_way else None
+
+    def _schedule(self) -> Step | None:
+        step = self.scheduler.schedule()
+        self._take_slots(step)
+        return step
+
     def _forward(self, plan: Plan) -> torch.Tensor | Exception:
         """The logits of a step, which the device may yet have to compute; or why there are none."""
         try:
@@ -253,7 +276,8 @@ class Engine:
                 continue  # the step before was its last
             seq, end = step.sequences[chunk], int(ends[chunk])
             try:
-                prompts[chunk] = self._prompt_logprobs(seq, logits[end - int(plan.num_logits[chunk]) : end])
+                last = int(plan.starts[chunk] + plan.lengths[chunk])
+                prompts[chunk] = self._prompt_logprobs(seq, last, logits[end - int(plan.num_logits[chunk]) : end])
             except Exception as error:
                 self._fail([seq], "log probabilities of the prompt failed", error)
         chosen = np.flatnonzero(step.gives & ~step.gone)
@@ -268,15 +292,14 @@ class Engine:
             self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {plan.step}", error)
             return _Flight(step, chosen, None, prompts)
 
-    def _prompt_logprobs(self, seq: Sequence, logits: torch.Tensor) -> PendingLogprobs:
-        """Of the prompt's tokens that follow those of `logits` [n, vocabulary]. The prompt's last token has none after
-        it."""
-        first = seq.num_computed - len(logits) + 1
-        token_ids = seq.tokens.view(first, min(seq.num_computed + 1, seq.num_prompt))
+    def _prompt_logprobs(self, seq: Sequence, end: int, logits: torch.Tensor) -> PendingLogprobs:
+        """Of the prompt's tokens that follow those of `logits` [n, vocabulary], the last of which is before `end`. The
+        prompt's last token has none after it."""
+        token_ids = seq.tokens.view(end - len(logits) + 1, min(end + 1, seq.num_prompt))
         return prompt_logprobs(logits[: len(token_ids)], token_ids, seq.sampling.prompt_logprobs or 0)
 
     def _finish_flight(self) -> None:
-        """Waits for the step in flight, if there is one, and takes its tokens."""
+        """Waits for the step that was launched, if there is one, and takes its tokens."""
         flight, self._flight = self._flight, None
         if flight is None:
             return

@@ -66,7 +66,7 @@ class StepGraphs:
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
         self._logits = logits
         self._likeliest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        self._hidden = decoder.norm.new_empty(len(logits), decoder.config.hidden_size, dtype=decoder.embedding.dtype)
+        self._hidden = logits.new_empty(len(logits), decoder.config.hidden_size, dtype=decoder.dtype)
         most = max(len(logits), max_tokens)
         names = ("wanted", "token_ids", "positions", "slots")
         self._inputs = StaticArrays(logits.device, dict.fromkeys(names, (torch.int64, most)))

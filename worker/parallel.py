@@ -28,20 +28,63 @@ class RankLost(RuntimeError):
     """A rank of the replica ended or does not answer: the others can do nothing without it. The message says which."""
 
 
-class Group:
+class Meeting:
+    """`size` ranks that meet in a store, on the host. Several meetings may share a store, under names of their own; a
+    failure that is told in one is told in all."""
+
+    def __init__(self, store: dist.Store | None, rank: int, size: int, name: str = "ranks") -> None:
+        """Without a store it is the meeting of one, who waits for nobody."""
+        self._store = store
+        self._room = None if store is None else dist.PrefixStore(name, store)
+        self._meetings = 0
+        self.rank, self.size = rank, size
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, however long they take. Raises RankLost if one has failed."""
+        if self._room is None:
+            return
+        key = f"meeting/{self._meetings}"
+        self._meetings += 1
+        self._room.add(key, 1)
+        while self._room.add(key, 0) < self.size:
+            self.check()
+            time.sleep(_POLL_S)
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values. Waits for all of them. Raises RankLost if one has failed."""
+        if self._room is None:
+            return value
+        key = f"values/{self._meetings}"
+        self._room.set(f"{key}/{self.rank}", str(value))
+        self.meet()
+        return min(int(self._room.get(f"{key}/{rank}")) for rank in range(self.size))
+
+    def fail(self, reason: str) -> None:
+        """Tell all ranks that the replica is at its end, and why. The first reason stays."""
+        if self._store is not None:
+            self._store.compare_set(_FAILED, "", reason)
+
+    def check(self) -> None:
+        """Raises RankLost if a rank has failed."""
+        if self._store is not None and self._store.check([_FAILED]):
+            raise RankLost(self._store.get(_FAILED).decode(errors="replace"))
+
+
+class Group(Meeting):
     """`size` ranks that call the same operations in the same order. NCCL on GPUs, gloo on CPUs.
 
     On a GPU an operation is launched on the current stream and may be captured in a CUDA graph. It raises RuntimeError
     where the backend notices that a rank has gone; on a GPU it may also never end: `worker.ranks` watches for that.
     """
 
-    def __init__(self, backend: Any, store: dist.Store | None, rank: int, size: int, device: torch.device) -> None:
-        """Use `single` or `join`. `backend` is a `dist.Backend`, whose methods have no types."""
-        self._backend, self._store, self._device = backend, store, device
-        self._meetings = 0
+    def __init__(
+        self, backend: Any, store: dist.Store | None, rank: int, size: int, device: torch.device, name: str = "group"
+    ) -> None:
+        """Use `single`, `join` or `pair`. `backend` is a `dist.Backend`, whose methods have no types."""
+        super().__init__(store, rank, size, name)
+        self._backend, self._device = backend, device
         self._peers: PeerSums | None = None
         self._beside: torch.cuda.Stream | None = None
-        self.rank, self.size = rank, size
 
     @classmethod
     def single(cls) -> "Group":
@@ -50,25 +93,47 @@ class Group:
 
     @classmethod
     def join(
-        cls, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float = TIMEOUT_S
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float = TIMEOUT_S,
+        name: str = "group",
     ) -> "Group":
-        """One rank's end of a group of `size`, when all have come to the same store. `device` is this rank's own, on a
-        GPU the current one. Collectives may take `timeout_s`. Raises RankLost if a rank has failed."""
-        group = cls(None, store, rank, size, device)
-        group.meet()
-        timeout = timedelta(seconds=timeout_s)
-        prefixed = dist.PrefixStore("group", store)
-        if device.type == "cuda":
-            options: Any = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            options.global_ranks_in_group, options.group_name = list(range(size)), "ranks"
-            group._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-        else:
-            group._backend = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+        """One rank's end of a group of `size`, when all have come to the same store and name. `device` is this rank's
+        own, on a GPU the current one. Collectives may take `timeout_s`. Raises RankLost if a rank has failed."""
+        group = cls(None, store, rank, size, device, name)
+        group._connect(timeout_s, name)
         group.least(0)  # a communicator is made at its first use, which must not be inside a graph
         if device.type == "cuda":
-            group._peers = peers.find(group, store, device)
+            assert group._room is not None
+            group._peers = peers.find(group, group._room, device)
         return group
+
+    @classmethod
+    def pair(
+        cls, store: dist.Store, rank: int, device: torch.device, timeout_s: float = TIMEOUT_S, name: str = "pair"
+    ) -> "Group":
+        """One end of a pair, of which rank 0 sends what rank 1 receives. As `join`."""
+        group = cls(None, store, rank, 2, device, name)
+        group._connect(timeout_s, name)
+        first = torch.zeros(1, device=device)
+        _wait(group.begin_send(first, 1) if rank == 0 else group.begin_receive(first, 0))
+        return group
+
+    def _connect(self, timeout_s: float, name: str) -> None:
+        self.meet()
+        assert self._room is not None
+        timeout = timedelta(seconds=timeout_s)
+        prefixed = dist.PrefixStore("backend", self._room)
+        if self._device.type == "cuda":
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            options.global_ranks_in_group, options.group_name = list(range(self.size)), name
+            self._backend = dist.ProcessGroupNCCL(prefixed, self.rank, self.size, options)
+        else:
+            self._backend = dist.ProcessGroupGloo(prefixed, self.rank, self.size, timeout)
 
     def place(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
         """Where to compute a part `[rows, columns]` of a sum so that it is fast; None if it does not matter. Two sums,
@@ -136,28 +201,16 @@ class Group:
             return value
         return int(self.all_gather(torch.tensor([value], device=self._device)).min())
 
-    # ------------------------------------------------------------ on the host
+    def begin_send(self, x: torch.Tensor, rank: int) -> dist.Work:
+        """Begins to send x, contiguous, which stays as it is until that has ended. A GPU does so beside what the
+        current stream gets to do afterwards. `wait` of what is returned waits for the end."""
+        work: dist.Work = self._backend.send([x], rank, 0)
+        return work
 
-    def meet(self) -> None:
-        """Wait until all ranks are here, however long they take. Raises RankLost if one has failed."""
-        if self._store is None:
-            return
-        key = f"meeting/{self._meetings}"
-        self._meetings += 1
-        self._store.add(key, 1)
-        while self._store.add(key, 0) < self.size:
-            self.check()
-            time.sleep(_POLL_S)
-
-    def fail(self, reason: str) -> None:
-        """Tell all ranks that the replica is at its end, and why. The first reason stays."""
-        if self._store is not None:
-            self._store.compare_set(_FAILED, "", reason)
-
-    def check(self) -> None:
-        """Raises RankLost if a rank has failed."""
-        if self._store is not None and self._store.check([_FAILED]):
-            raise RankLost(self._store.get(_FAILED).decode(errors="replace"))
+    def begin_receive(self, x: torch.Tensor, rank: int) -> dist.Work:
+        """Begins to receive into x, contiguous, what `rank` sends next. As `begin_send`."""
+        work: dist.Work = self._backend.recv([x], rank, 0)
+        return work
 
     def close(self) -> None:
         """Leave. What other ranks still wait for fails or never comes."""

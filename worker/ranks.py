@@ -1,12 +1,14 @@
 """The ranks of a replica: one leads, with the scheduler and the sampler beside it; the others follow its plans.
 
-    engine ── plan ──▶ Leader ── the same plan, by ZeroMQ ──▶ Follower (rank 1, 2, …)
+    engine ── plan ──▶ Leader ── the same plan, by ZeroMQ ──▶ Follower (every other rank)
                          │                                       │
                          └── Runner ◀── all-reduce, gather ──▶ Runner
 
-Every rank applies the same plans in the same order. Tokens that the host has not seen yet are on the leader's device
-alone: a step that needs them begins with their broadcast. Ranks find each other in a store, at an address that the
-leader's process publishes, and whichever fails leaves the reason there.
+Every rank applies the same plans in the same order. Of a pipeline the leader is in the last stage, where tokens are
+sampled: plans are sent to the others well before it comes to its own part of them. Tokens that the host has not seen
+yet, which no pipeline has, are on the leader's device alone: a step that needs them begins with their broadcast. Ranks
+find each other in a store, at an address that the leader's process publishes, and whichever fails leaves the reason
+there.
 """
 
 import logging
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +30,10 @@ import torch.distributed as dist
 import zmq
 
 from worker.config import WorkerConfig
-from worker.parallel import TIMEOUT_S, Group, RankLost
+from worker.parallel import TIMEOUT_S, Meeting, RankLost
 from worker.plan import PENDING, Plan
 from worker.runner import Runner, place
+from worker.stage import Stage
 from worker.weights import Progress
 
 log = logging.getLogger(__name__)
@@ -55,14 +59,19 @@ def find_store(address: str) -> dist.Store:
     try:
         return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=CONNECT_S))
     except RuntimeError as error:
-        raise RankLost(f"rank 0 does not answer at {address}: {error}") from error
+        raise RankLost(f"the leading rank does not answer at {address}: {error}") from error
 
 
 def open_runner(model: Path, config: WorkerConfig, progress: Progress | None = None) -> "Runner | Leader":
-    """What computes a replica's steps on this machine: a runner, or with `tp` over 1 the leader of as many ranks."""
+    """What computes a replica's steps on this machine: a runner, or the leader of `tp * pp` ranks."""
     if progress is None and sys.stderr.isatty():
         progress = _show
-    return Runner(model, config, progress) if config.tp == 1 else launch(model, config, progress)
+    return Runner(model, config, progress) if config.num_ranks == 1 else launch(model, config, progress)
+
+
+def other_ranks(config: WorkerConfig) -> list[int]:
+    """All but the leading one."""
+    return [rank for rank in range(config.num_ranks) if rank != config.leading_rank]
 
 
 def _show(done: int, total: int) -> None:
@@ -72,7 +81,7 @@ def _show(done: int, total: int) -> None:
     print(f"\rWeights [{'#' * width:<40}] {done} of {total}", end=end, file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------- rank 0
+# ---------------------------------------------------------------- the leading rank
 
 
 class Leader:
@@ -89,7 +98,7 @@ class Leader:
         processes: "list[subprocess.Popen[bytes]] | None" = None,
     ) -> None:
         """Waits for the other ranks to come to `store`; they connect to `host`, this machine's address. `processes` are
-        theirs, if this process started them. Raises what `Runner` raises, and RankLost."""
+        theirs, in their order, if this process started them. Raises what `Runner` raises, and RankLost."""
         self._lost: str | None = None
         self._is_ready = False
         self._processes = processes or []
@@ -97,18 +106,23 @@ class Leader:
         self._launched_s = 0.0
         self._launched: torch.cuda.Event | None = None
         self._context = zmq.Context()
-        self._followers = [self._bind(host) for _ in range(1, config.tp)]
-        for rank, follower in enumerate(self._followers, 1):
+        self._rank = config.leading_rank
+        self._followers = {rank: self._bind(host) for rank in other_ranks(config)}
+        self._sent: deque[Plan] = deque()
+        for rank, follower in self._followers.items():
             store.set(f"plans/{rank}", follower.getsockopt_string(zmq.LAST_ENDPOINT))
         self._watcher = threading.Thread(target=self._watch, args=(store,), name="ranks", daemon=True)
         self._watcher.start()
-        self.group: Group | None = None
+        self.stage: Stage | None = None
         try:
-            self.group = Group.join(store, 0, config.tp, _own_device(config, 0))
-            self.runner = Runner(model, config, progress, self.group)
+            self.stage = Stage.join(store, self._rank, config.tp, config.pp, _own_device(config, self._rank))
+            self.runner = Runner(model, config, progress, self.stage)
+            for rank, follower in self._followers.items():
+                if not follower.poll(int(CONNECT_S * 1000), zmq.POLLOUT):  # it may just have come
+                    raise RankLost(f"rank {rank} does not connect")
         except BaseException as error:
             reason = self._reason(error)
-            _tell(store, 0, error)
+            _tell(store, self._rank, error)
             self.close()
             if reason is not None:
                 raise RankLost(reason) from error
@@ -127,18 +141,29 @@ class Leader:
         """As the runner's."""
         return self.runner.likeliest
 
-    def forward(self, plan: Plan) -> torch.Tensor:
-        """As `Runner.forward`. Raises RankLost."""
+    def expect(self, plan: Plan) -> None:
+        """As `Runner.expect`, after sending the plan to the other ranks: they begin. Raises RankLost."""
         if self._lost is not None:
             raise RankLost(self._lost)
-        assert self.group is not None
         try:
             self._send(plan.encode())
-            logits = _step(self.runner, self.group, plan)
+            self.runner.expect(plan)
         except Exception as error:
-            reason = self._reason(error) or f"rank 0: {_line(error)}"
-            self.group.fail(reason)
-            raise RankLost(reason) from error
+            raise self._loss(error) from error
+        self._sent.append(plan)
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """As `Runner.forward`, of a plan that is sent now if it has not been. Raises RankLost."""
+        if not self._sent:
+            self.expect(plan)
+        if self._lost is not None:
+            raise RankLost(self._lost)
+        sent = self._sent.popleft()
+        assert sent is plan, "plans are run in the order in which they were sent"
+        try:
+            logits = _step(self.runner, plan)
+        except Exception as error:
+            raise self._loss(error) from error
         if self._launched is not None:
             self._launched_s = time.monotonic()
             self._launched.record()
@@ -149,18 +174,20 @@ class Leader:
         if self._closing.is_set():
             return
         with suppress(RankLost):
+            while self._sent:  # what the others have begun takes all of them
+                self.forward(self._sent[0])
             self._send(_END)
-            if self.group is not None and self._lost is None and self._is_ready:
-                _leave_together(self.group, self.device)
+            if self.stage is not None and self._lost is None and self._is_ready:
+                _leave_together(self.stage, self.device)
         self._closing.set()
         self._watcher.join()
-        for follower in self._followers:
+        for follower in self._followers.values():
             follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
         for process in self._processes:
             _end(process, GRACE_S if self._lost is None else 0)
         self._context.term()
-        if self.group is not None:
-            self.group.close()
+        if self.stage is not None:
+            self.stage.close()
 
     def _bind(self, host: str) -> "zmq.Socket[bytes]":
         follower = self._context.socket(zmq.PUSH)
@@ -170,16 +197,24 @@ class Leader:
         return follower
 
     def _send(self, frame: bytes) -> None:
-        for rank, follower in enumerate(self._followers, 1):
+        for rank, follower in self._followers.items():
             try:
                 follower.send(frame, zmq.NOBLOCK)  # without a limit: only where nobody is there it would block
             except zmq.Again:
                 raise RankLost(f"rank {rank} has gone") from None
 
+    def _loss(self, error: Exception) -> RankLost:
+        """What an error in a step means. All ranks are told."""
+        reason = self._reason(error) or f"rank {self._rank}: {_line(error)}"
+        assert self.stage is not None
+        self.stage.replica.fail(reason)
+        self._lost = reason
+        return RankLost(reason)
+
     def _reason(self, error: BaseException) -> str | None:
         """What another rank says went wrong, which explains an error here; None if all are well."""
         if isinstance(error, RuntimeError):  # maybe a collective's: then the other rank's own reason is on its way
-            deadline_s = time.monotonic() + 5 * WATCH_EVERY_S
+            deadline_s = time.monotonic() + 8 * WATCH_EVERY_S
             while self._lost is None and time.monotonic() < deadline_s:
                 time.sleep(WATCH_EVERY_S / 4)
         return self._lost or (str(error) if isinstance(error, RankLost) else None)
@@ -189,16 +224,16 @@ class Leader:
     def _watch(self, store: Any) -> None:
         """Looks for ranks that have failed, processes that have ended, and steps that do not end."""
         # A connection of its own: what one thread asks must not wait for what another does.
-        group = Group(None, store.clone(), 0, 1, torch.device("cpu"))
+        replica = Meeting(store.clone(), self._rank, 1)
         while not self._closing.wait(WATCH_EVERY_S):
-            for rank, process in enumerate(self._processes, 1):
+            for rank, process in zip(self._followers, self._processes, strict=False):
                 if (status := process.poll()) is not None:
                     time.sleep(WATCH_EVERY_S)  # its own reason comes first
-                    group.fail(f"rank {rank}: its process ended with status {status}")
+                    replica.fail(f"rank {rank}: its process ended with status {status}")
             try:
-                group.check()
+                replica.check()
                 if self._is_stuck(TIMEOUT_S):
-                    group.fail(f"a step has not ended for {TIMEOUT_S:g} s: a rank hangs")
+                    replica.fail(f"a step has not ended for {TIMEOUT_S:g} s: a rank hangs")
             except RankLost as error:
                 self._lost = str(error)
                 self._end_if_stuck()
@@ -232,11 +267,11 @@ class Follower:
         self._context = zmq.Context()
         self._plans = self._context.socket(zmq.PULL)
         self._plans.set(zmq.RCVHWM, 0)
-        self._group: Group | None = None
+        self._stage: Stage | None = None
         try:
-            self._group = Group.join(store, rank, config.tp, _own_device(config, rank))
+            self._stage = Stage.join(store, rank, config.tp, config.pp, _own_device(config, rank))
             self._plans.connect(store.get(f"plans/{rank}").decode())
-            self._runner = Runner(model, config, progress, self._group)
+            self._runner = Runner(model, config, progress, self._stage)
         except BaseException as error:
             _tell(self._store, self._rank, error)
             self.close()
@@ -244,47 +279,68 @@ class Follower:
 
     def run(self) -> None:
         """Follows until the leader closes. Raises what a step raises, after telling the others."""
-        assert self._group is not None
+        assert self._stage is not None
         try:
-            while frame := self._plans.recv():
-                _step(self._runner, self._group, Plan.decode(frame))
-            _leave_together(self._group, self._runner.device)
+            self._follow()
+            _leave_together(self._stage, self._runner.device)
         except BaseException as error:
             _tell(self._store, self._rank, error)
             raise
         finally:
             self.close()
 
+    def _follow(self) -> None:
+        """Every plan that has come is expected before the oldest is computed: what it needs arrives meanwhile."""
+        plans: deque[Plan] = deque()
+        ended = False
+        while plans or not ended:
+            while not ended and (not plans or self._plans.poll(0)):
+                frame = self._plans.recv()
+                ended = not frame
+                if frame:
+                    plans.append(Plan.decode(frame))
+                    self._runner.expect(plans[-1])
+            if plans:
+                _step(self._runner, plans.popleft())
+
     def close(self) -> None:
         """Gives back the socket and leaves the group. Not while another thread is in `run`."""
         self._plans.close(linger=0)
         self._context.term()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        if self._stage is not None:
+            self._stage.close()
+            self._stage = None
 
 
 def _tell(store: dist.Store, rank: int, error: BaseException) -> None:
-    """Leaves the reason of a rank's end in the store, if it was not found there."""
-    if not isinstance(error, RankLost):
-        with suppress(RuntimeError):  # its process may have ended
-            Group(None, store, rank, 1, torch.device("cpu")).fail(f"rank {rank}: {_line(error)}")
+    """Leaves the reason of a rank's end in the store, if it was not found there. One that a collective ended waits a
+    little for the reason of the rank that ended first."""
+    if isinstance(error, RankLost):
+        return
+    replica = Meeting(store, rank, 1)
+    with suppress(RuntimeError):  # RankLost is one; the store's process may have ended
+        if isinstance(error, RuntimeError):
+            deadline_s = time.monotonic() + 3 * WATCH_EVERY_S
+            while time.monotonic() < deadline_s:
+                replica.check()
+                time.sleep(WATCH_EVERY_S / 4)
+        replica.fail(f"rank {rank}: {_line(error)}")
 
 
 @torch.inference_mode()
-def _step(runner: Runner, group: Group, plan: Plan) -> torch.Tensor:
-    """What every rank does with a plan."""
+def _step(runner: Runner, plan: Plan) -> torch.Tensor:
+    """What every rank does with a plan. Of a pipeline no plan has tokens that are pending."""
     if (plan.token_ids == PENDING).any():
-        group.broadcast(runner.last_tokens, 0)
+        runner.group.broadcast(runner.last_tokens, 0)
     return runner.forward(plan)
 
 
-def _leave_together(group: Group, device: torch.device) -> None:
+def _leave_together(stage: Stage, device: torch.device) -> None:
     """Wait until all ranks have computed all that they were told to. A GPU that is still in a step waits for what the
     others write, and reads their memory, which goes with their processes. Raises RankLost if one does not come."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    group.meet()
+    stage.replica.meet()
 
 
 def _own_device(config: WorkerConfig, rank: int) -> torch.device:
@@ -299,16 +355,17 @@ def _own_device(config: WorkerConfig, rank: int) -> torch.device:
 
 
 def launch(model: Path, config: WorkerConfig, progress: Progress | None = None) -> Leader:
-    """This process as rank 0, and one more for each other rank, on this machine. They end when it does."""
+    """This process as the leading rank, and one more for each other rank, on this machine. They end when it does."""
     device, _ = place(config)
-    if device.type == "cuda" and torch.cuda.device_count() < config.tp:
-        raise ValueError(f"tp={config.tp}, but this machine has {torch.cuda.device_count()} GPUs")
+    ranks = config.num_ranks
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        raise ValueError(f"tp={config.tp}, pp={config.pp}, but this machine has {torch.cuda.device_count()} GPUs")
     if device.type == "cpu" and config.cpu_threads is None:
-        config = config.model_copy(update={"cpu_threads": max(1, (os.cpu_count() or 1) // config.tp)})
+        config = config.model_copy(update={"cpu_threads": max(1, (os.cpu_count() or 1) // ranks)})
     store, address = open_store()
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(1, config.tp):
+        for rank in other_ranks(config):
             processes.append(_start(_Seat(str(model), config.model_dump(mode="json"), rank, address)))
     except BaseException:
         for process in processes:

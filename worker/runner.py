@@ -19,8 +19,8 @@ from worker.graphs import MOST_TOKENS, StepGraphs, product_sizes
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
-from worker.parallel import Group
 from worker.plan import Plan
+from worker.stage import Stage
 from worker.tables import PageTables
 from worker.weights import Progress, load_weights
 
@@ -41,23 +41,28 @@ class Runner:
     """
 
     def __init__(
-        self, model: Path, config: WorkerConfig, progress: Progress | None = None, group: Group | None = None
+        self, model: Path, config: WorkerConfig, progress: Progress | None = None, stage: Stage | None = None
     ) -> None:
-        """Load this rank's weights, allocate its KV pages. `group` are all ranks of the replica, which do the same.
+        """Load this rank's weights, allocate its KV pages. `stage`: its place among all ranks of the replica, which do
+        the same.
 
         Raises ValueError if the model or the configuration will not do.
         """
         config = settled(config)
-        self.group = group or Group.single()
-        if config.pp > 1 or config.tp != self.group.size:
-            raise ValueError(f"tp={config.tp}, pp={config.pp}: a runner is one rank of {self.group.size}")
+        self.stage = stage or Stage.only()
+        self.group = self.stage.group
+        if config.pp != self.stage.count or config.tp != self.group.size:
+            raise ValueError(
+                f"tp={config.tp}, pp={config.pp}: a runner is one rank of {self.group.size} in one stage of "
+                f"{self.stage.count}"
+            )
         if config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
         self.device, self.dtype = place(config)
-        if self.group.rank == 0:
+        if self.group.rank == 0 and self.stage.is_last:
             _say_place(config, self.device, self.dtype)
         hf = read_config(model)
-        shard = Shard(decoder_config(hf), self.group.rank, self.group.size)
+        shard = Shard(decoder_config(hf), self.group.rank, self.group.size, self.stage.index, self.stage.count)
         self.config = shard.config
         self.page_size = config.page_size
         self.vocab_size = self.config.vocab_size
@@ -66,8 +71,8 @@ class Runner:
         parameters = load_weights(
             model, shard, self.device, self.dtype, config.load_format, progress, config.quantization
         )
-        self.group.meet()  # one may be long behind with its part
-        self.decoder = Decoder(self.config, parameters, self.group)
+        self.stage.replica.meet()  # one may be long behind with its part
+        self.decoder = Decoder(self.config, parameters, self.dtype, self.group)
         # The last one is for what fills a batch up to a graph's size.
         self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
         self.likeliest: torch.Tensor | None = None
@@ -82,17 +87,22 @@ class Runner:
         self._tables = PageTables(self._max_running, pages_per_row, self.page_size)
         self._attention = self._backend(self.num_pages, pages_per_row)
         self._graphs: StepGraphs | None = None
-        if isinstance(self._attention, GraphAttention):
+        if isinstance(self._attention, GraphAttention) and self.stage.count == 1:
             self._graphs = StepGraphs(self.decoder, self._attention, self.last_tokens, self._logits, self._graph_tokens)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
+
+    def expect(self, plan: Plan) -> None:
+        """Get ready for a plan that the stages before have been sent, ahead of its `forward`, in the plans' order."""
+        if self.stage.before is not None:
+            self.stage.expect(plan.num_tokens, self.config.hidden_size, self.dtype)
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
         """Compute the plan's chunks. Returns float32 `[sum of num_logits, vocab_size]` on `device`, chunk after chunk,
         which holds until the next call. On a GPU the work is begun, not waited for; where it is a graph it leaves in
         `likeliest` the tokens that have the largest of these logits (`kernels.likeliest`), and those are `last_tokens`
-        of their slots.
+        of their slots. A stage that is not the last sends its output to the next one and returns no rows.
 
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
@@ -113,16 +123,27 @@ class Runner:
         rows = np.repeat(ends - shares, plan.num_logits) + np.arange(plan.num_logits.sum())
         if self._graphs is not None and self._graphs.fits(batch, len(rows)):
             return self._graphs.run(batch, token_ids, rows)
-        return self._step(batch, token_ids.astype(np.int64), rows, self._attention)
+        before = None if self.stage.before is None else self.stage.receive(self.config.hidden_size)
+        out = self._step(batch, token_ids.astype(np.int64), rows, self._attention, before)
+        if self.stage.is_last:
+            return out
+        self.stage.send(out)
+        return out.new_empty((0, self.vocab_size), dtype=torch.float32)
 
     def close(self) -> None:
-        """Leave the group."""
-        self.group.close()
+        """Leave the other ranks."""
+        self.stage.close()
 
     def _step(
-        self, batch: AttentionBatch, token_ids: np.ndarray, rows: np.ndarray, attention: AttentionBackend
+        self,
+        batch: AttentionBatch,
+        token_ids: np.ndarray,
+        rows: np.ndarray,
+        attention: AttentionBackend,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The logits after the tokens at `rows` (int64) of the batch."""
+        """The logits after the tokens at `rows` (int64) of the batch; from a stage that is not the last, what it made
+        of all tokens. One that is not the first goes on from what the stage `before` it made of them."""
         attention.plan(batch)
         arrays = [token_ids, token_positions(batch), rows]
         pending = (token_ids < 0).any()
@@ -131,6 +152,10 @@ class Runner:
         given, positions, wanted, *slots = all_to_device(arrays, self.device)
         if pending:
             given = torch.where(given < 0, self.last_tokens[slots[0]], given)
+        if before is not None:
+            given = before
+        if not self.stage.is_last:
+            return self.decoder.hidden(given, positions, attention)
         return self.decoder.logits(self.decoder.hidden(given, positions, attention, wanted))
 
     def _num_pages(self, config: WorkerConfig) -> int:
@@ -143,7 +168,7 @@ class Runner:
                 tokens = kv_cache.gpu_tokens(bytes_per_token, self.device, config.kv_memory_fraction)
             else:
                 tokens = kv_cache.cpu_tokens(bytes_per_token)
-            tokens = self.group.least(tokens)
+            tokens = self.stage.replica.least(tokens)
         return kv_cache.num_pages(tokens, self.page_size)
 
     @torch.inference_mode()
@@ -157,7 +182,11 @@ class Runner:
         tables = np.arange(count * pages, dtype=np.int32).reshape(count, pages)
         batch = AttentionBatch(tables, chunks, np.zeros_like(chunks), np.full_like(chunks, length))
         rows = np.arange(min(PROMPT_LOGIT_ROWS + self._max_running, count * length))
-        self._step(batch, np.zeros(count * length, dtype=np.int64), rows, self._backend(count * pages, pages))
+        token_ids = np.zeros(count * length, dtype=np.int64)
+        before = None
+        if self.stage.before is not None:
+            before = torch.zeros(len(token_ids), self.config.hidden_size, dtype=self.dtype, device=self.device)
+        self._step(batch, token_ids, rows, self._backend(count * pages, pages), before)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
@@ -239,7 +268,7 @@ def _say_place(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -
     name = str(dtype).removeprefix("torch.")
     in_8_bits = ", layers in fp8" if config.quantization == "fp8" else ""
     if device.type == "cuda":
-        ranks = f" and {config.tp - 1} more" if config.tp > 1 else ""
+        ranks = f" and {config.num_ranks - 1} more" if config.num_ranks > 1 else ""
         logger.info("Running on %s%s in %s%s", torch.cuda.get_device_name(), ranks, name, in_8_bits)
     else:
         found = "No GPU found: running" if config.device == "auto" else "Running"

@@ -14,6 +14,11 @@ its place is planned, and its value comes with `update`. What it ends is noticed
 has ended, been aborted or failed, whatever was planned beyond is dropped; one that was preempted keeps its pending
 token as an output. Pages may pass to others at once, because steps run in the order in which they were planned; the
 tree gets only what steps that have ended computed.
+
+Of a pipeline of P stages up to P + 1 steps are in flight, so that no stage waits for another. A sequence's next chunk
+may be in the very next step, but its next decode waits for its token: nothing is pending on the device, since it is
+another stage's. The decodes are spread evenly over the steps. One that is preempted loses the token in flight, which
+is sampled again: its slot has a new owner by the time that it would be sampled.
 """
 
 import copy
@@ -44,8 +49,8 @@ if TYPE_CHECKING:
 class Scheduler:
     """Owns every sequence from arrival to its last token, and the pages that running ones hold. One thread at a time.
 
-    Use: `step = schedule()`, run its plan, `update(step, …)`, `take_outputs()`. One more `schedule` may come before the
-    `update` of a step; updates come in the order of the steps.
+    Use: `step = schedule()`, run its plan, `update(step, …)`, `take_outputs()`. Up to `most_in_flight` steps may be
+    without their `update`; updates come in the order of the steps.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Scheduler:
         self.vacated: list[int] = []
         # More running sequences than tokens in a step would only wait for each other with pages in hand.
         self._num_slots = min(config.max_running, config.token_budget)
+        self.most_in_flight = config.pp + 1
         self._free_slots = list(range(self._num_slots - 1, -1, -1))
         self._sequences: dict[str, Sequence] = {}
         self._counts = Counts(config.max_waiting + self._num_slots)
@@ -83,7 +89,7 @@ class Scheduler:
         self._outputs: list[Output] = []
         self._batch = Batch(0, self.page_size, self._counts)  # this step's
         self._in_flight: deque[Step] = deque()  # steps without their update
-        self._ending = False  # whether a running sequence ends with the step in flight
+        self._ending = False  # whether a running sequence ends with a step in flight
         self._step = 0
         self._num_arrivals = 0
 
@@ -162,9 +168,9 @@ class Scheduler:
     # ------------------------------------------------------------ a step
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to compute. `started` then names the sequences that are new in
-        it."""
-        assert len(self._in_flight) < 2, "a step has had no update for two steps"
+        """The next step, or None when there is nothing to compute now. `started` then names the sequences that are new
+        in it."""
+        assert len(self._in_flight) < self.most_in_flight, "a step has had no update for too long"
         self.started.clear()
         self._batch = Batch(self.config.token_budget, self.page_size, self._counts)
         preemptions = self.counters.preemptions
@@ -273,6 +279,13 @@ class Scheduler:
         in_prompt = counts.confirmed[rows] < counts.prompt[rows]
         self._ending = not unfinished.all()
         decode = (tokens - computed == 1) & unfinished & ~in_prompt
+        going = unfinished & ~decode
+        ready = decode
+        if self.config.pp > 1:
+            is_known = counts.pending[rows] == 0
+            share = -(-int((unfinished & ~in_prompt).sum()) // self.config.pp)
+            ready, going = decode & is_known, going & is_known
+            decode = self._longest_ready(rows, ready, share)
         decodes = rows[decode]
         short = decodes[computed[decode] >= counts.pages[decodes] * self.page_size]
         first: list[Sequence] = []
@@ -281,10 +294,18 @@ class Scheduler:
                 self.holdings.grow_each(counts.of(short))
             self._batch.add_decodes(decodes)
         else:
-            first = counts.of(decodes)
+            first = counts.of(rows[ready])  # the first of all must be among them: it alone moves for sure
         for seq in counts.of(rows[in_prompt]):
             self._batch.watch(seq)
-        return first + counts.of(rows[unfinished & ~decode])
+        return first + counts.of(rows[going])
+
+    def _longest_ready(self, rows: np.ndarray, decode: np.ndarray, most: int) -> np.ndarray:
+        """Of those of `rows` that are to `decode` (bool) the `most` whose last token came first, bool."""
+        ready = np.flatnonzero(decode)
+        oldest = ready[np.argsort(self._counts.answered[rows[ready]], kind="stable")[:most]]
+        chosen = np.zeros_like(decode)
+        chosen[oldest] = True
+        return chosen
 
     def _plan(self, seq: Sequence) -> None:
         """Puts the next chunk of a running sequence into this step, unless there are no tokens or pages for it now."""
@@ -340,6 +361,10 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._batch.discard(seq)
+        if self.config.pp > 1:
+            for step in self._in_flight:
+                step.leave(seq.row)
+            seq.num_tokens, seq.num_pending = seq.num_known, 0
         self._vacate(seq, keep=True)
         seq.preempted = True
         self._waiting.forecast.preempt()
@@ -394,6 +419,7 @@ class Scheduler:
         outputs = [Output(request_id=seq.request_id, token_ids=[token_id]) for seq, token_id in given]
         counts.pending[rows] -= 1
         counts.last_token[rows] = ids
+        counts.answered[rows] = step.plan.step
         self.counters.output_tokens += len(ids)
         if sampled.logprobs:
             for output, place in zip(outputs, places.tolist(), strict=True):

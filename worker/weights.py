@@ -69,7 +69,7 @@ def load_weights(
     missing = set(places)
     parts = Counter(place.parameter for place in places.values())
     for tensor in _tensors(model, places, config, device, dtype, load_format):
-        if _is_ignored(tensor.name, config):
+        if _is_ignored(tensor.name, config) or _is_elsewhere(tensor.name, shard):
             continue
         if tensor.name not in places:
             raise ValueError(f"{model} has a tensor that a {config.model_type} model does not: {tensor.name}")
@@ -117,9 +117,9 @@ def _places(shard: Shard) -> dict[str, _Place]:
         "lm_head.weight": _Place("head", 0, vocabulary, 0, shard.vocabulary),
     }
     layer = _layer_places(shard)
-    for index in range(shard.whole.num_layers):
+    for own, index in enumerate(shard.layers):
         for tensor, place in layer.items():
-            places[f"model.layers.{index}.{tensor}"] = place._replace(parameter=f"layers.{index}.{place.parameter}")
+            places[f"model.layers.{index}.{tensor}"] = place._replace(parameter=f"layers.{own}.{place.parameter}")
     return {tensor: place for tensor, place in places.items() if place.parameter in shapes}
 
 
@@ -186,6 +186,17 @@ def _dtype(config: DecoderConfig, name: str, dtype: torch.dtype) -> torch.dtype:
 def _is_ignored(name: str, config: DecoderConfig) -> bool:
     """Old checkpoints carry the rotary frequencies, and some a second copy of tied embeddings."""
     return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
+
+
+def _is_elsewhere(name: str, shard: Shard) -> bool:
+    """Whether it is another stage that has this tensor."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is not None:
+        index = int(layer[1])
+        return index < shard.whole.num_layers and index not in shard.layers
+    if name == "model.embed_tokens.weight":
+        return not shard.config.has_embedding
+    return name in ("model.norm.weight", "lm_head.weight") and not shard.config.is_last
 
 
 def _tensors(

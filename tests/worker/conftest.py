@@ -206,8 +206,13 @@ class FakeRunner:
         self.plans: list[Plan] = []
         self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
         self.tables: dict[int, list[int]] = {}
+        self.expected: list[Plan] = []
+
+    def expect(self, plan: Plan) -> None:
+        self.expected.append(plan)
 
     def forward(self, plan: Plan) -> torch.Tensor:
+        assert not self.expected or self.expected.pop(0) is plan
         self.plans.append(plan)
         assert len(set(plan.slots.tolist())) == len(plan)
         rows = [row for chunk in plan.chunks for row in self._chunk(chunk)]

@@ -15,7 +15,9 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0)
 GRAMMAR = SamplingParams(max_tokens=5, temperature=0, grammar=Grammar("regex", "a+"))
 
 
-@pytest.fixture(params=[False, True], ids=["", "overlap"])
+@pytest.fixture(
+    params=[{}, {"overlap": True}, {"pp": 3}, {"pp": 3, "overlap": True}], ids=["", "overlap", "pp", "pp-overlap"]
+)
 def make(fake_parts, request):
     """Makes (engine, parts); at the end every page and slot must be back."""
     engines = []
@@ -25,7 +27,7 @@ def make(fake_parts, request):
         ready = []
         engine = Engine(
             Path("none"),
-            WorkerConfig(page_size=parts.runner.page_size, overlap=request.param, **(config or {})),
+            WorkerConfig(**({"page_size": parts.runner.page_size, "overlap": False} | request.param | (config or {}))),
             load=parts,
             on_ready=lambda: ready.append(1),
         )

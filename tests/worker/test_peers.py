@@ -14,6 +14,7 @@ from tests.worker.test_ranks import generated, settings
 from worker import peers
 from worker.parallel import Group
 from worker.runner import Runner
+from worker.stage import Stage
 
 pytest.importorskip("triton")
 from kernels import all_reduce
@@ -61,7 +62,7 @@ def test_a_decoder_says_the_same(name: str, tiny_model: Callable[[str], Path]) -
 
     def work(group: Group) -> tuple[list[list[int]], torch.Tensor, int]:
         group._peers = sums = Sums(group, most=300)  # type: ignore[assignment]
-        return *generated(Runner(folder, settings(tp=2), group=group)), sums.count
+        return *generated(Runner(folder, settings(tp=2), stage=Stage.only(group))), sums.count
 
     for own_tokens, own_logits, count in together(2, work):
         assert own_tokens == tokens

@@ -20,6 +20,7 @@ from worker.parallel import Group, RankLost
 from worker.plan import Chunk, Plan
 from worker.ranks import Follower, Leader, find_store, open_store
 from worker.runner import Runner
+from worker.stage import Stage
 
 ENDS_S = 60
 
@@ -51,7 +52,7 @@ def generated(runner: Runner) -> tuple[list[list[int]], torch.Tensor]:
 def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Path]) -> None:
     folder = tiny_model(name)
     tokens, logits = generated(Runner(folder, settings()))
-    for got in together(size, lambda group: generated(Runner(folder, settings(tp=size), group=group))):
+    for got in together(size, lambda group: generated(Runner(folder, settings(tp=size), stage=Stage.only(group)))):
         assert got[0] == tokens
         torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
 
@@ -66,7 +67,7 @@ def test_many_tokens_in_two_halves(
     sums: list[int] = []
     beside = Group.all_reduce_beside
     monkeypatch.setattr(Group, "all_reduce_beside", lambda group, x: (sums.append(len(x)), beside(group, x))[1])
-    for got in together(2, lambda group: generated(Runner(folder, settings(tp=2), group=group))):
+    for got in together(2, lambda group: generated(Runner(folder, settings(tp=2), stage=Stage.only(group)))):
         assert got[0] == tokens
         torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
     # Three chunks of seven at once; what has two norms around a sum is not cut.
@@ -79,7 +80,7 @@ def test_all_ranks_have_the_pages_of_the_poorest(
     has = iter([640, 320, 480])
     monkeypatch.setattr("worker.kv_cache.cpu_tokens", lambda bytes_per_token: next(has))
     folder, config = tiny_model("llama"), settings(tp=3, kv_tokens=None)
-    pages = together(3, lambda group: Runner(folder, config, group=group).num_pages)
+    pages = together(3, lambda group: Runner(folder, config, stage=Stage.only(group)).num_pages)
     assert pages == [20, 20, 20]
 
 
@@ -222,5 +223,5 @@ def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "CONNECT_S", 0.2)
     store, address = open_store()
     del store
-    with pytest.raises(RankLost, match="rank 0 does not answer"):
+    with pytest.raises(RankLost, match="the leading rank does not answer"):
         find_store(address)

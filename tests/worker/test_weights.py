@@ -20,6 +20,7 @@ from worker.models.shard import Shard
 from worker.parallel import Group
 from worker.plan import Chunk, Plan
 from worker.runner import Runner, place
+from worker.stage import Stage
 from worker.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -102,7 +103,7 @@ def bare(tmp_path: Path) -> Path:
 def test_random_weights_need_a_configuration_only(bare: Path) -> None:
     def logits(group: Group | None = None, **config: object) -> torch.Tensor:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 128, "load_format": "dummy", **config}
-        runner = Runner(bare, WorkerConfig.model_validate(settings), group=group)
+        runner = Runner(bare, WorkerConfig.model_validate(settings), stage=Stage.only(group))
         return runner.forward(Plan.of(0, [Chunk(0, 0, list(range(40, 80)), 0, [2, 0, 5], 40)]))
 
     alone = logits()
@@ -207,7 +208,11 @@ def test_a_model_in_8_bits(name: str, tiny_model: Callable[[str], Path], monkeyp
         config = WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 64, **settings})
         if config.tp == 1:
             return Runner(tiny_model(name), config).forward(plan)
-        return together(config.tp, lambda group: Runner(tiny_model(name), config, group=group).forward(plan))[0]
+
+        def forward(group: Group) -> torch.Tensor:
+            return Runner(tiny_model(name), config, stage=Stage.only(group)).forward(plan)
+
+        return together(config.tp, forward)[0]
 
     class Rounded(Linear):
         """Both sides are rounded as they come to a product in float32."""

@@ -19,6 +19,8 @@ class DecoderConfig:
     `gemma_norms`: norms multiply in float32 by one plus the stored weight. `sandwich_norms`: attention and MLP
     have a norm after them too, before the residual sum. `context_length` is the longest that the model was made for.
     `ranks`: into how many the model is cut (`worker.models.shard`); heads and intermediate size are then one rank's.
+    `is_first`, `is_last`: whether its layers are the model's first, with the embedding before them, and its last, with
+    norm and head after them; layers, windows and ropes are then one stage's.
     """
 
     model_type: str
@@ -46,6 +48,13 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     ranks: int = 1
+    is_first: bool = True
+    is_last: bool = True
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether the embedding's weights are needed, for tokens or for logits."""
+        return self.is_first or (self.is_last and self.tied_embeddings)
 
     @property
     def vocab_rows(self) -> int:

@@ -46,9 +46,13 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
     if config.sandwich_norms:
         layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
-    shapes = {"embedding": (config.vocab_rows, hidden), "norm": (hidden,)}
-    if not config.tied_embeddings:
-        shapes["head"] = (config.vocab_rows, hidden)
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.has_embedding:
+        shapes["embedding"] = (config.vocab_rows, hidden)
+    if config.is_last:
+        shapes["norm"] = (hidden,)
+        if not config.tied_embeddings:
+            shapes["head"] = (config.vocab_rows, hidden)
     return shapes | {f"layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
 
 
@@ -86,35 +90,41 @@ class Decoder:
     """`parameters` are those of `parameter_shapes(config)`, all on one device; those of `Linear`s may be `Fp8Weight`s.
     They are taken out of the dictionary, so that a weight and its rearranged copy stand in memory together for one
     layer at a time. With several ranks `config` and `parameters` are this rank's part, and all ranks of `group` call
-    the same methods with the same tokens."""
+    the same methods with the same tokens. A stage of a pipeline that is not the first begins with the output of the one
+    before, and one that is not the last has no logits."""
 
-    def __init__(self, config: DecoderConfig, parameters: dict[str, Any], group: Group | None = None) -> None:
-        self.config = config
+    def __init__(
+        self, config: DecoderConfig, parameters: dict[str, Any], dtype: torch.dtype, group: Group | None = None
+    ) -> None:
+        """`dtype` is that of the activations."""
+        self.config, self.dtype = config, dtype
         self.group = group or Group.single()
-        self.embedding = parameters.pop("embedding")
-        self.norm = parameters.pop("norm")
-        self.head = Linear(self.embedding if config.tied_embeddings else parameters.pop("head"))
-        self.layers = [_take_layer(parameters, index, self.embedding.dtype) for index in range(config.num_layers)]
+        self.device = parameters["layers.0.input_norm"].device
+        self.embedding: torch.Tensor | None = parameters.pop("embedding", None)
+        if config.is_last:
+            self.norm = parameters.pop("norm")
+            self.head = Linear(self.embedding if config.tied_embeddings else parameters.pop("head"))
+        self.layers = [_take_layer(parameters, index, dtype) for index in range(config.num_layers)]
         self.activate = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         # The scale is rounded as the embedding is: Gemma was trained with it so.
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embedding.dtype).item()
-        self.is_on_gpu = self.embedding.is_cuda
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        self.is_on_gpu = self.device.type == "cuda"
         # At one token a GPU does nothing but read weights; in float32 the sums of large batches are kept to.
         self._has_narrow_path = (
-            self.is_on_gpu and not config.sandwich_norms and self.embedding.dtype in (torch.bfloat16, torch.float16)
+            self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
         )
         self._turns: dict[Rope, torch.Tensor] = {}
 
     def prepare(self, context_length: int) -> None:
         """On a GPU, before `hidden`: no position beyond `context_length` will come."""
-        self._turns = {rope: rope.table(context_length, self.embedding.device) for rope in set(self.config.ropes)}
+        self._turns = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}
 
     @torch.inference_mode()
     def choose_products(self, step_sizes: Sequence[int], most_tokens: int) -> list[Timed]:
         """`kernels.products.choose` for the sizes that steps will have. On a GPU, before anything is captured."""
         one_adds = self.group.size == 1 and not self.config.sandwich_norms
         last = Use.ADDED if one_adds else Use.PLAIN
-        uses = [(self.head, Use.FLOAT32)]
+        uses = [(self.head, Use.FLOAT32)] if self.config.is_last else []
         for layer in self.layers:
             its = ((layer.qkv, Use.PLAIN), (layer.out, last), (layer.gate_up, Use.PLAIN), (layer.down, last))
             uses += [(linear, use) for linear, use in its if isinstance(linear, Linear)]
@@ -122,20 +132,19 @@ class Decoder:
 
     def hidden(
         self,
-        token_ids: torch.Tensor,
+        given: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBackend,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run all layers. token_ids and positions: int64 `[n]`, of the chunks that `attention` has planned, in order.
+        """Run all layers. given: the tokens' ids, int64 `[n]`, or after another stage its output, `[n, hidden_size]`,
+        which is overwritten; positions: int64 `[n]`; of the chunks that `attention` has planned, in order.
 
         Returns the last layer's output before the final norm, `[m, hidden_size]`, for the tokens at `wanted` (int64
         `[m]`, in any order), or for all.
         """
-        x = self._embed(token_ids)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
-        if self._has_narrow_path and len(token_ids) == 1:
+        x = self._embed(given) if self.config.is_first else given
+        if self._has_narrow_path and len(x) == 1:
             x = self._hidden_of_one(x, positions, attention)
             return x if wanted is None else x[wanted]
         angles = {} if self.is_on_gpu else {rope: rope.angles(positions, x.dtype) for rope in set(self.config.ropes)}
@@ -173,13 +182,16 @@ class Decoder:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Each rank looks up the tokens whose rows it has; the others' are zero there."""
+        assert self.embedding is not None
         if self.group.size == 1:
-            return F.embedding(token_ids, self.embedding)
-        rows = token_ids - self.group.rank * self.config.vocab_rows
-        absent = (rows < 0) | (rows >= self.config.vocab_rows)
-        x = F.embedding(rows.masked_fill(absent, 0), self.embedding).masked_fill_(absent[:, None], 0)
-        place = self._place(x, _EMBEDDING_TURN)
-        return self.group.all_reduce(x if place is None else place.copy_(x))
+            x = F.embedding(token_ids, self.embedding)
+        else:
+            rows = token_ids - self.group.rank * self.config.vocab_rows
+            absent = (rows < 0) | (rows >= self.config.vocab_rows)
+            own = F.embedding(rows.masked_fill(absent, 0), self.embedding).masked_fill_(absent[:, None], 0)
+            place = self._place(own, _EMBEDDING_TURN)
+            x = self.group.all_reduce(own if place is None else place.copy_(own))
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _place(self, x: torch.Tensor, turn: int) -> torch.Tensor | None:
         """Where this rank's part of what is added for the tokens of x is to be computed."""

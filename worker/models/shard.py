@@ -1,4 +1,4 @@
-"""Which part of a model each tensor-parallel rank holds.
+"""Which part of a model each rank holds: its stage's layers, and of these its share.
 
 Attention is cut by heads, the MLP by its intermediate size, embedding and head by rows of the vocabulary. Norms are on
 every rank. What does not divide is padded with heads, rows and columns of zeros, which add exactly nothing, so that all
@@ -8,36 +8,65 @@ ranks have the same shapes; KV heads that are fewer than the ranks are kept by s
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pipeline.stages import split_layers
 from worker.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of rank `rank` of `size` of the model `whole`. Ranges are in elements of the whole model; the rank's own
-    sizes, in `config`, may be larger than its ranges, by the padding. Raises ValueError for ranks without a head."""
+    """The part of rank `rank` of `size` in stage `stage` of `stages` of the model `whole`. Ranges are in elements of
+    the whole model; the rank's own sizes, in `config`, may be larger than its ranges, by the padding. Raises ValueError
+    for ranks without a head or stages without a layer."""
 
     whole: DecoderConfig
     rank: int = 0
     size: int = 1
+    stage: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
         if self.size > self.whole.num_heads:
             raise ValueError(
                 f"tp={self.size} is more than the model's {self.whole.num_heads} attention heads: lower tp"
             )
+        if self.stages > self.whole.num_layers:
+            raise ValueError(f"pp={self.stages} is more than the model's {self.whole.num_layers} layers: lower pp")
 
     @cached_property
     def config(self) -> DecoderConfig:
-        """The decoder that every rank of this size runs."""
+        """The decoder that every rank of this size runs in this stage."""
+        whole = self.whole
+        if self.stages > 1:
+            layers = slice(self.layers.start, self.layers.stop)
+            whole = replace(
+                whole,
+                num_layers=len(self.layers),
+                windows=whole.windows[layers],
+                ropes=whole.ropes[layers],
+                is_first=self.stage == 0,
+                is_last=self.stage == self.stages - 1,
+            )
         if self.size == 1:
-            return self.whole
+            return whole
         return replace(
-            self.whole,
+            whole,
             num_heads=self._heads_per_rank,
             num_kv_heads=self._kv_heads_per_rank,
             intermediate_size=_share(self.whole.intermediate_size, self.size),
             ranks=self.size,
         )
+
+    @cached_property
+    def layers(self) -> range:
+        """Those of the stage. Cut by the weights that a step of few tokens reads, which is nearly all that it does: of
+        the embedding next to none."""
+        if self.stages == 1:
+            return range(self.whole.num_layers)
+        whole = self.whole
+        attention = 2 * (whole.num_heads + whole.num_kv_heads) * whole.head_dim
+        layer = float((attention + 3 * whole.intermediate_size) * whole.hidden_size)
+        head = float(whole.vocab_size * whole.hidden_size)
+        return split_layers([layer] * whole.num_layers, self.stages, last=head)[self.stage]
 
     @property
     def heads(self) -> range:

@@ -1,0 +1,297 @@
+"""Pipelines: the tokens of one rank whatever the stages, with several steps in flight; and the scheduler's own part of
+that, against a model that is a hash."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from tests.worker.conftest import TINY
+from tests.worker.test_ranks import prompts, settings
+from tests.worker.test_scheduler import Driver, prompt
+from worker import ranks
+from worker.batch import Step
+from worker.config import WorkerConfig
+from worker.engine import DeviceLost, Engine, Parts, load_parts
+from worker.messages import Generate, SamplingParams
+from worker.models.config import decoder_config, read_config
+from worker.models.shard import Shard
+from worker.plan import PENDING, Plan
+from worker.ranks import Follower, Leader, find_store, open_store, other_ranks
+from worker.runner import Runner
+from worker.weights import load_weights
+
+ENDS_S = 60
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+# ---------------------------------------------------------------- the scheduler
+
+
+class Piped(Driver):
+    """As the engine of a pipeline does: a step is computed when it is the oldest under way."""
+
+    def __init__(self, runner, **config) -> None:
+        super().__init__(runner, **config)
+        self.under_way: deque[Step] = deque()
+
+    def step(self) -> Plan | None:
+        while len(self.under_way) < self.scheduler.most_in_flight and (step := self.scheduler.schedule()):
+            assert 0 < step.plan.num_tokens <= self.config.token_budget
+            assert (step.plan.token_ids != PENDING).all(), "no stage but the last has the token"
+            self.under_way.append(step)
+        if not self.under_way:
+            self.collect()
+            return None
+        step = self.under_way.popleft()
+        rows = self.runner.forward(step.plan).argmax(1)
+        chosen = np.flatnonzero(step.gives & ~step.gone)
+        assert (self.scheduler._counts.slots[step.rows[chosen]] == step.plan.slots[chosen]).all(), "another's slot"
+        self.scheduler.update(step, *self.sample(step, rows), {})
+        self.collect()
+        return step.plan
+
+    def land(self) -> None:
+        while self.under_way:
+            self.step()
+
+
+@pytest.fixture
+def piped(fake_runner) -> Callable[..., Piped]:
+    def make(pp: int = 4, num_pages: int = 64, **config) -> Piped:
+        return Piped(fake_runner(num_pages=num_pages, page_size=4), pp=pp, **config)
+
+    return make
+
+
+def test_chunks_follow_each_other_and_a_decode_waits_for_its_token(piped: Callable[..., Piped]) -> None:
+    d = piped(token_budget=4)
+    d.add("a", prompt(14), max_tokens=3)
+    d.step()
+    assert [len(step.plan) for step in d.under_way] == [1, 1, 1], "the whole prompt is under way"
+    assert [plan.num_tokens for plan in d.run()] == [4, 4, 2, 1, 1]
+    assert d.tokens("a") == d.runner.generate(prompt(14), 3)
+
+
+def test_decodes_are_spread_over_the_steps_in_flight(piped: Callable[..., Piped]) -> None:
+    d = piped(pp=4, num_pages=400)
+    for i in range(10):
+        d.add(str(i), prompt(5, seed=i), max_tokens=40)
+    sizes = [plan.num_tokens for plan in d.run() if plan.lengths.max() == 1]
+    assert max(sizes[4:]) == 3, "ten over four"
+    assert all(d.tokens(str(i)) == d.runner.generate(prompt(5, seed=i), 40) for i in range(10))
+    # Nobody waits while others are served again and again.
+    assert len(sizes) <= 40 * 4 + 8
+
+
+@examples(max_examples=150, deadline=None)
+@given(
+    pp=st.integers(2, 4),
+    num_pages=st.integers(2, 12),
+    page_size=st.integers(1, 5),
+    budget=st.integers(1, 12),
+    eos=st.sampled_from([(), (3, 7, 11, 20)]),
+    aborts=st.sets(st.integers(0, 7), max_size=2),
+    requests=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
+    ),
+)
+def test_every_request_ends_and_is_right(fake_runner, pp, num_pages, page_size, budget, eos, aborts, requests) -> None:
+    runner = fake_runner(num_pages=num_pages, page_size=page_size)
+    d = Piped(runner, pp=pp, token_budget=budget, max_running=6, eos=eos)
+    for i, (stem, length, max_tokens, priority) in enumerate(requests):
+        d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
+    for i in sorted(aborts):
+        d.step()
+        d.scheduler.abort([str(i)])
+        d.scheduler.check_integrity()
+    d.run(3000)
+    for i, (stem, length, max_tokens, _) in enumerate(requests):
+        if length + 1 > d.runner.context_length:
+            assert d.failure(str(i)).param == "prompt"
+            continue
+        whole = d.runner.generate(prompt(20, seed=stem)[:length], max_tokens, eos)
+        assert d.tokens(str(i)) == (whole[: len(d.tokens(str(i)))] if i in aborts else whole)
+    d.tree.reset()
+    assert d.tree.pool.num_free == num_pages
+
+
+def test_the_slot_of_one_that_is_preempted_may_be_anothers_before_its_step_ends(piped: Callable[..., Piped]) -> None:
+    d = piped(pp=4, max_running=1)
+    d.add("a", prompt(8), max_tokens=6)
+    step = d.scheduler.schedule()
+    assert step is not None
+    d.under_way.append(step)
+    d.add("b", prompt(9, seed=1), max_tokens=3, priority=1)
+    d.scheduler._preempt(d.scheduler._running[0])
+    d.run()
+    assert d.tokens("a") == d.runner.generate(prompt(8), 6)
+    assert d.tokens("b") == d.runner.generate(prompt(9, seed=1), 3)
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3"])
+def test_each_stage_has_its_layers_weights(name: str, load_format: str, tiny_model: Callable[[str], Path]) -> None:
+    folder = tiny_model(name)
+    whole_config = decoder_config(read_config(folder))
+
+    def loaded(shard: Shard) -> dict[str, torch.Tensor]:
+        return load_weights(folder, shard, torch.device("cpu"), torch.float32, load_format)
+
+    whole = loaded(Shard(whole_config))
+    seen: set[str] = set()
+    for stage in range(3):
+        shard = Shard(whole_config, stage=stage, stages=3)
+        own = {
+            f"layers.{int(key.split('.')[1]) + shard.layers.start}.{key.split('.')[2]}" if "." in key else key: value
+            for key, value in loaded(shard).items()
+        }
+        for key, value in own.items():
+            assert torch.equal(value, whole[key])
+        assert not {key for key in own.keys() & seen if key != "embedding"}
+        seen |= own.keys()
+    assert seen == whole.keys()
+
+
+def test_more_stages_than_layers(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="pp=5 is more than the model's 4 layers: lower pp"):
+        Shard(decoder_config(read_config(tiny_model("llama"))), stages=5)
+
+
+# ---------------------------------------------------------------- the same tokens
+
+
+class NoGrammars:
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def pipeline(folder: Path, *, fails: bool = False, **changes: object) -> Iterator[Engine]:
+    """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do."""
+    config = settings(**changes)
+    store, address = open_store()
+    kept: list[Follower] = []
+
+    def follow(rank: int) -> None:
+        follower = Follower(folder, config, rank, find_store(address))
+        kept.append(follower)
+        follower.run()
+
+    def parts(model: Path, own: WorkerConfig) -> Parts:
+        return load_parts(model, own, partial(Leader, store=store))
+
+    others = other_ranks(config)
+    with ThreadPoolExecutor(len(others)) as threads:
+        followers: list[Future[None]] = [threads.submit(follow, rank) for rank in others]
+        with closing(Engine(folder, config, load=parts)) as engine:
+            yield engine
+            if not fails:
+                engine.check_integrity()
+        for follower in followers:
+            assert (follower.exception(ENDS_S) is not None) == fails
+
+
+def said(engine: Engine, sampling: SamplingParams = GREEDY, count: int = 9) -> list[list[int]]:
+    results = engine.generate(prompts(count), sampling)
+    assert not any(result.failure for result in results)
+    return [result.token_ids for result in results]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
+    """What one rank says."""
+    known: dict[str, list[list[int]]] = {}
+
+    def get(name: str) -> list[list[int]]:
+        if name not in known:
+            with closing(Engine(tiny_model(name), settings())) as engine:
+                known[name] = said(engine)
+        return known[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture(name: str, tiny_model: Callable[[str], Path], alone: Callable) -> None:
+    with pipeline(tiny_model(name), pp=2, token_budget=16) as engine:
+        assert said(engine) == alone(name)
+
+
+@pytest.mark.parametrize(("pp", "tp", "overlap"), [(2, 1, False), (4, 1, False), (4, 1, True), (2, 2, False)])
+def test_batched_chunked_cached_and_preempted(
+    pp: int, tp: int, overlap: bool, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
+) -> None:
+    expected = alone("llama")
+    crowd = {"token_budget": 11, "kv_tokens": 160, "page_size": 4, "overlap": overlap}
+    with pipeline(tiny_model("llama"), pp=pp, tp=tp, **crowd) as engine:
+        assert said(engine) == expected
+        assert engine.load().preemptions > 0
+        assert said(engine) == expected
+        assert engine.load().cached_tokens > 0
+
+
+def test_log_probabilities_of_prompts_whose_chunks_are_under_way(tiny_model: Callable[[str], Path]) -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2, logprobs=2)
+    folder = tiny_model("llama")
+    with closing(Engine(folder, settings())) as engine:
+        expected = engine.generate(prompts(4), sampling)
+    with pipeline(folder, pp=2, token_budget=5) as engine:
+        for got, wanted in zip(engine.generate(prompts(4), sampling), expected, strict=True):
+            assert got.token_ids == wanted.token_ids
+            assert got.prompt_logprobs is not None and wanted.prompt_logprobs is not None
+            assert len(got.prompt_logprobs) == len(wanted.prompt_logprobs)
+            for one, other in zip(got.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+                assert one is not None and other is not None
+                assert one.token_id == other.token_id and one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_closing_with_steps_under_way(tiny_model: Callable[[str], Path]) -> None:
+    rng = random.Random(5)
+    with pipeline(tiny_model("llama"), pp=4, token_budget=8) as engine:
+        for i in range(4):
+            ids = [rng.randrange(4, 131) for _ in range(60)]
+            engine.add(Generate(request_id=str(i), prompt_ids=ids, sampling=GREEDY))
+        engine.step()
+        assert len(engine._under_way) == 4
+        engine.abort(["0", "1", "2", "3"])
+
+
+def test_one_that_fails_where_the_leading_rank_has_no_link_to(
+    tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, broken = ranks._step, []
+
+    def fail(runner: Runner, plan: Plan) -> torch.Tensor:
+        if broken and (runner.stage.index, runner.group.rank) == (0, 1):
+            raise MemoryError("no more")
+        return step(runner, plan)
+
+    monkeypatch.setattr(ranks, "_step", fail)
+    with pipeline(tiny_model("llama"), fails=True, tp=2, pp=2) as engine:
+        assert said(engine) == alone("llama")
+        broken.append(True)
+        with pytest.raises(DeviceLost, match=r"^rank 1: MemoryError: no more$"):
+            said(engine)
+
+
+def test_processes_and_one_that_is_killed(tiny_model: Callable[[str], Path], alone: Callable) -> None:
+    with closing(Engine(tiny_model("llama"), settings(pp=3, token_budget=16))) as engine:
+        assert said(engine) == alone("llama")
+        assert isinstance(engine.runner, Leader)
+        engine.runner._processes[1].kill()
+        with pytest.raises(DeviceLost, match=r"^rank 1: its process ended with status -9$"):
+            said(engine)

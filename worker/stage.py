@@ -1,0 +1,137 @@
+"""A rank's place in the pipeline of a replica, and what passes between stages: the tokens' activations.
+
+    stage 0 ── [n, hidden] ──▶ stage 1 ── … ──▶ stage P-1: logits
+
+Every rank has a link to the rank of the same number in the next stage. A chain has no way back, and nobody waits but
+for what comes from before, so that no two ever wait for each other. Of several ranks in a stage, which all have the
+same activations, each sends its share of the columns; those who receive put them together again.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from worker.parallel import TIMEOUT_S, Group, Meeting
+
+BUFFERS = 2  # receives that are posted ahead: one that is used and one that arrives
+
+
+class Link:
+    """One end of a way for matrices from a rank to one of the next stage, in order."""
+
+    def __init__(self, pair: Group, device: torch.device) -> None:
+        """Of the `pair`, rank 0 sends and rank 1 receives, on `device`."""
+        self._pair, self._device = pair, device
+        self._beside = torch.cuda.Stream() if device.type == "cuda" else None
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._expected: deque[tuple[int, int, torch.dtype]] = deque()
+        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def send(self, x: torch.Tensor) -> None:
+        """Begins to send x, contiguous, which nobody may change any more. Raises RuntimeError where an earlier one did
+        not arrive."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()[0].wait()
+        self._sent.append((self._pair.begin_send(x, 1), x))
+
+    def expect(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        """Such a matrix is going to come."""
+        self._expected.append((rows, columns, dtype))
+        self._post()
+
+    def receive(self) -> torch.Tensor:
+        """The matrix that was expected first. Waits for it, on a GPU in the current stream. Raises RuntimeError if it
+        does not come."""
+        work, x = self._posted.popleft()
+        work.wait()
+        if self._beside is not None:
+            x.record_stream(torch.cuda.current_stream())
+        self._post()
+        return x
+
+    def close(self) -> None:
+        """Leave. What is under way may never arrive."""
+        self._pair.close()
+        self._sent.clear()  # what has begun holds the connection, by whose end the other side is to notice
+        self._posted.clear()
+
+    def _post(self) -> None:
+        while self._expected and len(self._posted) < BUFFERS:
+            rows, columns, dtype = self._expected.popleft()
+            with torch.cuda.stream(self._beside):  # what the current stream does is not waited for
+                x = torch.empty(rows, columns, dtype=dtype, device=self._device)
+                self._posted.append((self._pair.begin_receive(x, 0), x))
+
+
+@dataclass
+class Stage:
+    """Stage `index` of `count`: the ranks in it as `group`, all ranks of the replica, and this rank's links."""
+
+    index: int
+    count: int
+    group: Group
+    replica: Meeting
+    before: Link | None = None
+    after: Link | None = None
+
+    @classmethod
+    def only(cls, group: Group | None = None) -> "Stage":
+        """The stage of a replica that has no other."""
+        group = group or Group.single()
+        return cls(0, 1, group, group)
+
+    @classmethod
+    def join(
+        cls, store: dist.Store, rank: int, tp: int, pp: int, device: torch.device, timeout_s: float = TIMEOUT_S
+    ) -> "Stage":
+        """The place of rank `rank` of `tp * pp`, stage by stage, when all have come to the store. `device` is this
+        rank's own, on a GPU the current one. Raises RankLost if a rank has failed."""
+        index, own = divmod(rank, tp)
+        group = Group.join(store, own, tp, device, timeout_s, f"stage/{index}") if tp > 1 else Group.single()
+        if pp == 1:
+            return cls.only(group)
+        stage = cls(index, pp, group, Meeting(store, rank, tp * pp, "replica"))
+        # The first link is there when stage 0 and stage 1 are, the next one then: nobody waits in a circle.
+        if index > 0:
+            stage.before = Link(Group.pair(store, 1, device, timeout_s, f"link/{index - 1}/{own}"), device)
+        if index < pp - 1:
+            stage.after = Link(Group.pair(store, 0, device, timeout_s, f"link/{index}/{own}"), device)
+        return stage
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def expect(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        """The stage before is going to send such a matrix."""
+        assert self.before is not None
+        self.before.expect(rows, self._share(columns), dtype)
+
+    def receive(self, columns: int) -> torch.Tensor:
+        """What was expected first, whole."""
+        assert self.before is not None
+        x = self.before.receive()
+        return x if x.shape[1] == columns else self.group.all_gather(x)
+
+    def send(self, x: torch.Tensor) -> None:
+        """Begins to send x, which all ranks of this stage have, to the next stage."""
+        assert self.after is not None
+        if self.group.size > 1:
+            # A copy: what ranks add up may lie where the next sum comes.
+            share = self._share(x.shape[1])
+            first = self.group.rank * share if share < x.shape[1] else 0
+            x = x[:, first : first + share].clone(memory_format=torch.contiguous_format)
+        self.after.send(x)
+
+    def close(self) -> None:
+        """Leave the group and the links."""
+        for link in (self.before, self.after):
+            if link is not None:
+                link.close()
+        self.group.close()
+
+    def _share(self, columns: int) -> int:
+        """The columns that each rank sends: all, where they cannot be shared out."""
+        return columns if columns % self.group.size else columns // self.group.size
