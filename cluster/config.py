@@ -68,10 +68,8 @@ class Config(WorkerConfig, RouterConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.pp > 1:
-            raise ValueError(f"pp={self.pp}: this version has no pipelines; leave it at 1 and raise tp or replicas")
-        if self.tp > 1 and self.gpus_per_rank < 1:
-            raise ValueError(f"tp={self.tp}: ranks cannot share a GPU; leave gpus_per_rank at 1")
+        if self.num_ranks > 1 and self.gpus_per_rank < 1:
+            raise ValueError(f"tp={self.tp}, pp={self.pp}: ranks cannot share a GPU; leave gpus_per_rank at 1")
         if self.kv_tokens is not None and self.kv_tokens < self.page_size:
             raise ValueError(f"kv_tokens={self.kv_tokens} is less than one page (page_size={self.page_size})")
         if self.kv_tokens is not None and self.context_length is not None and self.context_length > self.kv_tokens:

@@ -145,8 +145,8 @@ class _Launch:
         self._config, note = settle(self._config, gpus=ray.cluster_resources().get("GPU", 0))
         if note:
             self._print(note)
-        if self._config.device == "cuda" and not ray.cluster_resources().get("GPU"):
-            self._print("no GPU in the cluster yet: the replicas wait for one")
+        if self._config.device == "cuda":
+            self._check_gpus(ray.cluster_resources().get("GPU", 0))
         self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
         ray_serve.start(
             proxy_location=ProxyLocation.Disabled,  # the routers listen
@@ -155,6 +155,18 @@ class _Launch:
         self._deployed = True
         targets = [ray_serve.RunTarget(application(self._config, _this_node()), name=APP, route_prefix=None)]
         ray_serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _check_gpus(self, there: float) -> None:
+        """A cluster may grow, a machine does not. Raises LaunchError."""
+        config = self._config
+        needed = config.replicas * config.num_ranks * config.gpus_per_rank
+        if config.address is None and needed > there:
+            raise LaunchError(
+                f"replicas={config.replicas} of tp={config.tp}, pp={config.pp} need {needed:g} GPUs, and this machine "
+                f"has {there:g}"
+            )
+        if not there:
+            self._print("no GPU in the cluster yet: the replicas wait for one")
 
     def _wait(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s

@@ -35,7 +35,7 @@ class PortTaken(RuntimeError):
 def fit(config: Config) -> Config:
     """What a server on this machine alone does not leave open: cores shared out, replicas on the loopback interface,
     and a model's path that holds in every process."""
-    ranks = config.replicas * config.tp * config.pp
+    ranks = config.replicas * config.num_ranks
     path = Path(config.model).expanduser()
     return config.model_copy(
         update={
@@ -73,7 +73,7 @@ def make_folder() -> Path:
 def start(config: Config, folder: Path) -> None:
     """Starts Ray with as many logical CPUs as the server asks for, however many cores there are."""
     _adopt_orphans()
-    ranks = config.tp * config.pp * rank_resources(config)["CPU"]
+    ranks = config.num_ranks * rank_resources(config)["CPU"]
     cpus = config.replicas * (CONTROL_CPUS + ranks) + config.num_routers * config.cpus_per_router
     ray.init(
         address="local",  # also where RAY_ADDRESS or another Ray on this machine would be joined

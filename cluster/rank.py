@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Rank:
-    """The Ray actor around `worker.server.Server` on a replica's first rank, around `worker.ranks.Follower` on the
+    """The Ray actor around `worker.server.Server` on a replica's leading rank, around `worker.ranks.Follower` on the
     others. `run` holds one of its threads until the loop ends."""
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class Rank:
         self._store: Store | None = None
 
     def open(self, config: Config) -> str | None:
-        """Of the first rank, before any loads: where all of them will meet, or None for one that is alone."""
-        if config.tp == 1:
+        """Of the leading rank, before any loads: where all of them will meet, or None for one that is alone."""
+        if config.num_ranks == 1:
             return None
         from worker.ranks import open_store  # imports torch: only here, the control actor must stay light
 
@@ -35,7 +35,7 @@ class Rank:
 
     def load(self, config: Config, rank: int = 0, meeting: str | None = None) -> dict[str, Any]:
         """Gets the model onto this node if it is not there, loads this rank's part together with the other ranks, and
-        binds. `meeting` is what the first rank's `open` returned. Returns what routers must know of a first rank:
+        binds. `meeting` is what the leading rank's `open` returned. Returns what routers must know of that one:
         `address` (of ZeroMQ) and `context_length` (in tokens, what the model and the KV cache allow).
 
         Raises whatever the model's folder, the weights or the device have to complain about.
@@ -46,7 +46,7 @@ class Rank:
 
         folder: Path = resolve(config.model, weights=config.load_format != "dummy")
         host = _host(config)
-        if rank > 0:
+        if rank != config.leading_rank:
             assert meeting is not None
             self._loop = Follower(folder, config, rank, find_store(meeting))
             return {}

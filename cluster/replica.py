@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import Config
@@ -28,8 +28,10 @@ class ReplicaError(RuntimeError):
 
 
 def bundles(config: Config) -> list[dict[str, float]]:
-    """The resources of one replica's placement group: the control actor's, then one bundle a rank."""
-    return [{"CPU": CONTROL_CPUS}] + [rank_resources(config)] * (config.tp * config.pp)
+    """The resources of one replica's placement group: the control actor's, then one bundle a stage, whose ranks talk so
+    much that they must share a node."""
+    stage = {name: config.tp * amount for name, amount in rank_resources(config).items()}
+    return [{"CPU": CONTROL_CPUS}] + [stage] * config.pp
 
 
 def rank_resources(config: Config) -> dict[str, float]:
@@ -44,11 +46,11 @@ class Replica:
         self._ended: str | None = None
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
-        self._ranks = [_start(config, group, bundle) for bundle in range(1, len(bundles(config)))]
-        # The scheduler is on the first rank; the others meet it where it says.
-        meeting = await self._gather([rank.open.remote(config) for rank in self._ranks[:1]])
+        self._ranks = start_ranks(config, group)
+        # The scheduler is on the leading rank; the others meet it where it says.
+        meeting = await self._gather([self._ranks[config.leading_rank].open.remote(config)])
         loads = [rank.load.remote(config, index, *meeting) for index, rank in enumerate(self._ranks)]
-        self._published: dict[str, Any] = (await self._gather(loads))[0]
+        self._published: dict[str, Any] = (await self._gather(loads))[config.leading_rank]
         self._runs: list[ray.ObjectRef] = [rank.run.remote() for rank in self._ranks]
         self._watcher = asyncio.create_task(self._watch())
 
@@ -77,6 +79,13 @@ class Replica:
             if future.done() and (error := future.exception()) is not None:
                 raise ReplicaError(f"rank {rank}: {_reason(error)}") from None
         return [future.result() for future in futures]
+
+
+def start_ranks(config: Config, group: PlacementGroup) -> list[ActorHandle]:
+    """The actors of all ranks, in their order. Stages that share a node are neighbours."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    stages = sorted(range(1, len(nodes)), key=lambda bundle: (nodes[bundle], bundle))
+    return [_start(config, group, bundle) for bundle in stages for _ in range(config.tp)]
 
 
 def _start(config: Config, group: PlacementGroup, bundle: int) -> ActorHandle:

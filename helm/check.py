@@ -239,8 +239,7 @@ def check_serve(text: str) -> None:
     try:
         deploy = ServeDeploySchema.model_validate(yaml.safe_load(text))
         (application,) = deploy.applications
-        # This version of Shoal runs one rank a replica; the chart is ahead of it.
-        Config.model_validate({**application.args, "tp": 1, "pp": 1})
+        Config.model_validate(application.args)
     except ValidationError as error:
         raise CheckError(f"serveConfigV2: {error}") from error
     if application.import_path != "cluster.app:build" or application.route_prefix != "/":

@@ -44,16 +44,17 @@ def test_two_parts_that_are_a_folder_are_no_hub_id(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "rank"),
+    ("settings", "stages"),
     [
-        ({"device": "cpu"}, {"CPU": 1}),
-        ({"device": "cpu", "cpus_per_rank": 3}, {"CPU": 3}),
-        ({"device": "cuda"}, {"CPU": 1, "GPU": 1}),
-        ({"device": "cuda", "gpus_per_rank": 0.5}, {"CPU": 1, "GPU": 0.5}),
+        ({"device": "cpu"}, [{"CPU": 1}]),
+        ({"device": "cpu", "cpus_per_rank": 3}, [{"CPU": 3}]),
+        ({"device": "cuda"}, [{"CPU": 1, "GPU": 1}]),
+        ({"device": "cuda", "gpus_per_rank": 0.5}, [{"CPU": 1, "GPU": 0.5}]),
+        ({"device": "cuda", "tp": 4, "pp": 2, "cpus_per_rank": 2}, [{"CPU": 8, "GPU": 4}] * 2),
     ],
 )
-def test_a_replica_is_its_control_actor_and_a_bundle_a_rank(settings: dict, rank: dict[str, float]) -> None:
-    assert bundles(load(overrides=settings)) == [{"CPU": CONTROL_CPUS}, rank]
+def test_a_replica_is_its_control_actor_and_a_bundle_a_stage(settings: dict, stages: list[dict[str, float]]) -> None:
+    assert bundles(load(overrides=settings)) == [{"CPU": CONTROL_CPUS}, *stages]
 
 
 def test_serve_builds_it_from_the_keys_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ import httpx
 import psutil
 import pytest
 from ray.serve.schema import ApplicationStatus
+from rich.console import Console
 
 from cluster import launch
+from cluster.config import Config
 
 START_S = 240
 END_S = 60
@@ -131,6 +133,13 @@ def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> No
                 f"shoal: port {port} of 127.0.0.1 is taken by another program: choose another with --port"
             )
             assert server.process.wait(END_S) == 1
+
+
+def test_more_gpus_than_a_machine_has() -> None:
+    start = launch._Launch(Config(device="cuda", replicas=2, tp=2, pp=2), Console())
+    start._check_gpus(8)
+    with pytest.raises(launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs, and this machine has 4$"):
+        start._check_gpus(4)
 
 
 @pytest.mark.timeout(START_S)

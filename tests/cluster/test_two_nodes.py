@@ -22,10 +22,11 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayTaskError
 from ray.serve.context import _get_global_client
+from ray.util.placement_group import placement_group_table
 
 from cluster.app import APP, build
 from cluster.config import Config
-from cluster.replica import _start, bundles
+from cluster.replica import bundles, start_ranks
 from worker.engine import Engine
 from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
 
@@ -111,27 +112,31 @@ def served(nodes: None, tiny_model: Path, session_port: int) -> Iterator[Served]
 
 
 def test_ranks_meet_say_what_one_says_and_end_together(nodes: None, tiny_model: Path) -> None:
-    """A replica's ranks as Ray's actors, which Serve has no part in: two of them over gloo."""
-    settings = {"model": str(tiny_model), "device": "cpu", "kv_tokens": 1024, "cpu_threads": 1, "cpus_per_rank": 1}
+    """A replica's ranks as Ray's actors, which Serve has no part in: two stages of two over gloo, one on each node."""
+    settings = {"model": str(tiny_model), "device": "cpu", "kv_tokens": 1024, "cpu_threads": 1, "cpus_per_rank": 1.5}
     prompts, asked = [[5, 6, 7], list(range(10, 40))], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     with closing(Engine(tiny_model, Config(**settings))) as alone:
         wanted = {str(i): found.token_ids for i, found in enumerate(alone.generate(prompts, asked))}
-    config = Config(**settings, tp=2)
+    config = Config(**settings, tp=2, pp=2)
     group = ray.util.placement_group(bundles(config), strategy="PACK")
-    actors = [_start(config, group, bundle) for bundle in (1, 2)]
+    ray.get(group.ready(), timeout=WAIT_S)
+    actors = start_ranks(config, group)
+    leader, other = config.leading_rank, 1
     try:
-        meeting = ray.get(actors[0].open.remote(config), timeout=WAIT_S)
+        stages = [placement_group_table(group)["bundles_to_node_id"][bundle] for bundle in (1, 2)]
+        assert stages[0] != stages[1], "a node has room for one"
+        meeting = ray.get(actors[leader].open.remote(config), timeout=WAIT_S)
         published = ray.get([rank.load.remote(config, i, meeting) for i, rank in enumerate(actors)], timeout=WAIT_S)
         runs = [rank.run.remote() for rank in actors]
-        assert published[1] == {}
-        with asked_for(published[0]["address"], prompts, asked) as replica:
+        assert [bool(said) for said in published] == [False, False, True, False]
+        with asked_for(published[leader]["address"], prompts, asked) as replica:
             assert answers(replica, len(prompts)) == wanted
-        ray.kill(actors[1])
+        ray.kill(actors[other])
         with (
-            asked_for(published[0]["address"], prompts, asked),
+            asked_for(published[leader]["address"], prompts, asked),
             pytest.raises(RayTaskError, match="DeviceLost"),
         ):
-            ray.get(runs[0], timeout=WAIT_S)
+            ray.get(runs[leader], timeout=WAIT_S)
     finally:
         for rank in actors:
             ray.kill(rank)
