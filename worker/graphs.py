@@ -51,7 +51,8 @@ def product_sizes(max_running: int, max_tokens: int) -> list[int]:
 
 class StepGraphs:
     """Decodes, one token a sequence and logits of each, and steps of some decodes and some chunks of prompts. All
-    graphs share their inputs, their memory and the tensors that they leave their results in."""
+    graphs share their inputs, their memory and the tensors that they leave their results in. A stage of a pipeline that
+    is not the last has no logits, but what it passes on: that is its result."""
 
     def __init__(
         self,
@@ -60,14 +61,23 @@ class StepGraphs:
         last_tokens: torch.Tensor,
         logits: torch.Tensor,
         max_tokens: int,
+        receive: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         """`last_tokens`: int64 `[slots + 1]`, what a token below 0 stands for; the last one is nobody's. `logits`:
-        float32 `[max_running, vocab_size]`. Steps that are not only decodes have up to `max_tokens` tokens."""
+        float32 `[max_running, vocab_size]`, or without columns where there are none. Steps that are not only decodes
+        have up to `max_tokens` tokens. `receive` gives what the stage before made of a step's tokens, if there is
+        one, `[n, hidden_size]`."""
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
-        self._logits = logits
+        self._logits, self._receive = logits, receive
         self._likeliest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        self._hidden = logits.new_empty(len(logits), decoder.config.hidden_size, dtype=decoder.dtype)
         most = max(len(logits), max_tokens)
+        config = decoder.config
+        self._is_last = config.is_last
+        rows = len(logits) if config.is_last else 0
+        self._hidden = logits.new_empty(rows, config.hidden_size, dtype=decoder.dtype)
+        # Of every token, what the stage before made of it, and then what this one makes of that.
+        rows = 0 if config.is_first and config.is_last else most
+        self._passed = logits.new_zeros(rows, config.hidden_size, dtype=decoder.dtype)
         names = ("wanted", "token_ids", "positions", "slots")
         self._inputs = StaticArrays(logits.device, dict.fromkeys(names, (torch.int64, most)))
         decodes = np.array(ladder(len(logits)))
@@ -104,15 +114,21 @@ class StepGraphs:
         return fits and self._attention.fits_graph(batch)
 
     def run(self, batch: AttentionBatch, token_ids: np.ndarray, wanted: np.ndarray) -> torch.Tensor:
-        """The logits after the tokens at `wanted` (int64 `[m]`) of the batch, `[m, vocab_size]`: a part of the tensor
-        that the next run writes into. token_ids: int64 `[n]`, below 0 where the device has the token."""
+        """The logits after the tokens at `wanted` (int64 `[m]`) of the batch, `[m, vocab_size]`, or what is passed on
+        of all tokens, `[n, hidden_size]`: a part of the tensor that the next run writes into. token_ids: int64 `[n]`,
+        below 0 where the device has the token."""
         self._replay(Kind.MIXED, batch, token_ids, wanted)
+        if not self._is_last:
+            return self._passed[: len(token_ids)]
         return self._decoder.logits(self._hidden[: len(wanted)], self._logits[: len(wanted)])
 
-    def run_decodes(self, batch: AttentionBatch, token_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, for a batch of chunks of one token, with the logits of all; and the likeliest tokens, as
-        `kernels.likeliest` has them, which the slots' last tokens become. Those too the next run overwrites."""
+    def run_decodes(self, batch: AttentionBatch, token_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `run`, for a batch of chunks of one token, with the logits of all; and, where there are any, the likeliest
+        tokens, as `kernels.likeliest` has them, which the slots' last tokens become. Those too the next run
+        overwrites."""
         self._replay(Kind.PLAIN, batch, token_ids, None)
+        if not self._is_last:
+            return self._passed[: len(token_ids)], None
         return self._logits[: len(token_ids)], self._likeliest[: len(token_ids)]
 
     def _replay(self, kind: Kind, batch: AttentionBatch, token_ids: np.ndarray, wanted: np.ndarray | None) -> None:
@@ -122,6 +138,11 @@ class StepGraphs:
         if kind is Kind.PLAIN and shared is not None and Kind.ALIKE in self._sizes:
             kind = Kind.ALIKE
         self._fill(kind, batch, token_ids, size, shared, wanted)
+        if self._receive is not None:
+            # Only now: what comes before on the device need not wait for it.
+            passed = self._receive()
+            self._passed[: len(passed)].copy_(passed)
+            self._passed[len(passed) : size].zero_()
         self._graphs[kind, size].replay()
 
     def _fill(
@@ -155,13 +176,18 @@ class StepGraphs:
 
         inputs = self._inputs
         given, slots = inputs["token_ids"][:size], inputs["slots"][:size]
-        token_ids, positions = torch.where(given < 0, self._last_tokens[slots], given), inputs["positions"][:size]
-        if kind is Kind.MIXED:
+        positions, passed = inputs["positions"][:size], self._passed[:size]
+        given = torch.where(given < 0, self._last_tokens[slots], given) if self._receive is None else passed
+        if not self._is_last:
+            hidden = self._decoder.hidden(given, positions, self._attention)
+            if hidden.data_ptr() != passed.data_ptr():
+                passed.copy_(hidden)
+        elif kind is Kind.MIXED:
             # Of more tokens than may be wanted the last layer computes those alone.
             wanted = inputs["wanted"][: min(size, len(self._hidden))]
-            hidden = self._decoder.hidden(token_ids, positions, self._attention, wanted)
+            hidden = self._decoder.hidden(given, positions, self._attention, wanted)
             self._hidden[: len(wanted)].copy_(hidden)
         else:
-            hidden = self._decoder.hidden(token_ids, positions, self._attention)
+            hidden = self._decoder.hidden(given, positions, self._attention)
             logits = self._decoder.logits(hidden, self._logits[:size])
             take_likeliest(logits, self._likeliest[:size], slots, self._last_tokens)

@@ -128,7 +128,8 @@ class Group(Meeting):
         timeout = timedelta(seconds=timeout_s)
         prefixed = dist.PrefixStore("backend", self._room)
         if self._device.type == "cuda":
-            options: Any = dist.ProcessGroupNCCL.Options()
+            # What is sent beside products gets its place before those that are queued.
+            options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = timeout
             options.global_ranks_in_group, options.group_name = list(range(self.size)), name
             self._backend = dist.ProcessGroupNCCL(prefixed, self.rank, self.size, options)

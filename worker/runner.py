@@ -3,6 +3,8 @@
 import json
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +75,9 @@ class Runner:
         )
         self.stage.replica.meet()  # one may be long behind with its part
         self.decoder = Decoder(self.config, parameters, self.dtype, self.group)
+        self._receive: Callable[[], torch.Tensor] | None = None
+        if self.stage.before is not None:
+            self._receive = partial(self.stage.receive, self.config.hidden_size)
         # The last one is for what fills a batch up to a graph's size.
         self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
         self.likeliest: torch.Tensor | None = None
@@ -80,15 +85,17 @@ class Runner:
         if self.device.type == "cuda":
             self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
             self.decoder.choose_products(product_sizes(self._max_running, self._graph_tokens), self._token_budget)
-            self._logits = torch.empty(self._max_running, self.vocab_size, dtype=torch.float32, device=self.device)
+            columns = self.vocab_size if self.stage.is_last else 0
+            self._logits = torch.empty(self._max_running, columns, dtype=torch.float32, device=self.device)
         self.num_pages = self._num_pages(config)
         self.context_length = self._context_length(config)
         pages_per_row = -(-self.context_length // self.page_size)
         self._tables = PageTables(self._max_running, pages_per_row, self.page_size)
         self._attention = self._backend(self.num_pages, pages_per_row)
         self._graphs: StepGraphs | None = None
-        if isinstance(self._attention, GraphAttention) and self.stage.count == 1:
-            self._graphs = StepGraphs(self.decoder, self._attention, self.last_tokens, self._logits, self._graph_tokens)
+        if isinstance(self._attention, GraphAttention):
+            shared = self.decoder, self._attention, self.last_tokens, self._logits
+            self._graphs = StepGraphs(*shared, self._graph_tokens, self._receive)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
 
@@ -107,10 +114,22 @@ class Runner:
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
         self._tables.update(plan)
+        out = self._computed(plan)
+        if self.stage.is_last:
+            return out
+        self.stage.send(out)
+        return out.new_empty((0, self.vocab_size), dtype=torch.float32)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.stage.close()
+
+    def _computed(self, plan: Plan) -> torch.Tensor:
+        """The plan's logits, or what is to be passed on."""
         if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
             batch = AttentionBatch(self._tables.rows, plan.slots, plan.starts, plan.lengths)
-            logits, self.likeliest = self._graphs.run_decodes(batch, plan.token_ids)
-            return logits
+            out, self.likeliest = self._graphs.run_decodes(batch, plan.token_ids)
+            return out
         self.likeliest = None
         # Chunks of one token first, for the attention; their logits come out in the plan's order all the same.
         order = np.argsort(plan.lengths > 1, kind="stable")
@@ -123,16 +142,7 @@ class Runner:
         rows = np.repeat(ends - shares, plan.num_logits) + np.arange(plan.num_logits.sum())
         if self._graphs is not None and self._graphs.fits(batch, len(rows)):
             return self._graphs.run(batch, token_ids, rows)
-        before = None if self.stage.before is None else self.stage.receive(self.config.hidden_size)
-        out = self._step(batch, token_ids.astype(np.int64), rows, self._attention, before)
-        if self.stage.is_last:
-            return out
-        self.stage.send(out)
-        return out.new_empty((0, self.vocab_size), dtype=torch.float32)
-
-    def close(self) -> None:
-        """Leave the other ranks."""
-        self.stage.close()
+        return self._step(batch, token_ids.astype(np.int64), rows, self._attention, self._receive)
 
     def _step(
         self,
@@ -140,10 +150,10 @@ class Runner:
         token_ids: np.ndarray,
         rows: np.ndarray,
         attention: AttentionBackend,
-        before: torch.Tensor | None = None,
+        receive: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
         """The logits after the tokens at `rows` (int64) of the batch; from a stage that is not the last, what it made
-        of all tokens. One that is not the first goes on from what the stage `before` it made of them."""
+        of all tokens. One that is not the first goes on from what it can `receive`."""
         attention.plan(batch)
         arrays = [token_ids, token_positions(batch), rows]
         pending = (token_ids < 0).any()
@@ -152,8 +162,8 @@ class Runner:
         given, positions, wanted, *slots = all_to_device(arrays, self.device)
         if pending:
             given = torch.where(given < 0, self.last_tokens[slots[0]], given)
-        if before is not None:
-            given = before
+        if receive is not None:
+            given = receive()
         if not self.stage.is_last:
             return self.decoder.hidden(given, positions, attention)
         return self.decoder.logits(self.decoder.hidden(given, positions, attention, wanted))
@@ -183,10 +193,12 @@ class Runner:
         batch = AttentionBatch(tables, chunks, np.zeros_like(chunks), np.full_like(chunks, length))
         rows = np.arange(min(PROMPT_LOGIT_ROWS + self._max_running, count * length))
         token_ids = np.zeros(count * length, dtype=np.int64)
-        before = None
-        if self.stage.before is not None:
-            before = torch.zeros(len(token_ids), self.config.hidden_size, dtype=self.dtype, device=self.device)
-        self._step(batch, token_ids, rows, self._backend(count * pages, pages), before)
+        passed = torch.empty(0, device=self.device)
+        if self.stage.count > 1:  # as much may be on its way
+            shape = (self.stage.count + 1, len(token_ids), self.config.hidden_size)
+            passed = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        receive = None if self.stage.before is None else lambda: passed[0]
+        self._step(batch, token_ids, rows, self._backend(count * pages, pages), receive)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 

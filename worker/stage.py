@@ -5,6 +5,14 @@
 Every rank has a link to the rank of the same number in the next stage. A chain has no way back, and nobody waits but
 for what comes from before, so that no two ever wait for each other. Of several ranks in a stage, which all have the
 same activations, each sends its share of the columns; those who receive put them together again.
+
+On a GPU every rank begins, for one step after another, to receive, to compute and to send. What it receives is in the
+order of what it computes: a receive that waited beside would keep a multiprocessor from products that want all of them.
+NCCL has what is sent on its way before that, up to what its buffers hold. Sends go beside what is computed next. So
+beside a step's own collectives there is nothing but sends, which wait for the next stage only, and never for their own:
+the last stage sends nothing, all that it was sent is taken, hence all that the one before it has sent, and so on. Even
+where a device did everything in the order in which it was begun, step k of stage s would wait for steps before k and
+stages before s alone.
 """
 
 from collections import deque
@@ -15,7 +23,7 @@ import torch.distributed as dist
 
 from worker.parallel import TIMEOUT_S, Group, Meeting
 
-BUFFERS = 2  # receives that are posted ahead: one that is used and one that arrives
+AHEAD = 2  # receives that a CPU, which waits for each, begins before it needs them
 
 
 class Link:
@@ -24,14 +32,14 @@ class Link:
     def __init__(self, pair: Group, device: torch.device) -> None:
         """Of the `pair`, rank 0 sends and rank 1 receives, on `device`."""
         self._pair, self._device = pair, device
-        self._beside = torch.cuda.Stream() if device.type == "cuda" else None
+        self._ahead = AHEAD if device.type == "cpu" else 0
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._expected: deque[tuple[int, int, torch.dtype]] = deque()
-        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._begun: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def send(self, x: torch.Tensor) -> None:
         """Begins to send x, contiguous, which nobody may change any more. Raises RuntimeError where an earlier one did
-        not arrive."""
+        not arrive, if the backend notices."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()[0].wait()
         self._sent.append((self._pair.begin_send(x, 1), x))
@@ -39,30 +47,29 @@ class Link:
     def expect(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         """Such a matrix is going to come."""
         self._expected.append((rows, columns, dtype))
-        self._post()
+        self._begin(self._ahead)
 
     def receive(self) -> torch.Tensor:
         """The matrix that was expected first. Waits for it, on a GPU in the current stream. Raises RuntimeError if it
-        does not come."""
-        work, x = self._posted.popleft()
+        does not come, if the backend notices."""
+        self._begin(1)
+        work, x = self._begun.popleft()
         work.wait()
-        if self._beside is not None:
-            x.record_stream(torch.cuda.current_stream())
-        self._post()
+        self._begin(self._ahead)
         return x
 
     def close(self) -> None:
         """Leave. What is under way may never arrive."""
         self._pair.close()
         self._sent.clear()  # what has begun holds the connection, by whose end the other side is to notice
-        self._posted.clear()
+        self._begun.clear()
 
-    def _post(self) -> None:
-        while self._expected and len(self._posted) < BUFFERS:
+    def _begin(self, most: int) -> None:
+        """Has the receives of up to so many matrices begun, on a GPU when the current stream comes to it."""
+        while self._expected and len(self._begun) < most:
             rows, columns, dtype = self._expected.popleft()
-            with torch.cuda.stream(self._beside):  # what the current stream does is not waited for
-                x = torch.empty(rows, columns, dtype=dtype, device=self._device)
-                self._posted.append((self._pair.begin_receive(x, 0), x))
+            x = torch.empty(rows, columns, dtype=dtype, device=self._device)
+            self._begun.append((self._pair.begin_receive(x, 0), x))
 
 
 @dataclass
@@ -116,14 +123,12 @@ class Stage:
         return x if x.shape[1] == columns else self.group.all_gather(x)
 
     def send(self, x: torch.Tensor) -> None:
-        """Begins to send x, which all ranks of this stage have, to the next stage."""
+        """Begins to send a copy of x, which all ranks of this stage have, to the next stage: the next step may leave
+        its own where x lies."""
         assert self.after is not None
-        if self.group.size > 1:
-            # A copy: what ranks add up may lie where the next sum comes.
-            share = self._share(x.shape[1])
-            first = self.group.rank * share if share < x.shape[1] else 0
-            x = x[:, first : first + share].clone(memory_format=torch.contiguous_format)
-        self.after.send(x)
+        share = self._share(x.shape[1])
+        first = self.group.rank * share if share < x.shape[1] else 0
+        self.after.send(x[:, first : first + share].clone(memory_format=torch.contiguous_format))
 
     def close(self) -> None:
         """Leave the group and the links."""

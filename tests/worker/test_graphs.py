@@ -3,7 +3,10 @@ not replayed, but computed again from the same arrays, and the kernels run in Tr
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from worker.config import WorkerConfig
 from worker.engine import Engine, load_parts
 from worker.graphs import Kind, Progress, StepGraphs, ladder, token_ladder
 from worker.messages import SamplingParams
+from worker.ranks import Follower, Leader, find_store, open_store
+from worker.runner import Runner
 
 NEW_TOKENS = 5
 MAX_RUNNING = 6
@@ -51,20 +56,28 @@ def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine
     monkeypatch.setattr(prefixes, "_FLOAT32_BYTES", 0)
 
     def make(folder: Path, **settings) -> tuple[Engine, Uncaptured]:
-        settings = {"kv_tokens": 512, "token_budget": 64} | settings
-        config = WorkerConfig(device="cpu", dtype="float32", page_size=4, max_running=MAX_RUNNING, **settings)
+        config = configured(**settings)
         engine = Engine(folder, config, load=load_parts)
-        runner = engine.runner
+        return engine, uncaptured(engine.runner, config)
+
+    def uncaptured(runner: Runner, config: WorkerConfig) -> Uncaptured:
         layers, _, pages, *rest = runner._attention.kv.shape
         kv = torch.full((layers, 2, pages + 1, *rest), float("nan"))
         shape, max_pages = runner.config.attention_shape, MAX_RUNNING * runner._tables.rows.shape[1]
         runner._attention = TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
-        logits = torch.empty(MAX_RUNNING, runner.vocab_size)
-        runner._graphs = Uncaptured(runner.decoder, runner._attention, runner.last_tokens, logits, config.token_budget)
+        logits = torch.empty(MAX_RUNNING, runner.vocab_size if runner.stage.is_last else 0)
+        shared = runner.decoder, runner._attention, runner.last_tokens, logits
+        runner._graphs = Uncaptured(*shared, config.token_budget, runner._receive)
         runner._graphs.capture(runner._tables.rows)
-        return engine, runner._graphs
+        return runner._graphs
 
+    make.uncaptured = uncaptured
     return make
+
+
+def configured(**settings) -> WorkerConfig:
+    settings = {"kv_tokens": 512, "token_budget": 64} | settings
+    return WorkerConfig(device="cpu", dtype="float32", page_size=4, max_running=MAX_RUNNING, **settings)
 
 
 def check(folder: Path, engine: Engine, batch: list[list[int]], times: int = 1) -> None:
@@ -132,6 +145,44 @@ def test_more_logits_than_a_graph_has(tiny_model: Callable[[str], Path], triton_
     assert len(finished.token_ids) == 2
     assert [kind for kind, *_ in graphs.ran] == [Kind.PLAIN]
     engine.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+def test_pipeline(tiny_model: Callable[[str], Path], triton_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that have no tokens, or no logits, or neither, with several steps in flight."""
+    from kernels import likeliest
+    from kernels.triton_attention import TritonAttention
+
+    one_at_a_time = Lock()  # the interpreter is not for several threads
+
+    def alone(kernel: Callable) -> Callable:
+        def run(*arguments):
+            with one_at_a_time:
+                return kernel(*arguments)
+
+        return run
+
+    monkeypatch.setattr(TritonAttention, "attend_into", alone(TritonAttention.attend_into))
+    monkeypatch.setattr(likeliest, "take_likeliest", alone(likeliest.take_likeliest))
+    folder, config = tiny_model("qwen3"), configured(pp=3, token_budget=7)
+    store, address = open_store()
+
+    def follow(rank: int) -> Uncaptured:
+        follower = Follower(folder, config, rank, find_store(address))
+        graphs = triton_engine.uncaptured(follower._runner, config)
+        follower.run()
+        return graphs
+
+    with ThreadPoolExecutor(2) as threads:
+        followers = [threads.submit(follow, rank) for rank in (0, 1)]
+        engine = Engine(folder, config, load=partial(load_parts, open_runner=partial(Leader, store=store)))
+        graphs = [triton_engine.uncaptured(engine.runner.runner, config)]
+        check(folder, engine, prompts(3, 2, 19, 5, 9))
+        engine.close()
+        graphs += [follower.result(60) for follower in followers]
+    ran = [[graph for graph in one.ran if graph[0] is not Kind.ALIKE] for one in graphs]
+    assert {kind for kind, *_ in ran[0]} == {Kind.PLAIN, Kind.MIXED}
+    assert all(others == ran[0] for others in ran)
 
 
 def test_ladders() -> None:
