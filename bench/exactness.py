@@ -1,7 +1,7 @@
 """Whether the replica says what `transformers` says, on the same device.
 
     shoal bench exactness --device cuda --models llama,smollm2 --tp 1
-    shoal bench exactness --device cuda --models llama,smollm2 --tp 2,4
+    shoal bench exactness --device cuda --models llama,smollm2 --tp 1,2 --pp 2
     shoal bench exactness --device cpu --models tiny
 
 In float32 every output is compared token for token with `generate`, alone and in batches, in chunks of all sizes, from
@@ -14,6 +14,7 @@ wrong.
 
 import argparse
 import gc
+import itertools
 import sys
 import tempfile
 import time
@@ -140,12 +141,12 @@ class Check:
         self.theirs = [rough.score(sequence) for sequence in self.whole]
 
     @contextmanager
-    def replica(self, dtype: str, tp: int, **settings: Any) -> Iterator["Replica"]:
-        """The model on so many ranks."""
+    def replica(self, dtype: str, tp: int, pp: int, **settings: Any) -> Iterator["Replica"]:
+        """The model in `pp` stages of `tp` ranks."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        replica = Replica(self.folder, BASE | {"device": self.device, "dtype": dtype, "tp": tp} | settings)
+        replica = Replica(self.folder, BASE | {"device": self.device, "dtype": dtype, "tp": tp, "pp": pp} | settings)
         try:
             yield replica
         finally:
@@ -188,11 +189,11 @@ class Check:
             verdict.problem = "nobody was preempted"
         return verdict
 
-    def bfloat16(self, tp: int) -> dict[str, Agreement]:
+    def bfloat16(self, tp: int, pp: int) -> dict[str, Agreement]:
         """`prefill`: every position of prompts and outputs, computed in large chunks. `decode`: those of the outputs,
         computed one token at a time with all before it in the cache."""
         # With pages of one token all of a prompt but its last token is found in the cache.
-        with self.replica("bfloat16", tp, page_size=1) as replica, replica.engine({}) as engine:
+        with self.replica("bfloat16", tp, pp, page_size=1) as replica, replica.engine({}) as engine:
             asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
             read = [_scored(finished) for finished in engine.generate(self.whole, asked)]
             cut = [
@@ -260,16 +261,22 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
     p.add_argument("--models", default="llama,smollm2", metavar="A,B", help=f"of {', '.join(reference.MODELS)}")
-    p.add_argument("--tp", default="1", metavar="N,M", help="numbers of ranks (default 1)")
+    p.add_argument("--tp", type=_numbers, default=[1], metavar="N,M", help="numbers of ranks in a stage (default 1)")
+    p.add_argument(
+        "--pp", type=_numbers, default=[1], metavar="N,M", help="numbers of stages, each with each (default 1)"
+    )
     p.add_argument("--name", help="of the result (default: DEVICE.exact and the numbers of ranks)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     return p
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs everything, prints a table, writes the result file. Returns the exit code."""
     args = parser().parse_args(argv)
-    degrees = [int(tp) for tp in args.tp.split(",")]
     models = args.models.split(",")
     if unknown := [name for name in models if name not in reference.MODELS]:
         parser().error(f"no model {unknown[0]}: there are {', '.join(reference.MODELS)}")
@@ -277,13 +284,16 @@ def main(argv: list[str] | None = None) -> int:
     for name in models:
         with tempfile.TemporaryDirectory(prefix="shoal-exact-") as scratch:
             check = Check(name, Path(scratch) / name, args.device)
-            for tp in degrees:
-                if tp not in reference.MODELS[name].tp:
-                    print(f"{name} cannot be shared out to {tp} ranks", flush=True)
+            for tp, pp in itertools.product(args.tp, args.pp):
+                if tp not in reference.MODELS[name].tp or pp > reference.MODELS[name].layers:
+                    print(f"{name} cannot be shared out to {pp} stages of {tp} ranks", flush=True)
                     continue
-                report.run(check, tp)
+                report.run(check, tp, pp)
+    ranks = "".join(
+        f"{way}{'-'.join(map(str, each))}" for way, each in (("tp", args.tp), ("pp", args.pp)) if each != [1]
+    )
     path = results.write(
-        args.name or f"{report.kind}.exact.tp{'-'.join(map(str, degrees))}", report.figures, report.raw, folder=args.out
+        args.name or f"{report.kind}.exact.{ranks or 'tp1'}", report.figures, report.raw, folder=args.out
     )
     print(f"{'all right' if report.right else 'WRONG'}; written: {path.name}")
     return 0 if report.right else 1
@@ -299,18 +309,19 @@ class Report:
         self.right = True
         self._began_s = time.monotonic()
 
-    def run(self, check: Check, tp: int) -> None:
-        """Every case of a model on so many ranks, a line each."""
-        label = f"{self.kind}.exact.{check.name}.tp{tp}"
+    def run(self, check: Check, tp: int, pp: int = 1) -> None:
+        """Every case of a model in so many stages of so many ranks, a line each."""
+        ranks = f"tp{tp}" if pp == 1 else f"tp{tp}pp{pp}"
+        label = f"{self.kind}.exact.{check.name}.{ranks}"
         verdicts = {}
-        with check.replica("float32", tp) as replica:
+        with check.replica("float32", tp, pp) as replica:
             for case in CASES:
                 verdicts[case.name] = verdict = check.float32(replica, case)
                 same = f"{verdict.identical} of {verdict.sequences} same"
                 self._say(f"{label} float32 {case.name}", verdict.right, same)
                 if verdict.ties or verdict.wrong or verdict.problem:
                     print(f"    ties {verdict.ties} wrong {verdict.wrong} {verdict.problem}")
-        agreements = check.bfloat16(tp)
+        agreements = check.bfloat16(tp, pp)
         for way, found in agreements.items():
             shares = f"{found.ours:.2%} as float32, transformers {found.theirs:.2%}, of {found.positions}"
             self._say(f"{label} bfloat16 {way}", found.right, shares)
@@ -322,7 +333,7 @@ class Report:
                 print(f"    error of log probabilities {number(found.ours_rms)}, theirs {number(found.theirs_rms)}")
         identical, all_ = (sum(getattr(v, what) for v in verdicts.values()) for what in ("identical", "sequences"))
         self.figures.append(Figure(f"{label}.float32.identical", identical / all_, "ratio", True))
-        self.raw[f"{check.name}.tp{tp}"] = {
+        self.raw[f"{check.name}.{ranks}"] = {
             "float32": {name: asdict(verdict) for name, verdict in verdicts.items()},
             "bfloat16": {way: asdict(found) for way, found in agreements.items()},
         }
