@@ -234,19 +234,24 @@ class Engine:
     # ------------------------------------------------------------ the parts of a step
 
     def _next_step(self) -> Step | None:
-        """The step that is this stage's turn. Of a pipeline as many as may be are sent on their way, and the oldest has
-        come."""
+        """The step that is this stage's turn: of a pipeline the oldest that was sent on its way."""
         if self.scheduler.config.pp == 1:
             return self._schedule()
-        most = self.scheduler.most_in_flight - (self._flight is not None)
-        while len(self._under_way) < most and (step := self._schedule()) is not None:
+        self._fill_stages()
+        return self._under_way.popleft() if self._under_way else None
+
+    def _fill_stages(self) -> None:
+        """Of a pipeline, sends as many steps on their way as may be and there are."""
+        while self.scheduler.num_in_flight < self.scheduler.most_in_flight:
+            step = self._schedule()
+            if step is None:
+                return
             self._under_way.append(step)
             if len(step.plan):
                 try:
                     self.runner.expect(step.plan)
                 except RankLost as error:
                     raise DeviceLost(str(error)) from error
-        return self._under_way.popleft() if self._under_way else None
 
     def _schedule(self) -> Step | None:
         step = self.scheduler.schedule()
@@ -315,6 +320,8 @@ class Engine:
             self._fail(left, f"the tokens of step {step.plan.step} were not to be had", error)
             sampled, prompts = None, {}
         self.scheduler.update(step, flight.chosen, sampled, prompts)
+        if self.scheduler.config.pp > 1:
+            self._fill_stages()  # the first stage waits for these tokens, before anybody else
 
     def _raise_if_lost(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, RankLost):

@@ -167,6 +167,11 @@ class Scheduler:
 
     # ------------------------------------------------------------ a step
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps without their `update`."""
+        return len(self._in_flight)
+
     def schedule(self) -> Step | None:
         """The next step, or None when there is nothing to compute now. `started` then names the sequences that are new
         in it."""
