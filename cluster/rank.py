@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.config import Config
-from cluster.models import resolve
+from cluster.models import cache_folder, resolve
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -50,9 +50,9 @@ class Rank:
             assert meeting is not None
             self._loop = Follower(folder, config, rank, find_store(meeting))
             return {}
-        load = load_parts
+        load = partial(load_parts, cost_folder=cache_folder() / "costs")
         if self._store is not None:
-            load = partial(load_parts, open_runner=partial(Leader, store=self._store, host=host))
+            load = partial(load, open_runner=partial(Leader, store=self._store, host=host))
         self._loop = server = Server(folder, config, host=host, load=load)
         return {"address": server.address, "context_length": server.engine.scheduler.context_length}
 

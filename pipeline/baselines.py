@@ -49,7 +49,8 @@ class Throttle(Policy):
 
         prompt tokens = min(max(W / T, least), most (f - h) / (1 - h)),    decodes = all decodes / stages
 
-    where W only counts if more than one sequence waits. T, least and h are its defaults; `most` is the budget."""
+    where W only counts if more than one sequence waits. T, least and h are its defaults; `most` is the budget. With
+    nothing in flight `least` are free to go, or prompts that hold all pages would wait for each other."""
 
     name = "throttle"
     chunks_follow = True
@@ -64,6 +65,8 @@ class Throttle(Policy):
         prompt_tokens = round(most * max(0.0, view.free_kv - self.KEPT) / (1 - self.KEPT))
         if view.waiting > 1:
             prompt_tokens = min(prompt_tokens, max(view.waiting_tokens // self.ITERATIONS, self.LEAST))
+        if not view.in_flight:
+            prompt_tokens = max(prompt_tokens, min(most, self.LEAST))
         # What is left over when decodes are divided goes to each micro-batch in turn.
         self._turn = (self._turn + 1) % stages
         decodes = max(1, (view.decoding + self._turn) // stages)

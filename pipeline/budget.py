@@ -28,12 +28,12 @@ class Budget:
         before each. Returns how many."""
         if self._decode_share is not None:
             contexts = contexts[: self._decode_share.of(contexts)]
-        contexts = contexts[: max(0, self.tokens_left)]
-        taken = len(contexts)
+        taken = min(len(contexts), max(0, self.tokens_left))
+        contexts = contexts[:taken]
         self.tokens_left -= taken
         self.shape.tokens += taken
         self.shape.decodes += taken
-        self.shape.decode_context += int(contexts.sum()) + taken
+        self.shape.decode_context += int(np.add.reduce(contexts)) + taken
         return taken
 
     def chunk(self, start: int, missing: int, room: int) -> int:

@@ -191,18 +191,24 @@ class CostModel:
         path.write_text(json.dumps(saved))
 
     def load(self, path: Path) -> None:
-        """Goes on from what `save` wrote. Raises ValueError when that is of another version or of something else than
-        this model's `identity`, OSError when it cannot be read."""
-        saved = json.loads(path.read_text())
-        if saved.get("version") != VERSION or tuple(saved.get("features", ())) != FEATURES:
-            raise ValueError(f"{path} was written by another version")
-        if saved["identity"] != self.identity:
-            raise ValueError(f"{path} was measured on {saved['identity']}, this is {self.identity}")
-        prior = np.array(self._prior.values)
-        for number, seconds, row in saved["window"]:
-            self._window.add(number, seconds, row)
-            self._ratios.append(seconds / float(prior @ row))
-        self.num_observed = saved["num_observed"]
-        if self._ratios:
+        """Goes on from what `save` wrote. Raises ValueError when that is of another version, of something else than
+        this model's `identity` or no such thing, and OSError when it cannot be read; the model is then as it was."""
+        try:
+            saved = json.loads(path.read_text())
+            if saved["version"] != VERSION or tuple(saved["features"]) != FEATURES:
+                raise ValueError("it was written by another version")
+            if saved["identity"] != self.identity:
+                raise ValueError(f"it was measured on {saved['identity']}, this is {self.identity}")
+            prior = np.array(self._prior.values)
+            rows = [(int(number), float(seconds), [float(x) for x in row]) for number, seconds, row in saved["window"]]
+            ratios = [seconds / float(prior @ row) for _, seconds, row in rows]
+            coefficients, num_observed = Coefficients(saved["coefficients"]), int(saved["num_observed"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it is no saved cost model ({type(error).__name__}: {error})") from error
+        for row in rows:
+            self._window.add(*row)
+        self._ratios.extend(ratios)
+        self.num_observed = num_observed
+        if ratios:
             self._refit()
-            self.coefficients = Coefficients(saved["coefficients"])
+            self.coefficients = coefficients

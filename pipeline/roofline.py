@@ -87,9 +87,12 @@ class Model:
 
 
 DEVICES = {
-    # H200: measured (device copy, matrix products, FlashInfer's attention). A100: scaled by their data sheets.
+    # H200: measured (device copy, matrix products, FlashInfer's attention). H100, A100: scaled by their data sheets.
+    # CPU: the order of magnitude of a core, which is all that a first guess needs.
     "h200": Device("h200", 800e12, 540e12, 3.6e12, 4.2e12, 141e9, 6e-6, 12e-6),
+    "h100": Device("h100", 800e12, 540e12, 2.5e12, 2.9e12, 80e9, 6e-6, 12e-6),
     "a100": Device("a100", 255e12, 170e12, 1.6e12, 1.8e12, 80e9, 8e-6, 16e-6),
+    "cpu": Device("cpu", 5e10, 2e10, 1e10, 5e9, 8e9, 5e-5, 8e-5),
 }
 LINKS = {
     # H200s: NCCL, measured over NVLink, and with everything but sockets switched off.

@@ -83,7 +83,7 @@ class Uniform(Policy):
             self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
         if view.waiting_tokens:
             return self._fill(view)
-        share = self._share(view, self._in_flight(view))
+        share = self._share(view, self._in_flight(view)) if self.settings.stages > 1 else None
         return Budget(self.settings.token_budget, prompt_tokens=0, decode_share=share)
 
     def _predict(self, shape: BatchShape) -> float:
@@ -98,7 +98,9 @@ class Uniform(Policy):
         self._least_chunk = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.FAR * least)
 
     def _average(self, view: View, in_flight: int) -> BatchShape:
-        """A micro-batch with its part of the decodes."""
+        """A micro-batch with its part of the decodes. Where there is one stage, all are in each."""
+        if self.settings.stages == 1:
+            in_flight = 1
         shape = BatchShape()
         shape.tokens = shape.decodes = -(-view.decoding // in_flight)
         shape.decode_context = view.decoding_context // in_flight

@@ -29,7 +29,7 @@ class Admission:
         self._counts = counts
         self._clock = clock
         self._num_changes = 0  # how often somebody came or went
-        self._blocked_at: tuple[int, ...] | None = None  # when a waiting sequence last found no room
+        self._blocked_at: tuple[int, int] | None = None  # when a waiting sequence last found no room
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.held)
@@ -56,6 +56,10 @@ class Admission:
         if self.held.pop(seq.request_id, None) is None:
             self.queue.remove(seq)
 
+    def is_blocked(self, step: int) -> bool:
+        """Whether the next to start has found no room, and nothing has changed since."""
+        return self._blocked_at == self._comings(step)
+
     def vacated(self) -> None:
         """A running sequence has given up its slot and pages."""
         self._num_changes += 1
@@ -64,14 +68,14 @@ class Admission:
         """Sequences that start beside those that run, whose rows in the counts are `rows`: each holds what is cached of
         it, and is to be given a slot and its first chunk before the next one is asked for. One that does not fit holds
         up those behind it, or a long prompt would wait forever; one whose prefix is being computed does not."""
-        comings = self._num_changes, step // RETRY_STEPS
-        if self._blocked_at == comings:
+        if self.is_blocked(step):
             return
+        comings = self._comings(step)
         counts = self._counts
         growth = -(-(counts.limit[rows] - 1) // self._page_size) - counts.pages[rows]
         self.forecast.begin(running, int(np.maximum(growth, 0).sum()))
         for seq in self.queue.in_order(step, self._clock()):
-            if batch.tokens_left <= 0:
+            if not batch.may_start(seq):
                 return
             if batch.computes_prefix_of(seq):
                 continue  # even one that starves, since it has less to compute then, and is next
@@ -81,6 +85,10 @@ class Admission:
             self.queue.remove(seq)
             yield seq
             self.forecast.start(seq)
+
+    def _comings(self, step: int) -> tuple[int, int]:
+        """Something else whenever a sequence that found no room should try again."""
+        return self._num_changes, step // RETRY_STEPS
 
     def _open(self, seq: Sequence, others_run: bool) -> bool:
         """Begins to hold what is cached of a sequence, if there are pages for all the tokens that it has now beside

@@ -1,9 +1,12 @@
-"""One step in the making: which sequences are in it, with how many tokens each, and what is left of its budget."""
+"""One step in the making: which sequences are in it, with how many tokens each, within its budget."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.budget import Budget
+from pipeline.shape import BatchShape
 from worker.counts import Counts
 from worker.plan import PENDING, Plan
 from worker.request import Sequence
@@ -17,7 +20,9 @@ _NOBODY = np.empty(0, dtype=np.int64)
 @dataclass(slots=True, eq=False)
 class Step:
     """A plan, from its making to its update, and who is in it: of each chunk the sequence and its row in the counts,
-    whether it gets a token, and whether it has gone since. Those in `prompted` get logits of their prompt's tokens."""
+    whether it gets a token, and whether it has gone since. Those in `prompted` get logits of their prompt's tokens.
+    `shape` is what the policy and the cost models see of it. Of its decodes, the one that waits longest got its last
+    token at `waiting_since_s`; infinity if there is none."""
 
     plan: Plan
     rows: np.ndarray
@@ -25,6 +30,8 @@ class Step:
     gives: np.ndarray
     gone: np.ndarray
     prompted: list[int]
+    shape: BatchShape
+    waiting_since_s: float
 
     @property
     def sequences_left(self) -> list[Sequence]:
@@ -48,8 +55,8 @@ class Step:
 class Batch:
     """Sequences and the sizes of their chunks. They are unchanged until `step`."""
 
-    def __init__(self, token_budget: int, page_size: int, counts: Counts) -> None:
-        self.tokens_left = token_budget
+    def __init__(self, budget: Budget, page_size: int, counts: Counts) -> None:
+        self.budget = budget
         self._page_size = page_size
         self._counts = counts
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
@@ -65,18 +72,24 @@ class Batch:
         """Those of `add_decodes`."""
         return len(self._decodes)
 
-    def budget_for(self, seq: Sequence) -> int:
+    def limit(self, seq: Sequence) -> int:
         """Tokens that `seq` may have of this step."""
-        return min(self.tokens_left, self._prompt_rows_left) if seq.wants_prompt_logits else self.tokens_left
+        size = self._chunk(seq.num_computed, seq.num_missing)
+        return min(size, self._prompt_rows_left) if seq.wants_prompt_logits else size
+
+    def may_start(self, seq: Sequence) -> bool:
+        """Whether this step has a first chunk for a sequence that waits."""
+        cached = seq.cached_estimate
+        return self._chunk(cached, seq.num_tokens - cached) > 0
 
     def add_decodes(self, rows: np.ndarray) -> None:
-        """`add` of one token to each sequence of these rows, int64, all of them past their prompts."""
+        """`add` of one token to each sequence of these rows, int64, all of them past their prompts. The budget has
+        them already."""
         self._decodes = rows
-        self.tokens_left -= len(rows)
 
     def add(self, seq: Sequence, size: int) -> None:
         self._sizes[seq] = size
-        self.tokens_left -= size
+        self.budget.add(seq.num_computed, size)
         if seq.wants_prompt_logits:
             self._prompt_rows_left -= size
 
@@ -88,7 +101,9 @@ class Batch:
     def discard(self, seq: Sequence) -> None:
         """Takes a sequence out again, if it is in."""
         others = self._decodes[self._decodes != seq.row]
-        self.tokens_left += self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
+        size = self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
+        if size:
+            self.budget.remove(seq.num_computed, size)
         self._decodes = others
         if seq in self._prefilling:
             self._prefilling.remove(seq)
@@ -112,7 +127,9 @@ class Batch:
         """The step as it is going to run. From now on the sequences count as computed so far, and those of which
         nothing is missing then have one more token pending."""
         counts, others = self._counts, list(self._sizes)
-        rows = np.concatenate((self._decodes, np.array([seq.row for seq in others], dtype=np.int64)))
+        rows = self._decodes
+        if others:
+            rows = np.concatenate((rows, np.array([seq.row for seq in others], dtype=np.int64)))
         lengths = np.ones(len(rows), dtype=np.int32)
         lengths[len(self._decodes) :] = list(self._sizes.values())
         starts, tokens, pending = counts.computed[rows], counts.tokens[rows], counts.pending[rows]
@@ -128,11 +145,16 @@ class Batch:
         if others:
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
         num_kept, num_pages, pages = self._pages(rows)
+        since_s = np.minimum.reduce(counts.answered_s[self._decodes], initial=math.inf)
         counts.computed[rows] = ends
         counts.tokens[rows] = tokens + gives
         counts.pending[rows] = pending + gives
         plan = Plan(number, counts.slots[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
-        return Step(plan, rows, counts.of(rows), gives, np.zeros(len(rows), dtype=bool), prompted)
+        gone = np.zeros(len(rows), dtype=bool)
+        return Step(plan, rows, counts.of(rows), gives, gone, prompted, self.budget.shape, float(since_s))
+
+    def _chunk(self, start: int, missing: int) -> int:
+        return self.budget.chunk(start, missing, missing)
 
     def _token_ids(self, sequences: list[Sequence]) -> list[np.ndarray]:
         """Those of their chunks."""

@@ -1,8 +1,8 @@
 """What one replica may be told. `cluster.config` composes this into the configuration file."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class WorkerConfig(BaseModel):
@@ -40,6 +40,19 @@ class WorkerConfig(BaseModel):
     token_budget: int = Field(
         512, ge=1, description="most tokens that one step computes, decodes included; on a GPU 8192 by default"
     )
+    schedule: Literal["uniform", "fixed_chunk", "prefill_first", "hybrid", "throttle"] | None = Field(
+        None,
+        description="what goes into a step: uniform cuts prompts so that all steps take the same time on every stage; "
+        "fixed_chunk fills each up to token_budget; prefill_first and hybrid leave prompts whole, without decodes and "
+        "beside them; throttle goes by what waits and what is free; by default uniform for pipelines and where tbt_slo "
+        "is set, else fixed_chunk",
+    )
+    tbt_slo: float | None = Field(
+        None,
+        gt=0,
+        description="seconds between two tokens of a request that 99 of 100 are to stay within, for schedule uniform; "
+        "by default steps are as long as makes a token cheap",
+    )
     overlap: bool | None = Field(
         None, description="prepare the next step while one runs; by default on a GPU, which runs without the host"
     )
@@ -53,6 +66,19 @@ class WorkerConfig(BaseModel):
     grammar_timeout_s: float = Field(
         10.0, gt=0, description="longest time that a grammar may take to compile, in seconds"
     )
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        if self.tbt_slo is not None and self.schedule not in (None, "uniform"):
+            raise ValueError(f"tbt_slo={self.tbt_slo} needs schedule uniform: {self.schedule} keeps to no time")
+        return self
+
+    @property
+    def schedule_name(self) -> str:
+        """`schedule`, or what it is by default."""
+        if self.schedule is not None:
+            return self.schedule
+        return "uniform" if self.pp > 1 or self.tbt_slo is not None else "fixed_chunk"
 
     @property
     def num_ranks(self) -> int:

@@ -15,7 +15,8 @@ class Counts:
     Of its `tokens`, which are the prompt's and the outputs', the last `pending` are being sampled by steps in flight:
     they count, and their values are not known yet. `computed` of them have their KV, by steps in flight too; steps that
     have ended computed `confirmed`. It ends when it has `limit` tokens. It holds `pages` pages, of which the ranks know
-    the first `sent`. `slots` is -1 while it waits. Its last token came with step `answered`.
+    the first `sent`. `slots` is -1 while it waits; the tree had `cached` of its tokens when it was last asked then. It
+    got its last token at `answered_s` of the scheduler's clock, or came then.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,7 +29,8 @@ class Counts:
         self.prompt, self.limit = column(), column()
         self.pages, self.sent, self.slots = column(), column(), column()
         self.last_token = column()  # of those that are known
-        self.answered = column()
+        self.cached = column()
+        self.answered_s = np.zeros(capacity)
         self.announced = np.zeros(capacity, dtype=bool)  # its first output was sent
         self.sequences: list[Sequence | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
@@ -37,7 +39,7 @@ class Counts:
         """A row for a new sequence, which waits, and of which nothing is counted yet."""
         row = self._free.pop()
         self.sequences[row] = seq
-        for column in (self.tokens, self.pending, self.computed, self.confirmed, self.pages, self.sent, self.answered):
+        for column in (self.tokens, self.pending, self.computed, self.confirmed, self.pages, self.sent, self.cached):
             column[row] = 0
         self.slots[row] = -1
         self.announced[row] = False

@@ -28,6 +28,7 @@ from radix.pages import PagePool
 from radix.tree import Tree
 from worker.batch import Step
 from worker.config import WorkerConfig
+from worker.costs import Costs
 from worker.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
 from worker.logprobs import PendingLogprobs, prompt_logprobs
 from worker.messages import Failure, Generate, Grammar, Load, Output, SamplingParams, TokenLogprobs
@@ -55,18 +56,24 @@ class Parts(NamedTuple):
     runner: Runner | Leader
     sampler: Sampler
     grammars: GrammarCompiler
+    costs: Costs = Costs()
 
 
 def load_parts(
     model_dir: Path,
     config: WorkerConfig,
     open_runner: Callable[[Path, WorkerConfig], Runner | Leader] = open_runner,
+    cost_folder: Path | None = None,
 ) -> Parts:
-    """Loads the model of a folder. Raises whatever its files or the device have to complain about."""
+    """Loads the model of a folder. What steps cost is learned, where it matters, and kept in `cost_folder`. Raises
+    whatever the model's files or the device have to complain about."""
     runner = open_runner(model_dir, config)
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
     grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
-    return Parts(runner, sampler, grammars)
+    costs = Costs()
+    if config.pp > 1 or config.schedule_name == "uniform":
+        costs = Costs.of(model_dir, config, runner.device, cost_folder)
+    return Parts(runner, sampler, grammars, costs)
 
 
 @dataclass
@@ -117,7 +124,7 @@ class Engine:
         """`on_event` is told of every change of the radix tree. `on_ready` is called, from any thread, when a request
         that waited outside the queue wants a `step`. `load` makes the parts."""
         config = settled(config)
-        self.runner, self.sampler, self.grammars = load(Path(model_dir), config)
+        self.runner, self.sampler, self.grammars, self.costs = load(Path(model_dir), config)
         self.tree = Tree(config.page_size, PagePool(self.runner.num_pages, config.page_size), on_event=on_event)
         self.scheduler = Scheduler(
             config,
@@ -125,6 +132,7 @@ class Engine:
             vocab_size=self.runner.vocab_size,
             context_length=self.runner.context_length,
             eos_token_ids=self.runner.eos_token_ids,
+            policy=self.costs.policy(config),
             clock=clock,
         )
         self._overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
@@ -228,6 +236,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the compiler's thread and the other ranks. The engine is of no use afterwards."""
+        self.costs.save()
         self.grammars.close()
         self.runner.close()
 
@@ -241,11 +250,8 @@ class Engine:
         return self._under_way.popleft() if self._under_way else None
 
     def _fill_stages(self) -> None:
-        """Of a pipeline, sends as many steps on their way as may be and there are."""
-        while self.scheduler.num_in_flight < self.scheduler.most_in_flight:
-            step = self._schedule()
-            if step is None:
-                return
+        """Of a pipeline, sends as many steps on their way as the policy begins."""
+        while (step := self._schedule()) is not None:
             self._under_way.append(step)
             if len(step.plan):
                 try:

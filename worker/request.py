@@ -67,13 +67,13 @@ class Sequence:
     num_confirmed = Count("confirmed")
     num_pages = Count("pages")
     num_sent_pages = Count("sent")
+    cached_estimate = Count("cached")
     last_token = Count("last_token")
     slot = Count("slots")
 
     __slots__ = (
         "arrival",
         "arrived_s",
-        "cached_estimate",
         "cached_tokens",
         "counts",
         "ends_at_limit",
@@ -127,12 +127,12 @@ class Sequence:
         self.num_tokens = self.tokens_before.size
         self.num_prompt = counts.prompt[self.row] = len(request.prompt_ids)
         self.token_limit = counts.limit[self.row] = token_limit
+        counts.answered_s[self.row] = arrived_s
         self.last_token = int(self.tokens_before.values[-1])
 
         self.pages = IntRow([])
         self.num_shared = 0
         self.node: PagedNode | None = None
-        self.cached_estimate = 0  # tokens that the tree had when it was last asked, while waiting
         self.estimated_at_step = -1
 
         self.cached_tokens = 0  # of the prompt, when it first ran

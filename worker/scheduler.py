@@ -15,22 +15,28 @@ has ended, been aborted or failed, whatever was planned beyond is dropped; one t
 token as an output. Pages may pass to others at once, because steps run in the order in which they were planned; the
 tree gets only what steps that have ended computed.
 
-Of a pipeline of P stages up to P + 1 steps are in flight, so that no stage waits for another. A sequence's next chunk
-may be in the very next step, but its next decode waits for its token: nothing is pending on the device, since it is
-another stage's. The decodes are spread evenly over the steps. One that is preempted loses the token in flight, which
-is sampled again: its slot has a new owner by the time that it would be sampled.
+When a step is made, and how much of what waits goes into it, is a policy's to say (`pipeline/schedule.py`); which
+sequences these are is decided here.
+
+Of a pipeline several steps are in flight, so that no stage waits for another. A sequence's next chunk may be in the
+very next step, but its next decode waits for its token: nothing is pending on the device, since it is another stage's.
+One that is preempted loses the token in flight, which is sampled again: its slot has a new owner by the time that it
+would be sampled.
 """
 
 import copy
+import math
 import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pipeline.budget import Budget
 from pipeline.chunk import chunk_tokens
+from pipeline.policy import Policy, View
 from radix.tree import Tree
 from worker.admission import Admission
 from worker.batch import Batch, Step
@@ -46,11 +52,24 @@ if TYPE_CHECKING:
     from worker.sampling import SampledTokens
 
 
+class _Running(NamedTuple):
+    """The running sequences before a step, by rank: their rows in the counts, the tokens that they lack and those that
+    are computed; whether a part of the prompt is not computed or still in flight, whether they lack their last output
+    and nothing else (`decode`), and whether they lack something else (`going`)."""
+
+    rows: np.ndarray
+    lacking: np.ndarray
+    computed: np.ndarray
+    in_prompt: np.ndarray
+    decode: np.ndarray
+    going: np.ndarray
+
+
 class Scheduler:
     """Owns every sequence from arrival to its last token, and the pages that running ones hold. One thread at a time.
 
-    Use: `step = schedule()`, run its plan, `update(step, …)`, `take_outputs()`. Up to `most_in_flight` steps may be
-    without their `update`; updates come in the order of the steps.
+    Use: `step = schedule()`, run its plan, `update(step, …)`, `take_outputs()`. Several steps may be without their
+    `update`, as many as the policy begins; updates come in the order of the steps.
     """
 
     def __init__(
@@ -61,9 +80,15 @@ class Scheduler:
         vocab_size: int,
         context_length: int,
         eos_token_ids: Collection[int],
+        policy: Policy,
+        ahead_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`ahead_s`: the time until the first stage is done with all that was sent to it, as the policy wants it.
+        `clock`: whatever time the caller lives in."""
         self.config = config
+        self.policy = policy
+        self._ahead_s = ahead_s
         self.holdings = Holdings(tree)
         self.num_pages = tree.pool.num_pages
         self.page_size = tree.page_size
@@ -78,7 +103,6 @@ class Scheduler:
         self.vacated: list[int] = []
         # More running sequences than tokens in a step would only wait for each other with pages in hand.
         self._num_slots = min(config.max_running, config.token_budget)
-        self.most_in_flight = config.pp + 1
         self._free_slots = list(range(self._num_slots - 1, -1, -1))
         self._sequences: dict[str, Sequence] = {}
         self._counts = Counts(config.max_waiting + self._num_slots)
@@ -87,8 +111,11 @@ class Scheduler:
         self._waiting = Admission(config, self.holdings, self._counts, clock)
         self._ends = Ends(vocab_size)
         self._outputs: list[Output] = []
-        self._batch = Batch(0, self.page_size, self._counts)  # this step's
+        self._batch = Batch(Budget(0), self.page_size, self._counts)  # this step's
+        self._view = View()  # as it was before
         self._in_flight: deque[Step] = deque()  # steps without their update
+        # If the last `schedule` had a place for a step and nothing to put into it: why, as the meter says it.
+        self.found_nothing: str | None = None
         self._ending = False  # whether a running sequence ends with a step in flight
         self._step = 0
         self._num_arrivals = 0
@@ -167,19 +194,37 @@ class Scheduler:
 
     # ------------------------------------------------------------ a step
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps without their `update`."""
-        return len(self._in_flight)
-
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to compute now. `started` then names the sequences that are new
-        in it."""
-        assert len(self._in_flight) < self.most_in_flight, "a step has had no update for too long"
+        """The next step, or None when there is nothing to compute now or the policy wants to wait (`ask_again_s`).
+        `started` then names the sequences that are new in it."""
         self.started.clear()
-        self._batch = Batch(self.config.token_budget, self.page_size, self._counts)
+        self.found_nothing = None
+        running = self._survey()
+        view = self._view = self._look(running)
+        is_clumped = view.decoding >= self.config.pp or view.waiting > 0
+        budget = self.policy.begin(view)
+        step = self._make(budget, running) if budget is not None else None
+        if budget is not None and step is None and view.decoding and view.waiting_tokens:
+            # Decodes may have been held back for prompts that find no pages now.
+            view.waiting = view.waiting_tokens = 0
+            budget = self.policy.begin(view)
+            step = self._make(budget, self._survey()) if budget is not None else None
+        if step is not None:
+            self._in_flight.append(step)
+        elif budget is not None:
+            self.found_nothing = "clumped" if is_clumped else "nothing_to_do"
+        return step
+
+    def ask_again_s(self) -> float:
+        """After what time `schedule`, which has just given None, may give a step though nothing else happens."""
+        self._view.ahead_s = self._ahead_s()
+        return self.policy.ask_again_s(self._view)
+
+    def _make(self, budget: Budget, running: "_Running") -> Step | None:
+        """A step of what there is to compute and the budget allows."""
+        self._batch = Batch(budget, self.page_size, self._counts)
         preemptions = self.counters.preemptions
-        for seq in self._go_on():
+        for seq in self._go_on(running):
             self._plan(seq)
         # Right after a preemption, what it freed is for those that run.
         if len(self._waiting.queue) and self.counters.preemptions == preemptions:
@@ -188,9 +233,7 @@ class Scheduler:
             return None
         self._step += 1
         self.counters.steps = self._step
-        step = self._batch.step(self._step)
-        self._in_flight.append(step)
-        return step
+        return self._batch.step(self._step)
 
     def update(
         self,
@@ -203,13 +246,16 @@ class Scheduler:
         all those that were to get one and had not gone by then; and log probabilities of prompts, by chunk. Sequences
         that have gone since are skipped. A slot may be another's by now, so they are those that were planned."""
         assert self._in_flight[0] is step, "updates come in the order of the steps"
+        now_s = self.clock()
+        if step.waiting_since_s < math.inf:
+            self.policy.finished(now_s - step.waiting_since_s)
         self._confirm(step)
         for chunk, logprobs in prompt_logprobs.items():
             known = step.sequences[chunk].prompt_logprobs
             if known is not None and not step.gone[chunk]:
                 known.extend(logprobs)
         if sampled is not None:
-            self._take_tokens(step, chosen, sampled)
+            self._take_tokens(step, chosen, sampled, now_s)
         self._in_flight.popleft()
 
     # ------------------------------------------------------------ what is there
@@ -275,51 +321,90 @@ class Scheduler:
             self._rows = np.array([seq.row for seq in self._running], dtype=np.int64)
         return self._rows
 
-    def _go_on(self) -> list[Sequence]:
-        """Puts the running sequences that lack their last output into this step, all at once. Returns those that lack
-        something else, or for which there may be no pages: they follow one by one."""
+    def _survey(self) -> "_Running":
         rows, counts = self._running_rows(), self._counts
         tokens, computed = counts.tokens[rows], counts.computed[rows]
         unfinished = tokens < counts.limit[rows]
         in_prompt = counts.confirmed[rows] < counts.prompt[rows]
-        self._ending = not unfinished.all()
-        decode = (tokens - computed == 1) & unfinished & ~in_prompt
-        going = unfinished & ~decode
-        ready = decode
+        self._ending = bool(np.count_nonzero(unfinished) < len(rows))
+        lacking = tokens - computed
+        decode = (lacking == 1) & unfinished & ~in_prompt
+        return _Running(rows, lacking, computed, in_prompt, decode, unfinished & ~decode)
+
+    def _look(self, running: "_Running") -> View:
+        """What the policy is shown."""
+        counts, queue = self._counts, self._waiting.queue.rows
+        view = View(
+            decoding=int(np.count_nonzero(running.decode)),
+            decoding_context=int(np.add.reduce(running.computed[running.decode])),
+            free_kv=self.holdings.num_available / self.num_pages,
+            in_flight=[step.shape for step in self._in_flight],
+            ahead_s=self._ahead_s(),
+        )
+        if np.count_nonzero(running.going):
+            rows, computed = running.rows[running.going], running.computed[running.going]
+            lacking = running.lacking[running.going]
+            in_flight = (computed >= counts.prompt[rows]) & (lacking == 1)  # the last chunk of its prompt
+            view.decoding += int(np.count_nonzero(in_flight))
+            view.decoding_context += int(computed[in_flight].sum())
+            view.waiting = len(rows) - int(np.count_nonzero(in_flight))
+            view.waiting_tokens = int(lacking[~in_flight].sum())
+        if len(queue):
+            queued = int((counts.tokens[queue] - counts.cached[queue]).sum())
+            if not self._free_slots or self._waiting.is_blocked(self._step):
+                view.blocked_tokens = queued
+            else:
+                view.waiting += len(queue)
+                view.waiting_tokens += queued
+        return view
+
+    def _go_on(self, running: "_Running") -> list[Sequence]:
+        """Puts running sequences that lack their last output into this step, as many as the budget takes. Returns those
+        that lack something else: they follow one by one."""
+        rows, counts = running.rows, self._counts
+        decode, going = running.decode, running.going
         if self.config.pp > 1:
             is_known = counts.pending[rows] == 0
-            share = -(-int((unfinished & ~in_prompt).sum()) // self.config.pp)
-            ready, going = decode & is_known, going & is_known
-            decode = self._longest_ready(rows, ready, share)
-        decodes = rows[decode]
-        short = decodes[computed[decode] >= counts.pages[decodes] * self.page_size]
-        first: list[Sequence] = []
+            decode, going = decode & is_known, going & is_known
+            if not self.policy.chunks_follow:
+                going &= counts.confirmed[rows] == running.computed
+        if np.count_nonzero(running.in_prompt):
+            for seq in counts.of(rows[running.in_prompt]):
+                self._batch.watch(seq)
+        others = counts.of(rows[going]) if np.count_nonzero(going) else []
+        self._decode(rows[decode])
+        return others
+
+    def _decode(self, ready: np.ndarray) -> None:
+        """Puts the next decode of sequences into this step, whose rows, int64, are `ready`, in the order of their
+        ranks. Those go first whose last token came first; if there may be no pages for all, those of the first ranks:
+        the first of all alone moves for sure."""
+        counts, budget = self._counts, self._batch.budget
+        decodes = ready
+        if self.config.pp > 1:
+            decodes = ready[np.argsort(counts.answered_s[ready], kind="stable")]
+        contexts = counts.computed[decodes]
+        taken = budget.take_decodes(contexts)
+        decodes, contexts = decodes[:taken], contexts[:taken]
+        short = decodes[contexts >= counts.pages[decodes] * self.page_size]
         if len(short) <= self.holdings.num_available:
             if len(short):
                 self.holdings.grow_each(counts.of(short))
             self._batch.add_decodes(decodes)
-        else:
-            first = counts.of(rows[ready])  # the first of all must be among them: it alone moves for sure
-        for seq in counts.of(rows[in_prompt]):
-            self._batch.watch(seq)
-        return first + counts.of(rows[going])
-
-    def _longest_ready(self, rows: np.ndarray, decode: np.ndarray, most: int) -> np.ndarray:
-        """Of those of `rows` that are to `decode` (bool) the `most` whose last token came first, bool."""
-        ready = np.flatnonzero(decode)
-        oldest = ready[np.argsort(self._counts.answered[rows[ready]], kind="stable")[:most]]
-        chosen = np.zeros_like(decode)
-        chosen[oldest] = True
-        return chosen
+            return
+        for context in contexts.tolist():
+            budget.remove(context, 1)
+        for seq in counts.of(ready):
+            if taken and seq.is_running and self._make_room(seq, 1):
+                self._batch.add(seq, 1)
+                taken -= 1
 
     def _plan(self, seq: Sequence) -> None:
         """Puts the next chunk of a running sequence into this step, unless there are no tokens or pages for it now."""
         if seq.slot < 0:
             return  # preempted by one that ranks before it
-        missing, budget = seq.num_missing, self._batch.budget_for(seq)
-        size = min(missing, budget)
-        if size > 0:
-            size = chunk_tokens(missing, budget, self._make_room(seq, size))
+        limit = self._batch.limit(seq)
+        size = chunk_tokens(seq.num_missing, limit, self._make_room(seq, limit)) if limit > 0 else 0
         if size > 0:
             self._batch.add(seq, size)
 
@@ -341,7 +426,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Starts waiting sequences while there are slots, tokens and pages."""
-        if not self._free_slots or self._batch.tokens_left <= 0:
+        if not self._free_slots or self._batch.budget.tokens_left <= 0:
             return
         for seq in self._waiting.starting(self._running, self._running_rows(), self._batch, self._step):
             self._seat(seq)
@@ -410,7 +495,7 @@ class Scheduler:
         for chunk in there[starts < counts.prompt[rows]].tolist():
             self.holdings.cache(step.sequences[chunk])
 
-    def _take_tokens(self, step: Step, chosen: np.ndarray, sampled: "SampledTokens") -> None:
+    def _take_tokens(self, step: Step, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:
         for place, failure in sampled.failures.items():
             if not step.gone[chosen[place]]:
                 self.fail(step.sequences[chosen[place]].request_id, failure)
@@ -424,7 +509,7 @@ class Scheduler:
         outputs = [Output(request_id=seq.request_id, token_ids=[token_id]) for seq, token_id in given]
         counts.pending[rows] -= 1
         counts.last_token[rows] = ids
-        counts.answered[rows] = step.plan.step
+        counts.answered_s[rows] = now_s
         self.counters.output_tokens += len(ids)
         if sampled.logprobs:
             for output, place in zip(outputs, places.tolist(), strict=True):

@@ -119,8 +119,12 @@ def test_hybrid_batches_hold_whole_prompts_beside_decodes():
     ],
 )
 def test_throttled_prompt_tokens(waiting, free_kv, tokens):
-    budget = policy("throttle").begin(view([], waiting, free_kv=free_kv))
+    budget = policy("throttle").begin(view([], waiting, free_kv=free_kv, in_flight=[BatchShape()]))
     assert fill(budget, prompts=[(0, 30000)]) == (0, [tokens])
+
+
+def test_throttled_prompts_move_where_nothing_else_does():
+    assert fill(policy("throttle").begin(view([], [3000], free_kv=0.0)), prompts=[(0, 3000)]) == (0, [32])
 
 
 def test_throttled_decodes_are_a_part_of_all_and_what_is_left_over_goes_round():
@@ -253,6 +257,7 @@ def test_one_stage_keeps_its_steps_within_the_objective():
     budget = uniform.begin(view([500] * 8, [5000], in_flight=[BatchShape()], ahead_s=1.0))
     fill(budget, [500] * 8, [(0, 5000)])
     assert 0.035 < MODEL.predict(budget.shape) <= 0.05 * 0.92
+    assert fill(uniform.begin(view([500] * 8, in_flight=[budget.shape])), [500] * 8) == (8, [])
 
 
 @given(st.lists(st.integers(0, 50_000), min_size=1, max_size=60), st.floats(0.0, 1.0), st.floats(0.0, 1.0))

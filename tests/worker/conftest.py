@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.cost import CostModel
+from pipeline.roofline import DEVICES, MODELS, Stage
 from worker.config import WorkerConfig
+from worker.costs import Costs
 from worker.engine import Parts
 from worker.forecast import Claim, most_pages
 from worker.messages import Failure, Grammar
@@ -336,6 +339,12 @@ class FakeGrammars:
         self.closed = True
 
 
+def any_models(stages: int) -> list[CostModel]:
+    """What the stages of some pipeline cost."""
+    stage = Stage(MODELS["llama-8b"], DEVICES["h200"], 8)
+    return [CostModel(stage.seconds) for _ in range(stages)]
+
+
 class FakeParts:
     """For `load=` of an engine: a fake runner, sampler and compiler."""
 
@@ -346,7 +355,7 @@ class FakeParts:
 
     def __call__(self, model_dir: Path, config: WorkerConfig) -> Parts:
         self.runner.page_size = config.page_size
-        return Parts(self.runner, self.sampler, self.grammars)
+        return Parts(self.runner, self.sampler, self.grammars, Costs(any_models(config.pp)))
 
 
 @pytest.fixture(scope="session")

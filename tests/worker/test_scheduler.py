@@ -9,14 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.schedule import POLICIES
 from radix.pages import PagePool
 from radix.tree import Tree
+from tests.worker.conftest import any_models
 from worker.batch import Step
 from worker.config import WorkerConfig
+from worker.costs import Costs
 from worker.messages import Generate, Output, SamplingParams
 from worker.plan import PENDING, Plan
 from worker.sampling import SampledTokens
 from worker.scheduler import Scheduler
+
+STAGES = any_models(4)
 
 
 class Driver:
@@ -37,6 +42,7 @@ class Driver:
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
             eos_token_ids=eos,
+            policy=Costs(STAGES[: self.config.pp]).policy(self.config),
             clock=lambda: self.now_s,
         )
         self.outputs: dict[str, list[Output]] = defaultdict(list)
@@ -79,13 +85,14 @@ class Driver:
 
     def run(self, max_steps: int = 10_000) -> list[Plan]:
         plans = []
-        while self.scheduler.has_work or self.flight:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and not self.flight:
+                return plans
             plan = self.step()
             self.scheduler.check_integrity()
             if plan is not None:
                 plans.append(plan)
-            assert len(plans) < max_steps, "it does not come to an end"
-        return plans
+        raise AssertionError("it does not come to an end")
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]
@@ -599,6 +606,7 @@ def test_random_traffic(drive, seed, request):
 @settings(max_examples=200, deadline=None)
 @given(
     overlap=st.booleans(),
+    schedule=st.sampled_from(sorted(POLICIES)),
     num_pages=st.integers(2, 12),
     page_size=st.integers(1, 5),
     budget=st.integers(1, 12),
@@ -606,9 +614,9 @@ def test_random_traffic(drive, seed, request):
         st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
     ),
 )
-def test_every_request_ends_and_is_right(fake_runner, overlap, num_pages, page_size, budget, requests):
+def test_every_request_ends_and_is_right(fake_runner, overlap, schedule, num_pages, page_size, budget, requests):
     runner = fake_runner(num_pages=num_pages, page_size=page_size)
-    d = Driver(runner, overlap=overlap, token_budget=budget, max_running=4)
+    d = Driver(runner, overlap=overlap, schedule=schedule, token_budget=budget, max_running=4)
     for i, (stem, length, max_tokens, priority) in enumerate(requests):
         d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
     d.run(2000)
