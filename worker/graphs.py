@@ -61,14 +61,14 @@ class StepGraphs:
         last_tokens: torch.Tensor,
         logits: torch.Tensor,
         max_tokens: int,
-        receive: Callable[[], torch.Tensor] | None = None,
+        begin: Callable[[], torch.Tensor | None],
     ) -> None:
         """`last_tokens`: int64 `[slots + 1]`, what a token below 0 stands for; the last one is nobody's. `logits`:
         float32 `[max_running, vocab_size]`, or without columns where there are none. Steps that are not only decodes
-        have up to `max_tokens` tokens. `receive` gives what the stage before made of a step's tokens, if there is
-        one, `[n, hidden_size]`."""
+        have up to `max_tokens` tokens. `begin` is called when all else of a step is on its way to the device, and gives
+        what the stage before made of its tokens, if there is one, `[n, hidden_size]`."""
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
-        self._logits, self._receive = logits, receive
+        self._logits, self._begin = logits, begin
         self._likeliest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         most = max(len(logits), max_tokens)
         config = decoder.config
@@ -138,9 +138,7 @@ class StepGraphs:
         if kind is Kind.PLAIN and shared is not None and Kind.ALIKE in self._sizes:
             kind = Kind.ALIKE
         self._fill(kind, batch, token_ids, size, shared, wanted)
-        if self._receive is not None:
-            # Only now: what comes before on the device need not wait for it.
-            passed = self._receive()
+        if (passed := self._begin()) is not None:
             self._passed[: len(passed)].copy_(passed)
             self._passed[len(passed) : size].zero_()
         self._graphs[kind, size].replay()
@@ -177,7 +175,8 @@ class StepGraphs:
         inputs = self._inputs
         given, slots = inputs["token_ids"][:size], inputs["slots"][:size]
         positions, passed = inputs["positions"][:size], self._passed[:size]
-        given = torch.where(given < 0, self._last_tokens[slots], given) if self._receive is None else passed
+        is_first = self._decoder.config.is_first
+        given = torch.where(given < 0, self._last_tokens[slots], given) if is_first else passed
         if not self._is_last:
             hidden = self._decoder.hidden(given, positions, self._attention)
             if hidden.data_ptr() != passed.data_ptr():

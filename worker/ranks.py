@@ -32,7 +32,7 @@ import zmq
 from worker.config import WorkerConfig
 from worker.parallel import TIMEOUT_S, Meeting, RankLost
 from worker.plan import PENDING, Plan
-from worker.runner import Runner, place
+from worker.runner import Ran, Runner, place
 from worker.stage import Stage
 from worker.weights import Progress
 
@@ -43,7 +43,10 @@ CONNECT_S = 30.0
 GRACE_S = 5.0  # what a rank gets to end by itself
 HEARTBEAT_MS = 5000  # a follower on a host that vanished must not pile up plans for ever
 
+TELL_EVERY_MS = 2  # how often a rank without a plan looks whether its device is done
+
 _END = b""
+_TIMES = "times"
 
 
 def open_store(host: str = "127.0.0.1") -> tuple[dist.Store, str]:
@@ -109,6 +112,9 @@ class Leader:
         self._rank = config.leading_rank
         self._followers = {rank: self._bind(host) for rank in other_ranks(config)}
         self._sent: deque[Plan] = deque()
+        self._times = self._context.socket(zmq.PULL)
+        self._times.bind(f"tcp://{host}:*")
+        store.set(_TIMES, self._times.getsockopt_string(zmq.LAST_ENDPOINT))
         for rank, follower in self._followers.items():
             store.set(f"plans/{rank}", follower.getsockopt_string(zmq.LAST_ENDPOINT))
         self._watcher = threading.Thread(target=self._watch, args=(store,), name="ranks", daemon=True)
@@ -169,6 +175,13 @@ class Leader:
             self._launched.record()
         return logits
 
+    def ran(self) -> list[Ran]:
+        """As `Runner.ran`, of all stages; those of one stage are in order. What others have yet to tell comes later."""
+        ran = self.runner.ran()
+        while self._times.poll(0):
+            ran += msgspec.msgpack.decode(self._times.recv(), type=list[Ran])
+        return ran
+
     def close(self) -> None:
         """Ends the other ranks. Not while another thread is in `forward`."""
         if self._closing.is_set():
@@ -185,6 +198,7 @@ class Leader:
             follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
         for process in self._processes:
             _end(process, GRACE_S if self._lost is None else 0)
+        self._times.close(linger=0)
         self._context.term()
         if self.stage is not None:
             self.stage.close()
@@ -267,10 +281,12 @@ class Follower:
         self._context = zmq.Context()
         self._plans = self._context.socket(zmq.PULL)
         self._plans.set(zmq.RCVHWM, 0)
+        self._times = self._context.socket(zmq.PUSH)
         self._stage: Stage | None = None
         try:
             self._stage = Stage.join(store, rank, config.tp, config.pp, _own_device(config, rank))
             self._plans.connect(store.get(f"plans/{rank}").decode())
+            self._times.connect(store.get(_TIMES).decode())
             self._runner = Runner(model, config, progress, self._stage)
         except BaseException as error:
             _tell(self._store, self._rank, error)
@@ -294,6 +310,9 @@ class Follower:
         plans: deque[Plan] = deque()
         ended = False
         while plans or not ended:
+            self._tell_times()
+            while not plans and not ended and self._runner.is_running and not self._plans.poll(TELL_EVERY_MS):
+                self._tell_times()
             while not ended and (not plans or self._plans.poll(0)):
                 frame = self._plans.recv()
                 ended = not frame
@@ -303,9 +322,18 @@ class Follower:
             if plans:
                 _step(self._runner, plans.popleft())
 
+    def _tell_times(self) -> None:
+        """Of a stage's ranks, which go together, the first tells."""
+        if ran := self._runner.ran():
+            assert self._stage is not None
+            if self._stage.group.rank == 0:
+                with suppress(zmq.Again):  # so many that nobody asks for them
+                    self._times.send(msgspec.msgpack.encode(ran), zmq.NOBLOCK)
+
     def close(self) -> None:
-        """Gives back the socket and leaves the group. Not while another thread is in `run`."""
+        """Gives back the sockets and leaves the group. Not while another thread is in `run`."""
         self._plans.close(linger=0)
+        self._times.close(linger=0)
         self._context.term()
         if self._stage is not None:
             self._stage.close()

@@ -4,8 +4,8 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from kernels import flashinfer_attention
 from kernels.attention import AttentionBackend, AttentionBatch, GraphAttention, token_positions
 from kernels.torch_attention import TorchAttention
 from kernels.transfer import all_to_device
+from pipeline.meter import Span
 from worker import kv_cache
 from worker.batch import PROMPT_LOGIT_ROWS
 from worker.config import WorkerConfig
@@ -23,6 +24,7 @@ from worker.models.decoder import Decoder
 from worker.models.shard import Shard
 from worker.plan import Plan
 from worker.stage import Stage
+from worker.stopwatch import Stopwatch
 from worker.tables import PageTables
 from worker.weights import Progress, load_weights
 
@@ -33,6 +35,14 @@ GPU_MAX_RUNNING = 256
 GPU_TOKEN_BUDGET = 8192
 
 FP8_CAPABILITY = (8, 9)  # the first with matrix products in 8-bit floating point
+
+
+class Ran(NamedTuple):
+    """When a stage computed a step."""
+
+    stage: int
+    step: int
+    span: Span
 
 
 class Runner:
@@ -75,9 +85,7 @@ class Runner:
         )
         self.stage.replica.meet()  # one may be long behind with its part
         self.decoder = Decoder(self.config, parameters, self.dtype, self.group)
-        self._receive: Callable[[], torch.Tensor] | None = None
-        if self.stage.before is not None:
-            self._receive = partial(self.stage.receive, self.config.hidden_size)
+        self._stopwatch = Stopwatch.of(self.device)
         # The last one is for what fills a batch up to a graph's size.
         self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
         self.likeliest: torch.Tensor | None = None
@@ -95,13 +103,15 @@ class Runner:
         self._graphs: StepGraphs | None = None
         if isinstance(self._attention, GraphAttention):
             shared = self.decoder, self._attention, self.last_tokens, self._logits
-            self._graphs = StepGraphs(*shared, self._graph_tokens, self._receive)
+            self._graphs = StepGraphs(*shared, self._graph_tokens, self._begin)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
 
     def expect(self, plan: Plan) -> None:
         """Get ready for a plan that the stages before have been sent, ahead of its `forward`, in the plans' order."""
-        if self.stage.before is not None:
+        if self.stage.before is None:
+            self._stopwatch.came(plan.step)
+        else:
             self.stage.expect(plan.num_tokens, self.config.hidden_size, self.dtype)
 
     @torch.inference_mode()
@@ -115,10 +125,20 @@ class Runner:
         """
         self._tables.update(plan)
         out = self._computed(plan)
+        self._stopwatch.end(plan.step)
         if self.stage.is_last:
             return out
         self.stage.send(out)
         return out.new_empty((0, self.vocab_size), dtype=torch.float32)
+
+    def ran(self) -> list[Ran]:
+        """The steps that are over and were not told yet, in order. Waits for nothing."""
+        return [Ran(self.stage.index, step, span) for step, span in self._stopwatch.take()]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether `ran` has something to tell, now or later."""
+        return self._stopwatch.is_running
 
     def close(self) -> None:
         """Leave the other ranks."""
@@ -142,7 +162,14 @@ class Runner:
         rows = np.repeat(ends - shares, plan.num_logits) + np.arange(plan.num_logits.sum())
         if self._graphs is not None and self._graphs.fits(batch, len(rows)):
             return self._graphs.run(batch, token_ids, rows)
-        return self._step(batch, token_ids.astype(np.int64), rows, self._attention, self._receive)
+        return self._step(batch, token_ids.astype(np.int64), rows, self._attention, self._begin)
+
+    def _begin(self) -> torch.Tensor | None:
+        """To be called when all else of a step is on its way to the device: gives what the stage before made of its
+        tokens, if there is one."""
+        before = None if self.stage.before is None else self.stage.receive(self.config.hidden_size)
+        self._stopwatch.begin()
+        return before
 
     def _step(
         self,
@@ -150,10 +177,10 @@ class Runner:
         token_ids: np.ndarray,
         rows: np.ndarray,
         attention: AttentionBackend,
-        receive: Callable[[], torch.Tensor] | None,
+        begin: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor:
         """The logits after the tokens at `rows` (int64) of the batch; from a stage that is not the last, what it made
-        of all tokens. One that is not the first goes on from what it can `receive`."""
+        of all tokens. One that is not the first goes on from what `begin` gives."""
         attention.plan(batch)
         arrays = [token_ids, token_positions(batch), rows]
         pending = (token_ids < 0).any()
@@ -162,8 +189,8 @@ class Runner:
         given, positions, wanted, *slots = all_to_device(arrays, self.device)
         if pending:
             given = torch.where(given < 0, self.last_tokens[slots[0]], given)
-        if receive is not None:
-            given = receive()
+        if (before := begin()) is not None:
+            given = before
         if not self.stage.is_last:
             return self.decoder.hidden(given, positions, attention)
         return self.decoder.logits(self.decoder.hidden(given, positions, attention, wanted))
@@ -197,8 +224,8 @@ class Runner:
         if self.stage.count > 1:  # as much may be on its way
             shape = (self.stage.count + 1, len(token_ids), self.config.hidden_size)
             passed = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        receive = None if self.stage.before is None else lambda: passed[0]
-        self._step(batch, token_ids, rows, self._backend(count * pages, pages), receive)
+        before = None if self.stage.before is None else passed[0]
+        self._step(batch, token_ids, rows, self._backend(count * pages, pages), lambda: before)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 

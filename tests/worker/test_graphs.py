@@ -67,7 +67,7 @@ def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine
         runner._attention = TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
         logits = torch.empty(MAX_RUNNING, runner.vocab_size if runner.stage.is_last else 0)
         shared = runner.decoder, runner._attention, runner.last_tokens, logits
-        runner._graphs = Uncaptured(*shared, config.token_budget, runner._receive)
+        runner._graphs = Uncaptured(*shared, config.token_budget, runner._begin)
         runner._graphs.capture(runner._tables.rows)
         return runner._graphs
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from pipeline.meter import Span
 from pipeline.schedule import POLICIES
 from tests.worker.conftest import TINY
 from tests.worker.test_ranks import prompts, settings
@@ -259,6 +260,22 @@ def test_batched_chunked_cached_and_preempted(
         assert engine.load().preemptions > 0
         assert said(engine) == expected
         assert engine.load().cached_tokens > 0
+
+
+def test_all_stages_tell_when_they_computed_each_step(tiny_model: Callable[[str], Path]) -> None:
+    with pipeline(tiny_model("llama"), pp=3, tp=2, token_budget=16) as engine:
+        said(engine)
+        ran: list[dict[int, Span]] = [{}, {}, {}]
+        steps = engine.scheduler._step
+        while min(map(len, ran)) < steps:
+            for stage, step, span in engine.runner.ran():
+                assert step not in ran[stage] and step == len(ran[stage]) + 1
+                ran[stage][step] = span
+    for stage, spans in enumerate(ran):
+        for step, span in spans.items():
+            assert span.received_s <= span.begin_s <= span.end_s
+            assert stage == 0 or ran[stage - 1][step].end_s <= span.begin_s
+            assert step == 1 or spans[step - 1].end_s <= span.begin_s
 
 
 def test_log_probabilities_of_prompts_whose_chunks_are_under_way(tiny_model: Callable[[str], Path]) -> None:
