@@ -11,6 +11,7 @@ from pipeline.shape import BatchShape
 
 STRICT, RELAXED = 5.0, 25.0
 DELAY_S = 2.0
+STEP = 1.5  # from one rate to the next, before the highest lies between two
 DECODES = BatchShape([(4095, 1)] * 32)
 
 
@@ -21,13 +22,20 @@ def tbt_objective_s(
     return times * (sum(seconds_of(DECODES) for seconds_of in stages) + ways_s)
 
 
-def capacity(holds: Callable[[float], bool], low: float, high: float, precision: float = 0.02) -> float:
-    """The highest rate at which `holds`, between `low` and `high` and found to within `precision` of it, by bisection;
-    0 where it does not even hold at `low`. Rates are tried from `low` on, then `high`, then between."""
-    if not holds(low):
-        return 0.0
-    if holds(high):
-        return high
+def capacity(holds: Callable[[float], bool], guess: float, most: float, precision: float = 0.02) -> float:
+    """The highest rate up to `most` at which `holds`, found to within `precision` of it: from `guess` up or down by
+    STEP until it lies between two rates, then by bisection. 0 where it does not hold at a hundredth of `guess`."""
+    low = high = guess
+    if holds(guess):
+        while low < most and holds(high := min(low * STEP, most)):
+            low = high
+        if low >= most:
+            return low
+    else:
+        while not holds(low := high / STEP):
+            high = low
+            if high < guess / 100:
+                return 0.0
     while high > low * (1 + precision):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)

@@ -1,18 +1,18 @@
 """A pipeline without its devices: what a schedule does to requests, stages and links, in virtual time.
 
-The scheduler under test is the real one, behind `Replica`: it arrives with the caller, reads `Clock` instead of the
-time, and makes micro-batches out of the same policies and cost models as on devices. Stages are servers that take
+The scheduler is the real one, behind `Replica`: it comes with the caller (`worker.rehearsal`), reads `Clock` instead of
+the time, and makes micro-batches out of the same policies and cost models as on devices. Stages are servers that take
 micro-batches in order, as long as `Hardware` says; links have latency and bandwidth.
 
     clock = Clock()
-    run = simulate(requests, replica_on(clock), hardware, clock)
-    run.throughput(), run.quantile("tbt", 0.99), run.meter.fractions()
+    run = simulate(requests, replica, hardware, clock)  # worker.rehearsal.Rehearsal, on the same clock
+    run.output_tokens_per_s(), run.quantile("tbt", 0.99), run.meter.fractions()
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -100,6 +100,21 @@ class Hardware:
         """What a micro-batch spends on its way without being computed."""
         way = self.link.send_s(tokens * self.token_bytes) if self.link is not None else 0.0
         return self.plan_s + self.return_s + (len(self.stages) - 1) * way
+
+    def changes(self) -> Iterator[tuple[str, "Hardware"]]:
+        """The same with one thing better, by its name."""
+        host = replace(self, plan_s=0.0, return_s=0.0)
+        if self.link is not None and len(self.stages) > 1:
+            link = self.link
+            fast = replace(link, latency_s=link.latency_s / 2, bytes_per_s=2 * link.bytes_per_s)
+            free = replace(link, latency_s=0.0, bytes_per_s=math.inf)
+            yield "links twice as fast", replace(self, link=fast)
+            yield "links that take no time", replace(self, link=free)
+            yield "neither links nor a host that take time", replace(host, link=free)
+        else:
+            yield "a host that takes no time", host
+        faster = [lambda shape, seconds_of=seconds_of: seconds_of(shape) / 1.25 for seconds_of in self.stages]
+        yield "stages that compute 1.25 times as fast", replace(self, stages=faster)
 
 
 @dataclass
@@ -205,8 +220,11 @@ def simulate(
         push(request.arrived_s, ARRIVAL, request)
     num_batches = 0
     last_s = 0.0
+    asked_at_s = -1.0  # when the newest ASK is due: others are out of date
     while events and events[0][0] <= until_s:
         clock.now_s, _, kind, what = heapq.heappop(events)
+        if kind == ASK and clock.now_s != asked_at_s:
+            continue
         if kind == ARRIVAL:
             replica.arrive(what)
         elif kind == FIRST_STAGE:
@@ -231,9 +249,10 @@ def simulate(
         cause = replica.found_nothing()
         if cause is not None:
             meter.nothing(clock.now_s, cause)
-        wait_s = replica.ask_again_s()
-        if wait_s < math.inf:
-            push(clock.now_s + max(wait_s, 1e-6), ASK)
+        ask_at_s = clock.now_s + max(replica.ask_again_s(), 1e-6)
+        if ask_at_s < math.inf and not clock.now_s < asked_at_s <= ask_at_s:
+            asked_at_s = ask_at_s
+            push(ask_at_s, ASK)
     return Run(lives, meter, last_s, num_batches)
 
 

@@ -7,23 +7,40 @@ import pytest
 
 from pipeline.ahead import Ahead
 from pipeline.cost import CostModel
-from pipeline.policy import Settings
 from pipeline.roofline import DEVICES, LINKS, MODELS, Link, make_stages
-from pipeline.schedule import POLICIES, make_policy
+from pipeline.schedule import POLICIES
 from pipeline.shape import BatchShape
 from pipeline.simulate import Clock, Hardware, Request, errors, simulate
-from tests.pipeline.stand_in import StandIn
+from worker.config import WorkerConfig
+from worker.costs import Costs
+from worker.rehearsal import VOCAB_SIZE, Rehearsal
 
 STAGES = make_stages(MODELS["llama-70b"], DEVICES["h200"], 4)
 FREE = Link("free", 0.0, math.inf, 0.0, math.inf)
 
 
 def run(requests, name, hardware, token_budget=1024, slo_s=None, kv_tokens=1_000_000, models=None, **more):
+    """With the scheduler of the worker. `slo_s` is for uniform alone."""
     clock = Clock()
-    stages = len(hardware.stages)
-    models = models or [CostModel(seconds_of) for seconds_of in hardware.stages]
-    policy = make_policy(name, Settings(stages, token_budget, models, slo_s, hardware.exposed_s()))
-    return simulate(requests, StandIn(policy, clock, kv_tokens, models), hardware, clock, **more)
+    config = WorkerConfig(
+        pp=len(hardware.stages),
+        schedule=name,
+        tbt_slo=slo_s if name == "uniform" else None,
+        token_budget=token_budget,
+        max_running=1024,
+        kv_tokens=kv_tokens,
+        context_length=kv_tokens,
+    )
+    costs = Costs(models or [CostModel(seconds_of) for seconds_of in hardware.stages])
+    replica = Rehearsal(config, costs, clock, prompt_ids)
+    result = simulate(requests, replica, hardware, clock, **more)
+    replica.scheduler.check_integrity()
+    return result
+
+
+def prompt_ids(request):
+    """No two begin alike."""
+    return [request.number % VOCAB_SIZE, *range(1, request.prompt)]
 
 
 def steady(seconds=1.0, stages=4, **more):

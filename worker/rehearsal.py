@@ -1,0 +1,80 @@
+"""A replica without its devices: the scheduler, in the virtual time of `pipeline/simulate.py`.
+
+All that decides is the real thing: scheduler, policy, admission, forecast, tree and pages. Nothing is computed: every
+token that is sampled is the same.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from pipeline.ahead import Ahead
+from pipeline.shape import BatchShape
+from pipeline.simulate import Clock, MicroBatch, Request
+from radix.pages import PagePool
+from radix.tree import Tree
+from worker.config import WorkerConfig
+from worker.costs import Costs
+from worker.messages import Generate, SamplingParams
+from worker.sampling import SampledTokens
+from worker.scheduler import Scheduler
+
+VOCAB_SIZE = 1 << 15  # that of prompts, at least
+
+
+class Rehearsal:
+    """Follows `pipeline.simulate.Replica`."""
+
+    def __init__(
+        self, config: WorkerConfig, costs: Costs, clock: Clock, prompt_ids: Callable[[Request], list[int]]
+    ) -> None:
+        """`costs`, of every stage, are learned as they are in a replica. `prompt_ids` gives a request's prompt, of ids
+        below VOCAB_SIZE. `config` must say how large the KV cache is and how long a context may be."""
+        assert config.kv_tokens is not None and config.context_length is not None
+        self._costs, self._clock, self._prompt_ids = costs, clock, prompt_ids
+        self._ahead = Ahead()
+        self._tokens = np.zeros(config.max_running, dtype=np.int64)
+        self.scheduler = Scheduler(
+            config,
+            Tree(config.page_size, PagePool(config.kv_tokens // config.page_size, config.page_size)),
+            vocab_size=VOCAB_SIZE,
+            context_length=config.context_length,
+            eos_token_ids=(),
+            policy=costs.policy(config),
+            ahead_s=lambda: self._ahead.seconds(clock()),
+            clock=clock,
+        )
+
+    def arrive(self, request: Request) -> None:
+        sampling = SamplingParams(max_tokens=request.output, temperature=0.0, ignore_eos=True)
+        name, prompt_ids = str(request.number), self._prompt_ids(request)
+        if not self.scheduler.add(Generate(request_id=name, prompt_ids=prompt_ids, sampling=sampling)):
+            failure = self.scheduler.take_outputs()[-1].failure
+            raise ValueError(f"request {request.number} is refused: {failure.message if failure else 'it has ended'}")
+
+    def schedule(self) -> MicroBatch | None:
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        self._ahead.sent(self._clock(), self._costs.models[0].predict(step.shape))
+        return MicroBatch(step.shape, [int(seq.request_id) for seq in self.scheduler.started], step)
+
+    def ask_again_s(self) -> float:
+        return self.scheduler.ask_again_s()
+
+    def found_nothing(self) -> str | None:
+        return self.scheduler.found_nothing
+
+    def first_stage_ended(self) -> None:
+        self._ahead.ended(self._clock())
+
+    def finish(self, batch: MicroBatch, seconds: list[float]) -> Iterable[int]:
+        self._costs.observe(batch.shape, seconds)
+        step = batch.plan
+        chosen = np.flatnonzero(step.gives & ~step.gone)
+        self.scheduler.update(step, chosen, SampledTokens(self._tokens[: len(chosen)], {}, {}, []), {})
+        self.scheduler.vacated.clear()
+        return [int(output.request_id) for output in self.scheduler.take_outputs() for _ in output.token_ids]
+
+    def decode_s(self, shape: BatchShape) -> float:
+        return self._costs.decode_s(shape)
