@@ -13,6 +13,7 @@ wrong.
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import sys
@@ -31,6 +32,7 @@ from bench import reference, results
 from bench.reference import NEW_TOKENS, Reference, Scored
 from bench.replica import again
 from bench.results import Figure, number
+from pipeline.schedule import POLICIES
 from worker.config import WorkerConfig
 from worker.engine import Engine, Finished, load_parts
 from worker.messages import SamplingParams
@@ -53,6 +55,14 @@ class Case:
     runs: tuple[str, ...] = ("cold",)
     longest: int = max(reference.LENGTHS)
     preempts: bool = False
+
+    def scheduled(self, schedule: str | None) -> "Case":
+        """The same with a schedule that is not the default."""
+        if schedule is None:
+            return self
+        return dataclasses.replace(
+            self, name=f"{self.name}, {schedule}", settings=self.settings | {"schedule": schedule}
+        )
 
 
 CASES = (
@@ -265,6 +275,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--pp", type=_numbers, default=[1], metavar="N,M", help="numbers of stages, each with each (default 1)"
     )
+    p.add_argument("--schedules", type=_schedules, default=[None], metavar="A,B", help="in float32 (default: its own)")
     p.add_argument("--name", help="of the result (default: DEVICE.exact and the numbers of ranks)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     return p
@@ -272,6 +283,12 @@ def parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
+
+
+def _schedules(text: str) -> list[str | None]:
+    if unknown := [name for name in text.split(",") if name not in POLICIES]:
+        raise argparse.ArgumentTypeError(f"no schedule {unknown[0]}: there are {', '.join(POLICIES)}")
+    return [*text.split(",")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -288,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
                 if tp not in reference.MODELS[name].tp or pp > reference.MODELS[name].layers:
                     print(f"{name} cannot be shared out to {pp} stages of {tp} ranks", flush=True)
                     continue
-                report.run(check, tp, pp)
+                report.run(check, tp, pp, args.schedules)
     ranks = "".join(
         f"{way}{'-'.join(map(str, each))}" for way, each in (("tp", args.tp), ("pp", args.pp)) if each != [1]
     )
@@ -309,13 +326,13 @@ class Report:
         self.right = True
         self._began_s = time.monotonic()
 
-    def run(self, check: Check, tp: int, pp: int = 1) -> None:
-        """Every case of a model in so many stages of so many ranks, a line each."""
+    def run(self, check: Check, tp: int, pp: int = 1, schedules: Sequence[str | None] = (None,)) -> None:
+        """Every case of a model in so many stages of so many ranks, with each of the schedules, a line each."""
         ranks = f"tp{tp}" if pp == 1 else f"tp{tp}pp{pp}"
         label = f"{self.kind}.exact.{check.name}.{ranks}"
         verdicts = {}
         with check.replica("float32", tp, pp) as replica:
-            for case in CASES:
+            for case in (case.scheduled(schedule) for schedule in schedules for case in CASES):
                 verdicts[case.name] = verdict = check.float32(replica, case)
                 same = f"{verdict.identical} of {verdict.sequences} same"
                 self._say(f"{label} float32 {case.name}", verdict.right, same)

@@ -2,22 +2,25 @@
 
     shoal bench gpu --model llama-8b --workloads mini,bs1,prefill,sharedprefix,sharedprefix_interleaved
     shoal bench gpu --model llama-70b --tp 4 --scale 0.5 --workloads mini,prefill
+    shoal bench gpu --model llama-70b --pp 4 --link sockets --scale 2 --workloads mini --max-running 512
     shoal bench gpu --model llama-8b --workloads mini --http --profile 64,256
     shoal bench gpu --model tiny --device cpu --scale 0.02 --workloads mini,bs1
 
 Random weights, greedy, every output to its full length, prompts as token ids, an empty cache before every round; the
 settings are the same for all workloads of a run. A figure is the median of the rounds. The result file is written anew
-after every workload: what was measured before an interruption is kept.
+after every workload: what was measured before an interruption is kept. `--link` measures what passes between two GPUs
+before the replica starts; with `sockets`, which stand for Ethernet between nodes, nothing else joins them.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench import results, shapes
+from bench import link, results, shapes
 from bench.child import ServerFailed
 from bench.jobs import JOBS
 from bench.results import Figure, number
@@ -66,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", type=_sizes, default=[], metavar="N,M", help="trace decoding at these batch sizes")
     p.add_argument("--http", action="store_true", help="mini through `shoal serve` too")
     p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: the server's own)")
-    p.add_argument("--name", help="of the result (default: gpu.MODEL, with tp and scale)")
+    p.add_argument("--link", choices=("sockets", "direct"), help="what joins the ranks, which is measured (GPUs)")
+    p.add_argument("--name", help="of the result (default: gpu.MODEL, with tp, pp, link, schedule and scale)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     flags.add(p, WorkerConfig)
     return p
@@ -115,10 +119,15 @@ class Bench:
         self.args, self.folder, self.settings = args, folder, settings
         self.config = WorkerConfig.model_validate(settings)
         self.kind = "cpu" if self.config.device == "cpu" else "gpu"
-        shards = f".tp{self.config.tp}" if self.config.tp > 1 else ""
-        self.model = f"{self.kind}.{shapes.SHAPES[args.model].label}{shards}"
+        self.model = ".".join((self.kind, shapes.SHAPES[args.model].label, *self._how()))
         self.report = Report(args.name or f"{self.model}{suffix(args.scale)}", args.out, settings)
         self.failures = 0
+
+    def _how(self) -> list[str]:
+        """What is said of the ranks in a figure's name."""
+        sizes = (("tp", self.config.tp), ("pp", self.config.pp))
+        ranks = "".join(f"{way}{size}" for way, size in sizes if size > 1)
+        return [part for part in (ranks, self.args.link, self.settings.get("schedule")) if part]
 
     def failed(self, what: str, error: Exception) -> None:
         """What was measured stays."""
@@ -128,6 +137,8 @@ class Bench:
     def run(self) -> None:
         """Raises RuntimeError or ValueError where the engine cannot go on; without a server it can."""
         served = None
+        if self.args.link is not None:
+            self._link()
         if self.args.http:
             try:
                 served = self._serve()
@@ -139,6 +150,15 @@ class Bench:
             offline = next(figure.value for figure in self.report.figures if figure.name == mini)
             ratio = Figure(f"{self.kind}.http.mini.vs_offline", served["output_tok_s"] / offline, "ratio", True)
             self.report.add("http", served, ratio)
+
+    def _link(self) -> None:
+        """Its speed; from now on every process of this one has no other."""
+        if self.args.link == "sockets":
+            os.environ.update(link.SOCKETS)
+        speed = link.measure("cpu" if self.kind == "cpu" else "cuda")
+        self.report.add("link", asdict(speed))
+        said = f"{speed.bytes_per_s / 1e9:.2f} GB/s and {speed.latency_s * 1e6:.0f} us"
+        print(f"between two ranks: {said}", flush=True)
 
     def _name(self, job: str) -> str:
         """What a workload's figures begin with."""

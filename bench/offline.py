@@ -20,6 +20,7 @@ import numpy as np
 from bench import results
 from bench.results import Figure
 from bench.workload import Lengths, Vocabulary, shared_prefix, unrelated
+from pipeline.schedule import POLICIES
 
 Tokens = list[list[int]]
 Job = tuple[Tokens, list[int]]  # prompts and the output length of each
@@ -53,11 +54,11 @@ def _job(turns: Sequence[Any], seed: int) -> Job:
 class Shoal:
     """Our engine. Every round begins with an empty cache."""
 
-    def __init__(self, model_dir: Path, dtype: str) -> None:
+    def __init__(self, model_dir: Path, settings: dict[str, Any]) -> None:
         from worker.config import WorkerConfig
         from worker.engine import Engine
 
-        self.engine = Engine(model_dir, WorkerConfig.model_validate({"dtype": dtype}))
+        self.engine = Engine(model_dir, WorkerConfig.model_validate(settings))
 
     def __call__(self, job: Job) -> Tokens:
         from worker.messages import SamplingParams
@@ -168,6 +169,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--vs", choices=["transformers"], default="transformers", help="what to compare with")
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="a known name, a folder, a .gguf file, or a hub id")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and KV, for all")
+    p.add_argument("--tp", type=int, default=1, help="our ranks in a stage (default 1)")
+    p.add_argument("--pp", type=int, default=1, help="our stages (default 1)")
+    p.add_argument("--schedule", choices=sorted(POLICIES), help="ours (default: that of a server)")
     p.add_argument("--prompts", type=int, default=64, help="prompts of the varied workload (default 64)")
     p.add_argument("--rounds", type=int, default=2, help="times that each system runs each workload (default 2)")
     p.add_argument("--batch", type=int, nargs="+", default=[16, 32, 64], help="batch sizes of generate to try")
@@ -185,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     from cluster.models import resolve
 
     model_dir = resolve(args.model)
-    shoal = Shoal(model_dir, args.dtype)
+    settings = {"dtype": args.dtype, "tp": args.tp, "pp": args.pp, "schedule": args.schedule}
+    shoal = Shoal(model_dir, settings)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, args.dtype)).eval()
     batched: dict[str, Callable[[Job], Tokens]] = {
         f"transformers generate, batch {n}": Generate(model, n) for n in args.batch
@@ -206,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
             Figure("cpu.offline.vs_transformers", ratio(raw["varied"]), "ratio", True),
             Figure("cpu.offline.one_request.vs_transformers", ratio(raw["one"]), "ratio", True),
         ],
-        {"workloads": raw, "threads": torch.get_num_threads(), "dtype": args.dtype},
+        {"workloads": raw, "threads": torch.get_num_threads(), **settings},
     )
     print(f"written: {path}")
     return 0

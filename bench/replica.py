@@ -16,6 +16,7 @@ from bench.jobs import Job, fresh, scaled
 from bench.results import Figure
 from worker import kv_cache
 from worker.config import WorkerConfig
+from worker.costs import Costs
 from worker.engine import Engine, Parts
 from worker.messages import SamplingParams
 from worker.plan import Plan
@@ -38,9 +39,9 @@ def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
 
 @contextmanager
 def again(folder: Path, config: WorkerConfig, parts: Parts) -> Iterator[Engine]:
-    """Another engine on a model that is loaded: with a scheduler and a cache of its own, in the first `kv_tokens` of
-    the pages that there are. Nothing else may run on these parts meanwhile, and what another engine had in its cache is
-    gone. Checked at its end for anything lost."""
+    """Another engine on a model that is loaded: with a scheduler that has learned nothing and a cache of its own, in
+    the first `kv_tokens` of the pages that there are. Nothing else may run on these parts meanwhile, and what another
+    engine had in its cache is gone. Checked at its end for anything lost."""
     config = settled(config)
     assert config.kv_tokens is not None
     runner = parts.runner
@@ -48,8 +49,9 @@ def again(folder: Path, config: WorkerConfig, parts: Parts) -> Iterator[Engine]:
     runner.num_pages = kv_cache.num_pages(config.kv_tokens, runner.page_size)
     runner.context_length = min(runner.context_length, config.context_length or runner.context_length)
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
+    costs = Costs.of(folder, config, runner.device) if config.schedule_name == "uniform" else Costs()
     try:
-        engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler))
+        engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler, costs=costs))
         yield engine
         while engine.has_work:  # a step in flight
             engine.step()

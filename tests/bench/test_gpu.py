@@ -1,13 +1,14 @@
 """One replica's figures, on a tiny model and without a GPU: all of the command but the device."""
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import gpu, replica, shapes
+from bench import gpu, link, replica, shapes
 from bench.child import ServerFailed
 from bench.decoding import observe
 from bench.jobs import pressure
@@ -41,6 +42,25 @@ def test_every_workload_gives_its_figure(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert found["settings"]["token_budget"] == 2048 and found["start"]["kv_tokens"] == 16384
     assert "cpu.tiny.bs1_x0.004.decode_tok_s" in capsys.readouterr().out
+
+
+def test_stages_and_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in link.SOCKETS:
+        monkeypatch.setenv(name, "")  # as it was, afterwards
+    seen: list[str] = []
+
+    def measure(device: str) -> link.Speed:
+        seen.append(os.environ["NCCL_NET"])
+        return link.Speed({1: 1e-4}, 1e-4, 2e9)
+
+    monkeypatch.setattr(link, "measure", measure)
+    status, found = run(tmp_path, "--workloads", "mini", "--scale", "0.004", "--pp", "2", "--link", "sockets")
+    assert status == 0 and seen == ["Socket"]
+    assert found["link"]["bytes_per_s"] == 2e9 and found["settings"]["pp"] == 2
+    assert {figure["name"] for figure in found["figures"]} == {
+        "cpu.tiny.pp2.sockets.start_to_first_token.seconds",
+        "cpu.tiny.pp2.sockets.mini_x0.004.output_tok_s",
+    }
 
 
 def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(
