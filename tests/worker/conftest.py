@@ -25,8 +25,9 @@ from worker.forecast import Claim, most_pages
 from worker.messages import Failure, Grammar
 from worker.parallel import Group
 from worker.plan import PENDING, Chunk, Plan
+from worker.ranks import Leader
 from worker.runner import Runner
-from worker.sampling import SampledTokens
+from worker.sampling import SampledTokens, Sampler
 
 if not torch.cuda.is_available():
     # As in tests/kernels: before anything imports a kernel of Triton's.
@@ -343,6 +344,13 @@ def any_models(stages: int) -> list[CostModel]:
     """What the stages of some pipeline cost."""
     stage = Stage(MODELS["llama-8b"], DEVICES["h200"], 8)
     return [CostModel(stage.seconds) for _ in range(stages)]
+
+
+def without_grammars(model_dir: Path, config: WorkerConfig, runner: Runner | Leader) -> Parts:
+    """The real parts but for the grammars' compiler, a process that most tests have no use for."""
+    sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
+    costs = Costs.of(model_dir, config, runner.device) if config.schedule_name == "uniform" else Costs()
+    return Parts(runner, sampler, FakeGrammars(), costs)
 
 
 class FakeParts:

@@ -1,5 +1,5 @@
 """SmolLM2-135M-Instruct in float32: greedy output is, token for token, what `transformers` generates, whatever the
-batch, the chunks, the pages, the cache, a preemption or a resume.
+batch, the chunks, the pages, the cache, the stages and ranks, a preemption or a resume.
 """
 
 import re
@@ -8,14 +8,16 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from tests.conftest import NEW_TOKENS, SHORT, Reference
+from tests.worker.conftest import without_grammars
+from tests.worker.test_pipeline import pipeline
 from worker import runner
 from worker.config import WorkerConfig
 from worker.engine import Engine, Finished, Parts, load_parts
 from worker.messages import Generate, Grammar, SamplingParams
-from worker.sampling import Sampler
 
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
 
@@ -62,14 +64,7 @@ def engine(folder: Path, weights: None) -> Iterator:
 
 
 def no_grammars(model_dir: Path, config: WorkerConfig) -> Parts:
-    """The real parts but for the grammars' compiler, a process that most tests here have no use for."""
-    model = runner.Runner(model_dir, config)
-    return Parts(model, Sampler(config.max_running, model.vocab_size, model.device, model.last_tokens), NoGrammars())
-
-
-class NoGrammars:
-    def close(self) -> None:
-        pass
+    return without_grammars(model_dir, config, runner.Runner(model_dir, config))
 
 
 def tokens(finished: list[Finished]) -> list[list[int]]:
@@ -115,6 +110,27 @@ def test_preempted(engine, crowded, prompts, expected, page_size, overlap):
     assert len(fitting) >= 24
     assert tokens(one.generate([prompts[i] for i in fitting], GREEDY)) == [expected[i] for i in fitting]
     assert one.load().preemptions >= 5
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "overlap", "schedule"),
+    [
+        (2, 1, False, "uniform"),
+        (2, 1, True, "hybrid"),
+        (4, 1, False, "prefill_first"),
+        (4, 1, True, "throttle"),
+        (2, 2, False, "fixed_chunk"),
+    ],
+)
+def test_in_stages(folder, weights, crowded, prompts, expected, pp, tp, overlap, schedule):
+    """Chunks follow each other in steps in flight, and what is preempted loses a token that was on its way."""
+    chosen = [i for i, prompt in enumerate(prompts) if len(prompt) < 60][::5]
+    few = replace(GREEDY, max_tokens=12)
+    settings = {"kv_tokens": 80, "page_size": 4, "token_budget": 24, "overlap": overlap, "schedule": schedule}
+    with pipeline(folder, pp=pp, tp=tp, **settings) as one:
+        said = tokens(one.generate([prompts[i] for i in chosen], few))
+        assert said == [expected[i][: few.max_tokens] for i in chosen]
+        assert one.load().preemptions >= 1
 
 
 @pytest.mark.parametrize("done", [1, 13])

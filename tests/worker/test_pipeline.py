@@ -5,8 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,13 @@ from hypothesis import strategies as st
 
 from pipeline.meter import Span
 from pipeline.schedule import POLICIES
-from tests.worker.conftest import TINY
+from tests.worker.conftest import TINY, without_grammars
 from tests.worker.test_ranks import prompts, settings
 from tests.worker.test_scheduler import Driver, prompt
 from worker import ranks
 from worker.batch import Step
 from worker.config import WorkerConfig
-from worker.engine import DeviceLost, Engine, Parts, load_parts
+from worker.engine import DeviceLost, Engine, Parts
 from worker.messages import Generate, SamplingParams
 from worker.models.config import decoder_config, read_config
 from worker.models.shard import Shard
@@ -182,11 +181,6 @@ def test_more_stages_than_layers(tiny_model: Callable[[str], Path]) -> None:
 # ---------------------------------------------------------------- the same tokens
 
 
-class NoGrammars:
-    def close(self) -> None:
-        pass
-
-
 @contextmanager
 def pipeline(folder: Path, *, fails: bool = False, **changes: object) -> Iterator[Engine]:
     """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do."""
@@ -200,10 +194,10 @@ def pipeline(folder: Path, *, fails: bool = False, **changes: object) -> Iterato
         follower.run()
 
     def parts(model: Path, own: WorkerConfig) -> Parts:
-        return load_parts(model, own, partial(Leader, store=store))
+        return without_grammars(model, own, leading.enter_context(closing(Leader(model, own, store))))
 
     others = other_ranks(config)
-    with ThreadPoolExecutor(len(others)) as threads:
+    with ThreadPoolExecutor(len(others)) as threads, ExitStack() as leading:
         followers: list[Future[None]] = [threads.submit(follow, rank) for rank in others]
         with closing(Engine(folder, config, load=parts)) as engine:
             yield engine
