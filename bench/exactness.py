@@ -305,6 +305,9 @@ def main(argv: list[str] | None = None) -> int:
                 if tp not in reference.MODELS[name].tp or pp > reference.MODELS[name].layers:
                     print(f"{name} cannot be shared out to {pp} stages of {tp} ranks", flush=True)
                     continue
+                if args.device == "cuda" and tp * pp > torch.cuda.device_count():
+                    print(f"{pp} stages of {tp} ranks are more than there are GPUs", flush=True)
+                    continue
                 report.run(check, tp, pp, args.schedules)
     ranks = "".join(
         f"{way}{'-'.join(map(str, each))}" for way, each in (("tp", args.tp), ("pp", args.pp)) if each != [1]
