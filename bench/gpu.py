@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", type=_sizes, default=[], metavar="N,M", help="trace decoding at these batch sizes")
     p.add_argument("--http", action="store_true", help="mini through `shoal serve` too")
     p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: the server's own)")
-    p.add_argument("--link", choices=("sockets", "direct"), help="what joins the ranks, which is measured (GPUs)")
+    p.add_argument("--link", choices=("nvlink", "sockets"), help="what joins the ranks, which is measured (GPUs)")
     p.add_argument("--name", help="of the result (default: gpu.MODEL, with tp, pp, link, schedule and scale)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     flags.add(p, WorkerConfig)
