@@ -272,6 +272,15 @@ def test_all_stages_tell_when_they_computed_each_step(tiny_model: Callable[[str]
             assert step == 1 or spans[step - 1].end_s <= span.begin_s
 
 
+def test_receives_that_are_begun_when_they_are_needed(
+    tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs."""
+    monkeypatch.setattr("worker.stage.AHEAD", 0)
+    with pipeline(tiny_model("llama"), pp=3, tp=2, overlap=True, token_budget=11) as engine:
+        assert said(engine) == alone("llama")
+
+
 def test_log_probabilities_of_prompts_whose_chunks_are_under_way(tiny_model: Callable[[str], Path]) -> None:
     sampling = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2, logprobs=2)
     folder = tiny_model("llama")
