@@ -372,10 +372,11 @@ def _leave_together(stage: Stage, device: torch.device) -> None:
 
 
 def _own_device(config: WorkerConfig, rank: int) -> torch.device:
-    """The rank's device, on a GPU made the current one: Ray shows a rank its own only, elsewhere it sees all."""
+    """The rank's device, on a GPU made the current one: Ray shows a rank its own only, elsewhere it sees all. There the
+    leading rank has the first, which is the current one of every other thread of its process too."""
     device, _ = place(config)
     if device.type == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device((rank - config.leading_rank) % torch.cuda.device_count())
     return device
 
 
