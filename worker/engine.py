@@ -34,7 +34,8 @@ from worker.logprobs import PendingLogprobs, prompt_logprobs
 from worker.messages import Failure, Generate, Grammar, Load, Output, SamplingParams, TokenLogprobs
 from worker.parallel import RankLost
 from worker.plan import Plan
-from worker.ranks import Leader, open_runner
+from worker.processes import open_runner
+from worker.ranks import Leader
 from worker.request import Sequence
 from worker.runner import Runner, settled
 from worker.sampling import PendingSample, Sampler

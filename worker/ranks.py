@@ -13,9 +13,7 @@ there.
 
 import logging
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -65,23 +63,9 @@ def find_store(address: str) -> dist.Store:
         raise RankLost(f"the leading rank does not answer at {address}: {error}") from error
 
 
-def open_runner(model: Path, config: WorkerConfig, progress: Progress | None = None) -> "Runner | Leader":
-    """What computes a replica's steps on this machine: a runner, or the leader of `tp * pp` ranks."""
-    if progress is None and sys.stderr.isatty():
-        progress = _show
-    return Runner(model, config, progress) if config.num_ranks == 1 else launch(model, config, progress)
-
-
 def other_ranks(config: WorkerConfig) -> list[int]:
     """All but the leading one."""
     return [rank for rank in range(config.num_ranks) if rank != config.leading_rank]
-
-
-def _show(done: int, total: int) -> None:
-    """A bar on the terminal."""
-    width = 40 * done // total
-    end = "\n" if done == total else ""
-    print(f"\rWeights [{'#' * width:<40}] {done} of {total}", end=end, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- the leading rank
@@ -197,7 +181,7 @@ class Leader:
         for follower in self._followers.values():
             follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
         for process in self._processes:
-            _end(process, GRACE_S if self._lost is None else 0)
+            end(process, GRACE_S if self._lost is None else 0)
         self._times.close(linger=0)
         self._context.term()
         if self.stage is not None:
@@ -380,48 +364,8 @@ def _own_device(config: WorkerConfig, rank: int) -> torch.device:
     return device
 
 
-# ---------------------------------------------------------------- on one machine
-
-
-def launch(model: Path, config: WorkerConfig, progress: Progress | None = None) -> Leader:
-    """This process as the leading rank, and one more for each other rank, on this machine. They end when it does."""
-    device, _ = place(config)
-    ranks = config.num_ranks
-    if device.type == "cuda" and torch.cuda.device_count() < ranks:
-        raise ValueError(f"tp={config.tp}, pp={config.pp}, but this machine has {torch.cuda.device_count()} GPUs")
-    if device.type == "cpu" and config.cpu_threads is None:
-        config = config.model_copy(update={"cpu_threads": max(1, (os.cpu_count() or 1) // ranks)})
-    store, address = open_store()
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in other_ranks(config):
-            processes.append(_start(_Seat(str(model), config.model_dump(mode="json"), rank, address)))
-    except BaseException:
-        for process in processes:
-            _end(process, 0)
-        raise
-    return Leader(model, config, store, progress=progress, processes=processes)
-
-
-class _Seat(msgspec.Struct):
-    """What a process must know to be a rank."""
-
-    model: str
-    config: dict[str, object]
-    rank: int
-    address: str
-
-
-def _start(seat: _Seat) -> "subprocess.Popen[bytes]":
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    process = subprocess.Popen([sys.executable, "-m", "worker.ranks"], stdin=subprocess.PIPE, env=environment)
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(seat) + b"\n")
-    process.stdin.flush()
-    return process
-
-
-def _end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
+def end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    """Gives a rank's process so long to end by itself."""
     assert process.stdin is not None
     try:
         process.wait(grace_s)
@@ -433,23 +377,3 @@ def _end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-
-
-def _main() -> None:
-    """A rank's process. Its standard input says which, and ends with the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for that one
-    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Seat)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    config = WorkerConfig.model_validate(seat.config)
-    Follower(Path(seat.model), config, seat.rank, find_store(seat.address)).run()
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    _main()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.worker.conftest import TINY, Sequences, together
-from worker import ranks
+from worker import processes, ranks
 from worker.config import WorkerConfig
 from worker.engine import DeviceLost, Engine
 from worker.messages import SamplingParams
@@ -107,7 +107,7 @@ def test_a_rank_ends_with_the_process_that_started_it(tiny_model: Callable[[str]
     store, address = open_store()  # where it will wait in vain
     config = settings(tp=2).model_dump(mode="json")
     store.set("plans/1", "tcp://127.0.0.1:9")
-    process = ranks._start(ranks._Seat(str(tiny_model("llama")), config, 1, address))
+    process = processes._start(processes._Seat(str(tiny_model("llama")), config, 1, address))
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(ENDS_S) == 1
@@ -115,7 +115,7 @@ def test_a_rank_ends_with_the_process_that_started_it(tiny_model: Callable[[str]
 
 def test_closing_ends_all_processes(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", ENDS_S)  # nobody is killed on a machine that is busy
-    leader = ranks.launch(tiny_model("llama"), settings(tp=2))
+    leader = processes.launch(tiny_model("llama"), settings(tp=2))
     leader.close()
     leader.close()
     assert [process.returncode for process in leader._processes] == [0]
