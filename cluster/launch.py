@@ -163,7 +163,7 @@ class _Launch:
         if config.address is None and needed > there:
             raise LaunchError(
                 f"replicas={config.replicas} of tp={config.tp}, pp={config.pp} need {needed:g} GPUs, and this machine "
-                f"has {there:g}"
+                f"has {there:g}: lower one of them"
             )
         if not there:
             self._print("no GPU in the cluster yet: the replicas wait for one")
