@@ -138,7 +138,9 @@ def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> No
 def test_more_gpus_than_a_machine_has() -> None:
     start = launch._Launch(Config(device="cuda", replicas=2, tp=2, pp=2), Console())
     start._check_gpus(8)
-    with pytest.raises(launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs, and this machine has 4: lower one"):
+    with pytest.raises(
+        launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs, and this machine has 4: lower one"
+    ):
         start._check_gpus(4)
 
 
