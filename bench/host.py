@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imports torch
     from worker.engine import Engine
     from worker.messages import Output
     from worker.plan import Plan
+    from worker.runner import Ran
 
 DECODES_BESIDE, PROMPTS, PROMPT_TOKENS = 200, 8, 1024
 SETTLE_STEPS = 20
@@ -41,6 +42,7 @@ class Nothing:
     def __init__(self, max_running: int) -> None:
         import torch
 
+        from worker.stopwatch import Stopwatch
         from worker.tables import PageTables
 
         self.device = torch.device("cpu")
@@ -51,14 +53,23 @@ class Nothing:
         self.likeliest: torch.Tensor | None = None
         self._logits = torch.zeros(max_running, VOCAB_SIZE)
         self._tokens = torch.zeros(max_running, dtype=torch.int64)
+        self._stopwatch = Stopwatch.of(self.device)
         self._tables = PageTables(max_running, self.context_length // PAGE_SIZE, PAGE_SIZE)
 
     def forward(self, plan: "Plan") -> "torch.Tensor":
         """As `worker.runner.Runner.forward`."""
+        self._stopwatch.begin()
         self._tables.update(plan)
         count = int(plan.num_logits.sum())
         self.likeliest = self._tokens[:count]
+        self._stopwatch.end(plan.step)
         return self._logits[:count]
+
+    def ran(self) -> "list[Ran]":
+        """As `worker.runner.Runner.ran`."""
+        from worker.runner import Ran
+
+        return [Ran(0, step, span) for step, span in self._stopwatch.take()]
 
     def close(self) -> None:
         """There is nothing to give back."""

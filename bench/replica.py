@@ -188,7 +188,7 @@ def press(engine: Engine, folder: Path, config: WorkerConfig, job: Job) -> Press
     whole = generate(engine, job)
     engine.reset_cache()
     computed = 0
-    parts = Parts(engine.runner, engine.sampler, engine.grammars)
+    parts = Parts(engine.runner, engine.sampler, engine.grammars, engine.costs)
     with again(folder, config, parts) as pressed:
         forward = engine.runner.forward
 

@@ -25,7 +25,7 @@ def described() -> Iterator[Described]:
     """Every metric in the page's order."""
     metrics = Metrics()
     metrics.replica("0")
-    metrics.loads["0"] = Load(incarnation="")
+    metrics.loads["0"] = Load(incarnation="", stage_seconds=[{"compute": 0.0}])
     for counter in vars(metrics).values():
         if isinstance(counter, Counter):
             counter.labels(*counter._labelnames)  # there is no sample, and so no label to be read, before the first

@@ -16,7 +16,8 @@ the next (k) is a gap, and every second of a gap has one cause:
 On the first stage, the gap up to the plan of k is nothing_to_do or clumped from the moment when the scheduler found
 nothing; what comes before it, the scheduler waited for a place in flight. That is communication as far as the oldest
 micro-batch, whose end made the place, kept stages waiting while it was on links, and its tokens on the way back; for
-the rest, the slowest and the fastest of those under way are compared, the first of them where several are equal.
+the rest, the slowest and the fastest of those under way are compared, the first of them where several are equal. Where
+there is one stage, which has no ways, what it waited for its tokens to be taken is the host's.
 
 On a later stage, the gap up to the end of k on the stage before is first what made that stage wait before k: its gap,
 with its causes in proportion, moves down the pipeline with k. What is longer than that gap comes from k taking longer
@@ -227,7 +228,7 @@ class Meter:
         last = flight[0].spans[-1]
         assert last is not None
         ways = flight[0].ways_s + max(0.0, batch.planned_s - last.end_s)
-        parts["communication"] = min(seconds, ways)
+        parts["communication" if self.stages > 1 else "host"] = min(seconds, ways)
         if seconds > ways:
             slowest, fastest = max(flight, key=_first_s), min(flight, key=_first_s)
             cause = _unequal(slowest, _first_s(slowest), fastest, _first_s(fastest))

@@ -34,6 +34,11 @@ _COUNTERS = {
     "finished": ("shoal_finished_requests", "Requests that came to their end"),
     "failed": ("shoal_failed_requests", "Requests that ended in an error"),
 }
+_STAGE_SECONDS = (
+    "shoal_stage_seconds",
+    "Time of a replica's pipeline stages: compute, or what they waited for: communication, host, nothing_to_do, "
+    "clumped, warm_up, unequal_prefill, prefill_beside_decode, unequal_context",
+)
 
 
 class ReplicaTimes:
@@ -115,3 +120,9 @@ class _Loads(Collector):
             for replica_id, load in loads.items():
                 counter.add_metric([replica_id], getattr(load, field))
             yield counter
+        counter = CounterMetricFamily(*_STAGE_SECONDS, labels=["replica", "stage", "spent"])
+        for replica_id, load in loads.items():
+            for stage, seconds_by in enumerate(load.stage_seconds):
+                for spent, seconds in seconds_by.items():
+                    counter.add_metric([replica_id, str(stage), spent], seconds)
+        yield counter

@@ -9,6 +9,7 @@ the last stage: steps are sent through those before it well before it comes to i
 
 import gc
 import logging
+import math
 import queue
 import time
 from collections import deque
@@ -40,10 +41,12 @@ from worker.request import Sequence
 from worker.runner import Runner, settled
 from worker.sampling import PendingSample, Sampler
 from worker.scheduler import Scheduler
+from worker.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
 _NONE = np.empty(0, dtype=np.int64)
+ASK_EVERY_S = 2e-4  # how often it is looked whether a pipeline needs its next step, while there is nothing else to do
 
 
 class DeviceLost(RuntimeError):
@@ -101,12 +104,14 @@ class Finished:
 
 
 class _Flight(NamedTuple):
-    """A step that was launched: the chunks whose sequences get a token, and what its results are asked of."""
+    """A step that was launched: the chunks whose sequences get a token, what its results are asked of, and on a GPU
+    what happens when it has been computed."""
 
     step: Step
     chosen: np.ndarray
     pending: PendingSample | None
     prompts: dict[int, PendingLogprobs]
+    ended: torch.cuda.Event | None = None
 
 
 class Engine:
@@ -127,6 +132,8 @@ class Engine:
         config = settled(config)
         self.runner, self.sampler, self.grammars, self.costs = load(Path(model_dir), config)
         self.tree = Tree(config.page_size, PagePool(self.runner.num_pages, config.page_size), on_event=on_event)
+        self._overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        self.timeline = Timeline(config.pp, self.costs)
         self.scheduler = Scheduler(
             config,
             self.tree,
@@ -134,9 +141,9 @@ class Engine:
             context_length=self.runner.context_length,
             eos_token_ids=self.runner.eos_token_ids,
             policy=self.costs.policy(config),
+            ahead_s=self.timeline.ahead_s if config.pp > 1 and self._overlap else lambda: 0.0,
             clock=clock,
         )
-        self._overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
         self._under_way: deque[Step] = deque()  # of a pipeline, those that only the stages before have begun
         self._flight: _Flight | None = None  # what is launched and not finished between two steps
         self._on_ready = on_ready
@@ -172,13 +179,20 @@ class Engine:
     def step(self) -> list[Output]:
         """Computes one batch. Returns what there is to tell: with overlap, of the batch before. Raises DeviceLost."""
         self._take_compiled()
+        self._take_times()
         step = self._next_step()
         logits = self._forward(step.plan) if step is not None and len(step.plan) else None
         self._finish_flight()
         if step is not None:
             self._flight = self._sample(step, logits)
+            if not isinstance(logits, torch.Tensor):
+                self.timeline.finished(step, computed=False)
+            elif logits.is_cuda:
+                self._flight = self._flight._replace(ended=torch.cuda.current_stream().record_event())
             if not self._overlap:
                 self._finish_flight()
+        if not self.has_work:
+            self._rest()
         outputs = self.scheduler.take_outputs()
         self._leave_slots()
         if self._grammars:
@@ -221,7 +235,14 @@ class Engine:
 
     def load(self) -> Load:
         """What the replica carries. `incarnation` and `bookings_seen` are left to the caller."""
-        return self.scheduler.load()
+        load = self.scheduler.load()
+        load.stage_seconds = self.timeline.spent()
+        return load
+
+    def trace(self) -> str:
+        """The newest steps on all stages, as JSON that Perfetto opens (https://ui.perfetto.dev)."""
+        self._take_times()
+        return self.timeline.meter.trace_json()
 
     def snapshot(self) -> list[Stored]:
         """Events that build the tree as it is now."""
@@ -260,9 +281,35 @@ class Engine:
                 except RankLost as error:
                     raise DeviceLost(str(error)) from error
 
+    def _send_until(self, ended: torch.cuda.Event) -> None:
+        """Waits for the device, and sends steps whenever the policy wants to be asked again."""
+        wait_s = self.scheduler.ask_again_s()
+        while wait_s < math.inf and not ended.query():
+            time.sleep(min(wait_s, ASK_EVERY_S))
+            self._take_times()
+            wait_s = self.scheduler.ask_again_s()
+            if wait_s == math.inf:
+                self._fill_stages()
+                wait_s = self.scheduler.ask_again_s()
+        ended.synchronize()
+
+    def _take_times(self) -> None:
+        """What has been computed since."""
+        self.timeline.take(self.runner.ran())
+
+    def _rest(self) -> None:
+        """There is nothing to do."""
+        self._take_times()
+        self.timeline.nothing("nothing_to_do")
+        self.costs.save_if_due()
+
     def _schedule(self) -> Step | None:
         step = self.scheduler.schedule()
         self._take_slots(step)
+        if self.scheduler.found_nothing is not None:
+            self.timeline.nothing(self.scheduler.found_nothing)
+        elif step is not None and len(step.plan):
+            self.timeline.planned(step)
         return step
 
     def _forward(self, plan: Plan) -> torch.Tensor | Exception:
@@ -317,6 +364,8 @@ class Engine:
             return
         step = flight.step
         try:
+            if flight.ended is not None:
+                self._send_until(flight.ended)
             sampled = None if flight.pending is None else flight.pending.result()
             prompts = {chunk: pending.result() for chunk, pending in flight.prompts.items()}
         except Exception as error:
@@ -327,6 +376,7 @@ class Engine:
             self._fail(left, f"the tokens of step {step.plan.step} were not to be had", error)
             sampled, prompts = None, {}
         self.scheduler.update(step, flight.chosen, sampled, prompts)
+        self.timeline.finished(step)
         if self.scheduler.config.pp > 1:
             self._fill_stages()  # the first stage waits for these tokens, before anybody else
 

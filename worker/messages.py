@@ -142,7 +142,8 @@ class Load(msgspec.Struct, tag=True, kw_only=True):
     """What the replica carries now, in tokens, and its counters since start.
 
     `waiting_tokens`: prompt tokens not yet computed and not in the cache, of waiting and running requests.
-    `context_tokens`: KV tokens that running requests hold. `bookings_seen`: the highest `Generate.booking` received
+    `context_tokens`: KV tokens that running requests hold. `stage_seconds`: of each pipeline stage, what it spent its
+    time on, as `pipeline.meter` names it. `bookings_seen`: the highest `Generate.booking` received
     from the router that gets this message.
     """
 
@@ -163,6 +164,7 @@ class Load(msgspec.Struct, tag=True, kw_only=True):
     aborts: int = 0
     finished: int = 0
     failed: int = 0
+    stage_seconds: list[dict[str, float]] = []
 
 
 FromReplica = Outputs | CacheEvents | Load

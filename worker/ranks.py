@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from pipeline.meter import Span
+from worker.clocks import Clocks, Stamp, host_id
 from worker.config import WorkerConfig
 from worker.parallel import TIMEOUT_S, Meeting, RankLost
 from worker.plan import PENDING, Plan
@@ -45,6 +47,13 @@ TELL_EVERY_MS = 2  # how often a rank without a plan looks whether its device is
 
 _END = b""
 _TIMES = "times"
+
+
+class _Told(msgspec.Struct, array_like=True):
+    """Steps that a stage has computed, by its own clock."""
+
+    stamp: Stamp
+    ran: list[Ran]
 
 
 def open_store(host: str = "127.0.0.1") -> tuple[dist.Store, str]:
@@ -98,6 +107,7 @@ class Leader:
         self._sent: deque[Plan] = deque()
         self._times = self._context.socket(zmq.PULL)
         self._times.bind(f"tcp://{host}:*")
+        self._clocks = Clocks()
         store.set(_TIMES, self._times.getsockopt_string(zmq.LAST_ENDPOINT))
         for rank, follower in self._followers.items():
             store.set(f"plans/{rank}", follower.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -136,6 +146,7 @@ class Leader:
         if self._lost is not None:
             raise RankLost(self._lost)
         try:
+            self._clocks.sent(plan.step)
             self._send(plan.encode())
             self.runner.expect(plan)
         except Exception as error:
@@ -160,10 +171,13 @@ class Leader:
         return logits
 
     def ran(self) -> list[Ran]:
-        """As `Runner.ran`, of all stages; those of one stage are in order. What others have yet to tell comes later."""
+        """As `Runner.ran`, of all stages, by this machine's clock; those of one stage are in order. What others have
+        yet to tell comes later."""
         ran = self.runner.ran()
         while self._times.poll(0):
-            ran += msgspec.msgpack.decode(self._times.recv(), type=list[Ran])
+            told = msgspec.msgpack.decode(self._times.recv(), type=_Told)
+            by = self._clocks.offset_s(told.stamp)
+            ran += [Ran(stage, step, Span(*(at_s + by for at_s in span))) for stage, step, span in told.ran]
         return ran
 
     def close(self) -> None:
@@ -266,6 +280,8 @@ class Follower:
         self._plans = self._context.socket(zmq.PULL)
         self._plans.set(zmq.RCVHWM, 0)
         self._times = self._context.socket(zmq.PUSH)
+        self._host = host_id()
+        self._came: list[tuple[int, float]] = []  # plans, of which the leader has not been told
         self._stage: Stage | None = None
         try:
             self._stage = Stage.join(store, rank, config.tp, config.pp, _own_device(config, rank))
@@ -302,6 +318,7 @@ class Follower:
                 ended = not frame
                 if frame:
                     plans.append(Plan.decode(frame))
+                    self._came.append((plans[-1].step, time.monotonic()))
                     self._runner.expect(plans[-1])
             if plans:
                 _step(self._runner, plans.popleft())
@@ -311,8 +328,10 @@ class Follower:
         if ran := self._runner.ran():
             assert self._stage is not None
             if self._stage.group.rank == 0:
+                told = _Told(Stamp(self._host, time.monotonic(), self._came), ran)
                 with suppress(zmq.Again):  # so many that nobody asks for them
-                    self._times.send(msgspec.msgpack.encode(ran), zmq.NOBLOCK)
+                    self._times.send(msgspec.msgpack.encode(told), zmq.NOBLOCK)
+            self._came.clear()
 
     def close(self) -> None:
         """Gives back the sockets and leaves the group. Not while another thread is in `run`."""

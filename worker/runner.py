@@ -132,7 +132,8 @@ class Runner:
         return out.new_empty((0, self.vocab_size), dtype=torch.float32)
 
     def ran(self) -> list[Ran]:
-        """The steps that are over and were not told yet, in order. Waits for nothing."""
+        """The steps that are over and were not told yet, in order. Waits for nothing. When a step's input came is known
+        of the first stage, whose input is the plan; in its place stands, of the others, when they were ready for it."""
         return [Ran(self.stage.index, step, span) for step, span in self._stopwatch.take()]
 
     @property
@@ -167,7 +168,10 @@ class Runner:
     def _begin(self) -> torch.Tensor | None:
         """To be called when all else of a step is on its way to the device: gives what the stage before made of its
         tokens, if there is one."""
-        before = None if self.stage.before is None else self.stage.receive(self.config.hidden_size)
+        before = None
+        if self.stage.before is not None:
+            self._stopwatch.ready()
+            before = self.stage.receive(self.config.hidden_size)
         self._stopwatch.begin()
         return before
 

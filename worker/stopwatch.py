@@ -18,7 +18,8 @@ KEPT = 4096  # steps, where nobody takes them
 
 
 class Stopwatch(ABC):
-    """Of each step: `came` when its plan is here, if it may be some time before it is begun; `begin`, `end`."""
+    """Of each step: `came` when its plan is here, if it may be some time before it is begun, or `ready` when all is
+    here but what the stage before makes of it; `begin`, `end`. The first of these is what a `Span` has as received."""
 
     def __init__(self) -> None:
         self._came: dict[int, float] = {}
@@ -31,6 +32,10 @@ class Stopwatch(ABC):
     def came(self, step: int) -> None:
         """Its plan, which is all that it needs, is here."""
         self._came[step] = time.monotonic()
+
+    @abstractmethod
+    def ready(self) -> None:
+        """What the stage gets to do from now on, up to `begin`, is to wait for the input of a step."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -53,14 +58,18 @@ class Stopwatch(ABC):
 class _OnCpu(Stopwatch):
     def __init__(self) -> None:
         super().__init__()
+        self._ready_s: float | None = None
         self._begin_s = 0.0
         self._over: deque[tuple[int, Span]] = deque(maxlen=KEPT)
+
+    def ready(self) -> None:
+        self._ready_s = time.monotonic()
 
     def begin(self) -> None:
         self._begin_s = time.monotonic()
 
     def end(self, step: int) -> None:
-        came_s = self._came.pop(step, self._begin_s)
+        came_s = self._came.pop(step, self._begin_s if self._ready_s is None else self._ready_s)
         self._over.append((step, Span(came_s, self._begin_s, time.monotonic())))
 
     @property
@@ -84,16 +93,20 @@ class _OnGpu(Stopwatch):
     def __init__(self) -> None:
         super().__init__()
         self._spare: list[torch.cuda.Event] = []
-        self._open: deque[tuple[int, float | None, _Mark, _Mark]] = deque(maxlen=KEPT)
+        self._open: deque[tuple[int, float | _Mark | None, _Mark, _Mark]] = deque(maxlen=KEPT)
+        self._ready: _Mark | None = None
         self._begun = self._last = self._mark()
         self._last.event.synchronize()
         self._last_s = time.monotonic()
+
+    def ready(self) -> None:
+        self._ready = self._mark()
 
     def begin(self) -> None:
         self._begun = self._mark()
 
     def end(self, step: int) -> None:
-        self._open.append((step, self._came.pop(step, None), self._begun, self._mark()))
+        self._open.append((step, self._came.pop(step, self._ready), self._begun, self._mark()))
 
     @property
     def is_running(self) -> bool:
@@ -102,8 +115,9 @@ class _OnGpu(Stopwatch):
     def take(self) -> list[tuple[int, Span]]:
         over = []
         while self._open and self._open[0][3].event.query():
-            step, came_s, *marks = self._open.popleft()
-            begin_s, end_s = (self._time(mark) for mark in marks)
+            step, came, begun, ended = self._open.popleft()
+            came_s = self._time(came) if isinstance(came, _Mark) else came
+            begin_s, end_s = self._time(begun), self._time(ended)
             over.append((step, Span(begin_s if came_s is None else came_s, begin_s, end_s)))
         return over
 

@@ -58,6 +58,7 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
             cached_tokens=70,
             prompt_tokens=80,
             output_tokens=90,
+            stage_seconds=[{"compute": 7.5}, {"compute": 7.5, "host": 0.5}],
         )
     )
     stack.until(lambda: stack.service.metrics.loads["r1"].running == 3)
@@ -76,6 +77,12 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
     }
     assert {name: got[name, (("replica", "r1"),)] for name in expected} == expected
     assert got["shoal_running_requests", (("replica", "r0"),)] == 0
+    spent = {labels[1:]: value for (name, labels), value in got.items() if name == "shoal_stage_seconds_total"}
+    assert spent == {
+        (("spent", "compute"), ("stage", "0")): 7.5,
+        (("spent", "compute"), ("stage", "1")): 7.5,
+        (("spent", "host"), ("stage", "1")): 0.5,
+    }
 
 
 def test_the_page_does_not_grow_with_replicas_that_are_gone(make_stack: Make, make_replica: Make) -> None:

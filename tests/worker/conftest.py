@@ -26,7 +26,7 @@ from worker.messages import Failure, Grammar
 from worker.parallel import Group
 from worker.plan import PENDING, Chunk, Plan
 from worker.ranks import Leader
-from worker.runner import Runner
+from worker.runner import Ran, Runner
 from worker.sampling import SampledTokens, Sampler
 
 if not torch.cuda.is_available():
@@ -214,6 +214,9 @@ class FakeRunner:
 
     def expect(self, plan: Plan) -> None:
         self.expected.append(plan)
+
+    def ran(self) -> list[Ran]:
+        return []
 
     def forward(self, plan: Plan) -> torch.Tensor:
         assert not self.expected or self.expected.pop(0) is plan

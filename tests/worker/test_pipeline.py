@@ -1,6 +1,7 @@
 """Pipelines: the tokens of one rank whatever the stages, with several steps in flight; and the scheduler's own part of
 that, against a model that is a hash."""
 
+import json
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from worker.models.config import decoder_config, read_config
 from worker.models.shard import Shard
 from worker.plan import PENDING, Plan
 from worker.ranks import Follower, Leader, find_store, open_store, other_ranks
-from worker.runner import Runner
+from worker.runner import Ran, Runner
 from worker.weights import load_weights
 
 ENDS_S = 60
@@ -258,13 +259,25 @@ def test_batched_chunked_cached_and_preempted(
 
 def test_all_stages_tell_when_they_computed_each_step(tiny_model: Callable[[str], Path]) -> None:
     with pipeline(tiny_model("llama"), pp=3, tp=2, token_budget=16) as engine:
-        said(engine)
         ran: list[dict[int, Span]] = [{}, {}, {}]
-        steps = engine.scheduler._step
-        while min(map(len, ran)) < steps:
-            for stage, step, span in engine.runner.ran():
+        take = engine.timeline.take
+
+        def taken(told: list[Ran]) -> None:
+            for stage, step, span in told:
                 assert step not in ran[stage] and step == len(ran[stage]) + 1
                 ran[stage][step] = span
+            take(told)
+
+        engine.timeline.take = taken
+        said(engine)
+        load = engine.load()
+        while min(map(len, ran)) < load.steps:
+            engine._take_times()
+        assert engine.timeline.meter.num_batches == load.steps
+        assert [model.num_observed for model in engine.costs.models] == [load.steps] * 3
+        assert len(load.stage_seconds) == 3 and all(spent["compute"] > 0 for spent in load.stage_seconds)
+        events = json.loads(engine.trace())["traceEvents"]
+        assert sum(event["ph"] == "X" and event["tid"] == 0 for event in events) == 3 * load.steps
     for stage, spans in enumerate(ran):
         for step, span in spans.items():
             assert span.received_s <= span.begin_s <= span.end_s

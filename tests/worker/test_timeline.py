@@ -1,0 +1,116 @@
+"""When stages computed what: set to one clock, and put together with what the engine does."""
+
+import itertools
+import math
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.meter import Span
+from pipeline.shape import BatchShape
+from tests.worker.conftest import any_models
+from worker.batch import Step
+from worker.clocks import RECENT, Clocks, Offset, Stamp, host_id
+from worker.config import WorkerConfig
+from worker.costs import Costs
+from worker.engine import Engine
+from worker.messages import Generate, SamplingParams
+from worker.plan import Chunk, Plan
+from worker.runner import Ran
+from worker.timeline import Timeline
+
+NOBODY = np.empty(0, dtype=np.int64)
+
+
+def step(number: int, shape: BatchShape) -> Step:
+    plan = Plan.of(number, [Chunk(0, 0, [1], 0, [0], 1)])
+    return Step(plan, NOBODY, [], NOBODY, NOBODY, [], shape, math.inf)
+
+
+# ---------------------------------------------------------------- on the way to the leading rank
+
+
+def test_the_difference_of_clocks_lies_between_its_bounds() -> None:
+    offset = Offset()
+    for least, most in ((1.0, 5.0), (2.9, 3.9), (0.0, 3.3)):
+        offset.at_least(least)
+        offset.at_most(most)
+    assert offset.seconds() == pytest.approx(3.1)
+
+
+def test_times_of_another_machine_are_set_to_this_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr("worker.clocks.time", SimpleNamespace(monotonic=lambda: now.s))
+    clocks = Clocks()
+    for number in range(300):  # its clock is 4000 s ahead; messages take 1 to 3 ms
+        way_s = 0.001 + 0.002 * (number % 7 / 7)
+        clocks.sent(number)
+        came_s = now.s + 4000 + way_s
+        now.s += 0.05
+        stamp = Stamp("another", now.s + 4000 - way_s, [(number, came_s)])
+        assert clocks.offset_s(stamp) == pytest.approx(-4000, abs=0.002)
+    assert clocks.offset_s(stamp) == pytest.approx(-4000, abs=1e-6)
+    assert clocks.offset_s(Stamp(host_id(), 0.0, [])) == 0.0
+    assert len(clocks._sent_s) <= 2 * RECENT
+
+
+# ---------------------------------------------------------------- put together
+
+
+def test_who_kept_a_stage_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr("worker.timeline.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    costs = Costs(any_models(2))
+    line = Timeline(2, costs)
+    steps = [step(number, BatchShape([(10 * number, 1)])) for number in (1, 2)]
+    for each in steps:
+        line.planned(each)
+    assert line.ahead_s() == pytest.approx(sum(costs.models[0].predict(each.shape) for each in steps))
+    # The second stage is ready for step 2 after 0.2 s, 0.1 s after its input was sent, and has it 0.3 s later.
+    line.take([Ran(0, 1, Span(100.0, 100.0, 101.0)), Ran(0, 2, Span(100.0, 101.0, 102.1))])
+    clock.now_s = 102.1
+    assert line.ahead_s() == 0.0
+    line.take([Ran(1, 1, Span(100.0, 101.1, 102.0)), Ran(1, 2, Span(102.2, 102.5, 103.5))])
+    line.take([Ran(1, 9, Span(1.0, 2.0, 3.0))])  # nobody has heard of it
+    for each in steps:
+        line.finished(each)
+    line.finished(steps[0])
+    assert line.meter.num_batches == 2
+    spent = line.spent()
+    assert spent[0]["compute"] == pytest.approx(2.1) and spent[1]["compute"] == pytest.approx(1.9)
+    waited = {cause: seconds for cause, seconds in spent[1].items() if seconds > 0 and cause != "compute"}
+    assert waited == {
+        "host": pytest.approx(0.1),
+        "communication": pytest.approx(0.3),
+        "unequal_context": pytest.approx(0.1),
+    }
+    assert [model.num_observed for model in costs.models] == [2, 2]
+
+
+def test_a_step_that_failed_is_left_out() -> None:
+    line = Timeline(1, Costs())
+    line.planned(step(1, BatchShape([(1, 1)])))
+    line.finished(step(1, BatchShape()), computed=False)
+    line.planned(step(2, BatchShape([(1, 1)])))
+    line.take([Ran(0, 2, Span(1.0, 1.0, 2.0))])
+    line.finished(step(2, BatchShape()))
+    assert line.meter.num_batches == 1 and not line._open
+
+
+def test_a_pipeline_sends_its_next_step_when_the_policy_wants_it(fake_parts: Any) -> None:
+    """While the device computes, and not before the first stage is nearly done."""
+    engine = Engine(Path("none"), WorkerConfig(pp=2, overlap=True, page_size=4), load=fake_parts())
+    with closing(engine):
+        engine.add(Generate(request_id="a", prompt_ids=[1] * 40, sampling=SamplingParams(max_tokens=3)))
+        ahead_s = itertools.chain([0.05, 0.01], itertools.repeat(0.0))
+        engine.scheduler._ahead_s = lambda: next(ahead_s)
+        assert engine.scheduler.schedule() is None
+        asked = iter([False, False, True])
+        sent_before = len(engine.runner.expected)
+        event = SimpleNamespace(query=lambda: next(asked), synchronize=lambda: None)
+        engine._send_until(event)
+        assert len(engine.runner.expected) > sent_before
