@@ -176,6 +176,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=2, help="times that each system runs each workload (default 2)")
     p.add_argument("--batch", type=int, nargs="+", default=[16, 32, 64], help="batch sizes of generate to try")
     p.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="write our newest steps there, for ui.perfetto.dev")
     p.add_argument("--name", default="cpu.offline", help="of the result file (default cpu.offline)")
     return p
 
@@ -203,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
     ):
         print(f"{name}: {len(job[0])} prompts, {sum(map(len, job[0]))} tokens in, {sum(job[1])} out", flush=True)
         raw[name] = measure({"shoal": shoal, **others, **continuous}, job, args.rounds)
+    if args.trace is not None:
+        args.trace.write_text(shoal.engine.trace())
     shoal.close()
     print_table(raw)
     path = results.write(
