@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 512
 SETTLE_STEPS = 16
-STEPS_TO_BEGIN = 4  # that the prefill of one sequence may take
+STEPS_TO_BEGIN = 4  # that the prefill of one sequence may take, on average
+PATIENCE_STEPS = 48  # in which another begins
 # Random weights never close the string: every row stays in the grammar, with nearly the whole vocabulary allowed.
 SCHEMA = json.dumps(
     {
@@ -85,13 +86,15 @@ def _begin(engine: "Engine", names: list[str], max_tokens: int, grammar: "Gramma
     while len(begun) < len(names):
         if not engine.has_work:
             time.sleep(0.001)  # the grammar compiles
-        elif (steps := steps + 1) > STEPS_TO_BEGIN * len(names) + SETTLE_STEPS:
+        elif (steps := steps + 1) > PATIENCE_STEPS:
             raise ValueError(f"{len(names)} sequences at once: max_running or kv_tokens allows {engine.load().running}")
         for output in engine.step():
             if output.finish_reason is not None:
                 why = output.failure.message if output.failure else output.finish_reason
                 raise ValueError(f"a sequence ended before {len(names)} decoded at once: {why}")
-            begun.add(output.request_id)
+            if output.request_id not in begun:
+                begun.add(output.request_id)
+                steps = 0
 
 
 def _schema() -> "Grammar":

@@ -51,12 +51,15 @@ class Timeline:
 
 
 def record(work: Callable[[], None]) -> list[Event]:
-    """The trace of what `work` makes the GPU do. It must wait for the GPU itself, before it begins and at its end."""
+    """The trace of what `work` makes the GPU do, empty without one. It must wait for the GPU itself, before it begins
+    and at its end."""
     from torch.profiler import ProfilerActivity, profile, supported_activities
 
-    # Of the GPU alone where there is one: to record what the host does as well would slow the host down.
-    gpu, host = ProfilerActivity.CUDA, ProfilerActivity.CPU
-    with profile(activities=[gpu if gpu in supported_activities() else host]) as profiler:
+    if ProfilerActivity.CUDA not in supported_activities():
+        work()
+        return []
+    # Of the GPU alone: to record what the host does as well would slow the host down.
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
