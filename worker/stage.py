@@ -6,14 +6,15 @@ Every rank has a link to the rank of the same number in the next stage. A chain 
 for what comes from before, so that no two ever wait for each other. Of several ranks in a stage, which all have the
 same activations, each sends its share of the columns; those who receive put them together again.
 
-On a GPU every rank begins, for one step after another, to receive, to compute and to send. Sends go beside what is
-computed next. So do receives of much (`BESIDE_FROM`), whose time would be lost otherwise; those of little are in the
-order of what is computed: one that waited beside would keep a multiprocessor from products that want all of them, and
-NCCL has as much as its buffers hold on its way before that. A receive waits for the stage before only, and a send for
-the next stage to receive: the last stage sends nothing, all that it was sent is taken, hence all that the one before
-it has sent, and so on. Even where a device did everything in the order in which it was begun, step k of stage s would
-wait for steps up to k + AHEAD of stages before s alone, and those for nothing of s, since their tokens were known when
-they were sent.
+On a GPU every rank begins, for one step after another, to receive, to compute and to send. What it receives is in the
+order of what it computes: NCCL keeps multiprocessors for as long as a receive waits, and products that have a block for
+every one of them then take twice as long (https://github.com/pytorch/pytorch/issues/143988). What NCCL's buffers hold
+is on its way before that. Sends go beside what is computed next; they wait where the next stage is behind, and this
+one has time. So beside a step's own collectives there is nothing but sends, which wait for the next stage only, and
+never for their own: the last stage sends nothing, all that it was sent is taken, hence all that the one before it has
+sent, and so on. Even where a device did everything in the order in which it was begun, step k of stage s would wait for
+steps before k and stages before s alone: receives begun as plans come, in other orders on other ranks of a stage, would
+not have that.
 """
 
 from collections import deque
@@ -24,11 +25,7 @@ import torch.distributed as dist
 
 from worker.parallel import TIMEOUT_S, Group, Meeting
 
-AHEAD = 2  # receives that are begun before they are needed
-
-BESIDE_FROM = {"cuda": 4 << 20, "cpu": 0}
-"""Bytes of a matrix that is received beside what is computed. For GPUs, what a channel of NCCL buffers (NCCL_BUFFSIZE);
-a CPU waits where it is needed for whatever it has begun."""
+AHEAD = 2  # receives that a CPU, which waits for each, begins before it needs them
 
 
 class Link:
@@ -37,8 +34,7 @@ class Link:
     def __init__(self, pair: Group, device: torch.device) -> None:
         """Of the `pair`, rank 0 sends and rank 1 receives, on `device`."""
         self._pair, self._device = pair, device
-        self._beside = torch.cuda.Stream() if device.type == "cuda" else None
-        self._beside_from = BESIDE_FROM[device.type]
+        self._ahead = AHEAD if device.type == "cpu" else 0
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._expected: deque[tuple[int, int, torch.dtype]] = deque()
         self._begun: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -53,18 +49,15 @@ class Link:
     def expect(self, rows: int, columns: int, dtype: torch.dtype) -> None:
         """Such a matrix is going to come."""
         self._expected.append((rows, columns, dtype))
-        self._begin_ahead()
+        self._begin(self._ahead)
 
     def receive(self) -> torch.Tensor:
         """The matrix that was expected first. Waits for it, on a GPU in the current stream. Raises RuntimeError if it
         does not come, if the backend notices."""
-        if not self._begun:
-            self._begin()
+        self._begin(1)
         work, x = self._begun.popleft()
         work.wait()
-        if x.is_cuda:
-            x.record_stream(torch.cuda.current_stream())  # its memory may be the other's
-        self._begin_ahead()
+        self._begin(self._ahead)
         return x
 
     def close(self) -> None:
@@ -73,22 +66,12 @@ class Link:
         self._sent.clear()  # what has begun holds the connection, by whose end the other side is to notice
         self._begun.clear()
 
-    def _begin_ahead(self) -> None:
-        """Begins the receives that are next and large, beside what the current stream does."""
-        with torch.cuda.stream(self._beside):
-            while self._expected and len(self._begun) < AHEAD and self._size(*self._expected[0]) >= self._beside_from:
-                self._begin()
-
-    def _begin(self) -> None:
-        """Has the next receive begun, on a GPU when the current stream comes to it."""
-        rows, columns, dtype = self._expected.popleft()
-        x = torch.empty(rows, columns, dtype=dtype, device=self._device)
-        self._begun.append((self._pair.begin_receive(x, 0), x))
-
-    @staticmethod
-    def _size(rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Of a matrix, in bytes."""
-        return rows * columns * dtype.itemsize
+    def _begin(self, most: int) -> None:
+        """Has the receives of up to so many matrices begun, on a GPU when the current stream comes to it."""
+        while self._expected and len(self._begun) < most:
+            rows, columns, dtype = self._expected.popleft()
+            x = torch.empty(rows, columns, dtype=dtype, device=self._device)
+            self._begun.append((self._pair.begin_receive(x, 0), x))
 
 
 @dataclass
