@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from bench import link, results, shapes
 from bench.child import ServerFailed
 from bench.jobs import JOBS
-from bench.results import Figure, number
-from bench.targets import TARGETS
+from bench.results import Figure
+from bench.targets import print_table
 from shoal import flags
 from worker.config import WorkerConfig
 
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             bench.run()
         except (RuntimeError, ValueError) as error:
             bench.failed("offline", error)
-    print_table(bench.report)
+    print_table(bench.report.figures, bench.report.path)
     return 1 if bench.failures else 0
 
 
@@ -245,29 +245,6 @@ class Bench:
             each, launches = kernel.busy_s / seen.steps, kernel.launches / seen.steps
             share = kernel.busy_s / line.window_s
             print(f"  {each * 1e6:9.1f} us a step {share:6.1%} {launches:7.1f} x  {kernel.name[:90]}", flush=True)
-
-
-def print_table(report: Report) -> None:
-    """Every figure with what it is held against."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("figure", box=None, header_style="dim")
-    for heading in ("value", "vLLM", "floor", "to show", ""):
-        table.add_column(heading, justify="right")
-    for figure in report.figures:
-        target = TARGETS.get(figure.name)
-        row = [figure.name, number(figure.value)]
-        if target is not None:
-            known = (target.vllm, target.floor, target.aim)
-            row += ["-" if value is None else number(value) for value in known]
-            reached = figure.value >= target.aim if figure.higher_is_better else figure.value <= target.aim
-            row.append("reached" if reached else "MISSED")
-        table.add_row(*row)
-    console = Console(width=120)
-    console.print(table)
-    if report.path is not None:
-        console.print(f"written: {report.path.name}", style="dim", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """What the figures of one replica are held against, all on H200: another engine's, the hardware's floor, the aim."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from bench.results import Figure, number
 
 
 @dataclass(frozen=True)
@@ -29,4 +33,51 @@ TARGETS: dict[str, Target] = {
     "gpu.idle_fraction.grammar.b64": Target(None, 0, 0.08),
     "gpu.idle_fraction.grammar.b256": Target(None, 0, 0.08),
     "gpu.http.mini.vs_offline": Target(None, 1, 0.95),
+    # 70B shape in four stages, 4 H200; over sockets, that stand for Ethernet between nodes, and over NVLink.
+    "pipeline.sockets.mini_512.output_tok_s": Target(1714, 5500, 5000),
+    "pipeline.sockets.mini_half.output_tok_s": Target(1081, 1780, 1650),
+    "pipeline.sockets.prefill_half.input_tok_s": Target(4357, 21000, 16000),
+    "pipeline.sockets.decode_bubble": Target(None, 0, 0.05),
+    "pipeline.sockets.bubble.vs_fixed_chunk": Target(None, 0, 0.5),
+    "pipeline.sockets.capacity_strict.vs_fixed_chunk": Target(None, None, 1.1),
+    "pipeline.sockets.capacity_strict.vs_prefill_first": Target(None, None, 1.0),
+    "pipeline.sockets.capacity_strict.vs_hybrid": Target(None, None, 1.0),
+    "pipeline.sockets.capacity_strict.vs_tp4": Target(None, None, 3.0),
+    "pipeline.nvlink.decode_heavy.vs_tp4": Target(None, None, 0.95),
+    "pipeline.nvlink.prefill_heavy.vs_tp4": Target(None, None, 1.0),
+    "pipeline.cost_model.median_error": Target(None, 0, 0.05),
+    "pipeline.simulator.throughput_error": Target(None, 0, 0.1),
+    "pipeline.meter.overhead": Target(None, 0, 0.01),
 }
+
+
+def reached(figure: Figure) -> bool | None:
+    """Whether a figure is what it should be; None where it is held against nothing."""
+    target = TARGETS.get(figure.name)
+    if target is None:
+        return None
+    return figure.value >= target.aim if figure.higher_is_better else figure.value <= target.aim
+
+
+def print_table(figures: Sequence[Figure], path: Path | None, reasons: Mapping[str, str] | None = None) -> None:
+    """Every figure with what it is held against; below them, why some are not what they should be."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", box=None, header_style="dim")
+    for heading in ("value", "vLLM", "floor", "to show", ""):
+        table.add_column(heading, justify="right")
+    for figure in figures:
+        target = TARGETS.get(figure.name)
+        row = [figure.name, number(figure.value)]
+        if target is not None:
+            known = (target.vllm, target.floor, target.aim)
+            row += ["-" if value is None else number(value) for value in known]
+            row.append("reached" if reached(figure) else "MISSED")
+        table.add_row(*row)
+    console = Console(width=120)
+    console.print(table)
+    for name, reason in (reasons or {}).items():
+        console.print(f"{name} is missed: {reason}", highlight=False, markup=False, soft_wrap=True)
+    if path is not None:
+        console.print(f"written: {path.name}", style="dim", highlight=False)

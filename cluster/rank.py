@@ -1,5 +1,7 @@
 """One process of a replica: the GPU (or the share of the CPU) that one rank of one stage computes on."""
 
+import copy
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +14,11 @@ from cluster.models import cache_folder, resolve
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from worker.engine import Engine
     from worker.ranks import Follower
     from worker.server import Server
+
+POLL_S = 0.01
 
 
 class Rank:
@@ -55,6 +60,18 @@ class Rank:
             load = partial(load, open_runner=partial(Leader, store=self._store, host=host))
         self._loop = server = Server(folder, config, host=host, load=load)
         return {"address": server.address, "context_length": server.engine.scheduler.context_length}
+
+    def observed(self) -> tuple[Any, Any, int]:
+        """Of the leading rank, when it has nothing to do any more: the meter of the stages' time, which then begins
+        anew; the models of what steps cost; and how many tokens the KV cache holds."""
+        assert self._loop is not None
+        engine: Engine = self._loop.engine  # type: ignore[union-attr]
+        while engine.has_work:
+            time.sleep(POLL_S)
+        engine.trace()  # takes what the other stages have told
+        meter = copy.deepcopy(engine.timeline.meter)
+        engine.timeline.meter.reset()
+        return meter, engine.costs.models, engine.runner.num_pages * engine.runner.page_size
 
     def run(self) -> None:
         """The rank's loop. Raises what it cannot go on after."""

@@ -24,7 +24,7 @@ def tbt_objective_s(
 
 def capacity(holds: Callable[[float], bool], guess: float, most: float, precision: float = 0.02) -> float:
     """The highest rate up to `most` at which `holds`, found to within `precision` of it: from `guess` up or down by
-    STEP until it lies between two rates, then by bisection. 0 where it does not hold at a hundredth of `guess`."""
+    STEP until it lies between two rates, then by bisection. 0 where it does not hold at a twentieth of `guess`."""
     low = high = guess
     if holds(guess):
         while low < most and holds(high := min(low * STEP, most)):
@@ -34,7 +34,7 @@ def capacity(holds: Callable[[float], bool], guess: float, most: float, precisio
     else:
         while not holds(low := high / STEP):
             high = low
-            if high < guess / 100:
+            if high < guess / 20:
                 return 0.0
     while high > low * (1 + precision):
         middle = (low * high) ** 0.5

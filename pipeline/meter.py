@@ -252,14 +252,14 @@ class Meter:
 
     # ------------------------------------------------------------ a trace
 
-    def trace(self) -> dict[str, Any]:
-        """The newest micro-batches as a trace that Perfetto opens (Trace Event Format): a process for each stage, with
-        a thread for what it computed and one for what it waited for."""
+    def trace(self, newest: int = KEPT) -> dict[str, Any]:
+        """The `newest` micro-batches as a trace that Perfetto opens (Trace Event Format): a process for each stage,
+        with a thread for what it computed and one for what it waited for."""
         events: list[dict[str, Any]] = []
         for stage in range(self.stages):
             events.append(_meta("process_name", stage, 0, f"stage {stage}"))
             events += [_meta("thread_name", stage, 0, "computes"), _meta("thread_name", stage, 1, "waits")]
-        for batch in self._done:
+        for batch in itertools.islice(self._done, max(0, len(self._done) - newest), None):
             shape = batch.shape
             kind = "mixed" if shape.chunks and shape.decodes else "prefill" if shape.chunks else "decode"
             args = {"step": batch.step, "tokens": shape.tokens, "chunks": shape.chunks, "decodes": shape.decodes}

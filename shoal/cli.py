@@ -25,6 +25,7 @@ BENCHES = {
     "serve": ("bench.serve", "put a load on any OpenAI-compatible server: latencies, throughput, goodput"),
     "offline": ("bench.offline", "the engine without a server, beside transformers"),
     "gpu": ("bench.gpu", "one replica at the speed of its GPUs, beside what is to be shown"),
+    "pipeline": ("bench.pipeline", "pipelines of several stages: bubbles, their causes, and the load they carry"),
     "host": ("bench.host", "what a step costs the host, whatever the device takes"),
     "exactness": ("bench.exactness", "whether a replica says what transformers says on the same device"),
     "quality": ("bench.quality", "what bfloat16 and fp8 leave of a model's quality, on text"),

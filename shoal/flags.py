@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,8 +19,8 @@ TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def add(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """A flag for every field of `model`: `served_model_name` is `--served-model-name`.
+def add(parser: argparse.ArgumentParser, model: type[BaseModel], without: Collection[str] = ()) -> None:
+    """A flag for every field of `model` but those `without`: `served_model_name` is `--served-model-name`.
 
     Parsed arguments hold only what was given (`given` takes it out); ranges and what must fit together are the model's
     to check. Fields stand in groups by the class that declares them, under the first line of its docstring. Raises
@@ -29,7 +29,8 @@ def add(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     for owner in model.__mro__:
         if not (issubclass(owner, BaseModel) and owner is not BaseModel):
             continue
-        fields = {name: field for name, field in model.model_fields.items() if name in owner.__annotations__}
+        own = owner.__annotations__.keys() - set(without)
+        fields = {name: field for name, field in model.model_fields.items() if name in own}
         if fields:
             title = (owner.__doc__ or owner.__name__).strip().split("\n")[0].rstrip(".")
             group = parser.add_argument_group(title[0].lower() + title[1:])

@@ -12,6 +12,7 @@ from bench import gpu, link, replica, shapes
 from bench.child import ServerFailed
 from bench.decoding import observe
 from bench.jobs import pressure
+from bench.pipeline import LINKS
 from bench.replica import Round, Timed
 from bench.targets import TARGETS
 from worker.config import WorkerConfig
@@ -155,8 +156,9 @@ def test_decoding_alone_is_the_rate_after_the_first_token() -> None:
 def test_every_target_is_a_figure_of_a_known_model() -> None:
     labels = {shape.label for shape in shapes.SHAPES.values()}
     for name in TARGETS:
-        part = name.split(".")[1]
-        assert part in labels | {"idle_fraction", "http"}, name
+        room, part = name.split(".")[:2]
+        known = {"gpu": labels | {"idle_fraction", "http"}, "pipeline": {*LINKS, "cost_model", "simulator", "meter"}}
+        assert part in known[room], name
 
 
 @pytest.mark.parametrize("wrong", [["--workloads", "maxi"], ["--profile", "many"], ["--workloads", "bs1", "--http"]])

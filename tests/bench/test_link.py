@@ -1,8 +1,11 @@
 """How fast a link is."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from bench import link
+from worker.ranks import open_store
 
 
 def test_a_links_speed_is_a_line_through_its_times() -> None:
@@ -10,6 +13,11 @@ def test_a_links_speed_is_a_line_through_its_times() -> None:
     assert speed.bytes_per_s == pytest.approx(1e6, rel=1e-3) and speed.latency_s == pytest.approx(1e-4, rel=0.02)
 
 
-def test_two_processes_of_this_machine_have_one() -> None:
-    speed = link.measure("cpu")
-    assert speed.seconds.keys() == set(link.SIZES) and speed.bytes_per_s > 1e6 and speed.latency_s >= 0
+def test_two_ranks_time_what_passes_between_them() -> None:
+    store, address = open_store()
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(link.one_end, rank, address, "cpu") for rank in (0, 1)]
+        found = [end.result(60) for end in ends]
+    del store
+    assert found[0].keys() == found[1].keys() == set(link.SIZES)
+    assert all(0 < seconds < 10 for seconds in found[0].values())

@@ -6,7 +6,7 @@ from pipeline.capacity import RELAXED, capacity, tbt_objective_s
 
 
 @pytest.mark.parametrize("most", [0.31, 1.0, 7.9])
-@pytest.mark.parametrize("guess", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("guess", [0.1, 1.0, 5.0])
 def test_bisection_finds_the_highest_rate(most, guess):
     asked = []
 

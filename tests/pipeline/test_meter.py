@@ -239,6 +239,10 @@ def test_a_trace_that_perfetto_opens():
     assert names == {"decode 1", "mixed 2"}
 
 
+def steps(trace):
+    return [event["args"]["step"] for event in trace["traceEvents"] if "step" in event["args"]]
+
+
 def test_counting_can_begin_anew():
     line = Line(1)
     line.send(0.0, DECODES, 1.0)
@@ -248,6 +252,7 @@ def test_counting_can_begin_anew():
     line.finish(2)
     assert line.meter.compute_s == [1.0] and line.meter.num_batches == 1
     assert sum(line.meter.gap_s[0].values()) == pytest.approx(2.0)
+    assert [steps(line.meter.trace(newest)) for newest in (1, 4096)] == [[2], [1, 2]]
     assert set(line.meter.fractions()) == {"compute", *CAUSES}
 
 

@@ -1,0 +1,219 @@
+"""What a study of pipelines found, as figures; and for those that are not what they should be, the reason."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bench.layout import Layout, Setting
+from bench.metered import causes
+from bench.offered import Objective
+from bench.results import Figure, number
+from bench.simulated import Simulated
+from bench.study import OURS, Carried, Study
+from bench.sweep import Points
+from bench.targets import reached
+from bench.traffic import Traffic
+from pipeline.cost import Coefficients
+from pipeline.meter import Meter, Span
+from pipeline.roofline import Link
+from pipeline.shape import BatchShape
+from pipeline.simulate import Hardware, errors
+
+VALIDATED = (OURS, "fixed_chunk")  # schedules with which the simulator is compared with what was measured
+HEAVY = ("mini_512", "prefill_half")  # loads of many decodes, and of many prompts
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What was measured of a layout, for the simulator: stages, links, and the tokens that the KV cache holds."""
+
+    hardware: Hardware
+    kv_tokens: int
+    max_running: int
+
+    @classmethod
+    def of(cls, learned: dict[str, Any], link: Link, token_bytes: int, max_running: int) -> "Twin":
+        """From what `Measured.calibrate` gave."""
+        stages = [Coefficients(values).predict for values in learned["coefficients"]]
+        return cls(Hardware(stages, link, token_bytes), learned["kv_tokens"], max_running)
+
+    def study(self, like: Study, hardware: Hardware | None = None) -> Study:
+        """A study in the simulator, of loads like another one's, maybe with other hardware."""
+        site = Simulated(lambda _: hardware or self.hardware, lambda _: self.kv_tokens, self.max_running)
+        return replace(like, points=Points(), site=site)
+
+    def needed(self, like: Study, simulated: Callable[[Study], float], is_enough: Callable[[float], bool]) -> str:
+        """What would have to be otherwise: the first of some changes that is enough, with what the simulator gives."""
+        tried = []
+        for name, hardware in self.hardware.changes():
+            value = simulated(self.study(like, hardware))
+            if is_enough(value):
+                return f"the simulator says that it takes {name} ({number(value)})"
+            tried.append(f"{name} ({number(value)})")
+        return f"in the simulator none of these is enough: {', '.join(tried)}"
+
+
+@dataclass
+class Findings:
+    """Figures of a study on `layout`, whose names begin with `prefix`, or with `base` where they do not depend on the
+    links; `whole` is the layout without a pipeline on as many devices, if that was measured. `twin` is None where
+    nothing was measured."""
+
+    study: Study
+    layout: Layout
+    whole: Layout | None
+    prefix: str
+    base: str
+    twin: Twin | None = None
+    figures: list[Figure] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        higher_is_better: bool,
+        point: dict[str, Any] | None = None,
+        simulated: Callable[[Study], float] | None = None,
+    ) -> None:
+        """A figure; `point` is the load that explains it, and `simulated` finds it out in a simulator."""
+        self._add(Figure(f"{self.prefix}.{name}", value, unit, higher_is_better), point, simulated)
+
+    def _add(
+        self,
+        figure: Figure,
+        point: dict[str, Any] | None = None,
+        simulated: Callable[[Study], float] | None = None,
+    ) -> None:
+        self.figures.append(figure)
+        if reached(figure) is not False:
+            return
+        reasons = []
+        if point is not None:
+            reasons.append(f"the stages of {self.layout} waited for {causes(point['parts'])}")
+        if simulated is not None and self.twin is not None:
+            reasons.append(
+                self.twin.needed(self.study, simulated, lambda other: bool(reached(replace(figure, value=other))))
+            )
+        self.reasons[figure.name] = "; ".join(reasons) or "nothing was measured that explains it"
+
+    def _of(self, traffic: Traffic, name: str) -> str:
+        """The figures that are held against something are of the workload with long prompts."""
+        return name if traffic.name == "long" else f"{traffic.name}.{name}"
+
+    def capacities(self, carried: Mapping[tuple[Layout, str], Carried], traffic: Traffic, objective: Objective) -> None:
+        """Ours beside each other schedule, and beside the layout without a pipeline."""
+        ours = carried.get((self.layout, OURS))
+        if ours is None:
+            return
+        name = f"capacity_{objective.name}"
+        others = {schedule: other for (layout, schedule), other in carried.items() if layout == self.layout}
+        if self.whole is not None:
+            best = [other for (layout, _), other in carried.items() if layout == self.whole]
+            others[str(self.whole)] = max(best, key=lambda other: other.rate)
+        self.add(f"{traffic.name}.{name}", ours.rate, "requests/s", True)
+        for against, other in others.items():
+            if against == OURS or not other.rate:
+                continue
+
+            def simulated(study: Study, other: Carried = other) -> float:
+                return study.carried(self.layout, OURS, traffic, objective).rate / other.rate
+
+            self.add(
+                self._of(traffic, f"{name}.vs_{against}"), ours.rate / other.rate, "ratio", True, ours.point, simulated
+            )
+
+    def bubble(self, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
+        """Ours beside that of fixed chunks, at the rate that those carry."""
+        if fixed.point is None or not (theirs := fixed.point["bubble"]):
+            return
+        setting = Setting(OURS, self.study.budget, objective.tbt_s)
+
+        def ours(study: Study) -> dict[str, Any]:
+            return study.at(self.layout, setting, traffic, fixed.rate, objective)
+
+        point = ours(self.study)
+        self.add(
+            self._of(traffic, "bubble.vs_fixed_chunk"),
+            point["bubble"] / theirs,
+            "ratio",
+            False,
+            point,
+            lambda study: float(ours(study)["bubble"] / theirs),
+        )
+
+    def offline(self, traffic: Traffic) -> None:
+        """All requests at once: throughput, beside the layout without a pipeline, and the bubble of decoding."""
+        setting = Setting(OURS, self.study.budget)
+        heavy, key, kind = ("prefill", "input_tok_s", "prefill_heavy")
+        if not traffic.name.startswith(heavy):
+            key, kind = "output_tok_s", "decode_heavy"
+
+        def rate(study: Study, layout: Layout) -> float:
+            return float(study.flood(layout, setting, traffic)[key])
+
+        point = self.study.flood(self.layout, setting, traffic)
+        self.add(f"{traffic.name}.{key}", point[key], "tokens/s", True, point, lambda study: rate(study, self.layout))
+        if kind == "decode_heavy":
+
+            def decode_bubble(study: Study) -> float:
+                return float(study.flood(self.layout, setting, traffic)["decode_bubble"])
+
+            name = "decode_bubble" if traffic.name == "mini_512" else f"decode_bubble.{traffic.name}"
+            self.add(name, point["decode_bubble"], "ratio", False, point, decode_bubble)
+        if self.whole is not None:
+            whole = rate(self.study, self.whole)
+
+            def ratio(study: Study) -> float:
+                return rate(study, self.layout) / whole
+
+            name = f"{kind}.vs_{self.whole}" if traffic.name in HEAVY else f"{traffic.name}.vs_{self.whole}"
+            self.add(name, point[key] / whole, "ratio", True, point, ratio)
+
+    def link(self, speed: dict[str, Any]) -> None:
+        """What was measured of the ways between stages (`bench.link.Speed`)."""
+        self.add("link.bytes_per_s", speed["bytes_per_s"], "bytes/s", True)
+        self.add("link.latency", speed["latency_s"], "s", False)
+
+    def meter(self, loads: Sequence[Traffic]) -> None:
+        """What it costs to know all this, and how well the time of a micro-batch is predicted: the worst of loads that
+        all came at once."""
+        points = [self.study.flood(self.layout, Setting(OURS, self.study.budget), load) for load in loads]
+        self._add(Figure(f"{self.base}.meter.overhead", max(map(meter_overhead, points)), "ratio", False))
+        errors = [point["model_error"] for point in points if point["model_error"] is not None]
+        if errors:
+            self._add(Figure(f"{self.base}.cost_model.median_error", max(errors), "ratio", False))
+
+    def simulator(self, loads: Sequence[Traffic]) -> dict[str, Any]:
+        """How far off the simulator is: throughput of loads on which nothing was fitted, all at once."""
+        assert self.twin is not None
+        study = self.twin.study(self.study)
+        measured: dict[str, float] = {}
+        predicted: dict[str, float] = {}
+        for schedule in VALIDATED:
+            for load in loads:
+                setting = Setting(schedule, self.study.budget)
+                for found, of in ((measured, self.study), (predicted, study)):
+                    found[f"{load.name}/{setting}"] = of.flood(self.layout, setting, load)["requests_per_s"]
+        off = errors(measured, predicted)
+        self._add(Figure(f"{self.base}.simulator.throughput_error", max(map(abs, off.values())), "ratio", False))
+        return {"measured_requests_per_s": measured, "simulated_requests_per_s": predicted, "errors": off}
+
+
+def meter_overhead(point: dict[str, Any], rounds: int = 2000) -> float:
+    """The part of a pipeline's time that its meter takes, when each micro-batch of a load is told to it by all stages,
+    on this machine."""
+    stages = len(point["stages"])
+    meter = Meter(stages)
+    begin_s = time.perf_counter()
+    for step in range(rounds):
+        meter.planned(step, float(step), BatchShape([(10, 1)]), 0.1)
+        for stage in range(stages):
+            # Each is late, so that there are gaps with causes.
+            at_s = 1.5 * step + 1.1 * stage
+            meter.ran(step, stage, Span(at_s, at_s + 0.1, at_s + 1.0))
+        meter.finished(step)
+    each_s = (time.perf_counter() - begin_s) / rounds
+    return each_s * float(point["micro_batches"]) / float(point["seconds"])

@@ -1,0 +1,93 @@
+"""Loads offered to real ranks. How these are started is `bench/ranks.py`'s and `bench/nodes.py`'s to know."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.layout import Layout, Setting
+from bench.metered import keep, metered
+from bench.offered import Objective, Replica, offer, summary
+from bench.study import together
+from bench.workload import Session, Vocabulary
+from pipeline.cost import CostModel
+from pipeline.meter import Meter
+
+WARM = 16  # requests, before anything is measured
+
+
+class Target(Replica, Protocol):
+    """A replica that says what became of its stages' time."""
+
+    kv_tokens: int
+
+    def settle(self) -> None:
+        """Waits until nothing is in flight, and forgets what is cached. The meter begins anew."""
+
+    def observed(self) -> tuple[Meter, list[CostModel]]:
+        """Since `settle`, when nothing is in flight any more; and the models of what steps cost, if there are any."""
+
+
+class Targets(Protocol):
+    """Starts what loads are offered to."""
+
+    def under(self, layout: Layout, setting: Setting) -> tuple[Target, bool]:
+        """A replica of a layout with a setting, and whether nothing has run on its ranks. It is there until this is
+        asked for another."""
+
+    def close(self) -> None:
+        """Ends what was started."""
+
+
+@dataclass
+class Measured:
+    """A site of real ranks. Traces are written into a folder."""
+
+    targets: Targets
+    vocabulary: Vocabulary
+    traces: Path
+    num_loads: int = 0
+
+    def offer(
+        self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
+    ) -> dict[str, Any]:
+        """As `bench.study.Site`."""
+        target, is_new = self.targets.under(layout, setting)
+        if is_new:
+            self._warm(target, sessions)
+        target.settle()
+        offered = offer(target, sessions, self._fresh(), objective, _progress(len(sessions)))
+        meter, models = target.observed()
+        keep(meter, self.traces, f"{layout}.{setting.schedule}.{'rate' if rate else 'flood'}")
+        errors = [model.error() for model in models if model.num_observed]
+        return summary(offered, rate) | metered(meter) | {"model_error": max(errors, default=None)}
+
+    def calibrate(self, layout: Layout, setting: Setting, sessions: list[Session]) -> dict[str, Any]:
+        """What a simulation needs to know of a layout: offers a load and gives what was learned of its stages' costs,
+        as coefficients, and how many tokens the KV cache holds."""
+        self.offer(layout, setting, sessions, 0.0, None)
+        target, _ = self.targets.under(layout, setting)
+        _, models = target.observed()
+        return {"coefficients": [model.coefficients.values for model in models], "kv_tokens": target.kv_tokens}
+
+    def _warm(self, target: Target, sessions: list[Session]) -> None:
+        """What is compiled or chosen at its first use is then there."""
+        offer(target, together(WARM, 256, 32), self._fresh())
+        offer(target, [replace(session, arrival_s=0.0) for session in sessions[:WARM]], self._fresh())
+
+    def _fresh(self) -> Vocabulary:
+        """Prompts that were not sent before: no cache has them."""
+        self.num_loads += 1
+        return replace(self.vocabulary, seed=self.vocabulary.seed + self.num_loads)
+
+
+def _progress(requests: int) -> Callable[[int], None] | None:
+    """On a terminal, how many requests have ended."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(ended: int) -> None:
+        print(f"\r  {ended} of {requests} requests", end="\r", file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,235 @@
+"""Pipelines of several stages: what their stages wait for, and what load they carry, by layout and by schedule.
+
+    shoal bench pipeline --model llama-70b --layouts pp4,tp4,tp2pp2 --link sockets --name pipeline.sockets
+    shoal bench pipeline --model llama-70b --layouts pp4,tp4 --schedules uniform --jobs mini_512,prefill_half
+    shoal bench pipeline --device cpu --layouts pp2,tp2 --shrink 64 --requests 40 --jobs mini_half
+    shoal bench pipeline --device cpu --layouts pp2 --nodes 2 --shrink 64 --requests 20
+    shoal bench pipeline --plan falcon-180b
+
+Random weights, greedy, every output to its full length. Requests arrive as a Poisson process with the lengths of
+Sarathi-Serve's two workloads (chat and long), or as in a trace. Capacity is the highest rate at which the 99th
+percentile of the time between tokens stays within 5 (strict) or 25 (relaxed) times one decode iteration of the first
+layout, and half of the requests are scheduled within 2 seconds; it is found by bisection.
+
+Every load is written to the result file as soon as it has been measured: a run that is interrupted goes on where it
+was when the same command is given again. Time lines of the stages, as pictures and for https://ui.perfetto.dev, go to
+the folder of --traces. With --plan nothing is measured: machines that are not there are simulated, with the scheduler
+that runs on real ones.
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import link, results, shapes
+from bench.findings import Findings, Twin
+from bench.jobs import HIGHEST_ID
+from bench.layout import SCHEDULES, Layout, Setting
+from bench.metered import draw_kept
+from bench.results import number
+from bench.simulated import PLANS, Simulated
+from bench.study import OBJECTIVES, OURS, Study
+from bench.survey import Survey, print_rows
+from bench.sweep import Sweep, say
+from bench.targets import print_table
+from bench.traffic import OFFLINE, PUBLISHED, Traffic, offline, published, traced
+from bench.workload import Vocabulary
+from pipeline.roofline import Link
+from shoal import flags
+from worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from bench.measured import Targets
+
+LINKS = ("nvlink", "sockets")
+CHUNK_BUDGETS = [256, 512, 1024, 2048]
+VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
+PLANNED_BUDGET = 8192
+LONGEST = max(workload.most for workload in PUBLISHED.values())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; every setting of a replica that is not varied is a flag."""
+    p = argparse.ArgumentParser(
+        prog="shoal bench pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = p.add_argument_group("what is measured")
+    what.add_argument("--plan", choices=sorted(PLANS), help="simulate these machines instead")
+    what.add_argument("--model", choices=sorted(shapes.SHAPES), default="tiny", help="shape (default: tiny)")
+    what.add_argument("--layouts", type=_list(Layout.parse), metavar="A,B", help="tp4,pp4,tp2pp2 (default: pp2)")
+    what.add_argument(
+        "--schedules", type=_among(SCHEDULES), default=",".join(SCHEDULES), metavar="A,B", help="default: all"
+    )
+    what.add_argument("--traffic", type=_among(PUBLISHED), default="long", metavar="A,B", help="chat, long (default)")
+    what.add_argument("--trace", type=Path, metavar="FILE", help="lengths and arrivals of a trace, beside those")
+    what.add_argument(
+        "--jobs", type=_among(OFFLINE), default="", metavar="A,B", help=f"all at once: {', '.join(OFFLINE)}"
+    )
+    what.add_argument("--objectives", type=_among(OBJECTIVES), default="strict", metavar="A,B", help="strict, relaxed")
+    what.add_argument("--requests", type=int, default=128, metavar="N", help="of a load, at most (default: 128)")
+    what.add_argument("--seconds", type=float, default=120.0, metavar="S", help="in which they arrive (default: 120)")
+    what.add_argument("--shrink", type=int, default=1, metavar="N", help="divide all lengths by N (default: 1)")
+    what.add_argument("--chunk-budgets", type=_list(int), default=CHUNK_BUDGETS, metavar="N,M", help="of fixed_chunk")
+    what.add_argument("--precision", type=float, default=0.05, metavar="X", help="of a capacity (default: 0.05)")
+    what.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
+    where = p.add_argument_group("where")
+    where.add_argument("--link", choices=LINKS, default="nvlink", help="what NCCL may use (default: nvlink)")
+    where.add_argument("--nodes", type=int, default=0, metavar="N", help="through Ray, on N nodes of this machine")
+    out = p.add_argument_group("what comes of it")
+    out.add_argument("--name", help="of the result (default: pipeline.LINK, cpu.pipeline or simulated.PLAN)")
+    out.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
+    out.add_argument("--traces", type=Path, default=Path("shoal-bench"), metavar="DIR", help="default: %(default)s")
+    out.add_argument("--fresh", action="store_true", help="measure again what is there already")
+    flags.add(p, WorkerConfig, without=VARIED)
+    return p
+
+
+def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def parse_all(text: str) -> list[Any]:
+        try:
+            return [parse(word) for word in text.split(",") if word]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_all
+
+
+def _among(names: Iterable[str]) -> Callable[[str], list[str]]:
+    def one(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return _list(one)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures or plans, prints tables, writes the result file. Returns the exit code: 1 if something failed."""
+    args = parser().parse_args(argv)
+    try:
+        return plan(args) if args.plan else measure(args, flags.given(args, WorkerConfig))
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"bench.pipeline: {error}", file=sys.stderr)
+        return 1
+
+
+def _described(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What points depend on and their keys do not say."""
+    same = ("requests", "seconds", "shrink", "seed", "precision")
+    return {name: getattr(args, name) for name in same} | more
+
+
+def _traffics(args: argparse.Namespace) -> list[Traffic]:
+    made = [published(name, args.requests, args.seed, args.shrink) for name in args.traffic]
+    if args.trace:
+        made.append(traced(args.trace, args.requests, args.seed, args.shrink, LONGEST // args.shrink))
+    return made
+
+
+def _survey(args: argparse.Namespace, study: Study, layouts: list[Layout]) -> Survey:
+    jobs = [offline(name, args.shrink) for name in args.jobs]
+    return Survey(study, layouts, args.schedules, _traffics(args), jobs, args.objectives)
+
+
+def _conclude(args: argparse.Namespace, sweep: Sweep, survey: Survey, findings: Findings) -> int:
+    """Writes, prints and draws what was found."""
+    survey.report(findings)
+    sweep.figures = findings.figures
+    sweep.raw |= {"capacities": survey.rows(), "missed": findings.reasons}
+    path = sweep.write()
+    print_rows(survey.rows())
+    print_table(findings.figures, path, findings.reasons)
+    picture = args.traces / sweep.name / "stages.png"
+    draw_kept(picture.parent, picture, sweep.name)
+    print(f"time lines of the stages: {picture}, and beside it traces for https://ui.perfetto.dev")
+    return 0
+
+
+# ---------------------------------------------------------------- machines that are there
+
+
+def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """The benchmark itself."""
+    from bench.measured import Measured
+    from worker.runner import place, settled
+
+    layouts = args.layouts or [Layout(1, 2)]
+    settings = {"load_format": "dummy", "context_length": max(1024, LONGEST // args.shrink)} | settings
+    config = settled(WorkerConfig(**settings))
+    device, dtype = place(config)
+    on_gpu = device.type == "cuda"
+    if on_gpu and args.link == "sockets":
+        os.environ.update(link.SOCKETS)
+    prefix, base = (f"pipeline.{args.link}", "pipeline") if on_gpu else ("cpu.pipeline", "cpu.pipeline")
+    about = _described(args, model=args.model, link=args.link if on_gpu else "gloo", nodes=args.nodes, replica=settings)
+    sweep = Sweep(args.name or prefix, args.out, about, args.fresh)
+    speed = sweep.point("link", lambda: asdict(link.measure(device.type)))
+    say(f"link: {number(speed['bytes_per_s'] / 1e9)} GB/s, {number(speed['latency_s'] * 1e6)} us")
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
+        folder = shapes.write(args.model, Path(scratch) / args.model)
+        targets = _targets(args, folder, settings, layouts, on_gpu)
+        try:
+            site = Measured(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name)
+            study = Study(
+                sweep, site, config.token_budget, args.chunk_budgets, args.shrink, args.precision, args.seconds
+            )
+            known = published("long", args.requests, args.seed + 1, args.shrink).at_once()
+            ours = Setting(OURS, config.token_budget)
+            learned = sweep.point("calibration", lambda: site.calibrate(layouts[0], ours, known))
+            survey = _survey(args, study, layouts)
+            survey.run()
+            between = Link("measured", speed["latency_s"], speed["bytes_per_s"], 0.0, math.inf)
+            token_bytes = shapes.SHAPES[args.model].config["hidden_size"] * dtype.itemsize
+            twin = Twin.of(learned, between, token_bytes, config.max_running)
+            findings = Findings(study, layouts[0], survey.whole, prefix, base, twin)
+            findings.link(speed)
+            findings.meter([*survey.jobs, *survey.traffics])
+            sweep.raw["simulator"] = findings.simulator([*survey.jobs, *survey.traffics])
+            return _conclude(args, sweep, survey, findings)
+        finally:
+            targets.close()
+
+
+def _targets(
+    args: argparse.Namespace, folder: Path, settings: dict[str, Any], layouts: list[Layout], on_gpu: bool
+) -> "Targets":
+    if args.nodes:
+        from bench.nodes import Nodes
+
+        return Nodes(folder, settings, args.nodes, layouts, on_gpu)
+    from bench.ranks import Ranks
+
+    return Ranks(folder, settings)
+
+
+# ---------------------------------------------------------------- machines that are not there
+
+
+def plan(args: argparse.Namespace) -> int:
+    """The report of `--plan`."""
+    machines = PLANS[args.plan]
+    layouts = args.layouts or [Layout.parse(name) for name in ("tp8pp2", "tp4pp4", "tp16")]
+    sweep = Sweep(args.name or f"simulated.{args.plan}", args.out, _described(args, plan=args.plan), args.fresh)
+    site = Simulated(machines.hardware, machines.kv_tokens, traces=args.traces / sweep.name)
+    study = Study(sweep, site, PLANNED_BUDGET, args.chunk_budgets, args.shrink, args.precision, args.seconds)
+    survey = _survey(args, study, layouts)
+    survey.run()
+    sweep.raw["validation"] = validations(args.out)
+    prefix = f"simulated.{args.plan}"
+    return _conclude(args, sweep, survey, Findings(study, layouts[0], survey.whole, prefix, prefix))
+
+
+def validations(folder: Path) -> dict[str, Any]:
+    """What measured results say of the simulator, by the name of the result."""
+    found = {name: result.get("simulator") for name, result in results.read(folder).items()}
+    return {name: said for name, said in found.items() if said}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A picture of a pipeline at work: what each stage computes and what it waits for, over time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from pipeline.meter import CAUSES
+
+KINDS = {"decode": "#2a6f97", "mixed": "#5fa8d3", "prefill": "#a9d6e5"}
+WAITS = dict(
+    zip(
+        CAUSES,
+        ("#e07a1f", "#8d6a9f", "#e5e7eb", "#f2cc8f", "#c9cdd3", "#b3261e", "#e76f51", "#6a994e"),
+        strict=True,
+    )
+)
+
+
+def draw(traces: dict[str, dict[str, Any]], path: Path, title: str, window_s: float | None = None) -> None:
+    """Write a PNG of the traces that meters gave (`Meter.trace`), by name, one below the other on one scale of time. Of
+    each, `window_s` seconds from its middle; by default as long as forty micro-batches of the first take."""
+    named = {name: _spans(trace) for name, trace in traces.items()}
+    named = {name: spans for name, spans in named.items() if spans}
+    if not named:
+        return
+    window_s = window_s or _window_s(next(iter(named.values())))
+    stages = 1 + max(stage for spans in named.values() for stage, *_ in spans)
+    figure = Figure(figsize=(13, 1.2 + len(named) * (0.7 + 0.28 * stages)), dpi=120, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    for axes, (name, spans) in zip(figure.subplots(len(named), 1, squeeze=False)[:, 0], named.items(), strict=True):
+        _lines(axes, name, spans, window_s)
+    present = {kind for spans in named.values() for _, kind, _, _ in spans}
+    colours = {kind: colour for kind, colour in (KINDS | WAITS).items() if kind in present}
+    figure.legend(
+        handles=[Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in colours.items()],
+        loc="outside lower center",
+        ncols=6,
+        fontsize=9,
+        frameon=False,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _spans(trace: dict[str, Any]) -> list[tuple[int, str, float, float]]:
+    """Stage, kind of work or cause of waiting, begin and duration in seconds."""
+    return [
+        (event["pid"], event["name"].split()[0], event["ts"] * 1e-6, event["dur"] * 1e-6)
+        for event in trace["traceEvents"]
+        if event["ph"] == "X"
+    ]
+
+
+def _window_s(spans: Sequence[tuple[int, str, float, float]]) -> float:
+    computes = sorted(begin for stage, kind, begin, _ in spans if stage == 0 and kind in KINDS)
+    middle = len(computes) // 2
+    first, last = max(0, middle - 20), min(len(computes) - 1, middle + 20)
+    return max(1e-3, computes[last] - computes[first])
+
+
+def _lines(axes: Axes, name: str, spans: Sequence[tuple[int, str, float, float]], window_s: float) -> None:
+    ends = [begin + seconds for _, _, begin, seconds in spans]
+    begins = [begin for _, _, begin, _ in spans]
+    start = max(min(begins), (min(begins) + max(ends)) / 2 - window_s / 2)
+    stages = 1 + max(stage for stage, *_ in spans)
+    for kind, colour in (KINDS | WAITS).items():
+        for stage in range(stages):
+            bars = [(begin - start, seconds) for of, what, begin, seconds in spans if (of, what) == (stage, kind)]
+            seen = [(begin * 1e3, seconds * 1e3) for begin, seconds in bars if -seconds < begin < window_s]
+            edge = "white" if kind in KINDS else "none"
+            axes.broken_barh(seen, (stage - 0.42, 0.84), facecolors=colour, edgecolors=edge, linewidth=0.5)
+    axes.set_title(name, loc="left", fontsize=10)
+    axes.set_xlim(0, window_s * 1e3)
+    axes.set_ylim(stages - 0.5, -0.5)
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)], fontsize=9)
+    axes.set_xlabel("ms", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)

@@ -1,0 +1,116 @@
+"""All that is asked of some layouts and schedules under some loads, in an order that loads each layout once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.findings import VALIDATED, Findings
+from bench.layout import Layout, Setting
+from bench.offered import Objective
+from bench.results import number
+from bench.study import OBJECTIVES, OURS, Carried, Study
+from bench.traffic import Traffic
+
+
+@dataclass
+class Survey:
+    """`traffics` arrive at rates that are searched for, `jobs` all at once. Objectives are multiples of a decode
+    iteration of the first layout."""
+
+    study: Study
+    layouts: Sequence[Layout]
+    schedules: Sequence[str]
+    traffics: Sequence[Traffic]
+    jobs: Sequence[Traffic]
+    objectives: Sequence[str]
+    carried: dict[tuple[Layout, str, str, str], Carried] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Layout | None:
+        """The layout without a pipeline on as many devices as the first one, if it is among them."""
+        first = self.layouts[0]
+        alike = (layout for layout in self.layouts if layout.pp == 1 and layout.devices == first.devices)
+        return next(alike, None) if first.pp > 1 else None
+
+    def run(self) -> None:
+        """Measures everything that is not there yet."""
+        for layout in self.layouts:
+            for load in (*self.jobs, *self.traffics):
+                for schedule in VALIDATED if layout == self.layouts[0] else (OURS,):
+                    self.study.flood(layout, Setting(schedule, self.study.budget), load)
+            for traffic in self.traffics:
+                for name in self.objectives:
+                    self._carried(layout, traffic, self.objective(name))
+
+    def objective(self, name: str) -> Objective:
+        return Objective(name, OBJECTIVES[name] * self.study.decode_s(self.layouts[0]))
+
+    def _carried(self, layout: Layout, traffic: Traffic, objective: Objective) -> None:
+        for schedule in self.schedules:
+            carried = self.study.carried(layout, schedule, traffic, objective)
+            self.carried[layout, schedule, traffic.name, objective.name] = carried
+        fixed = self._of(layout, "fixed_chunk", traffic, objective)
+        if layout == self.layouts[0] and fixed is not None and fixed.rate and OURS in self.schedules:
+            self.study.at(layout, Setting(OURS, self.study.budget, objective.tbt_s), traffic, fixed.rate, objective)
+
+    def _of(self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective) -> Carried | None:
+        return self.carried.get((layout, schedule, traffic.name, objective.name))
+
+    def report(self, findings: Findings) -> None:
+        """Figures of all that was measured."""
+        findings.add("decode_iteration.seconds", self.study.decode_s(self.layouts[0]), "s", False)
+        for job in self.jobs:
+            findings.offline(job)
+        for traffic in self.traffics:
+            for name in self.objectives:
+                objective = self.objective(name)
+                found = {
+                    (layout, schedule): carried
+                    for layout in self.layouts
+                    for schedule in self.schedules
+                    if (carried := self._of(layout, schedule, traffic, objective)) is not None
+                }
+                findings.capacities(found, traffic, objective)
+                if (
+                    name == "strict"
+                    and (fixed := found.get((self.layouts[0], "fixed_chunk")))
+                    and OURS in self.schedules
+                ):
+                    findings.bubble(fixed, traffic, objective)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What each layout and schedule carries, for the table and the result file."""
+        rows = []
+        for (layout, schedule, traffic, objective), carried in self.carried.items():
+            row: dict[str, Any] = {
+                "layout": str(layout),
+                "schedule": schedule,
+                "traffic": traffic,
+                "objective": objective,
+                "requests_per_s": carried.rate,
+                "setting": str(carried.setting),
+            }
+            if carried.point is not None:
+                row |= {key: carried.point[key] for key in ("output_tok_s", "bubble", "ttft_s", "tbt_s", "parts")}
+            rows.append(row)
+        return rows
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Capacities as a table, with what happened at each."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("layout", "schedule", "traffic", "objective", box=None, header_style="dim")
+    for heading in ("requests/s", "tokens/s", "bubble", "TTFT P50", "P99 s", "TBT P50", "P99 ms", "with"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [row["layout"], row["schedule"], row["traffic"], row["objective"], number(row["requests_per_s"])]
+        if "bubble" in row:
+            ttft, tbt = row["ttft_s"], row["tbt_s"]
+            cells += [number(row["output_tok_s"]), f"{row['bubble']:.1%}"]
+            cells += [number(ttft["p50"]), number(ttft["p99"])]
+            cells += [number(tbt["p50"] * 1e3), number(tbt["p99"] * 1e3)] if tbt else ["-", "-"]
+            cells.append(row["setting"].partition("/")[2])
+        table.add_row(*cells)
+    Console(width=140).print(table)

@@ -1,0 +1,74 @@
+"""Many measurements of one benchmark, each kept in the result file as soon as it is made: a sweep that was interrupted
+goes on where it was."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import results
+from bench.results import Figure
+
+
+class Points:
+    """What was found out, by key: once for each."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, Any] = {}
+
+    def point(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, or returned when this key was asked for first."""
+        if key not in self.points:
+            self.points[key] = make()
+        return self.points[key]
+
+
+class Sweep(Points):
+    """The points of a result file. Those that an earlier run with the same settings made are not made again."""
+
+    def __init__(self, name: str, folder: Path, settings: dict[str, Any], fresh: bool = False) -> None:
+        """`settings`: all that a point depends on and its key does not say, as JSON holds it. With `fresh`, what an
+        earlier run made is not looked at."""
+        super().__init__()
+        self.name, self.folder = name, folder
+        self.path = folder / f"{name}.json"
+        self.settings = json.loads(json.dumps(settings))
+        self.figures: list[Figure] = []
+        self.raw: dict[str, Any] = {}
+        if not fresh:
+            self._resume()
+
+    def point(self, key: str, make: Callable[[], Any]) -> Any:
+        is_new = key not in self.points
+        found = super().point(key, make)
+        if is_new:
+            self.write()
+        return found
+
+    def write(self) -> Path:
+        """The result file, with all that there is so far."""
+        raw = {"settings": self.settings, **self.raw, "points": self.points}
+        return results.write(self.name, self.figures, raw, folder=self.folder)
+
+    def _resume(self) -> None:
+        try:
+            saved = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} cannot be read: {error}; --fresh begins anew") from error
+        there = saved.get("settings", {})
+        if different := sorted(
+            key for key in there.keys() | self.settings.keys() if there.get(key) != self.settings.get(key)
+        ):
+            say(f"{self.path.name} was made with another {', '.join(different)}: it is made anew")
+            return
+        self.points = saved.get("points", {})
+        if self.points:
+            say(f"{len(self.points)} points of {self.path.name} are there already")
+
+
+def say(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""Requests that arrive on their own, at any rate: the two workloads of Sarathi-Serve, and traces.
+
+The lengths of a workload and the pattern of its arrivals are the same at every rate, so that a search for the highest
+rate compares like with like.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from bench import trace
+from bench.jobs import JOBS
+from bench.trace import Row
+from bench.workload import Session, from_trace, poisson
+
+FEWEST = 16  # requests of a load
+NORMAL_90 = 1.2816  # standard deviations from the median to the 90th percentile
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper says of its requests, in tokens: median and 90th percentile of prompts and of outputs, and the most
+    of both together."""
+
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    most: int
+
+    def rows(self, count: int, seed: int) -> list[Row]:
+        """`count` requests, lognormal in both lengths; those that are too long are drawn again."""
+        rng = np.random.default_rng(seed)
+        rows: list[Row] = []
+        while len(rows) < count:
+            prompt, output = (
+                max(1, round(rng.lognormal(math.log(median), math.log(most / median) / NORMAL_90)))
+                for median, most in (self.prompt, self.output)
+            )
+            if prompt + output <= self.most:
+                rows.append(Row(prompt, output))
+        return rows
+
+
+# A. Agrawal et al., OSDI 2024, https://arxiv.org/abs/2403.02310, table 2: openchat_sharegpt4, arxiv_summarization.
+PUBLISHED = {
+    "chat": Published((1730, 5696), (415, 834), 8192),
+    "long": Published((7059, 12985), (208, 371), 16384),
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests, one turn each, with the times of their arrival at a rate of 1 a second."""
+
+    name: str
+    sessions: tuple[Session, ...]
+
+    def at(self, rate: float, seconds: float = math.inf) -> list[Session]:
+        """The same at `rate` requests a second: those that arrive within `seconds`, but no fewer than FEWEST."""
+        timed = [replace(session, arrival_s=(session.arrival_s or 0.0) / rate) for session in self.sessions]
+        return timed[: max(FEWEST, sum((session.arrival_s or 0.0) <= seconds for session in timed))]
+
+    def at_once(self) -> list[Session]:
+        """The same, all at the beginning."""
+        return [replace(session, arrival_s=0.0) for session in self.sessions]
+
+    @property
+    def tokens(self) -> int:
+        """Prompts and outputs of an average request."""
+        turns = [session.turns[0] for session in self.sessions]
+        return sum(turn.prompt_tokens + turn.output_tokens for turn in turns) // len(turns)
+
+
+def published(name: str, count: int, seed: int, shrink: int = 1) -> Traffic:
+    """`count` requests of a workload of PUBLISHED, arriving as a Poisson process; lengths are divided by `shrink`."""
+    return _arriving(name, trace.shrink(PUBLISHED[name].rows(count, seed), shrink), seed)
+
+
+def traced(path: Path, count: int, seed: int, shrink: int = 1, most: int | None = None) -> Traffic:
+    """The first `count` requests of a trace, those of more than `most` tokens (after `shrink`) left out, with the
+    pattern of the trace's own arrivals, or a Poisson process where it has no times. Raises as `trace.read`, and
+    ValueError where no request is left."""
+    rows = trace.shrink(trace.read(path), shrink)
+    rows = [row for row in rows if most is None or row.prompt_tokens + row.output_tokens <= most][:count]
+    if not rows:
+        raise ValueError(f"{path}: no request has {most} tokens or fewer")
+    return _arriving(path.stem, rows, seed)
+
+
+# Workloads of `bench.jobs` and their scales: with 512 sequences, and half of what is usual.
+OFFLINE = {"mini_512": ("mini", 2.0), "mini_half": ("mini", 0.5), "prefill_half": ("prefill", 0.5)}
+
+
+def offline(name: str, shrink: int = 1) -> Traffic:
+    """The requests of a workload of OFFLINE, lengths divided by `shrink`."""
+    job, scale = OFFLINE[name]
+    prompts, outputs = JOBS[job](scale)
+    rows = [Row(len(prompt), output) for prompt, output in zip(prompts, outputs, strict=True)]
+    return Traffic(name, tuple(from_trace(trace.shrink(rows, shrink), None)))
+
+
+def _arriving(name: str, rows: Sequence[Row], seed: int) -> Traffic:
+    times = [row.arrival_s for row in rows]
+    first, last = times[0], times[-1]
+    if first is None or last is None or last <= first:
+        at = poisson(np.random.default_rng([seed, 1]), 1.0, len(rows))
+    else:
+        at = [((time or 0.0) - first) * (len(rows) - 1) / (last - first) for time in times]
+    sessions = [replace(session, arrival_s=time) for session, time in zip(from_trace(rows, None), at, strict=True)]
+    return Traffic(name, tuple(sessions))

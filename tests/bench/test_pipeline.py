@@ -1,0 +1,352 @@
+"""The benchmark of pipelines: its parts on a site that only counts, and all of it on a tiny model."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import link, pipeline
+from bench.findings import Findings, Twin, meter_overhead
+from bench.layout import Layout, Setting
+from bench.metered import causes, decode_bubble, metered
+from bench.offered import Objective, offer, summary
+from bench.stages_plot import draw
+from bench.study import Study, together
+from bench.survey import Survey
+from bench.sweep import Points, Sweep
+from bench.targets import TARGETS, Target, print_table
+from bench.traffic import PUBLISHED, Traffic, offline, published, traced
+from bench.workload import Session, Vocabulary
+from pipeline.cost import CostModel
+from pipeline.meter import Meter, Span
+from pipeline.roofline import DEVICES, LINKS, MODELS, make_stages
+from pipeline.shape import BatchShape
+from worker.messages import Failure, Generate, Output
+
+PP4, TP4 = Layout(1, 4), Layout(4, 1)
+WORDS = Vocabulary(0, 0, 100)
+
+
+# ---------------------------------------------------------------- loads
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_requests_are_as_long_as_published(name: str) -> None:
+    turns = [session.turns[0] for session in published(name, 4000, seed=1).sessions]
+    prompts, outputs = [turn.prompt_tokens for turn in turns], [turn.output_tokens for turn in turns]
+    known = PUBLISHED[name]
+    # Those that are too long for a context are drawn again, which takes a little off.
+    assert np.median(prompts) == pytest.approx(known.prompt[0], rel=0.1)
+    assert np.median(outputs) == pytest.approx(known.output[0], rel=0.1)
+    assert np.quantile(outputs, 0.9) == pytest.approx(known.output[1], rel=0.1)
+    assert max(map(sum, zip(prompts, outputs, strict=True))) <= known.most
+
+
+def test_the_same_requests_come_at_every_rate() -> None:
+    traffic = published("long", 400, seed=3, shrink=8)
+    slow, fast = traffic.at(0.5), traffic.at(2.0)
+    assert [session.turns for session in slow] == [session.turns for session in fast]
+    assert slow[-1].arrival_s == pytest.approx(4 * (fast[-1].arrival_s or 0))
+    assert fast[-1].arrival_s == pytest.approx(200, rel=0.15), "two a second"
+    assert {session.arrival_s for session in traffic.at_once()} == {0.0}
+
+
+def test_a_trace_keeps_its_rhythm(tmp_path: Path) -> None:
+    rows = [(0, 600), (1000, 100), (4000, 5000), (8000, 700)]
+    lines = [
+        {"timestamp": at, "input_length": n, "output_length": 5, "hash_ids": list(range(-(-n // 512)))}
+        for at, n in rows
+    ]
+    path = tmp_path / "calls.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    traffic = traced(path, 10, seed=0, most=1000)
+    assert traffic.name == "calls" and [session.arrival_s for session in traffic.at(2.0)] == [0.0, 0.125, 1.0]
+    with pytest.raises(ValueError, match="has 20 tokens or fewer"):
+        traced(path, 10, seed=0, most=20)
+
+
+def test_offline_workloads_have_their_lengths() -> None:
+    turns = [session.turns[0] for session in offline("prefill_half").sessions]
+    assert {(turn.prompt_tokens, turn.output_tokens) for turn in turns} == {(4096, 1)} and len(turns) == 32
+
+
+# ---------------------------------------------------------------- offering
+
+
+class Slow:
+    """A replica on a clock of its own: it starts a request when the one before has ended, and takes `step_s` for a
+    token."""
+
+    def __init__(self, step_s: float = 0.1) -> None:
+        self.now_s, self.step_s = 100.0, step_s
+        self.queue: list[tuple[Generate, float]] = []
+        self.produced = 0
+        self.aborted: list[str] = []
+        self.fails = False
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def add(self, request: Generate) -> None:
+        self.queue.append((request, self.now_s))
+
+    def take(self, wait_s: float) -> list[Output]:
+        if not self.queue:
+            self.now_s += wait_s
+            return []
+        request, since_s = self.queue[0]
+        queue_s = self.now_s - since_s
+        self.now_s += self.step_s
+        self.produced += 1
+        output = Output(request_id=request.request_id, token_ids=[1], queue_s=queue_s if self.produced == 1 else None)
+        if self.fails:
+            output.finish_reason, output.failure = "error", Failure("internal", "it broke")
+        if self.produced == request.sampling.max_tokens:
+            self.queue.pop(0)
+            self.produced = 0
+            output.finish_reason = "length"
+        return [output]
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+def arriving(*times: float, output: int = 3) -> list[Session]:
+    return [Session(session.turns, at) for session, at in zip(together(len(times), 4, output), times, strict=True)]
+
+
+def test_requests_are_sent_when_they_are_due() -> None:
+    replica = Slow()
+    point = summary(offer(replica, arriving(0.0, 0.1, 5.0), WORDS, clock=replica), 1.0)
+    assert point["requests_per_s"] == pytest.approx(3 / 5.3) and point["output_tok_s"] == pytest.approx(9 / 5.3)
+    assert point["ttft_s"]["max"] == pytest.approx(0.3), "the second waited for the first"
+    assert point["tbt_s"]["p99"] == pytest.approx(0.1)
+    assert point["delay_s"]["p50"] == pytest.approx(0.0) and point["given_up"] is None
+
+
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [(Objective("strict", 0.05), "tbt"), (Objective("strict", 0.2, delay_s=0.15), "delay")],
+)
+def test_a_load_that_cannot_keep_to_its_objective_is_ended(objective: Objective, reason: str) -> None:
+    replica = Slow()
+    offered = offer(replica, arriving(*[0.0] * 20), WORDS, objective, clock=replica)
+    assert offered.given_up == reason and offered.seconds < 20 * 0.3
+    point = summary(offered, 1.0)
+    assert not objective.holds(point) and len(replica.aborted) == 20 - round(point["requests_per_s"] * offered.seconds)
+
+
+def test_an_objective_is_kept_by_ninety_nine_in_a_hundred() -> None:
+    replica = Slow()
+    objective = Objective("strict", 0.11)
+    offered = offer(replica, arriving(0.0, 1.0), WORDS, objective, clock=replica)
+    assert objective.holds(summary(offered, 1.0))
+    assert not Objective("strict", 0.09).holds(summary(offered, 1.0))
+
+
+def test_a_request_that_fails_ends_the_load() -> None:
+    replica = Slow()
+    replica.fails = True
+    with pytest.raises(RuntimeError, match="it broke"):
+        offer(replica, arriving(0.0), WORDS, clock=replica)
+
+
+# ---------------------------------------------------------------- studies
+
+
+class Counting:
+    """A site where each layout and setting carries what it is said to."""
+
+    def __init__(self, carries: dict[str, float]) -> None:
+        self.carries = carries
+        self.asked: list[str] = []
+
+    def offer(
+        self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
+    ) -> dict[str, Any]:
+        self.asked.append(f"{layout} {setting.schedule} {rate:.3g}")
+        most = self.carries.get(f"{layout} {setting.schedule}/{setting.token_budget}", 1.0)
+        late = rate > most
+        return {
+            "rate": rate,
+            "given_up": "tbt" if late else None,
+            "requests_per_s": 1.0,
+            "output_tok_s": 100.0 * most,
+            "input_tok_s": 1000.0 * most,
+            "ttft_s": {"p50": 0.5, "p99": 1.0},
+            "tbt_s": {"p50": 0.02, "p99": 0.2 if late else 0.03},
+            "delay_s": {"p50": 0.1},
+            "bubble": 0.1 if setting.schedule == "uniform" else 0.4,
+            "parts": {"compute": 0.8, "communication": 0.15, "host": 0.05},
+            "stages": [{}] * layout.pp,
+            "decode_bubble": 0.2,
+            "micro_batches": 100,
+            "seconds": 10.0,
+            "model_error": 0.03,
+        }
+
+
+CARRIES = {"pp4 uniform/8192": 2.0, "pp4 fixed_chunk/512": 1.6, "pp4 fixed_chunk/1024": 0.4}
+CARRIES |= {"tp4 uniform/8192": 0.5, "tp4 fixed_chunk/512": 0.3, "tp4 fixed_chunk/1024": 0.3}
+
+
+def study(points: Points, site: Counting) -> Study:
+    return Study(points, site, 8192, [512, 1024])
+
+
+def survey(found: Study, **more: Any) -> Survey:
+    loads: dict[str, Any] = {"traffics": [published("long", 4, 0)], "jobs": [offline("mini_512")]}
+    return Survey(found, [PP4, TP4], ["uniform", "fixed_chunk"], objectives=["strict"], **loads | more)
+
+
+def test_the_best_setting_of_a_schedule_counts() -> None:
+    site = Counting(CARRIES)
+    carried = study(Points(), site).carried(PP4, "fixed_chunk", published("long", 4, 0), Objective("strict", 0.1))
+    assert 1.6 / 1.05 <= carried.rate <= 1.6 and carried.setting.token_budget == 512
+    assert sum("1024" not in asked for asked in site.asked) < 12
+    assert carried.point is not None and carried.point["given_up"] is None
+
+
+def test_a_sweep_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Counting(CARRIES)
+    begun = survey(study(Sweep("found", tmp_path, {"model": "m"}), first))
+    begun.run()
+    again = Counting(CARRIES)
+    resumed = survey(study(Sweep("found", tmp_path, {"model": "m"}), again))
+    resumed.run()
+    assert first.asked and not again.asked and resumed.rows() == begun.rows()
+    half = json.loads((tmp_path / "found.json").read_text())
+    half["points"].pop(next(key for key in half["points"] if "uniform" in key and "strict" in key))
+    (tmp_path / "found.json").write_text(json.dumps(half))
+    survey(study(Sweep("found", tmp_path, {"model": "m"}), again)).run()
+    assert len(again.asked) == 1, "only what is missing"
+    assert "points of found.json are there already" in capsys.readouterr().err
+    assert not Sweep("found", tmp_path, {"model": "other"}).points, "another model's are not these"
+    assert not Sweep("found", tmp_path, {"model": "m"}, fresh=True).points
+
+
+def test_figures_compare_ours_with_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = survey(study(Points(), Counting(CARRIES)))
+    asked.run()
+    found = Findings(asked.study, PP4, asked.whole, "pipeline.sockets", "pipeline")
+    asked.report(found)
+    found.meter(asked.jobs)
+    values = {figure.name.removeprefix("pipeline."): figure.value for figure in found.figures}
+    assert values["sockets.capacity_strict.vs_fixed_chunk"] == pytest.approx(2.0 / 1.6, rel=0.06)
+    assert values["sockets.capacity_strict.vs_tp4"] == pytest.approx(4.0, rel=0.06)
+    assert values["sockets.bubble.vs_fixed_chunk"] == pytest.approx(0.25)
+    assert values["sockets.mini_512.output_tok_s"] == 200.0 and values["sockets.decode_heavy.vs_tp4"] == 4.0
+    assert values["cost_model.median_error"] == 0.03 and 0 < values["meter.overhead"] < 0.5
+    # What is not reached says why.
+    reason = found.reasons["pipeline.sockets.decode_bubble"]
+    assert reason == "the stages of pp4 waited for communication 15.0%, host 5.0%"
+    print_table(found.figures, tmp_path / "found.json", found.reasons)
+    said = capsys.readouterr().out
+    assert "pipeline.sockets.decode_bubble is missed: the stages" in said and "reached" in said
+
+
+def test_what_would_be_needed_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = make_stages(MODELS["llama-8b"], DEVICES["h200"], 2)
+    learned = {"coefficients": [CostModel(s.seconds).coefficients.values for s in stages], "kv_tokens": 1 << 18}
+    twin = Twin.of(learned, LINKS["sockets"], MODELS["llama-8b"].token_bytes, 64)
+    asked = study(Points(), Counting({}))
+    found = Findings(asked, Layout(1, 2), None, "pipeline.sockets", "pipeline", twin)
+    traffic = Traffic("few", tuple(together(8, 200, 12)))
+
+    def simulated(of: Study) -> float:
+        return float(of.flood(Layout(1, 2), Setting("uniform", 512), traffic)["output_tok_s"])
+
+    now = simulated(twin.study(asked))
+    with monkeypatch.context() as patch:
+        patch.setitem(TARGETS, "pipeline.sockets.some", Target(None, None, now * 1.01))
+        found.add("some", now, "tokens/s", True, simulated=simulated)
+        patch.setitem(TARGETS, "pipeline.sockets.much", Target(None, None, now * 100))
+        found.add("much", now, "tokens/s", True, simulated=simulated)
+    assert found.reasons["pipeline.sockets.some"].startswith("the simulator says that it takes links twice as fast (")
+    assert found.reasons["pipeline.sockets.much"].startswith("in the simulator none of these is enough: links twice")
+
+
+# ---------------------------------------------------------------- meters and pictures
+
+
+@pytest.fixture
+def meter() -> Meter:
+    """Two stages, four micro-batches of decodes and one of a prompt; the second stage waits for the last two."""
+    made = Meter(2)
+    for step in range(5):
+        shape = BatchShape([(50, 1)] * 8 if step != 2 else [(0, 300)])
+        made.planned(step, float(step), shape, 0.5)
+        made.ran(step, 0, Span(float(step), float(step), step + 1.0))
+        begin = step + 1.0 + 0.25 * (step > 2)
+        made.ran(step, 1, Span(begin, begin, begin + (0.75 if step > 2 else 1.0)))
+        made.finished(step)
+    return made
+
+
+def test_the_bubble_of_decoding_leaves_prompts_out(meter: Meter) -> None:
+    point = metered(meter)
+    assert point["bubble"] == pytest.approx(meter.bubble()) and len(point["stages"]) == 2
+    # Micro-batches 0, 1, 3 and 4 take 7.5 s on both stages; 0.5 s are waited for before the last two.
+    assert point["decode_bubble"] == pytest.approx(0.5 / 8.0)
+    assert decode_bubble({"traceEvents": []}) == 0.0
+    assert causes(point["parts"]).startswith("communication ")
+
+
+def test_time_lines_are_drawn(meter: Meter, tmp_path: Path) -> None:
+    draw({"uniform": meter.trace(), "nothing": Meter(2).trace()}, tmp_path / "stages.png", "Stages")
+    assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_meter_takes_is_a_part_of_the_time() -> None:
+    point = {"stages": [{}] * 4, "micro_batches": 1000, "seconds": 10.0}
+    twice = {**point, "seconds": 1e9}
+    assert 0 < meter_overhead(twice, 50) < meter_overhead(point, 50)
+
+
+def test_layouts_have_names() -> None:
+    assert [str(Layout.parse(name)) for name in ("tp4", "pp4", "tp2pp2", "tp1")] == ["tp4", "pp4", "tp2pp2", "tp1"]
+    for wrong in ("", "4", "pp", "tp0"):
+        with pytest.raises(ValueError, match="no layout"):
+            Layout.parse(wrong)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    out = ["--out", str(tmp_path), "--traces", str(tmp_path / "traces"), "--name", "found"]
+    assert pipeline.main([*arguments, *out]) == 0
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
+    few = ["--requests", "6", "--precision", "0.5", "--chunk-budgets", "512", "--schedules", "uniform,fixed_chunk"]
+    found = run(tmp_path, "--plan", "falcon-180b", "--layouts", "tp8pp2", "--shrink", "16", *few)
+    names = {figure["name"] for figure in found["figures"]}
+    assert "simulated.falcon-180b.capacity_strict.vs_fixed_chunk" in names
+    assert {row["schedule"] for row in found["capacities"]} == {"uniform", "fixed_chunk"}
+    assert (tmp_path / "traces" / "found" / "stages.png").exists()
+
+
+def test_all_of_it_on_a_tiny_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(link, "measure", lambda device: link.Speed({1: 1e-4}, 1e-4, 2e9))
+    monkeypatch.syspath_prepend(str(Path(pipeline.__file__).parent.parent))
+    arguments = (
+        "--device cpu --cpu-threads 1 --kv-tokens 8192 --layouts pp2 --schedules uniform,fixed_chunk --shrink 64"
+    )
+    arguments += " --requests 6 --precision 0.9 --chunk-budgets 64 --objectives relaxed"
+    found = run(tmp_path, *arguments.split())
+    figures = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert [row["schedule"] for row in found["capacities"]] == ["uniform", "fixed_chunk"]
+    assert figures["cpu.pipeline.long.capacity_relaxed"] >= 0
+    assert figures["cpu.pipeline.link.bytes_per_s"] == 2e9
+    assert math.isfinite(figures["cpu.pipeline.simulator.throughput_error"])
+    flood = next(point for key, point in found["points"].items() if key.endswith("/flood"))
+    assert flood["micro_batches"] > 0 and sum(flood["parts"].values()) == pytest.approx(1.0)
+    said = capfd.readouterr()
+    assert "cpu.pipeline.simulator.throughput_error" in said.out and "time lines of the stages" in said.out
