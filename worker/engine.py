@@ -381,6 +381,8 @@ class Engine:
             self._fill_stages()  # the first stage waits for these tokens, before anybody else
 
     def _raise_if_lost(self, plan: Plan, error: Exception) -> None:
+        if isinstance(error, DeviceLost):  # in a step that was sent meanwhile
+            raise error
         if isinstance(error, RankLost):
             raise DeviceLost(str(error)) from error
         if _is_lost(self.runner.device):
