@@ -221,6 +221,9 @@ def plan(args: argparse.Namespace) -> int:
     survey = _survey(args, study, layouts)
     survey.run()
     sweep.raw["validation"] = validations(args.out)
+    for name, said in sweep.raw["validation"].items():
+        off = max(map(abs, said["errors"].values()))
+        say(f"{name}: loads that were measured had a throughput at most {off:.0%} from what the simulator says of them")
     prefix = f"simulated.{args.plan}"
     return _conclude(args, sweep, survey, Findings(study, layouts[0], survey.whole, prefix, prefix))
 

@@ -13,8 +13,6 @@ from pipeline.meter import Meter
 from worker.config import WorkerConfig
 from worker.engine import Engine, Parts, load_parts
 from worker.messages import Generate, Output
-from worker.runner import settled
-from worker.sampling import Sampler
 
 
 class InProcess:
@@ -95,8 +93,5 @@ class Ranks:
         assert self._parts is not None
         if self._target is not None:
             self._target.finish()
-        config = settled(self._config(layout, **setting.settings))
-        runner = self._parts.runner
-        sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-        parts = self._parts._replace(sampler=sampler)
-        return InProcess(Engine(self._folder, config, load=lambda *_: parts))
+        parts = self._parts
+        return InProcess(Engine(self._folder, self._config(layout, **setting.settings), load=lambda *_: parts))

@@ -1,5 +1,6 @@
 """A picture of a pipeline at work: what each stage computes and what it waits for, over time."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from matplotlib.patches import Patch
 
 from pipeline.meter import CAUSES
 
+SHOWN = 24
 KINDS = {"decode": "#2a6f97", "mixed": "#5fa8d3", "prefill": "#a9d6e5"}
 WAITS = dict(
     zip(
@@ -20,14 +22,14 @@ WAITS = dict(
 )
 
 
-def draw(traces: dict[str, dict[str, Any]], path: Path, title: str, window_s: float | None = None) -> None:
-    """Write a PNG of the traces that meters gave (`Meter.trace`), by name, one below the other on one scale of time. Of
-    each, `window_s` seconds from its middle; by default as long as forty micro-batches of the first take."""
+def draw(traces: dict[str, dict[str, Any]], path: Path, title: str) -> None:
+    """Write a PNG of the traces that meters gave (`Meter.trace`), by name, one below the other on one scale of time: of
+    each its middle, as long as SHOWN micro-batches take in the median trace."""
     named = {name: _spans(trace) for name, trace in traces.items()}
     named = {name: spans for name, spans in named.items() if spans}
     if not named:
         return
-    window_s = window_s or _window_s(next(iter(named.values())))
+    window_s = statistics.median(map(_window_s, named.values()))
     stages = 1 + max(stage for spans in named.values() for stage, *_ in spans)
     figure = Figure(figsize=(13, 1.2 + len(named) * (0.7 + 0.28 * stages)), dpi=120, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -57,9 +59,10 @@ def _spans(trace: dict[str, Any]) -> list[tuple[int, str, float, float]]:
 
 def _window_s(spans: Sequence[tuple[int, str, float, float]]) -> float:
     computes = sorted(begin for stage, kind, begin, _ in spans if stage == 0 and kind in KINDS)
-    middle = len(computes) // 2
-    first, last = max(0, middle - 20), min(len(computes) - 1, middle + 20)
-    return max(1e-3, computes[last] - computes[first])
+    if not computes:
+        return 1e-3
+    first = max(0, len(computes) // 2 - SHOWN // 2)
+    return max(1e-3, computes[min(len(computes) - 1, first + SHOWN)] - computes[first])
 
 
 def _lines(axes: Axes, name: str, spans: Sequence[tuple[int, str, float, float]], window_s: float) -> None:
