@@ -62,8 +62,11 @@ class Nothing:
         self._tables.update(plan)
         count = int(plan.num_logits.sum())
         self.likeliest = self._tokens[:count]
-        self._stopwatch.end(plan.step)
         return self._logits[:count]
+
+    def sampled(self, plan: "Plan") -> None:
+        """As `worker.runner.Runner.sampled`."""
+        self._stopwatch.end(plan.step)
 
     def ran(self) -> "list[Ran]":
         """As `worker.runner.Runner.ran`."""

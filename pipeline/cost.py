@@ -114,8 +114,12 @@ class CostModel:
     FIRST_FITS = (8, 16, 32, 64)
     RECENT = 256
 
-    def __init__(self, prior: Callable[[BatchShape], float], identity: Mapping[str, Any] | None = None) -> None:
-        """`identity`: what is measured (model, layers, device, ranks), as JSON holds it."""
+    def __init__(
+        self, prior: Callable[[BatchShape], float], identity: Mapping[str, Any] | None = None, turn: int = 0
+    ) -> None:
+        """`identity`: what is measured (model, layers, device, ranks), as JSON holds it. `turn`: models that observe the
+        same steps are fitted after different ones, since each fit takes milliseconds."""
+        self._turn = 37 * turn
         self.identity = dict(identity or {})
         self._grid = np.array([features(shape) for shape in typical_shapes()])
         self._grid_s = np.array([prior(shape) for shape in typical_shapes()])
@@ -148,7 +152,7 @@ class CostModel:
         self._ratios.append(seconds / prior)
         self.num_observed += 1
         self._window.add(self.num_observed, seconds, features(shape))
-        if self.num_observed in self.FIRST_FITS or self.num_observed % self.REFIT_EVERY == 0:
+        if self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0:
             self._refit()
 
     def error(self) -> float:

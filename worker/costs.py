@@ -129,7 +129,7 @@ def _guess(name: str, shard: Shard, config: WorkerConfig, device: str) -> CostMo
         "pp": config.pp,
         "stage": shard.stage,
     }
-    return CostModel(stage.seconds, identity)
+    return CostModel(stage.seconds, identity, turn=shard.stage)
 
 
 def _sizes(name: str, config: DecoderConfig) -> Model:

@@ -185,10 +185,12 @@ class Engine:
         self._finish_flight()
         if step is not None:
             self._flight = self._sample(step, logits)
-            if not isinstance(logits, torch.Tensor):
+            if isinstance(logits, torch.Tensor):
+                self.runner.sampled(step.plan)
+                if logits.is_cuda:
+                    self._flight = self._flight._replace(ended=torch.cuda.current_stream().record_event())
+            else:
                 self.timeline.finished(step, computed=False)
-            elif logits.is_cuda:
-                self._flight = self._flight._replace(ended=torch.cuda.current_stream().record_event())
             if not self._overlap:
                 self._finish_flight()
         if not self.has_work:

@@ -170,6 +170,10 @@ class Leader:
             self._launched.record()
         return logits
 
+    def sampled(self, plan: Plan) -> None:
+        """As `Runner.sampled`."""
+        self.runner.sampled(plan)
+
     def ran(self) -> list[Ran]:
         """As `Runner.ran`, of all stages, by this machine's clock; those of one stage are in order. What others have
         yet to tell comes later."""

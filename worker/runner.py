@@ -71,7 +71,8 @@ class Runner:
         if config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
         self.device, self.dtype = place(config)
-        if self.group.rank == 0 and self.stage.is_last:
+        self._samples = self.stage.is_last and self.group.rank == 0
+        if self._samples:
             _say_place(config, self.device, self.dtype)
         hf = read_config(model)
         shard = Shard(decoder_config(hf), self.group.rank, self.group.size, self.stage.index, self.stage.count)
@@ -125,11 +126,16 @@ class Runner:
         """
         self._tables.update(plan)
         out = self._computed(plan)
-        self._stopwatch.end(plan.step)
+        if not self._samples:
+            self._stopwatch.end(plan.step)
         if self.stage.is_last:
             return out
         self.stage.send(out)
         return out.new_empty((0, self.vocab_size), dtype=torch.float32)
+
+    def sampled(self, plan: Plan) -> None:
+        """To be called on the rank beside the sampler, where a plan's part ends with the choice of its tokens."""
+        self._stopwatch.end(plan.step)
 
     def ran(self) -> list[Ran]:
         """The steps that are over and were not told yet, in order. Waits for nothing. When a step's input came is known

@@ -215,6 +215,9 @@ class FakeRunner:
     def expect(self, plan: Plan) -> None:
         self.expected.append(plan)
 
+    def sampled(self, plan: Plan) -> None:
+        pass
+
     def ran(self) -> list[Ran]:
         return []
 
