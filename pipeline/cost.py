@@ -117,8 +117,8 @@ class CostModel:
     def __init__(
         self, prior: Callable[[BatchShape], float], identity: Mapping[str, Any] | None = None, turn: int = 0
     ) -> None:
-        """`identity`: what is measured (model, layers, device, ranks), as JSON holds it. `turn`: models that observe the
-        same steps are fitted after different ones, since each fit takes milliseconds."""
+        """`identity`: what is measured (model, layers, device, ranks), as JSON holds it. `turn`: models that observe
+        the same steps are fitted after different ones, since each fit takes milliseconds."""
         self._turn = 37 * turn
         self.identity = dict(identity or {})
         self._grid = np.array([features(shape) for shape in typical_shapes()])
