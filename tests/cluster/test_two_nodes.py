@@ -131,6 +131,8 @@ def test_ranks_meet_say_what_one_says_and_end_together(nodes: None, tiny_model: 
         assert [bool(said) for said in published] == [False, False, True, False]
         with asked_for(published[leader]["address"], prompts, asked) as replica:
             assert answers(replica, len(prompts)) == wanted
+        meter, models, kv_tokens = ray.get(actors[leader].observed.remote(), timeout=WAIT_S)
+        assert meter.num_batches > 0 and meter.stages == len(models) == 2 and kv_tokens == 1024
         ray.kill(actors[other])
         with (
             asked_for(published[leader]["address"], prompts, asked),
