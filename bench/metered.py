@@ -11,8 +11,8 @@ def metered(meter: Meter) -> dict[str, Any]:
     """The bubble, the parts of all stages' time and of each one's, and the bubble among micro-batches of decodes."""
     return {
         "bubble": _or_zero(meter.bubble()),
-        "parts": meter.fractions(),
-        "stages": [meter.fractions(stage) for stage in range(meter.stages)],
+        "parts": _present(meter.fractions()),
+        "stages": [_present(meter.fractions(stage)) for stage in range(meter.stages)],
         "micro_batches": meter.num_batches,
         "decode_bubble": decode_bubble(meter.trace(meter.num_batches)),
     }
@@ -37,6 +37,10 @@ def causes(parts: dict[str, float], most: int = 3) -> str:
     waits = sorted(((part, cause) for cause, part in parts.items() if cause != "compute"), reverse=True)
     named = [f"{cause.replace('_', ' ')} {part:.1%}" for part, cause in waits[:most] if part >= 0.001]
     return ", ".join(named) or "nothing"
+
+
+def _present(parts: dict[str, float]) -> dict[str, float]:
+    return {cause: part for cause, part in parts.items() if part > 0}
 
 
 def _or_zero(value: float) -> float:

@@ -40,11 +40,10 @@ class Sweep(Points):
             self._resume()
 
     def point(self, key: str, make: Callable[[], Any]) -> Any:
-        is_new = key not in self.points
-        found = super().point(key, make)
-        if is_new:
+        if key not in self.points:
+            self.points[key] = _rounded(make())
             self.write()
-        return found
+        return self.points[key]
 
     def write(self) -> Path:
         """The result file, with all that there is so far."""
@@ -67,6 +66,15 @@ class Sweep(Points):
         self.points = saved.get("points", {})
         if self.points:
             say(f"{len(self.points)} points of {self.path.name} are there already")
+
+
+def _rounded(made: Any) -> Any:
+    """With six digits of every number: more was not measured."""
+    if isinstance(made, dict):
+        return {key: _rounded(value) for key, value in made.items()}
+    if isinstance(made, list):
+        return [_rounded(value) for value in made]
+    return float(f"{made:.6g}") if isinstance(made, float) else made
 
 
 def say(line: str) -> None:
