@@ -85,7 +85,8 @@ class Costs:
                 model.save(half)
                 half.replace(file)
         except OSError as error:
-            log.warning("what steps cost could not be written: %s", error)
+            log.warning("what steps cost is not kept: %s", error)
+            self._folder = None
 
     def save_if_due(self) -> None:
         """To be called now and then, while there is nothing else to do."""

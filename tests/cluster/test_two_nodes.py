@@ -84,21 +84,24 @@ def ranks() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[None]:
-    """Two nodes, of which each has room for one replica; the routers fit beside them."""
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two nodes, of which each has room for one replica; the routers fit beside them. Their cache's folder."""
     options = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **options})
-    try:
-        cluster.add_node(num_cpus=3, object_store_memory=80 << 20)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_CACHE", str(cache))
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **options})
+        try:
+            cluster.add_node(num_cpus=3, object_store_memory=80 << 20)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield cache
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
-def served(nodes: None, tiny_model: Path, session_port: int) -> Iterator[Served]:
+def served(nodes: Path, tiny_model: Path, session_port: int) -> Iterator[Served]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": session_port})
         settings = {"model": str(tiny_model), "replicas": 2, "routers": 2, "placement": "round_robin", "device": "cpu"}
@@ -111,7 +114,7 @@ def served(nodes: None, tiny_model: Path, session_port: int) -> Iterator[Served]
         serve.shutdown()
 
 
-def test_ranks_meet_say_what_one_says_and_end_together(nodes: None, tiny_model: Path) -> None:
+def test_ranks_meet_say_what_one_says_and_end_together(nodes: Path, tiny_model: Path) -> None:
     """A replica's ranks as Ray's actors, which Serve has no part in: two stages of two over gloo, one on each node."""
     settings = {"model": str(tiny_model), "device": "cpu", "kv_tokens": 1024, "cpu_threads": 1, "cpus_per_rank": 1.5}
     prompts, asked = [[5, 6, 7], list(range(10, 40))], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -139,6 +142,7 @@ def test_ranks_meet_say_what_one_says_and_end_together(nodes: None, tiny_model: 
             pytest.raises(RayTaskError, match="DeviceLost"),
         ):
             ray.get(runs[leader], timeout=WAIT_S)
+        assert len(list((nodes / "costs").iterdir())) == config.pp, "what its steps cost is kept"
     finally:
         for rank in actors:
             ray.kill(rank)
