@@ -5,6 +5,8 @@ side. What lies between the closest bounds of late is taken for it, wrong by no 
 messages took. On one machine there is but one clock.
 """
 
+import math
+import platform
 import time
 from collections import deque
 from pathlib import Path
@@ -25,7 +27,8 @@ class Stamp(msgspec.Struct, array_like=True, frozen=True):
 
 def host_id() -> str:
     """The same in all processes of a machine since it was started, and no other's."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id")  # Linux has it
+    return boot.read_text().strip() if boot.exists() else platform.node()
 
 
 class Offset:
@@ -67,5 +70,5 @@ class Clocks:
         offset = self._offsets.setdefault(stamp.host, Offset())
         offset.at_most(time.monotonic() - stamp.sent_s)
         for step, came_s in stamp.came:
-            offset.at_least(self._sent_s.get(step, -float("inf")) - came_s)
+            offset.at_least(self._sent_s.get(step, -math.inf) - came_s)
         return offset.seconds()

@@ -30,7 +30,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -47,22 +47,10 @@ from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
 from worker.refusal import refusal
 from worker.request import Sequence, pages_for
+from worker.survey import Survey
 
 if TYPE_CHECKING:
     from worker.sampling import SampledTokens
-
-
-class _Running(NamedTuple):
-    """The running sequences before a step, by rank: their rows in the counts, the tokens that they lack and those that
-    are computed; whether a part of the prompt is not computed or still in flight, whether they lack their last output
-    and nothing else (`decode`), and whether they lack something else (`going`)."""
-
-    rows: np.ndarray
-    lacking: np.ndarray
-    computed: np.ndarray
-    in_prompt: np.ndarray
-    decode: np.ndarray
-    going: np.ndarray
 
 
 class Scheduler:
@@ -199,16 +187,16 @@ class Scheduler:
         `started` then names the sequences that are new in it."""
         self.started.clear()
         self.found_nothing = None
-        running = self._survey()
+        running = Survey.of(self._running_rows(), self._counts)
         view = self._view = self._look(running)
         is_clumped = view.decoding >= self.config.pp or view.waiting > 0
         budget = self.policy.begin(view)
-        step = self._make(budget, running) if budget is not None else None
+        step = self._make(budget, running)
         if budget is not None and step is None and view.decoding and view.waiting_tokens:
             # Decodes may have been held back for prompts that find no pages now.
             view.waiting = view.waiting_tokens = 0
             budget = self.policy.begin(view)
-            step = self._make(budget, self._survey()) if budget is not None else None
+            step = self._make(budget, Survey.of(self._running_rows(), self._counts))
         if step is not None:
             self._in_flight.append(step)
         elif budget is not None:
@@ -220,8 +208,11 @@ class Scheduler:
         self._view.ahead_s = self._ahead_s()
         return self.policy.ask_again_s(self._view)
 
-    def _make(self, budget: Budget, running: "_Running") -> Step | None:
-        """A step of what there is to compute and the budget allows."""
+    def _make(self, budget: Budget | None, running: Survey) -> Step | None:
+        """A step of what there is to compute and the budget allows, if there is one."""
+        if budget is None:
+            return None
+        self._ending = running.is_ending
         self._batch = Batch(budget, self.page_size, self._counts)
         preemptions = self.counters.preemptions
         for seq in self._go_on(running):
@@ -321,34 +312,13 @@ class Scheduler:
             self._rows = np.array([seq.row for seq in self._running], dtype=np.int64)
         return self._rows
 
-    def _survey(self) -> "_Running":
-        rows, counts = self._running_rows(), self._counts
-        tokens, computed = counts.tokens[rows], counts.computed[rows]
-        unfinished = tokens < counts.limit[rows]
-        in_prompt = counts.confirmed[rows] < counts.prompt[rows]
-        self._ending = bool(np.count_nonzero(unfinished) < len(rows))
-        lacking = tokens - computed
-        decode = (lacking == 1) & unfinished & ~in_prompt
-        return _Running(rows, lacking, computed, in_prompt, decode, unfinished & ~decode)
-
-    def _look(self, running: "_Running") -> View:
+    def _look(self, running: Survey) -> View:
         """What the policy is shown."""
         counts, queue = self._counts, self._waiting.queue.rows
-        view = View(
-            decoding=int(np.count_nonzero(running.decode)),
-            decoding_context=int(np.add.reduce(running.computed[running.decode])),
-            free_kv=self.holdings.num_available / self.num_pages,
-            in_flight=[step.shape for step in self._in_flight],
-            ahead_s=self._ahead_s(),
-        )
-        if np.count_nonzero(running.going):
-            rows, computed = running.rows[running.going], running.computed[running.going]
-            lacking = running.lacking[running.going]
-            in_flight = (computed >= counts.prompt[rows]) & (lacking == 1)  # the last chunk of its prompt
-            view.decoding += int(np.count_nonzero(in_flight))
-            view.decoding_context += int(computed[in_flight].sum())
-            view.waiting = len(rows) - int(np.count_nonzero(in_flight))
-            view.waiting_tokens = int(lacking[~in_flight].sum())
+        view = running.view(counts)
+        view.free_kv = self.holdings.num_available / self.num_pages
+        view.in_flight = [step.shape for step in self._in_flight]
+        view.ahead_s = self._ahead_s()
         if len(queue):
             queued = int((counts.tokens[queue] - counts.cached[queue]).sum())
             if not self._free_slots or self._waiting.is_blocked(self._step):
@@ -358,7 +328,7 @@ class Scheduler:
                 view.waiting_tokens += queued
         return view
 
-    def _go_on(self, running: "_Running") -> list[Sequence]:
+    def _go_on(self, running: Survey) -> list[Sequence]:
         """Puts running sequences that lack their last output into this step, as many as the budget takes. Returns those
         that lack something else: they follow one by one."""
         rows, counts = running.rows, self._counts

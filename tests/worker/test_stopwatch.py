@@ -79,6 +79,21 @@ def test_without_a_plan_of_its_own_a_step_is_there_when_it_begins(on_gpu) -> Non
     assert watch.take() == [(1, (101.0, 101.0, 103.0))]
 
 
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_a_stage_may_be_ready_before_it_can_begin(on_gpu, place: str) -> None:
+    device, watch = on_gpu()
+    if place == "cpu":
+        watch = Stopwatch.of(torch.device("cpu"))
+    for step, start_s in ((1, 101.0), (2, 105.0)):
+        device.now_s = start_s
+        watch.ready()
+        device.now_s += 1
+        watch.begin()
+        device.now_s += 2
+        watch.end(step)
+        assert watch.take() == [(step, (start_s, start_s + 1, start_s + 3))]
+
+
 @pytest.mark.parametrize("rate", [1.001, 0.999])
 def test_clocks_that_drift_stay_together(on_gpu, rate: float) -> None:
     """What is recorded on a device that does nothing comes at once, and is seen at once: no difference adds up."""
