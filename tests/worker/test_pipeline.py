@@ -99,6 +99,26 @@ def test_decodes_are_spread_over_the_steps_in_flight(schedule: str, share: int, 
     assert len(sizes) <= 40 * 5 + 8
 
 
+@pytest.mark.parametrize("schedule", sorted(set(POLICIES) - {"prefill_first"}))
+def test_no_decode_starves_beside_prompts(schedule: str, piped: Callable[..., Piped]) -> None:
+    """While prompts never end to come, nobody waits longer than for every place in flight twice."""
+    d = piped(pp=3, num_pages=800, schedule=schedule, token_budget=24, max_running=64)
+    for i in range(6):
+        d.add(str(i), prompt(7, seed=i), max_tokens=30)
+    ages = dict.fromkeys(map(str, range(6)), 0)
+    seen = dict.fromkeys(ages, 0)
+    for turn in range(200):
+        d.add(f"prompt {turn}", prompt(20, seed=turn), max_tokens=1)
+        d.step()
+        for name in ages:
+            got = len(d.tokens(name))
+            ages[name] = 0 if got > seen[name] or not got else ages[name] + 1
+            seen[name] = got
+        waiting = [age for name, age in ages.items() if d.reason(name) is None]
+        assert max(waiting, default=0) <= 2 * d.scheduler.policy.most_in_flight
+    assert all(d.reason(name) == "length" for name in ages)
+
+
 @examples(max_examples=150, deadline=None)
 @given(
     pp=st.integers(2, 4),
