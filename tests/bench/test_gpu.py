@@ -55,12 +55,13 @@ def test_stages_and_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return link.Speed({1: 1e-4}, 1e-4, 2e9)
 
     monkeypatch.setattr(link, "measure", measure)
-    status, found = run(tmp_path, "--workloads", "mini", "--scale", "0.004", "--pp", "2", "--link", "sockets")
+    asked = ["--pp", "2", "--link", "sockets", "--schedule", "fixed_chunk"]
+    status, found = run(tmp_path, "--workloads", "prefill", "--scale", "0.004", *asked)
     assert status == 0 and seen == ["Socket"]
     assert found["link"]["bytes_per_s"] == 2e9 and found["settings"]["pp"] == 2
     assert {figure["name"] for figure in found["figures"]} == {
-        "cpu.tiny.pp2.sockets.start_to_first_token.seconds",
-        "cpu.tiny.pp2.sockets.mini_x0.004.output_tok_s",
+        "cpu.tiny.pp2.sockets.fixed_chunk.start_to_first_token.seconds",
+        "cpu.tiny.pp2.sockets.fixed_chunk.prefill_x0.004.input_tok_s",
     }
 
 
