@@ -4,7 +4,7 @@
     shoal bench pipeline --model llama-70b --layouts pp4,tp4 --schedules uniform --jobs mini_512,prefill_half
     shoal bench pipeline --device cpu --layouts pp2,tp2 --shrink 64 --requests 40 --jobs mini_half
     shoal bench pipeline --device cpu --layouts pp2 --nodes 2 --shrink 64 --requests 20
-    shoal bench pipeline --plan falcon-180b
+    shoal bench pipeline --plan falcon-180b --objectives strict,relaxed
 
 Random weights, greedy, every output to its full length. Requests arrive as a Poisson process with the lengths of
 Sarathi-Serve's two workloads (chat and long), or as in a trace. Capacity is the highest rate at which the 99th
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 LINKS = ("nvlink", "sockets")
 CHUNK_BUDGETS = [256, 512, 1024, 2048]
 VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
-PLANNED_BUDGET = 8192
+PLANNED_BUDGET, PLANNED_RUNNING = 8192, 256
 LONGEST = max(workload.most for workload in PUBLISHED.values())
 
 
@@ -113,7 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     """Measures or plans, prints tables, writes the result file. Returns the exit code: 1 if something failed."""
     args = parser().parse_args(argv)
     try:
-        return plan(args) if args.plan else measure(args, flags.given(args, WorkerConfig))
+        settings = flags.given(args, WorkerConfig)
+        return plan(args, settings) if args.plan else measure(args, settings)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"bench.pipeline: {error}", file=sys.stderr)
         return 1
@@ -211,12 +212,19 @@ def _targets(
 # ---------------------------------------------------------------- machines that are not there
 
 
-def plan(args: argparse.Namespace) -> int:
-    """The report of `--plan`."""
+def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """The report of `--plan`. Of the settings of a replica, `max_running` alone matters here."""
     machines = PLANS[args.plan]
-    layouts = args.layouts or [Layout.parse(name) for name in ("tp8pp2", "tp4pp4", "tp16")]
-    sweep = Sweep(args.name or f"simulated.{args.plan}", args.out, _described(args, plan=args.plan), args.fresh)
-    site = Simulated(machines.hardware, machines.kv_tokens, traces=args.traces / sweep.name)
+    max_running = settings.get("max_running", PLANNED_RUNNING)
+    devices = machines.nodes * machines.per_node
+    layouts = args.layouts or [Layout(machines.per_node, machines.nodes), Layout(devices, 1)]
+    sweep = Sweep(
+        args.name or f"simulated.{args.plan}",
+        args.out,
+        _described(args, plan=args.plan, max_running=max_running),
+        args.fresh,
+    )
+    site = Simulated(machines.hardware, machines.kv_tokens, max_running, traces=args.traces / sweep.name)
     study = Study(sweep, site, PLANNED_BUDGET, args.chunk_budgets, args.shrink, args.precision, args.seconds)
     survey = _survey(args, study, layouts)
     survey.run()

@@ -46,6 +46,8 @@ class Machines:
 
 
 PLANS = {
+    # What is measured on four GPUs of one machine that NCCL has only sockets between: a node each, as it were.
+    "llama-70b": Machines(MODELS["llama-70b"], DEVICES["h200"], LINKS["nvlink"], LINKS["sockets"], nodes=4, per_node=1),
     # The machines of Sarathi-Serve's largest deployment had four A100 each; these have eight.
     "falcon-180b": Machines(
         MODELS["falcon-180b"], DEVICES["a100"], LINKS["nvlink_a100"], LINKS["ethernet_100g"], nodes=2, per_node=8
@@ -63,7 +65,7 @@ class Simulated:
 
     hardware: Callable[[Layout], Hardware]
     kv_tokens: Callable[[Layout], int]
-    max_running: int = 256
+    max_running: int
     vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary(0, 0, 10_000))
     page_size: int = 16
     traces: Path | None = None
