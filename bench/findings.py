@@ -147,16 +147,15 @@ class Findings:
     def offline(self, traffic: Traffic) -> None:
         """All requests at once: throughput, beside the layout without a pipeline, and the bubble of decoding."""
         setting = Setting(OURS, self.study.budget)
-        heavy, key, kind = ("prefill", "input_tok_s", "prefill_heavy")
-        if not traffic.name.startswith(heavy):
-            key, kind = "output_tok_s", "decode_heavy"
+        is_prefill = traffic.name.startswith("prefill")
+        key, kind = ("input_tok_s", "prefill_heavy") if is_prefill else ("output_tok_s", "decode_heavy")
 
         def rate(study: Study, layout: Layout) -> float:
             return float(study.flood(layout, setting, traffic)[key])
 
         point = self.study.flood(self.layout, setting, traffic)
         self.add(f"{traffic.name}.{key}", point[key], "tokens/s", True, point, lambda study: rate(study, self.layout))
-        if kind == "decode_heavy":
+        if not is_prefill:
 
             def decode_bubble(study: Study) -> float:
                 return float(study.flood(self.layout, setting, traffic)["decode_bubble"])
