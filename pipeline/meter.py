@@ -15,9 +15,10 @@ the next (k) is a gap, and every second of a gap has one cause:
 
 On the first stage, the gap up to the plan of k is nothing_to_do or clumped from the moment when the scheduler found
 nothing; what comes before it, the scheduler waited for a place in flight. That is communication as far as the oldest
-micro-batch, whose end made the place, kept stages waiting while it was on links, and its tokens on the way back; for
-the rest, the slowest and the fastest of those under way are compared, the first of them where several are equal. Where
-there is one stage, which has no ways, what it waited for its tokens to be taken is the host's.
+micro-batch, whose end made the place, kept stages waiting while it was on links, and its tokens on the way back; it is
+the host's as far as stages waited for that one to be launched; for the rest, the slowest and the fastest of those under
+way are compared, the first of them where several are equal. Where there is one stage, which has no ways, what it waited
+for its tokens to be taken is the host's.
 
 On a later stage, the gap up to the end of k on the stage before is first what made that stage wait before k: its gap,
 with its causes in proportion, moves down the pipeline with k. What is longer than that gap comes from k taking longer
@@ -59,8 +60,8 @@ class Span(NamedTuple):
 class _Batch:
     """A micro-batch on its way. `nothing`: since when the scheduler had found nothing to put into it, and why; None if
     it waited for a place in flight at most. `then`: why there was nothing to send after it, if so. `under_way`: the
-    others in flight when it was planned. `ways_s`: for which stages waited while it was on links. The causes in `gaps`
-    [stages] come latest first."""
+    others in flight when it was planned. `ways_s`, `host_s`: for which stages but the first waited while it was on
+    links, and while their hosts had not launched it. The causes in `gaps` [stages] come latest first."""
 
     step: int
     planned_s: float
@@ -73,6 +74,7 @@ class _Batch:
     then: str | None = None
     gaps: list[dict[str, float]] = field(default_factory=list)
     ways_s: float = 0.0
+    host_s: float = 0.0
 
 
 class Meter:
@@ -168,6 +170,7 @@ class Meter:
         if previous is None:
             spans = [span for span in batch.spans if span is not None]
             batch.ways_s = sum(b.received_s - a.end_s for a, b in itertools.pairwise(spans))
+            batch.host_s = sum(span.begin_s - span.received_s for span in spans[1:])
         for stage, span in enumerate(batch.spans):
             assert span is not None
             self.compute_s[stage] += span.end_s - span.begin_s
@@ -191,6 +194,7 @@ class Meter:
         gap: dict[str, float] = {}
         if span.begin_s > span.received_s:
             gap["host"] = span.begin_s - max(span.received_s, begin)
+            batch.host_s += gap["host"] if stage else 0.0
         if stage == 0:
             sent = batch.planned_s
         else:
@@ -228,11 +232,14 @@ class Meter:
         last = flight[0].spans[-1]
         assert last is not None
         ways = flight[0].ways_s + max(0.0, batch.planned_s - last.end_s)
-        parts["communication" if self.stages > 1 else "host"] = min(seconds, ways)
-        if seconds > ways:
+        causes = [("communication", ways), ("host", flight[0].host_s)] if self.stages > 1 else [("host", ways)]
+        for cause, most in causes:
+            parts[cause] = parts.get(cause, 0.0) + min(seconds, most)
+            seconds = max(0.0, seconds - most)
+        if seconds > 0:
             slowest, fastest = max(flight, key=_first_s), min(flight, key=_first_s)
             cause = _unequal(slowest, _first_s(slowest), fastest, _first_s(fastest))
-            parts[cause] = parts.get(cause, 0.0) + seconds - ways
+            parts[cause] = parts.get(cause, 0.0) + seconds
         return parts
 
     def _from_upstream(self, stage: int, batch: _Batch, previous: _Batch, seconds: float) -> dict[str, float]:

@@ -131,6 +131,25 @@ def test_a_late_plan_and_a_late_host():
     assert gaps == {"host": pytest.approx(0.1 + 0.5), "communication": pytest.approx(0.2)}
 
 
+def test_a_host_that_holds_up_the_last_stage_holds_up_the_first():
+    meter = Meter(2)
+    # Two in flight; the last stage begins each half a second after it could, so that there is a place a second late.
+    for step in (1, 2):
+        meter.planned(step, 0.0, DECODES, 0.0)
+        meter.ran(step, 0, Span(0.0, step - 1.0, step))
+    meter.ran(1, 1, Span(1.0, 1.5, 2.5))
+    meter.ran(2, 1, Span(2.0, 3.0, 4.0))
+    meter.finished(1)
+    meter.planned(3, 2.5, DECODES, 0.0)
+    meter.ran(3, 0, Span(2.5, 2.5, 3.5))
+    meter.ran(3, 1, Span(3.5, 4.5, 5.5))
+    meter.finished(2)
+    meter.finished(3)
+    waits = {cause: seconds for cause, seconds in meter.gap_s[0].items() if seconds}
+    assert waits == {"host": pytest.approx(0.5)}
+    assert {cause for cause, seconds in meter.gap_s[1].items() if seconds} == {"host"}
+
+
 def test_nothing_to_do_and_filling_the_pipeline_again():
     line = Line(2)
     line.send(0.0, PROMPT, 1.0, 1.0)
