@@ -28,24 +28,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import link, results, shapes
-from bench.findings import Findings, Twin
 from bench.jobs import HIGHEST_ID
-from bench.layout import SCHEDULES, Layout, Setting
-from bench.metered import draw_kept
+from bench.pipelines.findings import Findings, Twin
+from bench.pipelines.layout import SCHEDULES, Layout, Setting
+from bench.pipelines.metered import draw_kept
+from bench.pipelines.simulated import PLANS, Simulated
+from bench.pipelines.study import OBJECTIVES, OURS, Study
+from bench.pipelines.survey import Survey, print_rows
+from bench.pipelines.sweep import Sweep, say
+from bench.pipelines.traffic import OFFLINE, PUBLISHED, Traffic, offline, published, traced
 from bench.results import number
-from bench.simulated import PLANS, Simulated
-from bench.study import OBJECTIVES, OURS, Study
-from bench.survey import Survey, print_rows
-from bench.sweep import Sweep, say
 from bench.targets import print_table
-from bench.traffic import OFFLINE, PUBLISHED, Traffic, offline, published, traced
 from bench.workload import Vocabulary
 from pipeline.roofline import Link
 from shoal import flags
 from worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from bench.measured import Targets
+    from bench.pipelines.measured import Targets
 
 LINKS = ("nvlink", "sockets")
 CHUNK_BUDGETS = [256, 512, 1024, 2048]
@@ -157,7 +157,7 @@ def _conclude(args: argparse.Namespace, sweep: Sweep, survey: Survey, findings: 
 
 def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """The benchmark itself."""
-    from bench.measured import Measured
+    from bench.pipelines.measured import Measured
     from worker.runner import place, settled
 
     layouts = args.layouts or [Layout(1, 2)]
@@ -201,10 +201,10 @@ def _targets(
     args: argparse.Namespace, folder: Path, settings: dict[str, Any], layouts: list[Layout], on_gpu: bool
 ) -> "Targets":
     if args.nodes:
-        from bench.nodes import Nodes
+        from bench.pipelines.nodes import Nodes
 
         return Nodes(folder, settings, args.nodes, layouts, on_gpu)
-    from bench.ranks import Ranks
+    from bench.pipelines.ranks import Ranks
 
     return Ranks(folder, settings)
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from bench import link, pipeline
-from bench.findings import Findings, Twin, meter_overhead
-from bench.layout import Layout, Setting
-from bench.metered import causes, decode_bubble, metered
-from bench.offered import Objective, offer, summary
-from bench.stages_plot import draw
-from bench.study import Study, together
-from bench.survey import Survey
-from bench.sweep import Points, Sweep
+from bench.pipelines.findings import Findings, Twin, meter_overhead
+from bench.pipelines.layout import Layout, Setting
+from bench.pipelines.metered import causes, decode_bubble, metered
+from bench.pipelines.offered import Objective, offer, summary
+from bench.pipelines.picture import draw
+from bench.pipelines.study import Study, together
+from bench.pipelines.survey import Survey
+from bench.pipelines.sweep import Points, Sweep
+from bench.pipelines.traffic import PUBLISHED, Traffic, offline, published, traced
 from bench.targets import TARGETS, Target, print_table
-from bench.traffic import PUBLISHED, Traffic, offline, published, traced
 from bench.workload import Session, Vocabulary
 from pipeline.cost import CostModel
 from pipeline.meter import Meter, Span

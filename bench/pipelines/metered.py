@@ -55,7 +55,7 @@ def keep(meter: Meter, folder: Path, name: str) -> None:
 
 def draw_kept(folder: Path, picture: Path, title: str) -> None:
     """A picture of the traces in a folder."""
-    from bench.stages_plot import draw
+    from bench.pipelines.picture import draw
 
     traces = {path.name.removesuffix(".trace.json"): path for path in sorted(folder.glob("*.trace.json"))}
     draw({name.replace(".", " "): json.loads(path.read_text()) for name, path in traces.items()}, picture, title)

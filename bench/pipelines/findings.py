@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.layout import Layout, Setting
-from bench.metered import causes
-from bench.offered import Objective
+from bench.pipelines.layout import Layout, Setting
+from bench.pipelines.metered import causes
+from bench.pipelines.offered import Objective
+from bench.pipelines.simulated import Simulated
+from bench.pipelines.study import OURS, Carried, Study
+from bench.pipelines.sweep import Points
+from bench.pipelines.traffic import Traffic
 from bench.results import Figure, number
-from bench.simulated import Simulated
-from bench.study import OURS, Carried, Study
-from bench.sweep import Points
 from bench.targets import reached
-from bench.traffic import Traffic
 from pipeline.cost import Coefficients
 from pipeline.meter import Meter, Span
 from pipeline.roofline import Link

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.layout import Layout, Setting
+from bench.pipelines.layout import Layout, Setting
 from pipeline.cost import CostModel
 from pipeline.meter import Meter
 from worker.config import WorkerConfig
@@ -16,7 +16,7 @@ from worker.messages import Generate, Output
 
 
 class InProcess:
-    """An engine of this process, as `bench.measured.Target`."""
+    """An engine of this process, as `bench.pipelines.measured.Target`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -52,7 +52,7 @@ class InProcess:
 
 
 class Ranks:
-    """`bench.measured.Targets` on this machine. The ranks of a layout are loaded once, for all settings."""
+    """`bench.pipelines.measured.Targets` on this machine. The ranks of a layout are loaded once, for all settings."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         """`settings` of every replica of the model in `folder`."""

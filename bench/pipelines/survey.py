@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.findings import VALIDATED, Findings
-from bench.layout import Layout, Setting
-from bench.offered import Objective
+from bench.pipelines.findings import VALIDATED, Findings
+from bench.pipelines.layout import Layout, Setting
+from bench.pipelines.offered import Objective
+from bench.pipelines.study import OBJECTIVES, OURS, Carried, Study
+from bench.pipelines.traffic import Traffic
 from bench.results import number
-from bench.study import OBJECTIVES, OURS, Carried, Study
-from bench.traffic import Traffic
 
 
 @dataclass

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bench.layout import Layout, Setting, settings_of
-from bench.offered import Objective
+from bench.pipelines.layout import Layout, Setting, settings_of
+from bench.pipelines.offered import Objective
+from bench.pipelines.sweep import Points, say
+from bench.pipelines.traffic import Traffic
 from bench.results import number
-from bench.sweep import Points, say
-from bench.traffic import Traffic
 from bench.workload import Session, Span, Turn
 from pipeline.capacity import RELAXED, STRICT, capacity
 
@@ -26,7 +26,7 @@ class Site(Protocol):
     def offer(
         self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
     ) -> dict[str, Any]:
-        """What became of them: `bench.offered.summary`, and what the meter says (`metered`)."""
+        """What became of them: `bench.pipelines.offered.summary`, and what the meter says (`metered`)."""
 
 
 def together(count: int, prompt: int, output: int) -> list[Session]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.layout import Layout, Setting
-from bench.metered import keep, metered
-from bench.offered import Objective, Offered, summary
+from bench.pipelines.layout import Layout, Setting
+from bench.pipelines.metered import keep, metered
+from bench.pipelines.offered import Objective, Offered, summary
 from bench.workload import Session, Vocabulary
 from pipeline.cost import CostModel
 from pipeline.roofline import DEVICES, LINKS, MODELS, Device, Link, Model, make_stages
@@ -73,7 +73,7 @@ class Simulated:
     def offer(
         self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
     ) -> dict[str, Any]:
-        """As `bench.study.Site`. No load is ended early: virtual time costs little."""
+        """As `bench.pipelines.study.Site`. No load is ended early: virtual time costs little."""
         hardware = self.hardware(layout)
         config = WorkerConfig(
             pp=layout.pp,

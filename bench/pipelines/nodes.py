@@ -8,7 +8,7 @@ import zmq
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup
 
-from bench.layout import Layout, Setting
+from bench.pipelines.layout import Layout, Setting
 from cluster.config import Config
 from cluster.replica import bundles, start_ranks
 from pipeline.cost import CostModel
@@ -20,7 +20,7 @@ STORE_BYTES = 80 << 20  # of Ray's objects, which carry nothing here
 
 
 class Remote:
-    """A replica that Ray started, as `bench.measured.Target`: what a router sees of it."""
+    """A replica that Ray started, as `bench.pipelines.measured.Target`: what a router sees of it."""
 
     def __init__(self, leader: Any, address: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._leader = leader
@@ -58,8 +58,8 @@ class Remote:
 
 
 class Nodes:
-    """`bench.measured.Targets` on `count` nodes with equal parts of what the largest of `layouts` needs. Every setting
-    has a replica of its own."""
+    """`measured.Targets` on `count` nodes with equal parts of what the largest of `layouts` needs. Every setting has a
+    replica of its own."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], count: int, layouts: list[Layout], on_gpu: bool) -> None:
         self._folder, self._settings, self._on_gpu = folder, settings, on_gpu

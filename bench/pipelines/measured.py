@@ -1,4 +1,4 @@
-"""Loads offered to real ranks. How these are started is `bench/ranks.py`'s and `bench/nodes.py`'s to know."""
+"""Loads offered to real ranks. How these are started is for `ranks.py` and `nodes.py` to know."""
 
 import sys
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.layout import Layout, Setting
-from bench.metered import keep, metered
-from bench.offered import Objective, Replica, offer, summary
-from bench.study import together
+from bench.pipelines.layout import Layout, Setting
+from bench.pipelines.metered import keep, metered
+from bench.pipelines.offered import Objective, Replica, offer, summary
+from bench.pipelines.study import together
 from bench.workload import Session, Vocabulary
 from pipeline.cost import CostModel
 from pipeline.meter import Meter
@@ -52,7 +52,7 @@ class Measured:
     def offer(
         self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
     ) -> dict[str, Any]:
-        """As `bench.study.Site`."""
+        """As `bench.pipelines.study.Site`."""
         target, is_new = self.targets.under(layout, setting)
         if is_new:
             self._warm(target, sessions)
