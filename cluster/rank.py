@@ -68,10 +68,10 @@ class Rank:
         engine: Engine = self._loop.engine  # type: ignore[union-attr]
         while engine.has_work:
             time.sleep(POLL_S)
-        engine.trace()  # takes what the other stages have told
-        meter = copy.deepcopy(engine.timeline.meter)
-        engine.timeline.meter.reset()
-        return meter, engine.costs.models, engine.runner.num_pages * engine.runner.page_size
+        meter = engine.meter()
+        observed = copy.deepcopy(meter)
+        meter.reset()
+        return observed, engine.costs.models, engine.runner.num_pages * engine.runner.page_size
 
     def run(self) -> None:
         """The rank's loop. Raises what it cannot go on after."""

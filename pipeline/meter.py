@@ -140,6 +140,11 @@ class Meter:
         total = sum(seconds.values())
         return {cause: value / total for cause, value in seconds.items()} if total else {}
 
+    @property
+    def under_way(self) -> int:
+        """Micro-batches that have yet to end, or of which a stage has yet to tell."""
+        return len(self._open)
+
     def bubble(self) -> float:
         """The part of the stages' time that was lost while there was something to do. NaN before the first gap."""
         parts = self.fractions()

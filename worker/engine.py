@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pipeline.meter import Meter
 from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
@@ -46,6 +47,7 @@ from worker.timeline import Timeline
 log = logging.getLogger(__name__)
 
 _NONE = np.empty(0, dtype=np.int64)
+TOLD_S = 2.0  # longest time that what a stage tells may be on its way
 ASK_EVERY_S = 2e-4  # how often it is looked whether a pipeline needs its next step, while there is nothing else to do
 
 
@@ -240,6 +242,15 @@ class Engine:
         load = self.scheduler.load()
         load.stage_seconds = self.timeline.spent()
         return load
+
+    def meter(self) -> Meter:
+        """Where the stages' time went. While nothing runs: all stages have told, unless one takes more than TOLD_S."""
+        deadline_s = time.monotonic() + TOLD_S
+        self._take_times()
+        while self.timeline.meter.under_way and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+            self._take_times()
+        return self.timeline.meter
 
     def trace(self) -> str:
         """The newest steps on all stages, as JSON that Perfetto opens (https://ui.perfetto.dev)."""

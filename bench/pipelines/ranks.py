@@ -37,13 +37,12 @@ class InProcess:
     def settle(self) -> None:
         self.finish()
         self.engine.reset_cache()
-        self.engine.timeline.meter.reset()
+        self.engine.meter().reset()
         gc.freeze()  # to look through all that stays takes longer than many steps
 
     def observed(self) -> tuple[Meter, list[CostModel]]:
         self.finish()
-        self.engine.trace()  # takes what the other stages have told
-        return self.engine.timeline.meter, self.engine.costs.models
+        return self.engine.meter(), self.engine.costs.models
 
     def finish(self) -> None:
         """Until nothing is in flight."""
