@@ -9,6 +9,7 @@ the next (k) is a gap, and every second of a gap has one cause:
     nothing_to_do           the scheduler found nothing for a micro-batch, and fewer sequences ran than there are stages
     clumped                 it found nothing though as many or more ran: all were in the micro-batches under way
     warm_up                 no other was under way when k was planned, and it had yet to come through the stages before
+    unequal_stages          one stage takes longer than another for the same micro-batch
     unequal_prefill         k, or what k waited for, took longer than the other: both have chunks of prompts
     prefill_beside_decode   the same, where one of the two has chunks and the other has decodes only
     unequal_context         the same, where neither has chunks, or where their decodes make most of the difference
@@ -16,15 +17,16 @@ the next (k) is a gap, and every second of a gap has one cause:
 On the first stage, the gap up to the plan of k is nothing_to_do or clumped from the moment when the scheduler found
 nothing; what comes before it, the scheduler waited for a place in flight. That is communication as far as the oldest
 micro-batch, whose end made the place, kept stages waiting while it was on links, and its tokens on the way back; it is
-the host's as far as stages waited for that one to be launched; for the rest, the slowest and the fastest of those under
-way are compared, the first of them where several are equal. Where there is one stage, which has no ways, what it waited
-for its tokens to be taken is the host's.
+the host's as far as stages waited for that one to be launched, and of unequal stages as far as its slowest stage took
+longer for it than the first; for the rest, the slowest and the fastest of those under way are compared, the first of
+them where several are equal. Where there is one stage, which has no ways, what it waited for its tokens to be taken is
+the host's.
 
 On a later stage, the gap up to the end of k on the stage before is first what made that stage wait before k: its gap,
 with its causes in proportion, moves down the pipeline with k. What is longer than that gap comes from k taking longer
-there than the one before k took here: those two are compared. Where k was alone under way, the gap up to its plan is as
-on the first stage, and what follows is warm_up if the scheduler had more to send after k, else the cause for which it
-had not.
+there than the one before k took here: as far as k takes less here than there, stages are unequal, and for the rest
+those two are compared. Where k was alone under way, the gap up to its plan is as on the first stage, and what follows
+is warm_up if the scheduler had more to send after k, else the cause for which it had not.
 """
 
 import itertools
@@ -41,6 +43,7 @@ CAUSES = (
     "nothing_to_do",
     "clumped",
     "warm_up",
+    "unequal_stages",
     "unequal_prefill",
     "prefill_beside_decode",
     "unequal_context",
@@ -237,13 +240,16 @@ class Meter:
         last = flight[0].spans[-1]
         assert last is not None
         ways = flight[0].ways_s + max(0.0, batch.planned_s - last.end_s)
-        causes = [("communication", ways), ("host", flight[0].host_s)] if self.stages > 1 else [("host", ways)]
+        causes = [("host", ways)]
+        if self.stages > 1:
+            times = [_seconds(flight[0], stage) for stage in range(self.stages)]
+            causes = [("communication", ways), ("host", flight[0].host_s), ("unequal_stages", max(times) - times[0])]
         for cause, most in causes:
             parts[cause] = parts.get(cause, 0.0) + min(seconds, most)
             seconds = max(0.0, seconds - most)
         if seconds > 0:
-            slowest, fastest = max(flight, key=_first_s), min(flight, key=_first_s)
-            cause = _unequal(slowest, _first_s(slowest), fastest, _first_s(fastest))
+            slowest, fastest = max(flight, key=_seconds), min(flight, key=_seconds)
+            cause = _unequal(slowest, _seconds(slowest), fastest, _seconds(fastest))
             parts[cause] = parts.get(cause, 0.0) + seconds
         return parts
 
@@ -256,10 +262,11 @@ class Meter:
             scale = min(1.0, seconds / total)
             parts = {cause: part * scale for cause, part in above.items()}
         if seconds > total:
-            upstream, before = batch.spans[stage - 1], previous.spans[stage]
-            assert upstream is not None and before is not None
-            cause = _unequal(batch, upstream.end_s - upstream.begin_s, previous, before.end_s - before.begin_s)
-            parts[cause] = parts.get(cause, 0.0) + seconds - total
+            own_s = _seconds(batch, stage)
+            longer_s = min(seconds - total, max(0.0, _seconds(batch, stage - 1) - own_s))
+            cause = _unequal(batch, own_s, previous, _seconds(previous, stage))
+            _add(parts, {"unequal_stages": longer_s})
+            _add(parts, {cause: seconds - total - longer_s})
         return parts
 
     # ------------------------------------------------------------ a trace
@@ -295,9 +302,9 @@ def _add(gap: dict[str, float], parts: dict[str, float]) -> None:
             gap[cause] = gap.get(cause, 0.0) + seconds
 
 
-def _first_s(batch: _Batch) -> float:
-    """Its time on the first stage."""
-    span = batch.spans[0]
+def _seconds(batch: _Batch, stage: int = 0) -> float:
+    """Its time on a stage."""
+    span = batch.spans[stage]
     assert span is not None
     return span.end_s - span.begin_s
 

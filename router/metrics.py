@@ -37,7 +37,7 @@ _COUNTERS = {
 _STAGE_SECONDS = (
     "shoal_stage_seconds",
     "Time of a replica's pipeline stages: compute, or what they waited for: communication, host, nothing_to_do, "
-    "clumped, warm_up, unequal_prefill, prefill_beside_decode, unequal_context",
+    "clumped, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
 )
 
 

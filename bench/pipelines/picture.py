@@ -16,7 +16,7 @@ KINDS = {"decode": "#2a6f97", "mixed": "#5fa8d3", "prefill": "#a9d6e5"}
 WAITS = dict(
     zip(
         CAUSES,
-        ("#e07a1f", "#8d6a9f", "#e5e7eb", "#f2cc8f", "#c9cdd3", "#b3261e", "#e76f51", "#6a994e"),
+        ("#e07a1f", "#8d6a9f", "#e5e7eb", "#f2cc8f", "#c9cdd3", "#7f5539", "#b3261e", "#e76f51", "#6a994e"),
         strict=True,
     )
 )

@@ -88,6 +88,29 @@ def test_decodes_of_unequal_context():
     assert line.gaps(1) == {"unequal_context": pytest.approx(1.0)}
 
 
+def test_stages_that_take_unequal_times_for_the_same():
+    """The second takes half as long, and waits for the rest of each round; for the prompt it waits longer."""
+    line = Line(2)
+    for shape, seconds in ((DECODES, 2.0), (DECODES, 2.0), (PROMPT, 6.0)):
+        line.send(0.0, shape, seconds, seconds / 2)
+    line.finish(1, 2, 3)
+    # From 3 to 4: 1 s of the second. From 5 to 10: of the third's 6 s 3 s would have been its own, 1 s the second's.
+    assert line.gaps(1) == {"unequal_stages": pytest.approx(1.0 + 3.0), "prefill_beside_decode": pytest.approx(2.0)}
+    assert line.gaps(0) == {}
+
+
+def test_a_slow_last_stage_makes_the_first_wait_for_a_place():
+    line = Line(2)
+    ends = [line.send(0.0, DECODES, 1.0, 2.0), line.send(0.0, DECODES, 1.0, 2.0)]
+    for step in range(1, 5):
+        line.finish(step)
+        ends.append(line.send(ends[step - 1], DECODES, 1.0, 2.0))
+    line.finish(5, 6)
+    # It waits from 2 to 3, and then a second of each round of 2.
+    assert line.gaps(0) == {"unequal_stages": pytest.approx(4.0)}
+    assert line.gaps(1) == {}
+
+
 def test_a_gap_moves_down_with_its_cause():
     line = Line(3)
     line.send(0.0, DECODES, 1.0, 1.0, 1.0)

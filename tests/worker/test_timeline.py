@@ -86,7 +86,7 @@ def test_who_kept_a_stage_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited == {
         "host": pytest.approx(0.1),
         "communication": pytest.approx(0.3),
-        "unequal_context": pytest.approx(0.1),
+        "unequal_stages": pytest.approx(0.1),
     }
     assert [model.num_observed for model in costs.models] == [2, 2]
 
