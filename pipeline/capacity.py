@@ -5,21 +5,11 @@ tokens is at most 5 (strict) or 25 (relaxed) times one decode iteration of 32 se
 and half of the requests are scheduled within 2 seconds.
 """
 
-from collections.abc import Callable, Sequence
-
-from pipeline.shape import BatchShape
+from collections.abc import Callable
 
 STRICT, RELAXED = 5.0, 25.0
 DELAY_S = 2.0
 STEP = 1.5  # from one rate to the next, before the highest lies between two
-DECODES = BatchShape([(4095, 1)] * 32)
-
-
-def tbt_objective_s(
-    stages: Sequence[Callable[[BatchShape], float]], ways_s: float = 0.0, times: float = STRICT
-) -> float:
-    """`times` one decode iteration, from the time that each stage takes and what the links add."""
-    return times * (sum(seconds_of(DECODES) for seconds_of in stages) + ways_s)
 
 
 def capacity(holds: Callable[[float], bool], guess: float, most: float, precision: float = 0.02) -> float:

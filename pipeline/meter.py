@@ -245,12 +245,12 @@ class Meter:
             times = [_seconds(flight[0], stage) for stage in range(self.stages)]
             causes = [("communication", ways), ("host", flight[0].host_s), ("unequal_stages", max(times) - times[0])]
         for cause, most in causes:
-            parts[cause] = parts.get(cause, 0.0) + min(seconds, most)
+            _add(parts, {cause: min(seconds, most)})
             seconds = max(0.0, seconds - most)
         if seconds > 0:
             slowest, fastest = max(flight, key=_seconds), min(flight, key=_seconds)
             cause = _unequal(slowest, _seconds(slowest), fastest, _seconds(fastest))
-            parts[cause] = parts.get(cause, 0.0) + seconds
+            _add(parts, {cause: seconds})
         return parts
 
     def _from_upstream(self, stage: int, batch: _Batch, previous: _Batch, seconds: float) -> dict[str, float]:

@@ -67,11 +67,6 @@ class Batch:
     def __bool__(self) -> bool:
         return bool(self._sizes) or len(self._decodes) > 0
 
-    @property
-    def num_decodes(self) -> int:
-        """Those of `add_decodes`."""
-        return len(self._decodes)
-
     def limit(self, seq: Sequence) -> int:
         """Tokens that `seq` may have of this step."""
         size = self._chunk(seq.num_computed, seq.num_missing)

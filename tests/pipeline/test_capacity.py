@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.capacity import RELAXED, capacity, tbt_objective_s
+from pipeline.capacity import capacity
 
 
 @pytest.mark.parametrize("most", [0.31, 1.0, 7.9])
@@ -21,9 +21,3 @@ def test_bisection_finds_the_highest_rate(most, guess):
 def test_a_search_ends_where_there_is_nothing_to_find():
     assert capacity(lambda rate: False, 1.0, 10.0) == 0.0
     assert capacity(lambda rate: True, 1.0, 10.0) == 10.0
-
-
-def test_the_objective_is_a_multiple_of_a_decode_iteration():
-    assert tbt_objective_s([lambda shape: shape.decodes * 1e-3] * 2, ways_s=0.006) == pytest.approx(5 * 0.070)
-    stages = [lambda shape: shape.decode_context * 1e-6]
-    assert tbt_objective_s(stages, times=RELAXED) == pytest.approx(25 * 32 * 4096e-6)
