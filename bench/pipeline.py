@@ -41,6 +41,7 @@ from bench.results import number
 from bench.targets import print_table
 from bench.workload import Vocabulary
 from pipeline.roofline import Link
+from pipeline.rows import Rows
 from shoal import flags
 from worker.config import WorkerConfig
 
@@ -158,6 +159,7 @@ def _conclude(args: argparse.Namespace, sweep: Sweep, survey: Survey, findings: 
 def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """The benchmark itself."""
     from bench.pipelines.measured import Measured
+    from worker.costs import rows_of
     from worker.runner import place, settled
 
     layouts = args.layouts or [Layout(1, 2)]
@@ -187,7 +189,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             survey.run()
             between = Link("measured", speed["latency_s"], speed["bytes_per_s"], 0.0, math.inf)
             token_bytes = shapes.SHAPES[args.model].config["hidden_size"] * dtype.itemsize
-            twin = Twin.of(learned, between, token_bytes, config.max_running)
+            twin = Twin.of(learned, between, token_bytes, config.max_running, rows_of(config, device))
             findings = Findings(study, layouts[0], survey.whole, prefix, base, twin)
             findings.link(speed)
             findings.meter([*survey.jobs, *survey.traffics])
@@ -224,7 +226,14 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         _described(args, plan=args.plan, max_running=max_running),
         args.fresh,
     )
-    site = Simulated(machines.hardware, machines.kv_tokens, max_running, traces=args.traces / sweep.name)
+    rows = Rows.of_graphs(max_running, PLANNED_BUDGET)
+    site = Simulated(
+        lambda layout: machines.hardware(layout, rows),
+        machines.kv_tokens,
+        max_running,
+        rows,
+        traces=args.traces / sweep.name,
+    )
     study = Study(sweep, site, PLANNED_BUDGET, args.chunk_budgets, args.shrink, args.precision, args.seconds)
     survey = _survey(args, study, layouts)
     survey.run()

@@ -1,6 +1,6 @@
 """Schedules of other systems, to compare with."""
 
-from pipeline.budget import Budget, Share, WholePrompts
+from pipeline.budget import Budget, WholePrompts
 from pipeline.policy import Policy, Settings, View
 
 
@@ -25,7 +25,7 @@ class PrefillFirst(Policy):
 
     def _budget(self, view: View) -> Budget:
         if view.waiting_tokens:
-            return WholePrompts(self.settings.token_budget, decode_share=Share(0))
+            return WholePrompts(self.settings.token_budget, decodes=0)
         return Budget(self.settings.token_budget, prompt_tokens=0)
 
 
@@ -70,4 +70,4 @@ class Throttle(Policy):
         # What is left over when decodes are divided goes to each micro-batch in turn.
         self._turn = (self._turn + 1) % stages
         decodes = max(1, (view.decoding + self._turn) // stages)
-        return Budget(most, prompt_tokens=prompt_tokens, decode_share=Share(decodes))
+        return Budget(most, prompt_tokens=prompt_tokens, decodes=decodes)

@@ -1,7 +1,7 @@
 """What one micro-batch may hold."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,20 +15,18 @@ UNLIMITED = 1 << 40
 class Budget:
     """What one micro-batch may hold, and what it holds so far."""
 
-    def __init__(self, tokens: int, *, prompt_tokens: int = UNLIMITED, decode_share: "Share | None" = None) -> None:
-        """`prompt_tokens`: how many of the tokens may be of chunks of more than one. `decode_share`: which part of the
-        decodes; None takes every one."""
+    def __init__(self, tokens: int, *, prompt_tokens: int = UNLIMITED, decodes: int = UNLIMITED) -> None:
+        """`prompt_tokens`: how many of the tokens may be of chunks of more than one. `decodes`: how many sequences may
+        go with one token."""
         self.tokens_left = tokens
         self.shape = BatchShape()
         self._prompt_tokens_left = prompt_tokens
-        self._decode_share = decode_share
+        self._decodes = decodes
 
     def take_decodes(self, contexts: np.ndarray) -> int:
         """Adds as many of these sequences as may go, from the first on, with one token each; `contexts`: the tokens
         before each. Returns how many."""
-        if self._decode_share is not None:
-            contexts = contexts[: self._decode_share.of(contexts)]
-        taken = min(len(contexts), max(0, self.tokens_left))
+        taken = min(self._share(contexts), max(0, self.tokens_left))
         contexts = contexts[:taken]
         self.tokens_left -= taken
         self.shape.tokens += taken
@@ -55,6 +53,10 @@ class Budget:
             self._prompt_tokens_left += length
         self.shape.remove(start, length)
 
+    def _share(self, contexts: np.ndarray) -> int:
+        """How many of the first of these may go."""
+        return min(len(contexts), self._decodes)
+
     def _limit(self, start: int, most: int) -> int:
         return min(self.tokens_left, self._prompt_tokens_left)
 
@@ -62,8 +64,8 @@ class Budget:
 class WholePrompts(Budget):
     """Prompts are not cut, but for those that no micro-batch could hold."""
 
-    def __init__(self, tokens: int, *, decode_share: "Share | None" = None) -> None:
-        super().__init__(tokens, decode_share=decode_share)
+    def __init__(self, tokens: int, *, decodes: int = UNLIMITED) -> None:
+        super().__init__(tokens, decodes=decodes)
         self._tokens = tokens
 
     def _limit(self, start: int, most: int) -> int:
@@ -87,19 +89,48 @@ class Timed(Budget):
         return limit if limit or self.shape.chunks else min(most, TILE)
 
 
-@dataclass(frozen=True)
-class Share:
-    """A part of all decodes, in time or any other measure: each counts `each`, and `context` for every token before
-    it."""
+class EvenDecodes(Budget):
+    """Decodes alone, spread over all places that there are. What comes back is sent again as it is, but where leaving
+    some behind, who wait for the next micro-batch, makes the costliest one cheaper by more than `WORTH`: then so many
+    go that it costs the least."""
 
-    amount: float
-    each: float = 1.0
-    context: float = 0.0
+    WORTH = 0.005
 
-    def of(self, contexts: np.ndarray) -> int:
-        """How many of the first of these make up the share. The last may go beyond it, but by no more than an average
-        one of them counts."""
-        costs = self.each + self.context * contexts
-        if not len(costs) or self.amount <= 0:
-            return 0
-        return max(1, int(np.searchsorted(np.cumsum(costs) - costs.mean(), self.amount * (1 - 1e-9))))
+    def __init__(
+        self, tokens: int, models: Sequence[CostModel], decoding: int, context: int, in_flight: int, places: int
+    ) -> None:
+        """`decoding` sequences, with `context` tokens before them together, are in `in_flight` micro-batches or ready
+        for one; `places`: how many of these are yet to be made."""
+        super().__init__(tokens, prompt_tokens=0)
+        self._models = models
+        self._decoding, self._context = decoding, context
+        self._in_flight, self._places = in_flight, places
+
+    def _share(self, contexts: np.ndarray) -> int:
+        most = -(-len(contexts) // self._places)
+        if most < 2 or self._in_flight == 1:
+            return most
+        sums = np.cumsum(contexts)
+
+        def own_s(count: int) -> float:
+            return self._predict(count, int(sums[count - 1]) + count)
+
+        def other_s(count: int) -> float:
+            """One of the others, if they share the rest."""
+            rest, others = self._decoding - count, self._in_flight - 1
+            return self._predict(-(-rest // others), (self._context - int(sums[count - 1]) + rest) // others)
+
+        now_s = own_s(most)
+        if now_s <= other_s(most) * (1 + self.WORTH):
+            return most  # the others would only be costlier
+        best = bisect_left(range(1, most), True, key=lambda count: own_s(count) >= other_s(count)) + 1
+        best_s = own_s(best)
+        if best > 1 and (before_s := other_s(best - 1)) < best_s:
+            best, best_s = best - 1, before_s
+        return best if best_s * (1 + self.WORTH) < now_s else most
+
+    def _predict(self, decodes: int, context: int) -> float:
+        shape = BatchShape()
+        shape.tokens = shape.decodes = decodes
+        shape.decode_context = context
+        return max(model.predict(shape) for model in self._models)

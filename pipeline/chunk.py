@@ -28,7 +28,8 @@ def tokens_within(models: Sequence[CostModel], batch: BatchShape, start: int, ta
     predicted to take longer than `target_s` for the batch and the chunk; 0 when there is no such chunk.
 
     A batch of more than `TILED_FROM` tokens is filled to whole tiles: what is computed of a tile is paid for as a
-    whole. Never more for a later start, a fuller batch or a shorter time."""
+    whole. So is what a graph computes: one of fewer tokens has the size of a graph, or as many of the next one's as
+    the attention to so many leaves time for. Never more for a later start, a fuller batch or a shorter time."""
     for model in models:
         if most < 1:
             return 0
@@ -41,7 +42,7 @@ def _tokens_within(cost: Coefficients, batch: BatchShape, start: int, target_s: 
 
         square x^2 + prefix_product start x + T(n + x) + (what does not depend on x)
 
-    seconds, where T, the cost of tokens, is piecewise linear with growing slopes where tiles are whole."""
+    seconds, where T, the cost of rows, is piecewise linear with growing slopes where there are no rows for nothing."""
     if target_s == math.inf:
         return most
     n = batch.tokens
@@ -50,12 +51,15 @@ def _tokens_within(cost: Coefficients, batch: BatchShape, start: int, target_s: 
         fits = cost.predict(batch) <= target_s
         batch.remove(start, 1)
         return 1 if fits else 0
-    rest = cost.predict(batch) - cost.of_tokens(n) - target_s + cost.chunk + cost.prefix * start
+    rest = cost.besides_rows(batch) - target_s + cost.chunk + cost.prefix * start
     if not batch.chunks:
         rest += cost.mixed
     linear = cost.prefix_product * start
     total = n + _root(cost, n, linear, rest)
-    if total > TILED_FROM:
+    if (padded := cost.rows.mixed(total)) > total:
+        begun = n + _floor(_quadratic_root(cost.square, linear, rest + cost.of_rows(padded)))
+        total = max(min(begun, padded), cost.rows.whole(total))
+    elif total > TILED_FROM:
         total = in_tiles(total, up=False)
         if total <= n:  # what is left of the tile that the batch has begun: every token saves an unused row
             full = in_tiles(n, up=True)
@@ -66,14 +70,23 @@ def _tokens_within(cost: Coefficients, batch: BatchShape, start: int, target_s: 
 def _root(cost: Coefficients, n: int, linear: float, rest: float) -> int:
     """The largest x >= 0 with square x^2 + linear x + T(n + x) + rest <= 0, or 0."""
     for i in range(len(KNOTS) - 1, -1, -1):
-        b, c = linear + cost.slopes[i], rest + cost.slopes[i] * n + cost.offsets[i]
-        if c > 0:
+        x = _quadratic_root(cost.square, linear + cost.slopes[i], rest + cost.slopes[i] * n + cost.offsets[i])
+        if x < 0:
             return 0  # T(n) is at least what any segment says of n
-        if cost.square > 0:
-            # The form that does not cancel where the square is small.
-            x = -2.0 * c / (b + math.sqrt(b * b - 4.0 * cost.square * c)) if c < 0 else 0.0
-        else:
-            x = -c / b if b > 0 else math.inf
         if n + x > KNOTS[i]:
-            return int(min(x, 1e9) + 1e-9)
+            return _floor(x)
     return 0
+
+
+def _quadratic_root(a: float, b: float, c: float) -> float:
+    """The largest x >= 0 with a x^2 + b x + c <= 0, where a and b are not negative; -1 where there is none."""
+    if c > 0:
+        return -1.0
+    if a > 0:
+        # The form that does not cancel where the square is small.
+        return -2.0 * c / (b + math.sqrt(b * b - 4.0 * a * c)) if c < 0 else 0.0
+    return -c / b if b > 0 else math.inf
+
+
+def _floor(x: float) -> int:
+    return int(min(max(x, 0.0), 1e9) + 1e-9)

@@ -4,7 +4,8 @@ The time of a step is linear in a few sums over its chunks (`shape.py`), with co
 
     constant                    weights are read and kernels launched, whatever the batch holds
     mixed                       once, if there is a chunk of more than one token: kernels outside the graph
-    tokens, piecewise           matrix products: bound by memory at first, by arithmetic later, so the slope only grows
+    rows, piecewise             matrix products: bound by memory at first, by arithmetic later, so the slope only grows;
+                                as many as tokens, or as the graph has that the step is padded to (`rows.py`)
     unused rows                 matrix products compute whole tiles of rows
     decodes, their context      rows of the head and of the sampler; KV read once for a token
     chunks, their prefixes      KV read at least once for a chunk
@@ -24,10 +25,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.regression import robust_fit
+from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import FEATURES, KNOTS, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
 
-VERSION = 1
-_FIRST_KNOT = FEATURES.index("tokens_above_0")
+VERSION = 2
+_FIRST_KNOT = FEATURES.index("rows_above_0")
 _UNUSED_ROWS = FEATURES.index("unused_rows")
 _CHUNKS = FEATURES.index("chunks")
 _DECODE_CONTEXT = FEATURES.index("decode_context")
@@ -37,8 +39,8 @@ _PREFIX_PRODUCTS = FEATURES.index("prefix_products")
 class Coefficients:
     """Seconds for each unit of each feature, none negative, laid out so that predicting is quick."""
 
-    def __init__(self, values: Iterable[float]) -> None:
-        self.values = [float(value) for value in values]
+    def __init__(self, values: Iterable[float], rows: Rows = UNPADDED) -> None:
+        self.values, self.rows = [float(value) for value in values], rows
         if len(self.values) != len(FEATURES) or min(self.values) < 0:
             raise ValueError("there is one coefficient for each feature, and none is negative")
         (self.constant, self.mixed) = self.values[:2]
@@ -51,7 +53,7 @@ class Coefficients:
             self.prefix_product,
             self.square,
         ) = self.values[_UNUSED_ROWS:]
-        # The cost of n tokens in whole tiles is slopes[i] * n + offsets[i], where KNOTS[i] is the last knot below n.
+        # The cost of n rows in whole tiles is slopes[i] * n + offsets[i], where KNOTS[i] is the last knot below n.
         self.slopes = np.cumsum(self.values[_FIRST_KNOT:_UNUSED_ROWS]).tolist()
         self.offsets = np.cumsum(
             [-c * k for c, k in zip(self.values[_FIRST_KNOT:_UNUSED_ROWS], KNOTS, strict=True)]
@@ -59,8 +61,8 @@ class Coefficients:
         # No more than a token, or one token more would make a batch cheaper.
         self.unused_row = min(unused_row, self.slopes[KNOTS.index(TILED_FROM)])
 
-    def of_tokens(self, n: int) -> float:
-        """The part that depends on nothing but the number of tokens."""
+    def of_rows(self, n: int) -> float:
+        """The part that depends on nothing but the number of rows."""
         if n < 1:
             return 0.0
         i = bisect_left(KNOTS, n) - 1
@@ -69,15 +71,18 @@ class Coefficients:
 
     def predict(self, shape: BatchShape) -> float:
         """Seconds."""
-        seconds = self.constant + self.of_tokens(shape.tokens)
-        seconds += self.decode * shape.decodes + self.decode_context * shape.decode_context
+        return self.of_rows(self.rows.of(shape)) + self.besides_rows(shape)
+
+    def besides_rows(self, shape: BatchShape) -> float:
+        """The part that does not depend on the number of rows."""
+        seconds = self.constant + self.decode * shape.decodes + self.decode_context * shape.decode_context
         if shape.chunks:
             seconds += self.mixed + self.chunk * shape.chunks + self.prefix * shape.prefixes
             seconds += self.prefix_product * shape.prefix_products + self.square * shape.squares
         return seconds
 
     def scaled(self, factor: float) -> "Coefficients":
-        return Coefficients(value * factor for value in self.values)
+        return Coefficients((value * factor for value in self.values), self.rows)
 
 
 class Window:
@@ -90,9 +95,9 @@ class Window:
 
     def add(self, number: int, seconds: float, row: list[float]) -> None:
         """`number` counts observations: it says how old each is. `row`: the features."""
-        tokens, chunks = int(row[_FIRST_KNOT]), int(row[_CHUNKS])
+        rows, chunks = int(row[_FIRST_KNOT]), int(row[_CHUNKS])
         attention = int(row[_DECODE_CONTEXT] + row[_PREFIX_PRODUCTS] / 64)
-        stratum = (tokens.bit_length(), min(chunks, 2), attention.bit_length() // 2)
+        stratum = (rows.bit_length(), min(chunks, 2), attention.bit_length() // 2)
         self._strata.setdefault(stratum, deque(maxlen=self.PER_STRATUM)).append((number, seconds, row))
 
     def rows(self) -> list[tuple[int, float, list[float]]]:
@@ -115,15 +120,21 @@ class CostModel:
     RECENT = 256
 
     def __init__(
-        self, prior: Callable[[BatchShape], float], identity: Mapping[str, Any] | None = None, turn: int = 0
+        self,
+        prior: Callable[[BatchShape], float],
+        identity: Mapping[str, Any] | None = None,
+        turn: int = 0,
+        rows: Rows = UNPADDED,
     ) -> None:
         """`identity`: what is measured (model, layers, device, ranks), as JSON holds it. `turn`: models that observe
-        the same steps are fitted after different ones, since each fit takes milliseconds."""
+        the same steps are fitted after different ones, since each fit takes milliseconds. `rows`: those that the stage
+        computes of a step."""
         self._turn = 37 * turn
+        self.rows = rows
         self.identity = dict(identity or {})
-        self._grid = np.array([features(shape) for shape in typical_shapes()])
+        self._grid = np.array([features(shape, rows.of(shape)) for shape in typical_shapes()])
         self._grid_s = np.array([prior(shape) for shape in typical_shapes()])
-        self._prior = Coefficients(robust_fit(self._grid, self._grid_s, np.ones(len(self._grid))))
+        self._prior = Coefficients(robust_fit(self._grid, self._grid_s, np.ones(len(self._grid))), rows)
         self._prior_scale = 1.0
         self._fitted: Coefficients | None = None
         self._window = Window()
@@ -151,7 +162,7 @@ class CostModel:
             self._fit_errors.append(abs(self._fitted.predict(shape) / seconds - 1.0))
         self._ratios.append(seconds / prior)
         self.num_observed += 1
-        self._window.add(self.num_observed, seconds, features(shape))
+        self._window.add(self.num_observed, seconds, features(shape, self.rows.of(shape)))
         if self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0:
             self._refit()
 
@@ -172,7 +183,8 @@ class CostModel:
                 np.concatenate([observed, self._grid]),
                 np.concatenate([seconds, self._grid_s * self._prior_scale]),
                 np.concatenate([weights, np.full(len(self._grid), self.PRIOR_WEIGHT)]),
-            )
+            ),
+            self.rows,
         )
         recent = min(len(self._fit_errors), self.REFIT_EVERY)
         fit = np.median(list(self._fit_errors)[-recent:]) if recent else 0.0
@@ -206,7 +218,7 @@ class CostModel:
             prior = np.array(self._prior.values)
             rows = [(int(number), float(seconds), [float(x) for x in row]) for number, seconds, row in saved["window"]]
             ratios = [seconds / float(prior @ row) for _, seconds, row in rows]
-            coefficients, num_observed = Coefficients(saved["coefficients"]), int(saved["num_observed"])
+            coefficients, num_observed = Coefficients(saved["coefficients"], self.rows), int(saved["num_observed"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no saved cost model ({type(error).__name__}: {error})") from error
         for row in rows:

@@ -7,6 +7,7 @@ the corner is round on real devices).
 
 from dataclasses import dataclass
 
+from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import TILE, BatchShape
 from pipeline.stages import split_layers
 
@@ -112,7 +113,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Stage:
-    """`layers` of a model on `ranks` devices joined by `link` (none for one rank), with the head or without."""
+    """`layers` of a model on `ranks` devices joined by `link` (none for one rank), with the head or without. `rows`:
+    those that it computes of a step."""
 
     model: Model
     device: Device
@@ -120,11 +122,12 @@ class Stage:
     has_head: bool = False
     ranks: int = 1
     link: Link | None = None
+    rows: Rows = UNPADDED
 
     def seconds(self, shape: BatchShape) -> float:
         """The time of one step."""
         model, device = self.model, self.device
-        n = shape.tokens
+        n = self.rows.of(shape)
         whole = n if n <= TILE else -(-n // TILE) * TILE
         seconds = self.layers * self._product_s(model.layer_weights, whole)
         layer_s = device.mixed_layer_s if shape.chunks else device.layer_s
@@ -159,11 +162,13 @@ class Stage:
         return seconds
 
 
-def make_stages(model: Model, device: Device, stages: int, ranks: int = 1, link: Link | None = None) -> list[Stage]:
+def make_stages(
+    model: Model, device: Device, stages: int, ranks: int = 1, link: Link | None = None, rows: Rows = UNPADDED
+) -> list[Stage]:
     """All layers over `stages` of `ranks` devices each, by what they cost in a batch of a thousand tokens and thirty
     decodes."""
     shape = BatchShape([(2000, 1000), *[(2000, 1)] * 30])
     layer_s = Stage(model, device, 1, False, ranks, link).seconds(shape)
     head_s = Stage(model, device, 1, True, ranks, link).seconds(shape) - layer_s
     ranges = split_layers([layer_s] * model.layers, stages, last=head_s)
-    return [Stage(model, device, len(layers), layers.stop == model.layers, ranks, link) for layers in ranges]
+    return [Stage(model, device, len(layers), layers.stop == model.layers, ranks, link, rows) for layers in ranges]

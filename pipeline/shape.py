@@ -6,12 +6,12 @@ A chunk of one token is a decode here, whatever it is to the scheduler.
 from collections.abc import Iterable
 
 TILE = 128  # rows that a matrix product computes at once
-KNOTS = (0, 64, 128, 256, 512, 1024)  # tokens where the cost of one more may grow
-TILED_FROM = 2 * TILE  # tokens up to which products are bound by memory, and rows come free
+KNOTS = (0, 64, 128, 256, 512, 1024)  # rows where the cost of one more may grow
+TILED_FROM = 2 * TILE  # rows up to which products are bound by memory, and rows come free
 FEATURES = (
     "constant",
     "mixed",
-    *(f"tokens_above_{knot}" for knot in KNOTS),
+    *(f"rows_above_{knot}" for knot in KNOTS),
     "unused_rows",
     "decodes",
     "decode_context",
@@ -77,19 +77,18 @@ def in_tiles(tokens: int, up: bool) -> int:
     return -(-tokens // TILE) * TILE if up else tokens // TILE * TILE
 
 
-def unused_rows(tokens: int) -> int:
-    """Rows of the last tile that are computed for nothing; 0 where products are bound by memory."""
-    return in_tiles(tokens, up=True) - tokens if tokens > TILED_FROM else 0
+def unused_rows(rows: int) -> int:
+    """Those that the last tile has beyond them; 0 where products are bound by memory."""
+    return in_tiles(rows, up=True) - rows if rows > TILED_FROM else 0
 
 
-def features(shape: BatchShape) -> list[float]:
-    """The values that `FEATURES` names."""
-    n = shape.tokens
+def features(shape: BatchShape, rows: int) -> list[float]:
+    """The values that `FEATURES` names, of a step that computes so many rows."""
     return [
         1.0,
         1.0 if shape.chunks else 0.0,
-        *(float(max(0, n - knot)) for knot in KNOTS),
-        float(unused_rows(n)),
+        *(float(max(0, rows - knot)) for knot in KNOTS),
+        float(unused_rows(rows)),
         float(shape.decodes),
         float(shape.decode_context),
         float(shape.chunks),

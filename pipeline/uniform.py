@@ -2,7 +2,7 @@
 
 import math
 
-from pipeline.budget import UNLIMITED, Budget, Share, Timed
+from pipeline.budget import UNLIMITED, Budget, EvenDecodes, Timed
 from pipeline.chunk import tokens_within
 from pipeline.policy import Policy, Settings, View
 from pipeline.shape import TILE, TILED_FROM, BatchShape, in_tiles
@@ -24,7 +24,8 @@ class Uniform(Policy):
       jumping with each arrival, but in no chunks so small that a stage mostly reads its weights.
 
     Decodes: while there are prompts to fill up with, all that are ready go, and chunks even out the rest. Where there
-    are none, they are shared out evenly by predicted time, over as many micro-batches as makes the round shortest.
+    are none, they are shared out over as many micro-batches as makes the round shortest, so that the costliest of these
+    costs the least (`EvenDecodes`).
 
     When: a micro-batch is made when the first stage is about to need it (`LEAD_S`) and not before. A decode that comes
     back then waits for one batch, not for all that a burst of prompts would have put in front of it.
@@ -83,8 +84,13 @@ class Uniform(Policy):
             self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
         if view.waiting_tokens:
             return self._fill(view)
-        share = self._share(view, self._in_flight(view)) if self.settings.stages > 1 else None
-        return Budget(self.settings.token_budget, prompt_tokens=0, decode_share=share)
+        settings = self.settings
+        if settings.stages == 1:
+            return Budget(settings.token_budget, prompt_tokens=0)
+        in_flight = self._in_flight(view)
+        places = max(1, in_flight - len(view.in_flight))
+        decodes = view.decoding, view.decoding_context
+        return EvenDecodes(settings.token_budget, settings.models, *decodes, in_flight, places)
 
     def _predict(self, shape: BatchShape) -> float:
         return max(model.predict(shape) for model in self.settings.models)
@@ -117,24 +123,12 @@ class Uniform(Policy):
         parts = self.ROUNDS * settings.stages if settings.stages > 1 else 1
         size = max(self._least_chunk, -(-(view.waiting_tokens + view.blocked_tokens) // parts))
         if size < most:
-            if size + average.tokens > TILED_FROM:
-                size = in_tiles(size + average.tokens, up=True) - average.tokens
-            return Timed(settings.token_budget, settings.models, target_s, size)
+            tokens = size + average.tokens
+            whole = in_tiles(tokens, up=True) if tokens > TILED_FROM else settings.models[0].rows.mixed(tokens)
+            return Timed(settings.token_budget, settings.models, target_s, whole - average.tokens)
         if not view.blocked_tokens:
             self._part = min(1.0, self._part * (1 + self.GROW))
         return Timed(settings.token_budget, settings.models, target_s, UNLIMITED)
-
-    def _share(self, view: View, in_flight: int) -> Share:
-        """What the next of so many micro-batches may hold of the decodes: a part of them all, or less so that what is
-        ready now lasts for all that have room."""
-        cost = max(self.settings.models, key=lambda model: model.coefficients.decode_context).coefficients
-        each = max(cost.decode + cost.slopes[0], 1e-9)
-        places = in_flight - len(view.in_flight)
-        flying = sum(shape.decodes for shape in view.in_flight)
-        flying_context = sum(shape.decode_context for shape in view.in_flight)
-        everything = each * view.decoding + cost.decode_context * view.decoding_context
-        ready = each * (view.decoding - flying) + cost.decode_context * (view.decoding_context - flying_context)
-        return Share(min(everything / in_flight, ready / places), each, cost.decode_context)
 
     def _in_flight(self, view: View) -> int:
         """How many micro-batches there are to be. Where there are only decodes, one more than stages hides `exposed_s`

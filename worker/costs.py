@@ -17,6 +17,7 @@ import torch
 from pipeline.cost import CostModel
 from pipeline.policy import Policy, Settings
 from pipeline.roofline import DEVICES, LINKS, Device, Model, Stage
+from pipeline.rows import UNPADDED, Rows
 from pipeline.schedule import make_policy
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
@@ -49,8 +50,9 @@ class Costs:
         """Those of the model in a folder or file, on devices like this one."""
         whole = decoder_config(read_config(model))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        rows = rows_of(config, device)
         shards = [Shard(whole, stage=stage, stages=config.pp) for stage in range(config.pp)]
-        return cls([_guess(model.stem, shard, config, name) for shard in shards], folder)
+        return cls([_guess(model.stem, shard, config, name, rows) for shard in shards], folder)
 
     def policy(self, config: WorkerConfig) -> Policy:
         """The schedule that is configured. `uniform` asks these models."""
@@ -105,6 +107,11 @@ class Costs:
         return folder / (re.sub(r"[^A-Za-z0-9.]+", "_", "-".join(parts)) + ".json")
 
 
+def rows_of(config: WorkerConfig, device: torch.device) -> Rows:
+    """Those that a replica's steps compute on such devices. `config` says how large they may be."""
+    return Rows.of_graphs(config.max_running, config.token_budget) if device.type == "cuda" else UNPADDED
+
+
 def _load(model: CostModel, file: Path) -> None:
     """What was learned, if it is there and can be read."""
     try:
@@ -115,10 +122,10 @@ def _load(model: CostModel, file: Path) -> None:
         log.warning("%s is ignored, and what steps cost is learned anew: %s", file, error)
 
 
-def _guess(name: str, shard: Shard, config: WorkerConfig, device: str) -> CostModel:
+def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: Rows) -> CostModel:
     known: Device = next((found for key, found in DEVICES.items() if key in device.lower()), DEVICES["h200"])
     link = LINKS["nvlink"] if config.tp > 1 else None
-    stage = Stage(_sizes(name, shard.whole), known, len(shard.layers), shard.config.is_last, config.tp, link)
+    stage = Stage(_sizes(name, shard.whole), known, len(shard.layers), shard.config.is_last, config.tp, link, rows)
     whole = shard.whole
     identity: dict[str, Any] = {
         "model": name,
@@ -130,7 +137,7 @@ def _guess(name: str, shard: Shard, config: WorkerConfig, device: str) -> CostMo
         "pp": config.pp,
         "stage": shard.stage,
     }
-    return CostModel(stage.seconds, identity, turn=shard.stage)
+    return CostModel(stage.seconds, identity, shard.stage, rows)
 
 
 def _sizes(name: str, config: DecoderConfig) -> Model:

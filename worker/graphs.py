@@ -10,16 +10,13 @@ import torch
 
 from kernels.attention import AttentionBatch, GraphAttention, SharedPrefixes, token_positions
 from kernels.transfer import StaticArrays
+from pipeline.rows import ladder, token_ladder
 from worker.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs in all) after each one."""
-
-# Tokens of a step from which on what it computes takes longer than to start its kernels one by one, which may then be
-# faster ones: on an H200 a step of 385 tokens of an 8B model took 16.8 ms as a graph, 15.9 ms without.
-MOST_TOKENS = 256
 
 
 class Kind(Enum):
@@ -29,18 +26,6 @@ class Kind(Enum):
     PLAIN = auto()
     ALIKE = auto()
     MIXED = auto()
-
-
-def ladder(most: int) -> list[int]:
-    """Numbers of decodes up to `most`, closer together where a step is short and padding costs more of it."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
-    return [size for size in sizes if size < most] + [most]
-
-
-def token_ladder(most: int) -> list[int]:
-    """Numbers of tokens up to `most`. From some 200 on each more costs as much as any other."""
-    sizes = [*range(16, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
-    return [size for size in sizes if size < most] + [most]
 
 
 def product_sizes(max_running: int, max_tokens: int) -> list[int]:

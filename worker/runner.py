@@ -15,10 +15,11 @@ from kernels.attention import AttentionBackend, AttentionBatch, GraphAttention, 
 from kernels.torch_attention import TorchAttention
 from kernels.transfer import all_to_device
 from pipeline.meter import Span
+from pipeline.rows import MOST_TOKENS
 from worker import kv_cache
 from worker.batch import PROMPT_LOGIT_ROWS
 from worker.config import WorkerConfig
-from worker.graphs import MOST_TOKENS, StepGraphs, product_sizes
+from worker.graphs import StepGraphs, product_sizes
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard

@@ -17,6 +17,7 @@ from bench.targets import reached
 from pipeline.cost import Coefficients
 from pipeline.meter import Meter, Span
 from pipeline.roofline import Link
+from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import BatchShape
 from pipeline.simulate import Hardware, errors
 
@@ -31,16 +32,18 @@ class Twin:
     hardware: Hardware
     kv_tokens: int
     max_running: int
+    rows: Rows = UNPADDED
 
     @classmethod
-    def of(cls, learned: dict[str, Any], link: Link, token_bytes: int, max_running: int) -> "Twin":
-        """From what `Measured.calibrate` gave."""
-        stages = [Coefficients(values).predict for values in learned["coefficients"]]
-        return cls(Hardware(stages, link, token_bytes), learned["kv_tokens"], max_running)
+    def of(cls, learned: dict[str, Any], link: Link, token_bytes: int, max_running: int, rows: Rows) -> "Twin":
+        """From what `Measured.calibrate` gave. `rows`: those that steps compute."""
+        stages = [Coefficients(values, rows).predict for values in learned["coefficients"]]
+        return cls(Hardware(stages, link, token_bytes), learned["kv_tokens"], max_running, rows)
 
     def study(self, like: Study, hardware: Hardware | None = None) -> Study:
         """A study in the simulator, of loads like another one's, maybe with other hardware."""
-        site = Simulated(lambda _: hardware or self.hardware, lambda _: self.kv_tokens, self.max_running)
+        simulated = hardware or self.hardware
+        site = Simulated(lambda _: simulated, lambda _: self.kv_tokens, self.max_running, self.rows)
         return replace(like, points=Points(), site=site)
 
     def needed(self, like: Study, simulated: Callable[[Study], float], is_enough: Callable[[float], bool]) -> str:

@@ -13,6 +13,7 @@ from pipeline.meter import Meter
 from worker.config import WorkerConfig
 from worker.engine import Engine, Parts, load_parts
 from worker.messages import Generate, Output
+from worker.runner import settled
 
 
 class InProcess:
@@ -85,7 +86,7 @@ class Ranks:
             torch.cuda.empty_cache()
 
     def _config(self, layout: Layout, **more: Any) -> WorkerConfig:
-        return WorkerConfig(**self._settings | more, tp=layout.tp, pp=layout.pp)
+        return settled(WorkerConfig(**self._settings | more, tp=layout.tp, pp=layout.pp))
 
     def _begin(self, layout: Layout, setting: Setting) -> InProcess:
         """An engine with another setting on the same ranks. What steps cost is still known."""

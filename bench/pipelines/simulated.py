@@ -11,6 +11,7 @@ from bench.pipelines.offered import Objective, Offered, summary
 from bench.workload import Session, Vocabulary
 from pipeline.cost import CostModel
 from pipeline.roofline import DEVICES, LINKS, MODELS, Device, Link, Model, make_stages
+from pipeline.rows import Rows
 from pipeline.simulate import Clock, Hardware, Request, simulate
 from worker.config import WorkerConfig
 from worker.costs import Costs
@@ -28,14 +29,14 @@ class Machines:
     nodes: int
     per_node: int
 
-    def hardware(self, layout: Layout) -> Hardware:
-        """The stages of a layout, as the roofline has them. A stage that does not fit into a node has its sums between
-        nodes, and all that passes from stage to stage is taken to leave its node. Raises ValueError for a layout that
-        these machines cannot hold."""
+    def hardware(self, layout: Layout, rows: Rows) -> Hardware:
+        """The stages of a layout, as the roofline has them; `rows`: those that steps compute. A stage that does not fit
+        into a node has its sums between nodes, and all that passes from stage to stage is taken to leave its node.
+        Raises ValueError for a layout that these machines cannot hold."""
         if layout.devices > self.nodes * self.per_node:
             raise ValueError(f"{layout} needs {layout.devices} devices: there are {self.nodes * self.per_node}")
         sums = self.inside if layout.tp <= self.per_node else self.between
-        stages = make_stages(self.model, self.device, layout.pp, layout.tp, sums)
+        stages = make_stages(self.model, self.device, layout.pp, layout.tp, sums, rows)
         link = self.between if layout.devices > self.per_node else self.inside
         return Hardware([stage.seconds for stage in stages], link, self.model.token_bytes, jitter=0.02)
 
@@ -60,12 +61,13 @@ PLANS = {
 
 @dataclass
 class Simulated:
-    """A site in the simulator. `hardware` and `kv_tokens` are of a layout; `max_running` as in the configuration.
-    Traces are written into a folder, if there is one."""
+    """A site in the simulator. `hardware` and `kv_tokens` are of a layout; `max_running` as in the configuration;
+    `rows` as the hardware computes them of a step. Traces are written into a folder, if there is one."""
 
     hardware: Callable[[Layout], Hardware]
     kv_tokens: Callable[[Layout], int]
     max_running: int
+    rows: Rows
     vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary(0, 0, 10_000))
     page_size: int = 16
     traces: Path | None = None
@@ -89,7 +91,7 @@ class Simulated:
             Request(i, session.arrival_s or 0.0, session.turns[0].prompt_tokens, session.turns[0].output_tokens)
             for i, session in enumerate(sessions)
         ]
-        costs = Costs([CostModel(seconds_of) for seconds_of in hardware.stages])
+        costs = Costs([CostModel(seconds_of, rows=self.rows) for seconds_of in hardware.stages])
         replica = Rehearsal(
             config, costs, clock, lambda request: self.vocabulary.ids(sessions[request.number].turns[0].spans)
         )

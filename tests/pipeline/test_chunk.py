@@ -10,20 +10,25 @@ from hypothesis import strategies as st
 from pipeline.chunk import chunk_tokens, tokens_within
 from pipeline.cost import Coefficients, CostModel
 from pipeline.roofline import DEVICES, MODELS, Stage
+from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import FEATURES, TILE, TILED_FROM, BatchShape
 
 STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
 MOST = 1 << 20
 
 
-def model_of(factors):
+def model_of(factors, rows):
     """A stage's model whose coefficients are those of an H200, each by a factor of its own."""
-    model = CostModel(STAGE.seconds)
-    model.coefficients = Coefficients(np.array(model.coefficients.values) * factors)
+    model = CostModel(STAGE.seconds, rows=rows)
+    model.coefficients = Coefficients(np.array(model.coefficients.values) * factors, rows)
     return model
 
 
-models = st.lists(st.sampled_from([0.0, 0.3, 1.0, 4.0]), min_size=len(FEATURES), max_size=len(FEATURES)).map(model_of)
+models = st.builds(
+    model_of,
+    st.lists(st.sampled_from([0.0, 0.3, 1.0, 4.0]), min_size=len(FEATURES), max_size=len(FEATURES)),
+    st.sampled_from([UNPADDED, Rows.of_graphs(256, 8192)]),
+)
 batches = st.builds(
     lambda decodes, context, chunks: BatchShape([*[(context, 1)] * decodes, *chunks]),
     st.integers(0, 400),
@@ -95,6 +100,20 @@ def test_large_batches_fill_their_tiles(batch, start, target_s):
     size = tokens_within([CostModel(STAGE.seconds)], batch, start, target_s, MOST)
     total = batch.tokens + size
     assert not size or total <= TILED_FROM or total % TILE == 0 or total // TILE == batch.tokens // TILE
+
+
+def test_a_graph_that_is_paid_for_is_filled():
+    """Beside 20 decodes a chunk goes up to the size of a graph, and further only where a deep prefix leaves no time for
+    the whole of the next one."""
+    rows = Rows.of_graphs(256, 8192)
+    model = CostModel(STAGE.seconds, rows=rows)
+    batch = BatchShape([(1000, 1)] * 20)
+    enough = with_chunk(model, batch, 500, 44)
+    assert model.rows.mixed(20 + 43) == 64 and with_chunk(model, batch, 500, 30) < enough
+    assert tokens_within([model], batch, 500, enough * 1.0001, MOST) == 44
+    assert tokens_within([model], batch, 500, enough * 0.9999, MOST) in range(40, 44)
+    just = with_chunk(model, batch, 200_000, 50)
+    assert tokens_within([model], batch, 200_000, just * 1.00001, MOST) == 50
 
 
 def test_a_last_token_is_costed_as_a_decode():

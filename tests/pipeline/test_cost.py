@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.cost import Coefficients, CostModel
 from pipeline.roofline import DEVICES, MODELS, Stage
+from pipeline.rows import Rows
 from pipeline.shape import FEATURES, BatchShape, features, typical_shapes
 
 STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
@@ -117,11 +118,12 @@ def test_nonsense_leaves_the_prior_in_charge():
 def test_sums_are_kept_as_chunks_come_and_go(chunks, data):
     shape = BatchShape(chunks)
     extra = data.draw(st.tuples(st.integers(0, 20000), st.integers(1, 3000)))
-    before = features(shape)
+    before = features(shape, shape.tokens)
     shape.add(*extra)
-    assert features(shape) == features(BatchShape([*chunks, extra]))
+    again = BatchShape([*chunks, extra])
+    assert features(shape, shape.tokens) == features(again, again.tokens)
     shape.remove(*extra)
-    assert features(shape) == before == features(shape.copy())
+    assert features(shape, shape.tokens) == before == features(shape.copy(), shape.tokens)
 
 
 @given(
@@ -137,10 +139,12 @@ def test_predicting_is_the_product_with_the_features(values, chunks):
         sum(
             v
             for v, f in zip(values, FEATURES, strict=True)
-            if f in ("tokens_above_0", "tokens_above_64", "tokens_above_128", "tokens_above_256")
+            if f in ("rows_above_0", "rows_above_64", "rows_above_128", "rows_above_256")
         ),
     )
-    assert cost.predict(shape) == pytest.approx(float(np.dot(values, features(shape))), rel=1e-9, abs=1e-12)
+    assert cost.predict(shape) == pytest.approx(
+        float(np.dot(values, features(shape, shape.tokens))), rel=1e-9, abs=1e-12
+    )
 
 
 def test_a_token_more_never_makes_a_batch_cheaper():
@@ -150,6 +154,32 @@ def test_a_token_more_never_makes_a_batch_cheaper():
     for start in (0, 5000):
         costs = [model.predict(BatchShape([(100, 1), (start, length)])) for length in range(2, 1500)]
         assert all(b >= a - 1e-12 for a, b in itertools.pairwise(costs))
+
+
+def test_steps_that_are_padded_to_the_same_graph_cost_the_same(tmp_path):
+    """Up to what the sequences themselves cost; and one row less than the smallest of them saves all of the padding."""
+    rows = Rows.of_graphs(256, 8192)
+
+    def padded(shape):
+        return 0.01 + 1e-4 * rows.of(shape)
+
+    def decodes(count):
+        return BatchShape([(500, 1)] * count)
+
+    model = CostModel(lambda shape: 0.02 + 5e-5 * rows.of(shape), {"model": "tiny"}, rows=rows)
+    rng = np.random.default_rng(7)
+    for _ in range(300):
+        shape = decodes(int(rng.integers(1, 200)))
+        model.observe(shape, padded(shape))
+        shape = BatchShape([(0, int(rng.integers(2, 600)))])
+        model.observe(shape, padded(shape))
+    model.save(tmp_path / "cost.json")
+    again = CostModel(lambda shape: 0.03, {"model": "tiny"}, rows=rows)
+    again.load(tmp_path / "cost.json")
+    for learned in (model, again):
+        assert learned.predict(decodes(65)) == pytest.approx(learned.predict(decodes(80)), rel=1e-3)
+        assert learned.predict(decodes(65)) - learned.predict(decodes(64)) == pytest.approx(16e-4, rel=0.1)
+        assert learned.predict(BatchShape([(0, 150)])) == pytest.approx(padded(BatchShape([(0, 160)])), rel=0.02)
 
 
 def test_what_was_learned_is_saved_and_read_again(tmp_path):

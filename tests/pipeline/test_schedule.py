@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.budget import Share
+from pipeline.budget import EvenDecodes
 from pipeline.cost import CostModel
 from pipeline.policy import Settings, View
 from pipeline.roofline import DEVICES, MODELS, Stage
+from pipeline.rows import Rows
 from pipeline.schedule import POLICIES, make_policy
 from pipeline.shape import TILE, BatchShape
 
@@ -260,11 +261,64 @@ def test_one_stage_keeps_its_steps_within_the_objective():
     assert fill(uniform.begin(view([500] * 8, in_flight=[budget.shape])), [500] * 8) == (8, [])
 
 
-@given(st.lists(st.integers(0, 50_000), min_size=1, max_size=60), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_a_share_is_never_far_beyond_its_amount(contexts, part, each):
-    contexts = np.array(contexts)
-    costs = each + 1e-3 * contexts
-    amount = part * costs.sum()
-    taken = Share(amount, each, 1e-3).of(contexts)
-    assert taken >= 1 or amount <= 0
-    assert taken <= 1 or costs[: taken - 1].sum() <= amount + costs.mean() + 1e-6
+GRAPHS = CostModel(STAGE.seconds, rows=Rows.of_graphs(256, 8192))
+
+
+def even(contexts, others, models=(GRAPHS,), places=1):
+    """How many of those with these contexts go, where the others, by context too, are in flight."""
+    in_flight = len(others) + places
+    together = [*contexts, *(context for flying in others for context in flying)]
+    budget = EvenDecodes(8192, models, len(together), sum(together), in_flight, places)
+    return budget.take_decodes(np.array(contexts, dtype=np.int64))
+
+
+def test_decodes_leave_no_graph_for_a_larger_one():
+    """That 61 have somewhat longer contexts does not make 67 of the others worth the graph for 80; it would, if most
+    of the time went into contexts."""
+    assert even([700] * 67, [[800] * 61]) == 64
+    assert even([800] * 61, [[700] * 67]) == 61
+    assert even([800] * 64, [[700] * 64]) == 64
+    assert even([7000] * 67, [[8000] * 61]) == 67
+    # More than fit into two graphs for 64: one of 80 is paid for, whoever fills it.
+    assert even([300] * 70, [[300] * 60]) == 70
+
+
+def test_decodes_are_left_behind_only_where_that_pays():
+    assert even([500] * 9, [[500] * 7] * 3, [MODEL]) == 9
+    assert even([500] * 200, [[500] * 8] * 3, [MODEL]) < 70
+    assert even([40_000] * 4 + [100] * 12, [[100] * 16] * 3, [MODEL]) == 1
+    assert even([100] * 12 + [40_000] * 4, [[100] * 16] * 3, [MODEL]) == 13
+    assert even([500] * 2, [[50_000] * 20], [MODEL]) == 2
+
+
+def test_the_costliest_stage_decides_how_many_decodes_go():
+    """One for which the contexts are all that counts, beside one for which they cost next to nothing."""
+    reads = CostModel(lambda shape: 1e-3 + 1e-6 * shape.decode_context)
+    slow = CostModel(lambda shape: 1.0 + 1e-9 * shape.decode_context)
+    contexts, others = [4000] * 40, [[100] * 40]
+    assert even(contexts, others, [reads]) < 25
+    assert even(contexts, others, [reads, slow]) == 40
+
+
+@given(
+    st.lists(st.integers(0, 50_000), min_size=1, max_size=60),
+    st.lists(st.lists(st.integers(0, 50_000), max_size=60), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.sampled_from([MODEL, GRAPHS]),
+)
+def test_no_other_number_of_decodes_makes_the_costliest_micro_batch_much_cheaper(contexts, others, places, model):
+    taken = even(contexts, others, [model], places)
+    most = -(-len(contexts) // places)
+    together = [*contexts, *(context for flying in others for context in flying)]
+    rest_of = len(others) + places - 1
+
+    def costliest_s(count):
+        shape = BatchShape([(context, 1) for context in contexts[:count]])
+        other = BatchShape()
+        other.tokens = other.decodes = -(-(len(together) - count) // rest_of)
+        other.decode_context = (sum(together) - sum(contexts[:count]) + len(together) - count) // rest_of
+        return max(model.predict(shape), model.predict(other))
+
+    assert 1 <= taken <= most
+    least = min(costliest_s(count) for count in range(1, most + 1))
+    assert costliest_s(taken) <= least * (1 + EvenDecodes.WORTH) * (1 + 1e-9)

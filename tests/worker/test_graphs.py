@@ -1,7 +1,6 @@
 """Decoding as graphs do it, with the attention that they have where FlashInfer has none. Without a GPU the graphs are
 not replayed, but computed again from the same arrays, and the kernels run in Triton's interpreter."""
 
-import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,9 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.rows import token_ladder
 from worker.config import WorkerConfig
 from worker.engine import Engine, load_parts
-from worker.graphs import Kind, Progress, StepGraphs, ladder, token_ladder
+from worker.graphs import Kind, Progress, StepGraphs
 from worker.messages import SamplingParams
 from worker.ranks import Follower, Leader, find_store, open_store
 from worker.runner import Runner
@@ -183,14 +183,3 @@ def test_pipeline(tiny_model: Callable[[str], Path], triton_engine, monkeypatch:
     ran = [[graph for graph in one.ran if graph[0] is not Kind.ALIKE] for one in graphs]
     assert {kind for kind, *_ in ran[0]} == {Kind.PLAIN, Kind.MIXED}
     assert all(others == ran[0] for others in ran)
-
-
-def test_ladders() -> None:
-    """They end at the most that there may be; no step pays for many more than it has."""
-    for most in (1, 2, 7, 64, 100, 256, 500, 512):
-        sizes = ladder(most)
-        assert sizes[0] == 1 and sizes[-1] == most and sizes == sorted(set(sizes))
-        assert all(b - a <= max(8, a / 4) for a, b in itertools.pairwise(sizes))
-        sizes = token_ladder(most)
-        assert sizes[-1] == most and sizes == sorted(set(sizes))
-        assert all(b - a <= max(16, a / 8) for a, b in itertools.pairwise(sizes))
