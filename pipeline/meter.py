@@ -62,7 +62,8 @@ class Span(NamedTuple):
 @dataclass
 class _Batch:
     """A micro-batch on its way. `nothing`: since when the scheduler had found nothing to put into it, and why; None if
-    it waited for a place in flight at most. `then`: why there was nothing to send after it, if so. `under_way`: the
+    it waited for a place in flight at most. `after`: the step whose tokens it takes on the device, if it was planned
+    before that one had ended. `then`: why there was nothing to send after it, if so. `under_way`: the
     others in flight when it was planned. `ways_s`, `host_s`: for which stages but the first waited while it was on
     links, and while their hosts had not launched it. The causes in `gaps` [stages] come latest first."""
 
@@ -72,6 +73,7 @@ class _Batch:
     decode_s: float
     under_way: int
     nothing: tuple[float, str] | None
+    after: int | None
     spans: list[Span | None]
     finished: bool = False
     then: str | None = None
@@ -94,10 +96,12 @@ class Meter:
         self._open: dict[int, _Batch] = {}  # by step, in their order
         self._done: deque[_Batch] = deque(maxlen=KEPT)
 
-    def planned(self, step: int, at_s: float, shape: BatchShape, decode_s: float) -> None:
+    def planned(self, step: int, at_s: float, shape: BatchShape, decode_s: float, after: int | None = None) -> None:
         """A micro-batch is sent. Steps ascend. `decode_s`: the predicted part of its time on a stage that its decodes
-        cause. `shape` is kept."""
-        batch = _Batch(step, at_s, shape, decode_s, self._under_way, self._nothing, [None] * self.stages)
+        cause. `after`: a step under way whose tokens it waits for on the first stage, as if it had been planned then.
+        `shape` is kept."""
+        under_way = self._under_way - (after is not None)
+        batch = _Batch(step, at_s, shape, decode_s, under_way, self._nothing, after, [None] * self.stages)
         self._open[step] = batch
         self._under_way += 1
         self._nothing = None
@@ -110,6 +114,11 @@ class Meter:
         if self._open:
             newest = self._open[next(reversed(self._open))]
             newest.then = newest.then or cause
+
+    def sent_s(self, step: int) -> float:
+        """When all was sent that the first stage needs for a step that is under way and has been through: its plan, and
+        the tokens that it waits for."""
+        return self._sent_s(self._open[step])
 
     def ran(self, step: int, stage: int, span: Span) -> None:
         """A stage has computed it. Unknown steps are ignored."""
@@ -175,6 +184,7 @@ class Meter:
     def _settle(self, batch: _Batch) -> None:
         """Attributes the gaps before it."""
         previous = self._done[-1] if self._done else None
+        batch.planned_s = self._sent_s(batch)
         if previous is None:
             spans = [span for span in batch.spans if span is not None]
             batch.ways_s = sum(b.received_s - a.end_s for a, b in itertools.pairwise(spans))
@@ -191,6 +201,15 @@ class Meter:
                 totals[cause] += seconds
         self.num_batches += 1
         self._done.append(batch)
+
+    def _sent_s(self, batch: _Batch) -> float:
+        recent = itertools.islice(reversed(self._done), self.stages + 2)
+        before = next((one for one in recent if one.step == batch.after), None)
+        if before is None:
+            return batch.planned_s
+        last = before.spans[-1]
+        assert last is not None
+        return max(batch.planned_s, last.end_s)
 
     def _gap(self, stage: int, batch: _Batch, previous: _Batch) -> dict[str, float]:
         """Seconds by cause between `previous` and `batch` on a stage."""

@@ -36,6 +36,8 @@ class View:
     together and no micro-batch holds; none of those for which there is no slot or page now: what these lack is
     `blocked_tokens`. `free_kv`: the part of all pages that is free or can be made so. `in_flight`: the micro-batches
     under way, oldest first. `ahead_s`: the predicted time until the first stage is done with what was sent to it.
+    `returning_s`: the predicted time until the last stage is done with the oldest micro-batch, whose tokens the next
+    one may then take from there; infinity where it may not.
     """
 
     decoding: int = 0
@@ -46,6 +48,7 @@ class View:
     blocked_tokens: int = 0
     in_flight: Sequence[BatchShape] = ()
     ahead_s: float = 0.0
+    returning_s: float = math.inf
 
 
 class Policy(ABC):
@@ -67,6 +70,11 @@ class Policy(ABC):
     def ask_again_s(self, view: View) -> float:
         """After what time `begin` may answer otherwise though nothing else happens; infinity if never."""
         return math.inf
+
+    def counts_as_ended(self, view: View) -> bool:
+        """Whether the oldest micro-batch makes place for the next, and its sequences may be in that, though it has not
+        ended: their tokens come before they are needed."""
+        return False
 
     def finished(self, gap_s: float) -> None:  # noqa: B027 - not all have a use for it
         """A micro-batch with decodes has ended, and the one of them that had waited longest got a token after `gap_s`

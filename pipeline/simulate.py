@@ -43,11 +43,14 @@ class Request(NamedTuple):
 
 @dataclass
 class MicroBatch:
-    """What a replica sends. `started`: the requests, by number, that are in a micro-batch for the first time. `plan` is
-    the replica's own."""
+    """What a replica sends, with ascending `step`. `started`: the requests, by number, that are in a micro-batch for
+    the first time. `after`: a step under way whose tokens it takes from the last stage, on the device. `plan` is the
+    replica's own."""
 
+    step: int
     shape: BatchShape
     started: list[int]
+    after: int | None = None
     plan: Any = None
 
 
@@ -66,8 +69,8 @@ class Replica(Protocol):
     def found_nothing(self) -> str | None:
         """If `schedule` has just given None because there was nothing to send: the cause, as `Meter` names it."""
 
-    def first_stage_ended(self) -> None:
-        """The oldest micro-batch on the first stage has left it."""
+    def ended(self, batch: MicroBatch, stage: int, at_s: float) -> None:
+        """A stage was done with a micro-batch at that time."""
 
     def finish(self, batch: MicroBatch, seconds: list[float]) -> Iterable[int]:
         """The tokens of the oldest micro-batch are back; each stage took so many `seconds` for it. Returns the
@@ -83,7 +86,8 @@ class Hardware:
 
     `stages`: the time that each takes for a micro-batch. `link` joins them (None: no time); a stage that does not
     `overlap` its sends waits until they are through. `plan_s`: from the decision to the plan's being on the first
-    stage. `return_s`: from the end of the last stage to the tokens' being with the scheduler. `jitter`: the standard
+    stage. `return_s`: from the end of the last stage to the tokens' being with the scheduler; to the first stage, on
+    the devices, it is a way over the link. `jitter`: the standard
     deviation of each stage's times, relative. `token_bytes`: what a token sends from stage to stage.
     """
 
@@ -170,9 +174,10 @@ class _Stages:
         self.link_free_s = [0.0] * len(hardware.stages)
         self.random = np.random.default_rng(hardware.seed)
 
-    def send(self, shape: BatchShape, now_s: float) -> list[Span]:
+    def send(self, shape: BatchShape, now_s: float, tokens_s: float) -> list[Span]:
+        """`tokens_s`: when the tokens are there that it waits for on the last stage."""
         hardware = self.hardware
-        received_s = now_s + hardware.plan_s
+        received_s = max(now_s + hardware.plan_s, tokens_s + (hardware.link.latency_s if hardware.link else 0.0))
         spans = []
         for stage, seconds_of in enumerate(hardware.stages):
             seconds = seconds_of(shape)
@@ -193,7 +198,7 @@ class _Stages:
         return spans
 
 
-ARRIVAL, FIRST_STAGE, FINISH, ASK = range(4)
+ARRIVAL, ENDED, FINISH, ASK = range(4)
 
 
 def simulate(
@@ -218,6 +223,7 @@ def simulate(
 
     for request in requests:
         push(request.arrived_s, ARRIVAL, request)
+    returning_s: dict[int, float] = {}  # when the last stage is done with each step under way
     num_batches = 0
     last_s = 0.0
     asked_at_s = -1.0  # when the newest ASK is due: others are out of date
@@ -227,25 +233,30 @@ def simulate(
             continue
         if kind == ARRIVAL:
             replica.arrive(what)
-        elif kind == FIRST_STAGE:
-            replica.first_stage_ended()
+        elif kind == ENDED:
+            replica.ended(*what)
         elif kind == FINISH:
-            step, batch, spans = what
-            meter.finished(step)
+            batch, spans = what
+            meter.finished(batch.step)
+            del returning_s[batch.step]
             for got in replica.finish(batch, [span.end_s - span.begin_s for span in spans]):
                 lives[got].tokens_s.append(clock.now_s)
                 last_s = clock.now_s
         while (batch := replica.schedule()) is not None:
-            spans = stages.send(batch.shape, clock.now_s)
+            tokens_s = -math.inf if batch.after is None else returning_s[batch.after]
+            spans = stages.send(batch.shape, clock.now_s, tokens_s)
+            returning_s[batch.step] = spans[-1].end_s
             num_batches += 1
             for first in batch.started:
                 lives[first].started_s = clock.now_s
             if measure_s[0] <= clock.now_s < measure_s[1]:
-                meter.planned(num_batches, clock.now_s, batch.shape, replica.decode_s(batch.shape))
+                meter.planned(batch.step, clock.now_s, batch.shape, replica.decode_s(batch.shape), batch.after)
                 for stage, span in enumerate(spans):
-                    meter.ran(num_batches, stage, span)
-            push(spans[0].end_s + hardware.plan_s, FIRST_STAGE)
-            push(spans[-1].end_s + hardware.return_s, FINISH, (num_batches, batch, spans))
+                    meter.ran(batch.step, stage, span)
+            for stage, span in enumerate(spans):  # the last one is beside the scheduler
+                told_s = span.end_s + (hardware.plan_s if stage < len(spans) - 1 else 0.0)
+                push(told_s, ENDED, (batch, stage, span.end_s))
+            push(spans[-1].end_s + hardware.return_s, FINISH, (batch, spans))
         cause = replica.found_nothing()
         if cause is not None:
             meter.nothing(clock.now_s, cause)

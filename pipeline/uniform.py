@@ -28,7 +28,9 @@ class Uniform(Policy):
     costs the least (`EvenDecodes`).
 
     When: a micro-batch is made when the first stage is about to need it (`LEAD_S`) and not before. A decode that comes
-    back then waits for one batch, not for all that a burst of prompts would have put in front of it.
+    back then waits for one batch, not for all that a burst of prompts would have put in front of it. Where there are
+    decodes only, the oldest micro-batch counts as ended when it is about to end: the next one sets out with its tokens,
+    which pass from the last stage to the first, and no host stands between.
     """
 
     name = "uniform"
@@ -62,9 +64,15 @@ class Uniform(Policy):
         return objective * self._margin / (stages + 1 if stages > 1 else 1)
 
     def ask_again_s(self, view: View) -> float:
-        if self.settings.stages == 1 or view.ahead_s <= self.LEAD_S:
+        if self.settings.stages == 1:
             return math.inf
-        return view.ahead_s - self.LEAD_S
+        wait_s = view.ahead_s - self.LEAD_S
+        if not view.waiting_tokens and self._is_full(view):
+            wait_s = max(wait_s, view.returning_s - self.LEAD_S)
+        return wait_s if wait_s > 0 else math.inf
+
+    def counts_as_ended(self, view: View) -> bool:
+        return not view.waiting_tokens and view.returning_s <= self.LEAD_S
 
     def finished(self, gap_s: float) -> None:
         objective = self.settings.tbt_slo_s
@@ -74,7 +82,10 @@ class Uniform(Policy):
             self._margin = min(most, max(least, self._margin * (1 + step)))
 
     def _has_place(self, view: View) -> bool:
-        return len(view.in_flight) < self._in_flight(view) and self.ask_again_s(view) == math.inf
+        return not self._is_full(view) and (self.settings.stages == 1 or view.ahead_s <= self.LEAD_S)
+
+    def _is_full(self, view: View) -> bool:
+        return len(view.in_flight) >= self._in_flight(view)
 
     def _budget(self, view: View) -> Budget:
         self._num_begun += 1

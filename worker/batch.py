@@ -1,6 +1,5 @@
 """One step in the making: which sequences are in it, with how many tokens each, within its budget."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +20,8 @@ _NOBODY = np.empty(0, dtype=np.int64)
 class Step:
     """A plan, from its making to its update, and who is in it: of each chunk the sequence and its row in the counts,
     whether it gets a token, and whether it has gone since. Those in `prompted` get logits of their prompt's tokens.
-    `shape` is what the policy and the cost models see of it. Of its decodes, the one that waits longest got its last
-    token at `waiting_since_s`; infinity if there is none."""
+    `shape` is what the policy and the cost models see of it. Of a pipeline, `after` is the step before whose tokens it
+    takes from the device, if it does."""
 
     plan: Plan
     rows: np.ndarray
@@ -31,7 +30,7 @@ class Step:
     gone: np.ndarray
     prompted: list[int]
     shape: BatchShape
-    waiting_since_s: float
+    after: int | None = None
 
     @property
     def sequences_left(self) -> list[Sequence]:
@@ -118,9 +117,10 @@ class Batch:
                 return True
         return False
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int, after: int | None = None) -> Step:
         """The step as it is going to run. From now on the sequences count as computed so far, and those of which
-        nothing is missing then have one more token pending."""
+        nothing is missing then have one more token pending. `after`: the step whose tokens are those that are pending
+        now, of a pipeline."""
         counts, others = self._counts, list(self._sizes)
         rows = self._decodes
         if others:
@@ -140,13 +140,13 @@ class Batch:
         if others:
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
         num_kept, num_pages, pages = self._pages(rows)
-        since_s = np.minimum.reduce(counts.answered_s[self._decodes], initial=math.inf)
         counts.computed[rows] = ends
         counts.tokens[rows] = tokens + gives
         counts.pending[rows] = pending + gives
         plan = Plan(number, counts.slots[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
         gone = np.zeros(len(rows), dtype=bool)
-        return Step(plan, rows, counts.of(rows), gives, gone, prompted, self.budget.shape, float(since_s))
+        after = after if np.count_nonzero(pending) else None
+        return Step(plan, rows, counts.of(rows), gives, gone, prompted, self.budget.shape, after)
 
     def _chunk(self, start: int, missing: int) -> int:
         return self.budget.chunk(start, missing, missing)

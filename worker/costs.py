@@ -27,7 +27,8 @@ from worker.models.shard import Shard
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 60.0  # at most, and only while nothing runs
-# What a step spends outside the stages: its plan's way and its tokens', and a way between two stages.
+# What a step spends outside the stages: its tokens' way and its plan's, where the scheduler waits for the tokens, and a
+# way between two stages.
 ENDS_S, BETWEEN_S = 1e-3, 2e-4
 
 
@@ -54,9 +55,11 @@ class Costs:
         shards = [Shard(whole, stage=stage, stages=config.pp) for stage in range(config.pp)]
         return cls([_guess(model.stem, shard, config, name, rows) for shard in shards], folder)
 
-    def policy(self, config: WorkerConfig) -> Policy:
-        """The schedule that is configured. `uniform` asks these models."""
-        exposed_s = ENDS_S + (config.pp - 1) * BETWEEN_S if config.pp > 1 else 0.0
+    def policy(self, config: WorkerConfig, overlap: bool) -> Policy:
+        """The schedule that is configured. `uniform` asks these models. `overlap`: whether tokens pass from the last
+        stage to the first on the devices."""
+        ends_s = BETWEEN_S if overlap and config.schedule_name == "uniform" else ENDS_S
+        exposed_s = ends_s + (config.pp - 1) * BETWEEN_S if config.pp > 1 else 0.0
         models = self.models if config.schedule_name == "uniform" else ()
         settings = Settings(config.pp, config.token_budget, models, config.tbt_slo, exposed_s)
         return make_policy(config.schedule_name, settings)

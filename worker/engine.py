@@ -142,12 +142,14 @@ class Engine:
             vocab_size=self.runner.vocab_size,
             context_length=self.runner.context_length,
             eos_token_ids=self.runner.eos_token_ids,
-            policy=self.costs.policy(config),
+            policy=self.costs.policy(config, self._overlap),
             ahead_s=self.timeline.ahead_s if config.pp > 1 and self._overlap else lambda: 0.0,
+            returning_s=self._returning_s,
             clock=clock,
         )
         self._under_way: deque[Step] = deque()  # of a pipeline, those that only the stages before have begun
         self._flight: _Flight | None = None  # what is launched and not finished between two steps
+        self._sampled: _Flight | None = None  # what was sampled last, finished or not
         self._on_ready = on_ready
         self._compiling: dict[str, tuple[Future[CompiledGrammar], Grammar]] = {}
         self._compiled: queue.SimpleQueue[tuple[str, Future[CompiledGrammar]]] = queue.SimpleQueue()
@@ -191,6 +193,7 @@ class Engine:
                 self.runner.sampled(step.plan)
                 if logits.is_cuda:
                     self._flight = self._flight._replace(ended=torch.cuda.current_stream().record_event())
+                self._sampled = self._flight
             else:
                 self.timeline.finished(step, computed=False)
             if not self._overlap:
@@ -293,6 +296,12 @@ class Engine:
                     self.runner.expect(step.plan)
                 except RankLost as error:
                     raise DeviceLost(str(error)) from error
+
+    def _returning_s(self, step: Step) -> float:
+        """Of a pipeline, the time until the tokens of a step lie on the last stage's device."""
+        if self.scheduler.config.pp == 1 or self._sampled is None or self._sampled.step is not step:
+            return math.inf
+        return self.timeline.returning_s(step) if self._sampled.ended is not None else 0.0
 
     def _send_until(self, ended: torch.cuda.Event) -> None:
         """Waits for the device, and sends steps whenever the policy wants to be asked again."""

@@ -4,6 +4,7 @@ Sums of few tokens, whose time is that of the start, go through memory that the 
 (`kernels.all_reduce`), where they can; all else goes through NCCL.
 """
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,9 @@ from worker import peers
 if TYPE_CHECKING:  # needs Triton
     from kernels.all_reduce import PeerSums
 
+# NCCL gives a connection over sockets one thread, but in two clouds that it knows: half of what two machines, or two
+# processes of one, get with four.
+SOCKET_THREADS = "4"
 TIMEOUT_S = 120.0  # a collective that takes longer means that a rank has gone or hangs
 _POLL_S = 0.02
 _FAILED = "failed"
@@ -128,6 +132,7 @@ class Group(Meeting):
         timeout = timedelta(seconds=timeout_s)
         prefixed = dist.PrefixStore("backend", self._room)
         if self._device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_NTHREADS", SOCKET_THREADS)
             # What is sent beside products gets its place before those that are queued.
             options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = timeout

@@ -6,9 +6,8 @@
 
 Every rank applies the same plans in the same order. Of a pipeline the leader is in the last stage, where tokens are
 sampled: plans are sent to the others well before it comes to its own part of them. Tokens that the host has not seen
-yet, which no pipeline has, are on the leader's device alone: a step that needs them begins with their broadcast. Ranks
-find each other in a store, at an address that the leader's process publishes, and whichever fails leaves the reason
-there.
+yet are on the leader's device alone: a step that needs them waits on the first stage for them. Ranks find each other in
+a store, at an address that the leader's process publishes, and whichever fails leaves the reason there.
 """
 
 import logging
@@ -31,7 +30,7 @@ from pipeline.meter import Span
 from worker.clocks import Clocks, Stamp, host_id
 from worker.config import WorkerConfig
 from worker.parallel import TIMEOUT_S, Meeting, RankLost
-from worker.plan import PENDING, Plan
+from worker.plan import Plan
 from worker.runner import Ran, Runner, place
 from worker.stage import Stage
 from worker.weights import Progress
@@ -162,7 +161,7 @@ class Leader:
         sent = self._sent.popleft()
         assert sent is plan, "plans are run in the order in which they were sent"
         try:
-            logits = _step(self.runner, plan)
+            logits = self.runner.forward(plan)
         except Exception as error:
             raise self._loss(error) from error
         if self._launched is not None:
@@ -325,7 +324,7 @@ class Follower:
                     self._came.append((plans[-1].step, time.monotonic()))
                     self._runner.expect(plans[-1])
             if plans:
-                _step(self._runner, plans.popleft())
+                self._runner.forward(plans.popleft())
 
     def _tell_times(self) -> None:
         """Of a stage's ranks, which go together, the first tells."""
@@ -360,14 +359,6 @@ def _tell(store: dist.Store, rank: int, error: BaseException) -> None:
                 replica.check()
                 time.sleep(WATCH_EVERY_S / 4)
         replica.fail(f"rank {rank}: {_line(error)}")
-
-
-@torch.inference_mode()
-def _step(runner: Runner, plan: Plan) -> torch.Tensor:
-    """What every rank does with a plan. Of a pipeline no plan has tokens that are pending."""
-    if (plan.token_ids == PENDING).any():
-        runner.group.broadcast(runner.last_tokens, 0)
-    return runner.forward(plan)
 
 
 def _leave_together(stage: Stage, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from pipeline.shape import BatchShape
 from pipeline.simulate import Clock, MicroBatch, Request
 from radix.pages import PagePool
 from radix.tree import Tree
+from worker.batch import Step
 from worker.config import WorkerConfig
 from worker.costs import Costs
 from worker.messages import Generate, SamplingParams
@@ -32,7 +33,7 @@ class Rehearsal:
         below VOCAB_SIZE. `config` must say how large the KV cache is and how long a context may be."""
         assert config.kv_tokens is not None and config.context_length is not None
         self._costs, self._clock, self._prompt_ids = costs, clock, prompt_ids
-        self._ahead = Ahead()
+        self._ahead = Ahead(config.pp)
         self._tokens = np.zeros(config.max_running, dtype=np.int64)
         self.scheduler = Scheduler(
             config,
@@ -40,8 +41,9 @@ class Rehearsal:
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length,
             eos_token_ids=(),
-            policy=costs.policy(config),
-            ahead_s=lambda: self._ahead.seconds(clock()),
+            policy=costs.policy(config, overlap=config.overlap is not False),
+            ahead_s=lambda: self._ahead.free_s(clock()),
+            returning_s=self._returning_s,
             clock=clock,
         )
 
@@ -56,8 +58,9 @@ class Rehearsal:
         step = self.scheduler.schedule()
         if step is None:
             return None
-        self._ahead.sent(self._clock(), self._costs.models[0].predict(step.shape))
-        return MicroBatch(step.shape, [int(seq.request_id) for seq in self.scheduler.started], step)
+        self._ahead.sent(step.plan.step, self._clock(), [model.predict(step.shape) for model in self._costs.models])
+        started = [int(seq.request_id) for seq in self.scheduler.started]
+        return MicroBatch(step.plan.step, step.shape, started, step.after, step)
 
     def ask_again_s(self) -> float:
         return self.scheduler.ask_again_s()
@@ -65,8 +68,8 @@ class Rehearsal:
     def found_nothing(self) -> str | None:
         return self.scheduler.found_nothing
 
-    def first_stage_ended(self) -> None:
-        self._ahead.ended(self._clock())
+    def ended(self, batch: MicroBatch, stage: int, at_s: float) -> None:
+        self._ahead.ended(batch.step, stage, at_s)
 
     def finish(self, batch: MicroBatch, seconds: list[float]) -> Iterable[int]:
         self._costs.observe(batch.shape, seconds)
@@ -78,3 +81,6 @@ class Rehearsal:
 
     def decode_s(self, shape: BatchShape) -> float:
         return self._costs.decode_s(shape)
+
+    def _returning_s(self, step: Step) -> float:
+        return self._ahead.returning_s(step.plan.step, self._clock())

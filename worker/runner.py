@@ -23,7 +23,7 @@ from worker.graphs import StepGraphs, product_sizes
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
-from worker.plan import Plan
+from worker.plan import PENDING, Plan
 from worker.stage import Stage
 from worker.stopwatch import Stopwatch
 from worker.tables import PageTables
@@ -92,6 +92,7 @@ class Runner:
         self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
         self.likeliest: torch.Tensor | None = None
         self._logits = torch.empty(0, device=self.device)
+        self._waits = False  # whether the step has tokens that only devices know
         if self.device.type == "cuda":
             self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
             self.decoder.choose_products(product_sizes(self._max_running, self._graph_tokens), self._token_budget)
@@ -111,10 +112,12 @@ class Runner:
 
     def expect(self, plan: Plan) -> None:
         """Get ready for a plan that the stages before have been sent, ahead of its `forward`, in the plans' order."""
-        if self.stage.before is None:
-            self._stopwatch.came(plan.step)
-        else:
+        if self.stage.before is not None:
             self.stage.expect(plan.num_tokens, self.config.hidden_size, self.dtype)
+        elif not _waits(plan):
+            self._stopwatch.came(plan.step)
+        if self._samples and self.stage.count > 1 and _waits(plan):
+            self.stage.hand_back()
 
     @torch.inference_mode()
     def forward(self, plan: Plan) -> torch.Tensor:
@@ -126,6 +129,7 @@ class Runner:
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
         self._tables.update(plan)
+        self._waits = self.config.is_first and _waits(plan)
         out = self._computed(plan)
         if not self._samples:
             self._stopwatch.end(plan.step)
@@ -135,8 +139,10 @@ class Runner:
         return out.new_empty((0, self.vocab_size), dtype=torch.float32)
 
     def sampled(self, plan: Plan) -> None:
-        """To be called on the rank beside the sampler, where a plan's part ends with the choice of its tokens."""
+        """To be called on the rank beside the sampler, where a plan's part ends with the choice of its tokens, which
+        are `last_tokens` then. Plans that are expected from now on may have them as pending."""
         self._stopwatch.end(plan.step)
+        self.stage.keep(self.last_tokens)
 
     def ran(self) -> list[Ran]:
         """The steps that are over and were not told yet, in order. Waits for nothing. When a step's input came is known
@@ -179,6 +185,9 @@ class Runner:
         if self.stage.before is not None:
             self._stopwatch.ready()
             before = self.stage.receive(self.config.hidden_size)
+        elif self._waits:
+            self._stopwatch.ready()
+            self.stage.take_back(self.last_tokens)
         self._stopwatch.begin()
         return before
 
@@ -194,14 +203,13 @@ class Runner:
         of all tokens. One that is not the first goes on from what `begin` gives."""
         attention.plan(batch)
         arrays = [token_ids, token_positions(batch), rows]
-        pending = (token_ids < 0).any()
-        if pending:
+        if self._waits:
             arrays.append(np.repeat(batch.rows, batch.lengths).astype(np.int64))
         given, positions, wanted, *slots = all_to_device(arrays, self.device)
-        if pending:
-            given = torch.where(given < 0, self.last_tokens[slots[0]], given)
         if (before := begin()) is not None:
             given = before
+        elif self._waits:
+            given = torch.where(given < 0, self.last_tokens[slots[0]], given)
         if not self.stage.is_last:
             return self.decoder.hidden(given, positions, attention)
         return self.decoder.logits(self.decoder.hidden(given, positions, attention, wanted))
@@ -278,6 +286,11 @@ class Runner:
                 "lower it, or set kv_tokens"
             )
         return config.context_length
+
+
+def _waits(plan: Plan) -> bool:
+    """Whether tokens of a plan are on the sampler's device only."""
+    return bool((plan.token_ids == PENDING).any())
 
 
 def _show_capture(done: int, total: int) -> None:

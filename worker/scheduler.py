@@ -19,9 +19,10 @@ When a step is made, and how much of what waits goes into it, is a policy's to s
 sequences these are is decided here.
 
 Of a pipeline several steps are in flight, so that no stage waits for another. A sequence's next chunk may be in the
-very next step, but its next decode waits for its token: nothing is pending on the device, since it is another stage's.
-One that is preempted loses the token in flight, which is sampled again: its slot has a new owner by the time that it
-would be sampled.
+very next step, but its next decode waits for its token; of the oldest step the tokens may be pending, where the policy
+counts it as ended because it is about to end: the last stage then hands them to the first one on their devices. One
+that is preempted loses the token in flight, which is sampled again: its slot has a new owner by the time that it would
+be sampled.
 """
 
 import copy
@@ -70,13 +71,16 @@ class Scheduler:
         eos_token_ids: Collection[int],
         policy: Policy,
         ahead_s: Callable[[], float] = lambda: 0.0,
+        returning_s: Callable[[Step], float] = lambda step: math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ahead_s`: the time until the first stage is done with all that was sent to it, as the policy wants it.
+        `returning_s`: of a pipeline, the time until the tokens of this step, the oldest in flight, lie on the device,
+        where the next step may take them; infinity where it may not.
         `clock`: whatever time the caller lives in."""
         self.config = config
         self.policy = policy
-        self._ahead_s = ahead_s
+        self._ahead_s, self._returning_s = ahead_s, returning_s
         self.holdings = Holdings(tree)
         self.num_pages = tree.pool.num_pages
         self.page_size = tree.page_size
@@ -101,6 +105,7 @@ class Scheduler:
         self._outputs: list[Output] = []
         self._batch = Batch(Budget(0), self.page_size, self._counts)  # this step's
         self._view = View()  # as it was before
+        self._returning: Step | None = None  # what counts as ended, but for its tokens
         self._in_flight: deque[Step] = deque()  # steps without their update
         # If the last `schedule` had a place for a step and nothing to put into it: why, as the meter says it.
         self.found_nothing: str | None = None
@@ -205,7 +210,7 @@ class Scheduler:
 
     def ask_again_s(self) -> float:
         """After what time `schedule`, which has just given None, may give a step though nothing else happens."""
-        self._view.ahead_s = self._ahead_s()
+        self._look_ahead(self._view)
         return self.policy.ask_again_s(self._view)
 
     def _make(self, budget: Budget | None, running: Survey) -> Step | None:
@@ -224,7 +229,7 @@ class Scheduler:
             return None
         self._step += 1
         self.counters.steps = self._step
-        return self._batch.step(self._step)
+        return self._batch.step(self._step, None if self._returning is None else self._returning.plan.step)
 
     def update(
         self,
@@ -238,8 +243,9 @@ class Scheduler:
         that have gone since are skipped. A slot may be another's by now, so they are those that were planned."""
         assert self._in_flight[0] is step, "updates come in the order of the steps"
         now_s = self.clock()
-        if step.waiting_since_s < math.inf:
-            self.policy.finished(now_s - step.waiting_since_s)
+        decodes = step.rows[(step.plan.starts >= self._counts.prompt[step.rows]) & ~step.gone]
+        if len(decodes):
+            self.policy.finished(now_s - float(self._counts.answered_s[decodes].min()))
         self._confirm(step)
         for chunk, logprobs in prompt_logprobs.items():
             known = step.sequences[chunk].prompt_logprobs
@@ -318,7 +324,11 @@ class Scheduler:
         view = running.view(counts)
         view.free_kv = self.holdings.num_available / self.num_pages
         view.in_flight = [step.shape for step in self._in_flight]
-        view.ahead_s = self._ahead_s()
+        self._look_ahead(view)
+        self._returning = None
+        if self._in_flight and self.policy.counts_as_ended(view):
+            self._returning = self._in_flight[0]
+            view.in_flight = view.in_flight[1:]
         if len(queue):
             queued = int((counts.tokens[queue] - counts.cached[queue]).sum())
             if not self._free_slots or self._waiting.is_blocked(self._step):
@@ -328,6 +338,11 @@ class Scheduler:
                 view.waiting_tokens += queued
         return view
 
+    def _look_ahead(self, view: View) -> None:
+        """What the policy is shown of times to come."""
+        view.ahead_s = self._ahead_s()
+        view.returning_s = self._returning_s(self._in_flight[0]) if self._in_flight else math.inf
+
     def _go_on(self, running: Survey) -> list[Sequence]:
         """Puts running sequences that lack their last output into this step, as many as the budget takes. Returns those
         that lack something else: they follow one by one."""
@@ -335,6 +350,8 @@ class Scheduler:
         decode, going = running.decode, running.going
         if self.config.pp > 1:
             is_known = counts.pending[rows] == 0
+            if (back := self._returning) is not None:
+                is_known |= (counts.pending[rows] == 1) & np.isin(rows, back.rows[back.gives & ~back.gone])
             decode, going = decode & is_known, going & is_known
             if not self.policy.chunks_follow:
                 going &= counts.confirmed[rows] == running.computed
@@ -352,7 +369,8 @@ class Scheduler:
         counts, budget = self._counts, self._batch.budget
         decodes = ready
         if self.config.pp > 1:
-            decodes = ready[np.argsort(counts.answered_s[ready], kind="stable")]
+            since_s = np.where(counts.pending[ready] > 0, math.inf, counts.answered_s[ready])
+            decodes = ready[np.argsort(since_s, kind="stable")]
         contexts = counts.computed[decodes]
         taken = budget.take_decodes(contexts)
         decodes, contexts = decodes[:taken], contexts[:taken]

@@ -1,20 +1,25 @@
-"""A rank's place in the pipeline of a replica, and what passes between stages: the tokens' activations.
+"""A rank's place in the pipeline of a replica, and what passes between stages: the tokens' activations, and the tokens
+that come of them.
 
     stage 0 ── [n, hidden] ──▶ stage 1 ── … ──▶ stage P-1: logits
+       ◀──────────────── sampled tokens ──────────────────┘
 
-Every rank has a link to the rank of the same number in the next stage. A chain has no way back, and nobody waits but
-for what comes from before, so that no two ever wait for each other. Of several ranks in a stage, which all have the
+Every rank has a link to the rank of the same number in the next stage. Of several ranks in a stage, which all have the
 same activations, each sends its share of the columns; those who receive put them together again.
+
+Where a step needs tokens that no host knows yet, the last stage hands those of all slots to the first as they are after
+a step that was begun before: it keeps a copy then, and sends it when the plan that needs it comes. So whoever waits,
+waits for an earlier step, and no two ever wait for each other.
 
 On a GPU every rank begins, for one step after another, to receive, to compute and to send. What it receives is in the
 order of what it computes: NCCL keeps multiprocessors for as long as a receive waits, and products that have a block for
 every one of them then take twice as long (https://github.com/pytorch/pytorch/issues/143988). What NCCL's buffers hold
-is on its way before that. Sends go beside what is computed next; they wait where the next stage is behind, and this
-one has time. So beside a step's own collectives there is nothing but sends, which wait for the next stage only, and
-never for their own: the last stage sends nothing, all that it was sent is taken, hence all that the one before it has
-sent, and so on. Even where a device did everything in the order in which it was begun, step k of stage s would wait for
-steps before k and stages before s alone: receives begun as plans come, in other orders on other ranks of a stage, would
-not have that.
+is on its way before that. Sends go beside what is computed next; they wait where the next stage is behind, and this one
+has time. So beside a step's own collectives there is nothing but sends, which wait for the next stage only, and never
+for their own: the last stage sends nothing but tokens, which NCCL's buffers hold, all that it was sent is taken, hence
+all that the one before it has sent, and so on. Even where a device did everything in the order in which it was begun,
+step k of stage s would wait for steps before k and stages before s alone: receives begun as plans come, in other orders
+on other ranks of a stage, would not have that.
 """
 
 from collections import deque
@@ -84,6 +89,9 @@ class Stage:
     replica: Meeting
     before: Link | None = None
     after: Link | None = None
+    back: Link | None = None  # from the leading rank to the first of all
+    _kept: torch.Tensor | None = None
+    _aside: torch.cuda.Stream | None = None  # that waits for the tokens that are kept, and for nothing else
 
     @classmethod
     def only(cls, group: Group | None = None) -> "Stage":
@@ -102,11 +110,14 @@ class Stage:
         if pp == 1:
             return cls.only(group)
         stage = cls(index, pp, group, Meeting(store, rank, tp * pp, "replica"))
-        # The first link is there when stage 0 and stage 1 are, the next one then: nobody waits in a circle.
+        # The first link is there when stage 0 and stage 1 are, the next one then, and the way back last of all: nobody
+        # waits in a circle.
         if index > 0:
             stage.before = Link(Group.pair(store, 1, device, timeout_s, f"link/{index - 1}/{own}"), device)
         if index < pp - 1:
             stage.after = Link(Group.pair(store, 0, device, timeout_s, f"link/{index}/{own}"), device)
+        if own == 0 and index in (0, pp - 1):
+            stage.back = Link(Group.pair(store, 0 if index else 1, device, timeout_s, "back"), device)
         return stage
 
     @property
@@ -132,9 +143,36 @@ class Stage:
         first = self.group.rank * share if share < x.shape[1] else 0
         self.after.send(x[:, first : first + share].clone(memory_format=torch.contiguous_format))
 
+    def keep(self, tokens: torch.Tensor) -> None:
+        """Of a pipeline's leading rank: `tokens`, int64 [n], are those of all slots now, on a GPU when the current
+        stream comes to it."""
+        if self.back is None or not self.is_last:
+            return
+        self._kept = tokens.clone().unsqueeze(0)
+        if tokens.is_cuda:
+            self._aside = self._aside or torch.cuda.Stream(priority=-1)
+            self._aside.wait_stream(torch.cuda.current_stream())
+
+    def hand_back(self) -> None:
+        """Begins to send what was kept last to the first stage, as soon as it is there."""
+        assert self.back is not None and self._kept is not None
+        if self._aside is None:
+            self.back.send(self._kept)
+        else:
+            with torch.cuda.stream(self._aside):
+                self.back.send(self._kept)
+
+    def take_back(self, tokens: torch.Tensor) -> None:
+        """`tokens`, int64 [n], become on every rank of the first stage those that the leading rank hands back next; of
+        the only stage, those that it has now."""
+        if self.back is not None:
+            self.back.expect(1, len(tokens), tokens.dtype)
+            tokens.copy_(self.back.receive()[0])
+        self.group.broadcast(tokens, 0)
+
     def close(self) -> None:
         """Leave the group and the links."""
-        for link in (self.before, self.after):
+        for link in (self.before, self.after, self.back):
             if link is not None:
                 link.close()
         self.group.close()

@@ -21,7 +21,7 @@ class _Open:
     """A step of which not all stages have told."""
 
     shape: BatchShape
-    planned_s: float
+    after: int | None
     spans: list[Span | None]
 
 
@@ -32,7 +32,7 @@ class Timeline:
         self.meter = Meter(stages)
         self._stages = stages
         self._costs = costs
-        self._ahead = Ahead()
+        self._ahead = Ahead(stages)
         self._open: dict[int, _Open] = {}
         self._in_flight: set[int] = set()
         self._ended_s = [-math.inf] * stages  # the last step of each that counted
@@ -40,11 +40,11 @@ class Timeline:
     def planned(self, step: Step) -> None:
         """The step is sent."""
         now_s, number = time.monotonic(), step.plan.step
-        self.meter.planned(number, now_s, step.shape, self._costs.decode_s(step.shape))
-        self._open[number] = _Open(step.shape, now_s, [None] * self._stages)
+        self.meter.planned(number, now_s, step.shape, self._costs.decode_s(step.shape), step.after)
+        self._open[number] = _Open(step.shape, step.after, [None] * self._stages)
         self._in_flight.add(number)
         if self._costs.models:
-            self._ahead.sent(now_s, self._costs.models[0].predict(step.shape))
+            self._ahead.sent(number, now_s, [model.predict(step.shape) for model in self._costs.models])
 
     def nothing(self, cause: str) -> None:
         """The scheduler has a place for a step and nothing to put into it."""
@@ -57,8 +57,7 @@ class Timeline:
             if step is None:
                 continue  # it failed
             step.spans[stage] = span
-            if stage == 0 and self._costs.models:
-                self._ahead.ended(span.end_s)
+            self._ahead.ended(number, stage, span.end_s)
             if None not in step.spans:
                 del self._open[number]
                 self._count(number, step)
@@ -71,10 +70,15 @@ class Timeline:
             self.meter.finished(number, computed)
             if not computed:
                 self._open.pop(number, None)
+                self._ahead.failed(number)
 
     def ahead_s(self) -> float:
         """Until the first stage is done with all that was sent to it."""
-        return self._ahead.seconds(time.monotonic()) if self._in_flight else 0.0
+        return self._ahead.free_s(time.monotonic())
+
+    def returning_s(self, step: Step) -> float:
+        """Until the last stage is done with a step; infinity where nobody predicts it."""
+        return self._ahead.returning_s(step.plan.step, time.monotonic()) if self._costs.models else math.inf
 
     def spent(self) -> list[dict[str, float]]:
         """For each stage the seconds that it computed, and those that it waited by cause."""
@@ -82,12 +86,12 @@ class Timeline:
         return [{"compute": meter.compute_s[stage], **meter.gap_s[stage]} for stage in range(self._stages)]
 
     def _count(self, number: int, step: _Open) -> None:
-        sent_s, seconds = step.planned_s, []
+        sent_s, seconds = self.meter.sent_s(number), []
         for stage, found in enumerate(step.spans):
             assert found is not None
             received_s, begin_s, end_s = found
             begin_s = max(begin_s, sent_s)  # clocks are not quite one
-            if stage > 0:
+            if stage > 0 or step.after is not None:
                 # When the input came can be told only if the stage was ready. What it was not ready for is the host's.
                 received_s = begin_s - max(0.0, received_s - max(self._ended_s[stage], sent_s))
             elif self._stages == 1:

@@ -26,10 +26,12 @@ class Line:
         self.step = 0
         self.ends = {}
 
-    def send(self, at, shape, *took, decode_s=0.0, plan_s=0.0, host_s=0.0):
+    def send(self, at, shape, *took, decode_s=0.0, plan_s=0.0, host_s=0.0, after=None):
         self.step += 1
-        self.meter.planned(self.step, at, shape, decode_s)
+        self.meter.planned(self.step, at, shape, decode_s, after)
         received = at + plan_s
+        if after is not None:
+            received = max(received, self.ends[after] + self.ways)
         for stage, seconds in enumerate(took):
             begin = max(received + host_s, self.free[stage])
             self.free[stage] = begin + seconds
@@ -171,6 +173,20 @@ def test_a_host_that_holds_up_the_last_stage_holds_up_the_first():
     waits = {cause: seconds for cause, seconds in meter.gap_s[0].items() if seconds}
     assert waits == {"host": pytest.approx(0.5)}
     assert {cause for cause, seconds in meter.gap_s[1].items() if seconds} == {"host"}
+
+
+def test_a_plan_that_is_there_before_its_tokens_waits_for_those():
+    line = Line(2, ways=0.1)
+    line.send(0.0, DECODES, 1.0, 1.0)
+    line.send(0.0, DECODES, 1.0, 1.0)
+    line.send(1.9, DECODES, 1.0, 1.0, after=1)  # the first one's tokens leave the last stage at 2.1
+    line.send(2.9, DECODES, 1.0, 1.0, after=2)
+    assert line.meter.sent_s(3) == pytest.approx(1.9), "the first has not ended"
+    line.finish(1, 2)
+    assert line.meter.sent_s(3) == pytest.approx(2.1)
+    line.finish(3, 4)
+    assert line.gaps(0) == {"communication": pytest.approx(0.2)}
+    assert line.meter.compute_s == [4.0, 4.0]
 
 
 def test_nothing_to_do_and_filling_the_pipeline_again():

@@ -162,16 +162,33 @@ def test_a_model_of_measured_costs_stands_for_the_stage():
 
 def test_what_lies_before_the_first_stage():
     ahead = Ahead()
-    assert ahead.seconds(1.0) == 0.0
-    ahead.sent(1.0, 0.5)
-    ahead.sent(1.1, 0.3)
-    assert ahead.seconds(1.2) == pytest.approx(0.6)
-    ahead.ended(1.7)  # later than predicted
-    assert ahead.seconds(1.8) == pytest.approx(0.2)
-    ahead.ended(1.9)
-    assert ahead.seconds(1.9) == 0.0
-    ahead.sent(5.0, 0.1)
-    assert ahead.seconds(5.0) == pytest.approx(0.1)
+    assert ahead.free_s(1.0) == 0.0
+    ahead.sent(1, 1.0, [0.5])
+    ahead.sent(2, 1.1, [0.3])
+    assert ahead.free_s(1.2) == pytest.approx(0.6)
+    ahead.ended(1, 0, 1.7)  # later than predicted
+    assert ahead.free_s(1.8) == pytest.approx(0.2)
+    ahead.ended(2, 0, 1.9)
+    assert ahead.free_s(1.9) == 0.0
+    ahead.sent(3, 5.0, [0.1])
+    assert ahead.free_s(5.0) == pytest.approx(0.1)
+    ahead.failed(3)
+    assert ahead.free_s(5.0) == 0.0
+
+
+def test_when_a_step_has_been_through():
+    ahead = Ahead(2)
+    ahead.sent(1, 1.0, [0.5, 0.7])
+    ahead.sent(2, 1.0, [0.5, 0.7])
+    assert ahead.returning_s(1, 1.0) == pytest.approx(1.2)
+    assert ahead.returning_s(2, 1.0) == pytest.approx(1.9)
+    ahead.ended(1, 1, 2.4)  # the last stage, which is near, tells before the first one
+    assert ahead.returning_s(1, 2.0) == 0.0
+    assert ahead.returning_s(2, 2.5) == pytest.approx(0.6)
+    ahead.ended(1, 0, 1.6)
+    ahead.ended(2, 0, 2.5)
+    assert ahead.returning_s(2, 2.5) == pytest.approx(0.7)
+    assert ahead.free_s(2.5) == 0.0
 
 
 def test_the_models_of_the_stages_learn_as_they_run():

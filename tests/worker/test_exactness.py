@@ -115,7 +115,7 @@ def test_preempted(engine, crowded, prompts, expected, page_size, overlap):
 @pytest.mark.parametrize(
     ("pp", "tp", "overlap", "schedule"),
     [
-        (2, 1, False, "uniform"),
+        (2, 1, True, "uniform"),
         (2, 1, True, "hybrid"),
         (4, 1, False, "prefill_first"),
         (4, 1, True, "throttle"),

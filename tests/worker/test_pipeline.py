@@ -2,6 +2,7 @@
 that, against a model that is a hash."""
 
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +21,6 @@ from pipeline.schedule import POLICIES
 from tests.worker.conftest import TINY, without_grammars
 from tests.worker.test_ranks import prompts, settings
 from tests.worker.test_scheduler import Driver, prompt
-from worker import ranks
 from worker.batch import Step
 from worker.config import WorkerConfig
 from worker.engine import DeviceLost, Engine, Parts
@@ -41,29 +40,56 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
 
 class Piped(Driver):
-    """As the engine of a pipeline does: a step is computed when it is the oldest under way."""
+    """As the engine of a pipeline does: a step is computed when it is the oldest under way. With `hands_back`, steps
+    are planned too when its tokens are there and the scheduler does not know them yet."""
 
-    def __init__(self, runner, **config) -> None:
-        super().__init__(runner, **config)
+    def __init__(self, runner, hands_back: bool = False, **config) -> None:
         self.under_way: deque[Step] = deque()
+        self.hands_back = hands_back
+        self.sampled: Step | None = None
+        self.handed: dict[Step, torch.Tensor] = {}  # to steps that wait for them
+        super().__init__(runner, **config)
+
+    def returning_s(self, step: Step) -> float:
+        return 0.0 if step is self.sampled else math.inf
 
     def step(self) -> Plan | None:
         self.now_s += 0.01
-        while step := self.scheduler.schedule():
-            assert 0 < step.plan.num_tokens <= self.config.token_budget
-            assert (step.plan.token_ids != PENDING).all(), "no stage but the last has the token"
-            self.under_way.append(step)
-            assert len(self.under_way) <= self.scheduler.policy.most_in_flight
+        self.fill()
         if not self.under_way:
             self.collect()
             return None
-        step = self.under_way.popleft()
+        step = self.under_way[0]
+        known = self.runner.last_tokens.clone()
+        if step in self.handed:
+            self.runner.last_tokens.copy_(self.handed.pop(step))
         rows = self.runner.forward(step.plan).argmax(1)
-        chosen = np.flatnonzero(step.gives & ~step.gone)
-        assert (self.scheduler._counts.slots[step.rows[chosen]] == step.plan.slots[chosen]).all(), "another's slot"
-        self.scheduler.update(step, *self.sample(step, rows), {})
+        self.runner.last_tokens.copy_(known)
+        update = self.sample(step, rows)
+        assert (self.scheduler._counts.slots[step.rows[update[0]]] == step.plan.slots[update[0]]).all(), "another's"
+        if self.hands_back:
+            self.sampled = step
+            self.fill()
+        self.under_way.popleft()
+        self.scheduler.update(step, *update, {})
         self.collect()
         return step.plan
+
+    def fill(self) -> None:
+        while step := self.scheduler.schedule():
+            assert 0 < step.plan.num_tokens <= self.config.token_budget
+            if waits := self.waiting(step.plan):
+                back = self.sampled
+                assert back is not None and step.after == back.plan.step, "no stage but the last has the token"
+                assert set(waits) <= set(back.plan.slots[back.gives & ~back.gone].tolist())
+                self.handed[step] = self.runner.last_tokens.clone()
+            else:
+                assert step.after is None
+            self.under_way.append(step)
+            assert len(self.under_way) <= self.scheduler.policy.most_in_flight + (self.sampled is self.under_way[0])
+
+    def waiting(self, plan: Plan) -> list[int]:
+        return [chunk.slot for chunk in plan.chunks if PENDING in chunk.token_ids]
 
     def land(self) -> None:
         while self.under_way:
@@ -85,6 +111,17 @@ def test_chunks_follow_each_other_and_a_decode_waits_for_its_token(piped: Callab
     assert [len(step.plan) for step in d.under_way] == [1, 1, 1], "the whole prompt is under way"
     assert [plan.num_tokens for plan in d.run()] == [4, 4, 2, 1, 1]
     assert d.tokens("a") == d.runner.generate(prompt(14), 3)
+
+
+def test_the_oldest_step_counts_as_ended_when_its_tokens_are_about_to_come(piped: Callable[..., Piped]) -> None:
+    d = piped(pp=2, schedule="uniform", hands_back=True)
+    for i in range(4):
+        d.add(str(i), prompt(5, seed=i), max_tokens=6 + i)
+    plans = d.run()
+    waits = [len(d.waiting(plan)) for plan in plans]
+    assert sum(waits) >= 12, "most decodes set out with tokens that nobody knew yet"
+    assert all(d.tokens(str(i)) == d.runner.generate(prompt(5, seed=i), 6 + i) for i in range(4))
+    assert sum(plan.num_tokens for plan in plans) == sum(5 + 5 + i for i in range(4)), "no token is computed twice"
 
 
 @pytest.mark.parametrize(("schedule", "share"), [("throttle", 3), ("uniform", 2)])
@@ -128,15 +165,16 @@ def test_no_decode_starves_beside_prompts(schedule: str, piped: Callable[..., Pi
     budget=st.integers(1, 12),
     eos=st.sampled_from([(), (3, 7, 11, 20)]),
     aborts=st.sets(st.integers(0, 7), max_size=2),
+    hands_back=st.booleans(),
     requests=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
     ),
 )
 def test_every_request_ends_and_is_right(
-    fake_runner, pp, schedule, num_pages, page_size, budget, eos, aborts, requests
+    fake_runner, pp, schedule, num_pages, page_size, budget, eos, aborts, hands_back, requests
 ) -> None:
     runner = fake_runner(num_pages=num_pages, page_size=page_size)
-    d = Piped(runner, pp=pp, schedule=schedule, token_budget=budget, max_running=6, eos=eos)
+    d = Piped(runner, hands_back, pp=pp, schedule=schedule, token_budget=budget, max_running=6, eos=eos)
     for i, (stem, length, max_tokens, priority) in enumerate(requests):
         d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
     for i in sorted(aborts):
@@ -277,6 +315,27 @@ def test_batched_chunked_cached_and_preempted(
         assert engine.load().cached_tokens > 0
 
 
+@pytest.mark.parametrize(("pp", "tp"), [(2, 2), (3, 1)])
+def test_tokens_go_from_the_last_stage_to_the_first(
+    pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable
+) -> None:
+    with pipeline(tiny_model("llama"), pp=pp, tp=tp, overlap=True) as engine:
+        expect, waits = engine.runner.expect, []
+        engine.runner.expect = lambda plan: waits.append(int((plan.token_ids == PENDING).sum())) or expect(plan)
+        assert said(engine) == alone("llama")
+        assert sum(waits) > 9 * GREEDY.max_tokens / 2, "of decodes most"
+        meter = engine.meter()
+        assert meter.num_batches == engine.load().steps
+        sent = {one.step: one.planned_s for one in meter._done}
+        ended = {one.step: one.spans[-1].end_s for one in meter._done}
+        assert all(sent[one.step] >= ended[one.after] for one in meter._done if one.after is not None)
+        # Seeds are the sampler's, which counts on the last stage what nobody else knows yet.
+        random_s = SamplingParams(max_tokens=12, temperature=0.8, seed=7, frequency_penalty=0.5, ignore_eos=True)
+        tokens = said(engine, random_s, 3)
+    with closing(Engine(tiny_model("llama"), settings())) as engine:
+        assert said(engine, random_s, 3) == tokens
+
+
 def test_all_stages_tell_when_they_computed_each_step(tiny_model: Callable[[str], Path]) -> None:
     with pipeline(tiny_model("llama"), pp=3, tp=2, token_budget=16) as engine:
         ran: list[dict[int, Span]] = [{}, {}, {}]
@@ -343,14 +402,14 @@ def test_closing_with_steps_under_way(tiny_model: Callable[[str], Path]) -> None
 def test_one_that_fails_where_the_leading_rank_has_no_link_to(
     tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, broken = ranks._step, []
+    forward, broken = Runner.forward, []
 
     def fail(runner: Runner, plan: Plan) -> torch.Tensor:
         if broken and (runner.stage.index, runner.group.rank) == (0, 1):
             raise MemoryError("no more")
-        return step(runner, plan)
+        return forward(runner, plan)
 
-    monkeypatch.setattr(ranks, "_step", fail)
+    monkeypatch.setattr(Runner, "forward", fail)
     with pipeline(tiny_model("llama"), fails=True, tp=2, pp=2) as engine:
         assert said(engine) == alone("llama")
         broken.append(True)

@@ -1,5 +1,6 @@
 """The scheduler against a model that answers wrongly if a page, a position or a token is wrong."""
 
+import math
 import random
 from collections import defaultdict
 
@@ -42,7 +43,8 @@ class Driver:
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
             eos_token_ids=eos,
-            policy=Costs(STAGES[: self.config.pp]).policy(self.config),
+            policy=Costs(STAGES[: self.config.pp]).policy(self.config, overlap=False),
+            returning_s=self.returning_s,
             clock=lambda: self.now_s,
         )
         self.outputs: dict[str, list[Output]] = defaultdict(list)
@@ -50,6 +52,9 @@ class Driver:
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 5, **fields) -> bool:
         sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, temperature=0)
         return self.scheduler.add(Generate(request_id=request_id, prompt_ids=prompt, sampling=sampling, **fields))
+
+    def returning_s(self, step: Step) -> float:
+        return math.inf
 
     def step(self) -> Plan | None:
         step = self.scheduler.schedule()

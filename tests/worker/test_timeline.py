@@ -1,7 +1,6 @@
 """When stages computed what: set to one clock, and put together with what the engine does."""
 
 import itertools
-import math
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ NOBODY = np.empty(0, dtype=np.int64)
 
 def step(number: int, shape: BatchShape) -> Step:
     plan = Plan.of(number, [Chunk(0, 0, [1], 0, [0], 1)])
-    return Step(plan, NOBODY, [], NOBODY, NOBODY, [], shape, math.inf)
+    return Step(plan, NOBODY, [], NOBODY, NOBODY, [], shape)
 
 
 # ---------------------------------------------------------------- on the way to the leading rank
