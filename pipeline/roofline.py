@@ -165,10 +165,6 @@ class Stage:
 def make_stages(
     model: Model, device: Device, stages: int, ranks: int = 1, link: Link | None = None, rows: Rows = UNPADDED
 ) -> list[Stage]:
-    """All layers over `stages` of `ranks` devices each, by what they cost in a batch of a thousand tokens and thirty
-    decodes."""
-    shape = BatchShape([(2000, 1000), *[(2000, 1)] * 30])
-    layer_s = Stage(model, device, 1, False, ranks, link).seconds(shape)
-    head_s = Stage(model, device, 1, True, ranks, link).seconds(shape) - layer_s
-    ranges = split_layers([layer_s] * model.layers, stages, last=head_s)
+    """All layers over `stages` of `ranks` devices each."""
+    ranges = split_layers(model.layers, stages, model.head_weights / model.layer_weights)
     return [Stage(model, device, len(layers), layers.stop == model.layers, ranks, link, rows) for layers in ranges]

@@ -6,53 +6,58 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.roofline import MODELS
 from pipeline.stages import split_layers
 
 
-def stage_costs(costs, ranges, first, last):
-    sums = [sum(costs[i] for i in layers) for layers in ranges]
-    sums[0] += first
-    sums[-1] += last
-    return sums
+def sizes(layers, stages, head):
+    return [len(part) for part in split_layers(layers, stages, head)]
 
 
-def test_equal_layers_are_cut_evenly():
-    assert split_layers([1.0] * 80, 4) == [range(20), range(20, 40), range(40, 60), range(60, 80)]
+def loss(counts, head):
+    """By definition: decodes and prompts, each relative to an even share."""
+    layers, stages = sum(counts), len(counts)
+    decodes = max(*counts[:-1], counts[-1] + head) if stages > 1 else layers + head
+    return decodes / ((layers + head) / stages) + max(counts) / (layers / stages)
 
 
-def test_a_heavy_head_takes_layers_off_the_last_stage():
-    ranges = split_layers([1.0] * 12, 3, first=0.1, last=2.5)
-    assert [len(layers) for layers in ranges] == [5, 5, 2]
+def test_ranges_follow_each_other():
+    assert split_layers(80, 4, 0.0) == [range(20), range(20, 40), range(40, 60), range(60, 80)]
 
 
 def test_what_is_left_over_does_not_pile_up():
-    """One stage must take a layer more: the others stay even."""
-    assert sorted(len(layers) for layers in split_layers([1.0] * 33, 4)) == [8, 8, 8, 9]
+    """One stage must take a layer more: the others stay even, and it is not the one with the head."""
+    assert sizes(33, 4, 0.5) == [9, 8, 8, 8]
+    assert sizes(34, 4, 0.0) == [9, 9, 8, 8]
 
 
-@given(
-    costs=st.lists(st.integers(1, 20), min_size=1, max_size=9),
-    stages=st.integers(1, 5),
-    first=st.integers(0, 20),
-    last=st.integers(0, 20),
-)
-def test_no_cut_has_a_cheaper_costliest_stage(costs, stages, first, last):
-    if stages > len(costs):
+def test_a_head_takes_layers_off_the_last_stage_where_decodes_gain_more_than_prompts_lose():
+    assert sizes(80, 4, 1.2) == [20, 20, 20, 20]
+    assert sizes(64, 4, 3.5) == [17, 17, 17, 13]
+    assert sizes(126, 4, 0.6) == [32, 32, 31, 31]  # a layer more on others costs nobody anything
+
+
+def test_models_are_cut_evenly():
+    for name, stages in (("llama-70b", 2), ("llama-70b", 4), ("llama-8b", 2), ("falcon-180b", 2)):
+        model = MODELS[name]
+        assert len(set(sizes(model.layers, stages, model.head_weights / model.layer_weights))) == 1, name
+
+
+@given(layers=st.integers(1, 12), stages=st.integers(1, 5), head=st.floats(0, 20))
+def test_no_cut_is_better(layers, stages, head):
+    if stages > layers:
         with pytest.raises(ValueError, match="cannot be cut"):
-            split_layers(costs, stages, first, last)
+            split_layers(layers, stages, head)
         return
-    ranges = split_layers(costs, stages, first, last)
-    assert [i for layers in ranges for i in layers] == list(range(len(costs))) and all(ranges)
-    found = stage_costs(costs, ranges, first, last)
+    ranges = split_layers(layers, stages, head)
+    assert [i for part in ranges for i in part] == list(range(layers)) and all(ranges)
+    found = [len(part) for part in ranges]
     every = []
-    for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
-        ends = [0, *cuts, len(costs)]
-        every.append(stage_costs(costs, [range(a, b) for a, b in itertools.pairwise(ends)], first, last))
-    assert max(found) == min(max(sums) for sums in every)
-    least = min(sum(c * c for c in sums) for sums in every if max(sums) == max(found))
-    assert sum(c * c for c in found) == least
+    for cuts in itertools.combinations(range(1, layers), stages - 1):
+        every.append([b - a for a, b in itertools.pairwise([0, *cuts, layers])])
+    assert loss(found, head) == pytest.approx(min(loss(counts, head) for counts in every))
 
 
-def test_a_negative_cost_is_refused():
+def test_a_negative_head_is_refused():
     with pytest.raises(ValueError, match="negative"):
-        split_layers([1.0, -1.0], 1)
+        split_layers(4, 1, -1.0)

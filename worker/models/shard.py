@@ -58,15 +58,12 @@ class Shard:
 
     @cached_property
     def layers(self) -> range:
-        """Those of the stage. Cut by the weights that a step of few tokens reads, which is nearly all that it does: of
-        the embedding next to none."""
-        if self.stages == 1:
-            return range(self.whole.num_layers)
+        """Those of the stage. Of the embedding a step reads next to nothing, so it counts on none."""
         whole = self.whole
         attention = 2 * (whole.num_heads + whole.num_kv_heads) * whole.head_dim
-        layer = float((attention + 3 * whole.intermediate_size) * whole.hidden_size)
-        head = float(whole.vocab_size * whole.hidden_size)
-        return split_layers([layer] * whole.num_layers, self.stages, last=head)[self.stage]
+        # Weights for each number of a token's hidden state.
+        head = whole.vocab_size / (attention + 3 * whole.intermediate_size)
+        return split_layers(whole.num_layers, self.stages, head)[self.stage]
 
     @property
     def heads(self) -> range:
