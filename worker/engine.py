@@ -10,11 +10,9 @@ the last stage: steps are sent through those before it well before it comes to i
 import gc
 import logging
 import math
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,13 +29,14 @@ from radix.tree import Tree
 from worker.batch import Step
 from worker.config import WorkerConfig
 from worker.costs import Costs
-from worker.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarState
+from worker.grammar import Awaited, GrammarCompiler, GrammarState
 from worker.logprobs import PendingLogprobs, prompt_logprobs
-from worker.messages import Failure, Generate, Grammar, Load, Output, SamplingParams, TokenLogprobs
+from worker.messages import Failure, Generate, Load, Output, SamplingParams, TokenLogprobs
 from worker.parallel import RankLost
 from worker.plan import Plan
 from worker.processes import open_runner
 from worker.ranks import Leader
+from worker.refusal import in_one_line
 from worker.request import Sequence
 from worker.runner import Runner, settled
 from worker.sampling import PendingSample, Sampler
@@ -150,10 +149,7 @@ class Engine:
         self._under_way: deque[Step] = deque()  # of a pipeline, those that only the stages before have begun
         self._flight: _Flight | None = None  # what is launched and not finished between two steps
         self._sampled: _Flight | None = None  # what was sampled last, finished or not
-        self._on_ready = on_ready
-        self._compiling: dict[str, tuple[Future[CompiledGrammar], Grammar]] = {}
-        self._compiled: queue.SimpleQueue[tuple[str, Future[CompiledGrammar]]] = queue.SimpleQueue()
-        self._grammars: dict[str, CompiledGrammar] = {}  # of requests that run or wait
+        self._awaited = Awaited(self.grammars, on_ready)
 
     # ------------------------------------------------------------ requests
 
@@ -161,28 +157,30 @@ class Engine:
         """Takes a request; what becomes of it comes out of `step`. Raises ValueError for an id that is in use."""
         grammar = request.sampling.grammar
         if self.scheduler.add(request, ready=grammar is None) and grammar is not None:
-            future = self.grammars.submit(grammar)
-            self._compiling[request.request_id] = future, grammar
-            future.add_done_callback(lambda done: self._wake(request.request_id, done))
+            self._awaited.submit(request.request_id, grammar)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets these requests and frees their pages at once. Unknown ids are ignored. No output follows."""
         request_ids = list(request_ids)
         self.scheduler.abort(request_ids)
         for request_id in request_ids:
-            self._forget_grammar(request_id)
+            self._awaited.forget(request_id)
         self._leave_slots()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. A grammar that compiles is none: `on_ready` tells."""
         in_flight = self._flight is not None or len(self._under_way) > 0
-        return self.scheduler.has_work or in_flight or not self._compiled.empty()
+        return self.scheduler.has_work or in_flight or self._awaited.has_done
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Computes one batch. Returns what there is to tell: with overlap, of the batch before. Raises DeviceLost."""
-        self._take_compiled()
+        for request_id, failure in self._awaited.take():
+            if failure is None:
+                self.scheduler.release(request_id)
+            else:
+                self.scheduler.fail(request_id, failure)
         self._take_times()
         step = self._next_step()
         logits = self._forward(step.plan) if step is not None and len(step.plan) else None
@@ -202,10 +200,10 @@ class Engine:
             self._rest()
         outputs = self.scheduler.take_outputs()
         self._leave_slots()
-        if self._grammars:
+        if len(self._awaited):
             for output in outputs:
                 if output.finish_reason is not None:
-                    self._forget_grammar(output.request_id)
+                    self._awaited.forget(output.request_id)
         return outputs
 
     def generate(
@@ -228,7 +226,7 @@ class Engine:
                     for name, prompt, params in islice(arrivals, room):
                         self.add(Generate(request_id=name, prompt_ids=prompt, sampling=params))
                     if not self.has_work:
-                        wait([future for future, _ in self._compiling.values()], return_when=FIRST_COMPLETED)
+                        self._awaited.wait()
                     for output in self.step():
                         finished[output.request_id].take(output)
                         num_done += output.finish_reason is not None
@@ -424,7 +422,7 @@ class Engine:
             step.withdraw()
 
     def _take_slot(self, seq: Sequence) -> None:
-        compiled = self._grammars.get(seq.request_id)
+        compiled = self._awaited.get(seq.request_id)
         # One that was preempted begins anew and is led over its outputs again.
         seq.grammar = GrammarState(compiled) if compiled is not None else None
         prompt_ids = seq.tokens.view(0, seq.num_prompt).tolist()
@@ -439,38 +437,7 @@ class Engine:
         failed = [seq.request_id for seq in sequences]
         log.error("%s: requests %s", what, ", ".join(failed), exc_info=error)
         for request_id in failed:
-            self.scheduler.fail(request_id, Failure("internal", f"{what}: {_line(error)}"))
-
-    # ------------------------------------------------------------ grammars
-
-    def _wake(self, request_id: str, future: "Future[CompiledGrammar]") -> None:
-        self._compiled.put((request_id, future))
-        if self._on_ready is not None:
-            self._on_ready()
-
-    def _take_compiled(self) -> None:
-        """Lets requests into the queue whose grammar is there, and fails those whose grammar will not be."""
-        while not self._compiled.empty():
-            request_id, done = self._compiled.get()
-            future, grammar = self._compiling.get(request_id, (None, None))
-            if future is not done or grammar is None:
-                continue  # aborted meanwhile
-            del self._compiling[request_id]
-            error = done.exception()
-            if error is None:
-                self._grammars[request_id] = done.result()
-                self.scheduler.release(request_id)
-            elif isinstance(error, GrammarError):
-                self.scheduler.fail(request_id, Failure("invalid", str(error), _param(grammar)))
-            else:
-                log.error("a grammar's compiler failed", exc_info=error)
-                self.scheduler.fail(request_id, Failure("internal", f"the grammar's compiler failed: {_line(error)}"))
-
-    def _forget_grammar(self, request_id: str) -> None:
-        self._grammars.pop(request_id, None)
-        future, _ = self._compiling.pop(request_id, (None, None))
-        if future is not None:
-            future.cancel()
+            self.scheduler.fail(request_id, Failure("internal", f"{what}: {in_one_line(error)}"))
 
 
 @contextmanager
@@ -484,11 +451,6 @@ def heap_at_rest() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _param(grammar: Grammar) -> str:
-    """What the client calls it."""
-    return "response_format" if grammar.kind in ("json_schema", "json_object") else grammar.kind
-
-
 def _is_lost(device: torch.device) -> bool:
     """Whether a GPU is beyond use: after an illegal access every call fails until the process ends."""
     if device.type != "cuda":
@@ -498,9 +460,3 @@ def _is_lost(device: torch.device) -> bool:
     except Exception:
         return True
     return False
-
-
-def _line(error: BaseException) -> str:
-    """An error in one line, for a client."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"

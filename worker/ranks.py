@@ -31,6 +31,7 @@ from worker.clocks import Clocks, Stamp, host_id
 from worker.config import WorkerConfig
 from worker.parallel import TIMEOUT_S, Meeting, RankLost
 from worker.plan import Plan
+from worker.refusal import in_one_line
 from worker.runner import Ran, Runner, place
 from worker.stage import Stage
 from worker.weights import Progress
@@ -220,7 +221,7 @@ class Leader:
 
     def _loss(self, error: Exception) -> RankLost:
         """What an error in a step means. All ranks are told."""
-        reason = self._reason(error) or f"rank {self._rank}: {_line(error)}"
+        reason = self._reason(error) or f"rank {self._rank}: {in_one_line(error, 500)}"
         assert self.stage is not None
         self.stage.replica.fail(reason)
         self._lost = reason
@@ -358,7 +359,7 @@ def _tell(store: dist.Store, rank: int, error: BaseException) -> None:
             while time.monotonic() < deadline_s:
                 replica.check()
                 time.sleep(WATCH_EVERY_S / 4)
-        replica.fail(f"rank {rank}: {_line(error)}")
+        replica.fail(f"rank {rank}: {in_one_line(error, 500)}")
 
 
 def _leave_together(stage: Stage, device: torch.device) -> None:
@@ -387,7 +388,3 @@ def end(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
         process.kill()
         process.wait()
     process.stdin.close()
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -1,4 +1,4 @@
-"""What a replica cannot take, said so that the client can act on it."""
+"""What a replica cannot do, said so that whoever hears of it can act on it."""
 
 from collections.abc import Iterable
 
@@ -30,3 +30,8 @@ def refusal(request: Generate, *, vocab_size: int, context_length: int, kv_token
             message = f"{param} has a token id outside the vocabulary: ids are 0 to {vocab_size - 1}"
             return Failure("invalid", message, param)
     return None
+
+
+def in_one_line(error: BaseException, most: int = 200) -> str:
+    """An error and what it says, up to `most` characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"

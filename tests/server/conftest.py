@@ -99,8 +99,7 @@ class Whole:
         everything = {
             "engine.scheduler": len(self.engine.scheduler),
             "engine.has_work": self.engine.has_work,
-            "engine._compiling": dict(self.engine._compiling),
-            "engine._grammars": dict(self.engine._grammars),
+            "engine's grammars": len(self.engine._awaited),
             "replica._owners": dict(self.replica._owners),
             "fleet._booked": dict(self.fleet._booked),
             "fleet's bookings": [view for view in self.fleet.snapshot() if view.bookings],

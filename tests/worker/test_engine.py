@@ -40,7 +40,7 @@ def make(fake_parts, request):
         engine.abort(list(engine.scheduler._sequences))
         engine.check_integrity()
         assert not parts.sampler.slots, "a slot is left in the sampler"
-        assert not engine._grammars and not engine._compiling
+        assert not len(engine._awaited)
         engine.reset_cache()
         assert engine.tree.pool.num_free == parts.runner.num_pages
         engine.close()

@@ -4,11 +4,13 @@
 the rest; `process.py` compiles them where a bad one can be killed. Read `compiler.py` first, then `state.py`.
 """
 
+from worker.grammar.awaited import Awaited
 from worker.grammar.compiler import GrammarCompiler
 from worker.grammar.error import GrammarError
 from worker.grammar.state import CompiledGrammar, GrammarState, apply_bitmask, fill_masks, new_bitmask
 
 __all__ = [
+    "Awaited",
     "CompiledGrammar",
     "GrammarCompiler",
     "GrammarError",
