@@ -1,6 +1,6 @@
 """Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for longer chunks.
-Ours (`kernels.triton_attention`) are single tokens whose sequences share what they begin with, graphs of many single
-tokens, and those of chunks of any length.
+Single tokens whose sequences share what they begin with are ours (`kernels.triton_attention`), and so are graphs of
+chunks of any length.
 
 The kernels are called as FlashInfer's wrappers call them, without the wrappers: those keep buffers of their own for
 every batch size, and wait for some of their copies.
@@ -34,10 +34,6 @@ _SMALLEST_TILE = 16
 # Operations of a step's attention to chunks from which on FlashAttention 3, which does 550 TFLOP/s, is faster by more
 # than starting a step's kernels one by one takes: our own does 289 TFLOP/s, and these take it 0.3 ms more. (H200.)
 _MOST_OPERATIONS = 1.8e11
-
-# Single tokens of a graph from which on our own ranges are faster, whose programs begin with the longest contexts and
-# end together. (H200, contexts of 100 to 2,000 tokens.)
-_RANGES_FROM = 32
 
 _HND, _FULL, _CAUSAL = 1, 0, 1
 
@@ -172,7 +168,7 @@ class FlashInferAttention(GraphAttention):
             token = end
 
     def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
-        if shared is not None or size >= _RANGES_FROM:
+        if shared is not None:
             self._ranges.plan_graph(batch, size, shared)
             self.rows, self._parts, self._ranges_end = self._ranges.rows, [], size
             return

@@ -1,4 +1,4 @@
-"""Attention over ranges of keys as a Triton kernel for GPUs.
+"""Attention over ranges of keys, and the merging of what several ranges leave, as Triton kernels for GPUs.
 
 Imported only where there is a GPU (or Triton's interpreter). Sums are in float32; the products of float32 pages too.
 """
@@ -9,17 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import handover
 from kernels.attention import AttentionShape
-from kernels.handover import let_next_start, wait
-from kernels.parts import Parts, merged
 from kernels.ranges import FIELDS
 
 # Programs for each multiprocessor that work is cut into: as many as there is room for. With more of them they end
 # closer together, but leave more parts.
 PROGRAMS = 2
-# The same for single tokens alone. Those that begin last are short: they even out the ends of the others.
-PLAIN_ITEMS = 6
+# Heads that one program of `merge` merges.
+_MERGED_HEADS = 8
 # Bytes of a tile of keys, or of values.
 _TILE_BYTES = 8 << 10
 # Tiles of keys on their way at once, beside narrow and wide tiles of queries: as many as keep memory busy beside the
@@ -52,10 +49,15 @@ def tiles_for(shape: AttentionShape, dtype: torch.dtype) -> Tiles:
     return Tiles(max(16, group), max(64, group), keys, 4, _NARROW_STAGES, _WIDE_STAGES)
 
 
-def plain_tiles_for(shape: AttentionShape, dtype: torch.dtype) -> Tiles:
-    """For items of one query alone: what is compiled for them leaves room for more programs at once."""
-    tiles = tiles_for(shape, dtype)
-    return tiles._replace(wide=tiles.narrow, wide_stages=tiles.narrow_stages)
+class Parts(NamedTuple):
+    """What ranges leave to be merged: float32 `[parts, num_heads, head_dim]`, and the logarithms to base 2 of the sums
+    of their weights, `[parts, num_heads]`. Token t's are `counts[t]` from `slots[t]` on (int32); with none it has its
+    output already."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    slots: torch.Tensor
+    counts: torch.Tensor
 
 
 def attend(
@@ -69,15 +71,13 @@ def attend(
     shape: AttentionShape,
     tiles: Tiles,
     window: int | None = None,
-    *,
-    merges: bool = False,
 ) -> None:
     """Each of `items` (`kernels.ranges.Work`; those without queries do nothing) over keys that `pages` list.
 
     q, out: `[n, num_heads, head_dim]`, each token's heads contiguous; `kv` is one layer's pages. What is a whole query
     goes to `out`, else to `parts`. An item has at most `tiles.wide // (num_heads // num_kv_heads)` queries, tokens one
     after the other or `members` (int32) of groups. Each sees keys up to its own position, and no further back than
-    `window`. If it `merges`, where every item is of one token, no parts are left.
+    `window`.
     """
     block = max(16, triton.next_power_of_2(shape.head_dim))
     _attend[(shape.num_kv_heads * len(items),)](
@@ -88,8 +88,6 @@ def attend(
         parts.out,
         parts.lse,
         parts.slots,
-        parts.counts,
-        parts.arrived,
         items,
         members,
         pages,
@@ -111,9 +109,25 @@ def attend(
         FIELDS,
         window is not None,
         shape.softcap is not None,
-        merges,
         num_warps=tiles.warps,
-        **handover.OPTIONS,
+    )
+
+
+def merge(out: torch.Tensor, parts: Parts) -> None:
+    """The parts of every token that has any into `out` `[n, num_heads, head_dim]`."""
+    n, num_heads, head_dim = out.shape
+    _merge[(n, triton.cdiv(num_heads, _MERGED_HEADS))](
+        out,
+        parts.out,
+        parts.lse,
+        parts.slots,
+        parts.counts,
+        out.stride(0),
+        num_heads,
+        head_dim,
+        min(_MERGED_HEADS, triton.next_power_of_2(num_heads)),
+        triton.next_power_of_2(head_dim),
+        num_warps=4,
     )
 
 
@@ -126,8 +140,6 @@ def _attend(
     part_out,
     part_lse,
     slots,
-    counts,
-    arrived,
     items,
     members,
     pages,
@@ -149,27 +161,24 @@ def _attend(
     FIELDS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    MERGES: tl.constexpr,
 ):
-    let_next_start()
     # Heads of an item are neighbours in memory too.
     head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * FIELDS
     count = tl.load(item + 1)
-    wait()
     if count == 0:
         return
     if count * (HEADS // KV_HEADS) <= NARROW:
         _attend_rows(
-            q, keys, values, out, part_out, part_lse, slots, counts, arrived, item, members, pages, q_stride,
-            out_stride, scale, softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM,
-            NARROW, KEYS, NARROW_STAGES, WINDOW, CAPPED, MERGES,
+            q, keys, values, out, part_out, part_lse, slots, item, members, pages, q_stride, out_stride, scale,
+            softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM, NARROW, KEYS,
+            NARROW_STAGES, WINDOW, CAPPED,
         )  # fmt: skip
     else:
         _attend_rows(
-            q, keys, values, out, part_out, part_lse, slots, counts, arrived, item, members, pages, q_stride,
-            out_stride, scale, softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM,
-            WIDE, KEYS, WIDE_STAGES, WINDOW, CAPPED, MERGES,
+            q, keys, values, out, part_out, part_lse, slots, item, members, pages, q_stride, out_stride, scale,
+            softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM, WIDE, KEYS,
+            WIDE_STAGES, WINDOW, CAPPED,
         )  # fmt: skip
 
 
@@ -182,8 +191,6 @@ def _attend_rows(
     part_out,
     part_lse,
     slots,
-    counts,
-    arrived,
     item,
     members,
     pages,
@@ -204,7 +211,6 @@ def _attend_rows(
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
-    MERGES: tl.constexpr,
 ):
     """One item of up to ROWS rows."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -255,20 +261,6 @@ def _attend_rows(
         slot = (tl.load(slots + token, mask=is_query, other=0) + part).to(tl.int64) * HEADS + query_head
         tl.store(part_out + slot[:, None] * HEAD_DIM + at[None, :], result, mask=both)
         tl.store(part_lse + slot, top + tl.log2(total), mask=is_query)
-        if MERGES:
-            num_parts = tl.load(counts + first_query)
-            tl.debug_barrier()
-            before = tl.atomic_add(arrived + first_query * KV_HEADS + head, 1, sem="acq_rel")
-            # All parts are there: whoever comes last merges them, in their own order.
-            if before == num_parts - 1:
-                tl.store(arrived + first_query * KV_HEADS + head, 0)
-                first = tl.load(slots + first_query).to(tl.int64)
-                whole = merged(
-                    part_out, part_lse, first, num_parts, query_head, at, is_query, in_head, HEADS, HEAD_DIM, ROWS,
-                    BLOCK_DIM,
-                )  # fmt: skip
-                target = out + (token * out_stride + query_head * HEAD_DIM)[:, None] + at[None, :]
-                tl.store(target, whole.to(out.dtype.element_ty), mask=both)
 
 
 @triton.jit
@@ -291,3 +283,41 @@ def _seen_scores(scores, key, position, limit, softcap, window, WINDOW: tl.const
     if WINDOW:
         seen &= key[None, :] > position[:, None] - window
     return tl.where(seen, scores * LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _merge(
+    out,
+    part_out,
+    part_lse,
+    slots,
+    counts,
+    out_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + token)
+    if count == 0:
+        return
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    at = tl.arange(0, BLOCK_DIM)
+    is_head = head < HEADS
+    both = is_head[:, None] & (at < HEAD_DIM)[None, :]
+    target = out + token * out_stride + head[:, None] * HEAD_DIM + at[None, :]
+    top = tl.full([BLOCK_HEADS], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    sums = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
+    first = tl.load(slots + token).to(tl.int64)
+    for index in range(count):
+        place = (first + index) * HEADS + head
+        lse = tl.load(part_lse + place, mask=is_head, other=0.0)
+        part = tl.load(part_out + place[:, None] * HEAD_DIM + at[None, :], mask=both, other=0.0)
+        new_top = tl.maximum(top, lse)
+        shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+        sums = sums * shrink[:, None] + part * weight[:, None]
+        total = total * shrink + weight
+        top = new_top
+    tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=both)

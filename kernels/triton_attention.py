@@ -19,23 +19,19 @@ from kernels.attention import (
     token_positions,
     token_rows,
 )
-from kernels.parts import Parts, merge
 from kernels.prefixes import PrefixFinder
-from kernels.range_attention import PLAIN_ITEMS, PROGRAMS, Tiles
+from kernels.range_attention import PROGRAMS, Parts
 from kernels.transfer import StaticArrays, all_to_device
 
 
 @dataclass(frozen=True)
 class _View:
-    """What the layers of one window compute: items, and the parts that they leave, on the device. If the items' kernel
-    `merges` them, or there are none, `has_parts` is false."""
+    """What the layers of one window compute: items, and the parts that they leave, on the device."""
 
-    tiles: Tiles
     items: torch.Tensor
     slots: torch.Tensor
     counts: torch.Tensor
     has_parts: bool
-    merges: bool
 
 
 class TritonAttention(GraphAttention):
@@ -51,17 +47,14 @@ class TritonAttention(GraphAttention):
         super().__init__(kv, shape)
         self._tiles = range_attention.tiles_for(shape, kv.dtype)
         self._tile_tokens = self._tiles.wide * shape.num_kv_heads // shape.num_heads
-        self._plain_tiles = range_attention.plain_tiles_for(shape, kv.dtype)
         self._most = -(-PROGRAMS * multiprocessors(self.device) // shape.num_kv_heads)
-        self._plain_most = -(-PLAIN_ITEMS * multiprocessors(self.device) // shape.num_kv_heads)
         self._finder = PrefixFinder(self.page_size, shape, kv.dtype.itemsize)
         # Of blocks that are cut (see `ranges.cut`), and else one of each sequence's group and one of its own.
-        most_parts = max(2 * self._tile_tokens * self._most + 2 * max_sequences, 2 * self._plain_most)
+        most_parts = 2 * self._tile_tokens * self._most + 2 * max_sequences
         self._part_out = torch.empty(
             most_parts, shape.num_heads, shape.head_dim, dtype=torch.float32, device=self.device
         )
         self._part_lse = torch.empty(most_parts, shape.num_heads, dtype=torch.float32, device=self.device)
-        self._arrived = torch.zeros(max_tokens, shape.num_kv_heads, dtype=torch.int32, device=self.device)
         self._windows = set(shape.windows)
         # What a window leaves of a context is not what it begins with.
         self._shares_prefixes = None in self._windows
@@ -73,14 +66,13 @@ class TritonAttention(GraphAttention):
                 "pages": (torch.int32, max_pages + 1),
             },
         )
-        most_items = max(self._most_items(max_tokens), self._plain_most + max_tokens)
         self._static_views = {
             window: StaticArrays(
                 self.device,
                 {
                     "slots": (torch.int32, max_tokens),
                     "counts": (torch.int32, max_tokens),
-                    "items": (torch.int32, ranges.FIELDS * most_items),
+                    "items": (torch.int32, ranges.FIELDS * self._most_items(max_tokens)),
                 },
             )
             for window in self._windows
@@ -108,36 +100,33 @@ class TritonAttention(GraphAttention):
 
     def plan_shared(self, batch: AttentionBatch, shared: SharedPrefixes) -> None:
         """As `plan`, where what is read together is known."""
-        tables, works = self._work(batch, shared, 0, self._most)
+        tables, works = self._work(batch, shared, 0)
         arrays = [self._rows(batch, 0), shared.members, tables.pages]
         for work in works.values():
             arrays += [work.items, work.slots, work.counts]
         self.rows, self._members, self._pages, *tensors = all_to_device(arrays, self.device)
         for index, (window, work) in enumerate(works.items()):
             items, slots, counts = tensors[3 * index : 3 * index + 3]
-            self._views[window] = _View(self._tiles, items, slots, counts, bool(work.counts.any()), False)
+            self._views[window] = _View(items, slots, counts, bool(work.counts.any()))
 
     def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
-        is_plain = shared is None
-        shared = shared or SharedPrefixes.none()
-        tiles, most = (self._plain_tiles, self._plain_most) if is_plain else (self._tiles, self._most)
-        tables, works = self._work(batch, shared, size - batch.num_tokens, most)
+        tables, works = self._work(batch, shared or SharedPrefixes.none(), size - batch.num_tokens)
+        members = shared.members if shared is not None else np.zeros(0, dtype=np.int32)
         rows = self._rows(batch, size - batch.num_tokens)
-        self._static.fill({"rows": rows, "members": shared.members, "pages": tables.pages})
+        self._static.fill({"rows": rows, "members": members, "pages": tables.pages})
         self.rows, self._members, self._pages = (
             self._static["rows"][:size],
             self._static["members"],
             self._static["pages"],
         )
         for window, work in works.items():
-            static, room = self._static_views[window], most + size if is_plain else self._most_items(size)
+            static, most = self._static_views[window], self._most_items(size)
             # The kernels of a graph run over all the items that there is room for: those beyond have no queries.
-            items = np.zeros((room, ranges.FIELDS), dtype=np.int32)
+            items = np.zeros((most, ranges.FIELDS), dtype=np.int32)
             items[: len(work.items)] = work.items
             static.fill({"slots": work.slots, "counts": work.counts, "items": items.ravel()})
-            on_device = static["items"].view(-1, ranges.FIELDS)[:room]
-            slots, counts = static["slots"][:size], static["counts"][:size]
-            self._views[window] = _View(tiles, on_device, slots, counts, not is_plain, is_plain)
+            on_device = static["items"].view(-1, ranges.FIELDS)[:most]
+            self._views[window] = _View(on_device, static["slots"][:size], static["counts"][:size], True)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -148,19 +137,17 @@ class TritonAttention(GraphAttention):
         """`attend` that leaves its result in `out`, contiguous."""
         window = self.shape.windows[layer]
         view = self._views[window]
-        parts = Parts(self._part_out, self._part_lse, view.slots, view.counts, self._arrived)
-        arrays = view.items, self._members, self._pages
+        parts = Parts(self._part_out, self._part_lse, view.slots, view.counts)
         range_attention.attend(
-            q, self.kv[layer], out, parts, *arrays, self.shape, view.tiles, window, merges=view.merges
+            q, self.kv[layer], out, parts, view.items, self._members, self._pages, self.shape, self._tiles, window
         )
         if view.has_parts:
-            merge(out, parts)
+            range_attention.merge(out, parts)
 
     def _work(
-        self, batch: AttentionBatch, shared: SharedPrefixes, padding: int, most: int
+        self, batch: AttentionBatch, shared: SharedPrefixes, padding: int
     ) -> tuple[ranges.Tables, dict[int | None, ranges.Work]]:
-        """The pages that the batch reads, and what the layers of each window do, in about `most` ranges, with `padding`
-        tokens beyond it."""
+        """The pages that the batch reads, and what the layers of each window do, with `padding` tokens beyond it."""
         # Layers with a window see of a context what others have from a group.
         tables = ranges.tables(batch, shared, self.page_size, repeat=len(self._windows) > 1)
         starts, lengths, places = batch.starts, batch.lengths, tables.chunks
@@ -179,7 +166,7 @@ class TritonAttention(GraphAttention):
             together = shared if window is None else SharedPrefixes.none()
             groups = ranges.of_groups(together, tables.groups, self.page_size, self._tile_tokens)
             chunks = ranges.of_chunks(starts, lengths, places, seen, window, self._tile_tokens)
-            works[window] = ranges.work(together, groups, chunks, most, self._tiles.keys)
+            works[window] = ranges.work(together, groups, chunks, self._most, self._tiles.keys)
         return tables, works
 
     def _rows(self, batch: AttentionBatch, padding: int) -> np.ndarray:

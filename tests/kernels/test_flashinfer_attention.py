@@ -21,14 +21,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(
-    ("size", "ranges_from"), [(None, 1), (len(SINGLES), 1), (len(SINGLES), 99), (40, 40), (40, 41)]
-)
-def test_same_as_reference(
-    shape: AttentionShape, page_size: int, size: int | None, ranges_from: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A size is a graph's, of ranges or not; without one it is a mixed step."""
-    monkeypatch.setattr(flashinfer_attention, "_RANGES_FROM", ranges_from)
+@pytest.mark.parametrize("size", [None, len(SINGLES), 40])
+def test_same_as_reference(shape: AttentionShape, page_size: int, size: int | None) -> None:
+    """A size is a graph's; without one it is a mixed step."""
     chunks = SINGLES if size else sorted(MIXED, key=lambda chunk: chunk[1] > 1)
     batch = random_batch(np.random.default_rng(1), chunks, page_size)
     pages = sum(-(-(start + length) // page_size) for start, length in chunks)

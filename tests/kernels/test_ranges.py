@@ -61,18 +61,14 @@ def test_work_is_bounded(seed: int, kv_heads: int) -> None:
     shape = AttentionShape(4 * kv_heads, kv_heads, 128, 1.0, (None,))
     tested = TritonAttention(torch.empty(1, 2, 1, kv_heads, 16, 128), shape, n, int(1e5), 4000)
     mixed = with_chunk(batch)
-    nothing = SharedPrefixes.none()
-    for planned, together in ((batch, shared), (batch, nothing), (batch, None), (mixed, nothing)):
+    for planned, together in ((batch, shared), (batch, SharedPrefixes.none()), (mixed, SharedPrefixes.none())):
         size = planned.num_tokens + seed
         if size > 4000:
             continue
         tested.plan_graph(planned, size, together)
-        most, room = tested._most, tested._most_items(size)
-        if together is None:
-            most, room = tested._plain_most, tested._plain_most + size
-        _, works = tested._work(planned, together or nothing, seed, most)
+        _, works = tested._work(planned, together, seed)
         work = works[None]
-        assert len(work.items) <= room
+        assert len(work.items) <= tested._most_items(size)
         assert len(work.slots) == len(work.counts) == size
         assert work.counts.sum() <= len(tested._part_out)
         if together is shared:

@@ -76,14 +76,12 @@ def test_steps(name: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("name", ["windows", "softcap"])
 def test_graphs(name: str) -> None:
-    """Of decodes, and of these beside longer chunks; padded or not. Plain ones are replayed one after another."""
+    """Of decodes, and of these beside longer chunks; padded or not."""
     for chunks in (SINGLES, SINGLES[-2:] + CHUNKS[:2]):
         batch = random_batch(np.random.default_rng(2), chunks, 4)
         pages = sum(-(-(start + length) // 4) for start, length in chunks)
         n = batch.num_tokens
-        plans = [(n, SharedPrefixes.none()), (n + 4, SharedPrefixes.none())]
-        if chunks is SINGLES:
-            plans += [(n, None), (n + 4, None)]
+        plans = [(n, None), (n + 4, SharedPrefixes.none())]
         check(batch, pages, 4, SHAPES[name], torch.float32, plans)
 
 
