@@ -186,7 +186,8 @@ class Runner:
             self._stopwatch.ready()
             before = self.stage.receive(self.config.hidden_size)
         elif self._waits:
-            self._stopwatch.ready()
+            if self.stage.count > 1:
+                self._stopwatch.ready()
             self.stage.take_back(self.last_tokens)
         self._stopwatch.begin()
         return before

@@ -70,6 +70,7 @@ class _OnCpu(Stopwatch):
 
     def end(self, step: int) -> None:
         came_s = self._came.pop(step, self._begin_s if self._ready_s is None else self._ready_s)
+        self._ready_s = None
         self._over.append((step, Span(came_s, self._begin_s, time.monotonic())))
 
     @property
@@ -107,6 +108,7 @@ class _OnGpu(Stopwatch):
 
     def end(self, step: int) -> None:
         self._open.append((step, self._came.pop(step, self._ready), self._begun, self._mark()))
+        self._ready = None
 
     @property
     def is_running(self) -> bool:

@@ -70,6 +70,23 @@ def test_a_gpu_tells_when_it_is_past_a_step(on_gpu) -> None:
     assert watch.take() == [] and not watch.is_running
 
 
+def test_one_that_waited_and_others_that_did_not(on_gpu) -> None:
+    device, watch = on_gpu()
+    for step, waits in enumerate((True, False, True, False)):
+        if waits:
+            watch.ready()
+        device.now_s += 1
+        watch.begin()
+        device.now_s += 2
+        watch.end(step)
+    assert watch.take() == [
+        (0, (100.0, 101.0, 103.0)),
+        (1, (104.0, 104.0, 106.0)),
+        (2, (106.0, 107.0, 109.0)),
+        (3, (110.0, 110.0, 112.0)),
+    ]
+
+
 def test_without_a_plan_of_its_own_a_step_is_there_when_it_begins(on_gpu) -> None:
     device, watch = on_gpu()
     device.now_s = 101.0
