@@ -92,7 +92,7 @@ class Timed(Budget):
 class EvenDecodes(Budget):
     """Decodes alone, spread over all places that there are. What comes back is sent again as it is, but where leaving
     some behind, who wait for the next micro-batch, makes the costliest one cheaper by more than `WORTH`: then so many
-    go that it costs the least."""
+    go that they cost about what the others do."""
 
     WORTH = 0.005
 
@@ -116,17 +116,20 @@ class EvenDecodes(Budget):
             return self._predict(count, int(sums[count - 1]) + count)
 
         def other_s(count: int) -> float:
-            """One of the others, if they share the rest."""
-            rest, others = self._decoding - count, self._in_flight - 1
-            return self._predict(-(-rest // others), (self._context - int(sums[count - 1]) + rest) // others)
+            """The largest of the others, if they share the rest."""
+            rest = self._decoding - count
+            each = -(-rest // (self._in_flight - 1))
+            return self._predict(each, (self._context - int(sums[count - 1]) + rest) * each // max(1, rest))
 
         now_s = own_s(most)
         if now_s <= other_s(most) * (1 + self.WORTH):
             return most  # the others would only be costlier
+        # As many as cost no less than the others: if each took fewer, some would never go.
         best = bisect_left(range(1, most), True, key=lambda count: own_s(count) >= other_s(count)) + 1
         best_s = own_s(best)
-        if best > 1 and (before_s := other_s(best - 1)) < best_s:
-            best, best_s = best - 1, before_s
+        if best > 1 and other_s(best - 1) * (1 + self.WORTH) < best_s:  # one more would begin a larger graph
+            best -= 1
+            best_s = other_s(best)
         return best if best_s * (1 + self.WORTH) < now_s else most
 
     def _predict(self, decodes: int, context: int) -> float:

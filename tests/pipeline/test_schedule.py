@@ -306,19 +306,48 @@ def test_the_costliest_stage_decides_how_many_decodes_go():
     st.integers(1, 3),
     st.sampled_from([MODEL, GRAPHS]),
 )
-def test_no_other_number_of_decodes_makes_the_costliest_micro_batch_much_cheaper(contexts, others, places, model):
+def test_as_many_decodes_go_as_cost_what_the_others_do(contexts, others, places, model):
+    """Or all that have come back, or as many as a graph holds."""
     taken = even(contexts, others, [model], places)
     most = -(-len(contexts) // places)
     together = [*contexts, *(context for flying in others for context in flying)]
-    rest_of = len(others) + places - 1
 
-    def costliest_s(count):
-        shape = BatchShape([(context, 1) for context in contexts[:count]])
-        other = BatchShape()
-        other.tokens = other.decodes = -(-(len(together) - count) // rest_of)
-        other.decode_context = (sum(together) - sum(contexts[:count]) + len(together) - count) // rest_of
-        return max(model.predict(shape), model.predict(other))
+    def own_s(count):
+        return model.predict(BatchShape([(context, 1) for context in contexts[:count]]))
+
+    def other_s(count):
+        rest, other = len(together) - count, BatchShape()
+        other.tokens = other.decodes = -(-rest // (len(others) + places - 1))
+        other.decode_context = (sum(together) - sum(contexts[:count]) + rest) * other.decodes // max(1, rest)
+        return model.predict(other)
 
     assert 1 <= taken <= most
-    least = min(costliest_s(count) for count in range(1, most + 1))
-    assert costliest_s(taken) <= least * (1 + EvenDecodes.WORTH) * (1 + 1e-9)
+    if taken == most:
+        return
+    worth = 1 + EvenDecodes.WORTH
+    assert max(own_s(taken), other_s(taken)) * worth < own_s(most)
+    if own_s(taken) < other_s(taken):
+        assert own_s(taken + 1) > other_s(taken) * worth
+
+
+@given(st.lists(st.integers(0, 20_000), min_size=1, max_size=60), st.integers(2, 5), st.sampled_from([MODEL, GRAPHS]))
+def test_no_decode_is_left_behind_for_ever(contexts, in_flight, model):
+    ready, flight, gone = list(range(len(contexts))), [], dict.fromkeys(range(len(contexts)), 0)
+    for turn in range(20 * in_flight):
+        if len(flight) == in_flight:
+            ready += flight.pop(0)
+        taken = (
+            even(
+                [contexts[i] for i in ready],
+                [[contexts[i] for i in batch] for batch in flight],
+                [model],
+                in_flight - len(flight),
+            )
+            if ready
+            else 0
+        )
+        flight.append(ready[:taken])
+        for i in ready[:taken]:
+            gone[i] = turn
+        ready = ready[taken:]
+        assert turn - min(gone.values()) <= 2 * in_flight
