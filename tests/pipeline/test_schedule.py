@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.budget import EvenDecodes
@@ -330,24 +330,16 @@ def test_as_many_decodes_go_as_cost_what_the_others_do(contexts, others, places,
         assert own_s(taken + 1) > other_s(taken) * worth
 
 
-@given(st.lists(st.integers(0, 20_000), min_size=1, max_size=60), st.integers(2, 5), st.sampled_from([MODEL, GRAPHS]))
-def test_no_decode_is_left_behind_for_ever(contexts, in_flight, model):
-    ready, flight, gone = list(range(len(contexts))), [], dict.fromkeys(range(len(contexts)), 0)
-    for turn in range(20 * in_flight):
-        if len(flight) == in_flight:
-            ready += flight.pop(0)
-        taken = (
-            even(
-                [contexts[i] for i in ready],
-                [[contexts[i] for i in batch] for batch in flight],
-                [model],
-                in_flight - len(flight),
-            )
-            if ready
-            else 0
-        )
-        flight.append(ready[:taken])
+@given(st.integers(6, 200), st.integers(0, 20_000), st.integers(2, 5), st.sampled_from([MODEL, GRAPHS]))
+@example(6, 4000, 4, GRAPHS)
+def test_soon_every_decode_goes_in_every_round(decoding, context, in_flight, model):
+    """At first one is in each micro-batch, and all others are ready for the last of these."""
+    flight, ready = [[i] for i in range(in_flight - 1)], list(range(in_flight - 1, decoding))
+    gone = [0] * decoding
+    for turn in range(8 * in_flight):
+        taken = even([context] * len(ready), [[context] * len(batch) for batch in flight], [model])
         for i in ready[:taken]:
             gone[i] = turn
-        ready = ready[taken:]
-        assert turn - min(gone.values()) <= 2 * in_flight
+        assert turn - min(gone) < in_flight or turn < 4 * in_flight
+        flight.append(ready[:taken])
+        ready = ready[taken:] + flight.pop(0)
