@@ -93,6 +93,12 @@ class StepGraphs:
         torch.cuda.synchronize()
         logger.info("Captured %d CUDA graphs in %.1f s", len(graphs), time.monotonic() - began_s)
 
+    def close(self) -> None:
+        """Give them up. A communicator of NCCL's that is used in one does not end before it is gone."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def fits(self, batch: AttentionBatch, num_logits: int) -> bool:
         """Whether `run` takes such a step, and it is the best way."""
         fits = batch.num_tokens <= self._sizes[Kind.MIXED][-1] and num_logits <= len(self._logits)

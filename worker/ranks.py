@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ class Leader:
         self._is_ready = False
         self._processes = processes or []
         self._closing = threading.Event()
+        self._leaving = ExitStack()
         self._launched_s = 0.0
         self._launched: torch.cuda.Event | None = None
         self._context = zmq.Context()
@@ -116,7 +117,9 @@ class Leader:
         self.stage: Stage | None = None
         try:
             self.stage = Stage.join(store, self._rank, config.tp, config.pp, _own_device(config, self._rank))
+            self._leaving.callback(self.stage.close)
             self.runner = Runner(model, config, progress, self.stage)
+            self._leaving.callback(self.runner.close)
             for rank, follower in self._followers.items():
                 if not follower.poll(int(CONNECT_S * 1000), zmq.POLLOUT):  # it may just have come
                     raise RankLost(f"rank {rank} does not connect")
@@ -202,8 +205,7 @@ class Leader:
             end(process, GRACE_S if self._lost is None else 0)
         self._times.close(linger=0)
         self._context.term()
-        if self.stage is not None:
-            self.stage.close()
+        self._leaving.close()
 
     def _bind(self, host: str) -> "zmq.Socket[bytes]":
         follower = self._context.socket(zmq.PUSH)
@@ -286,12 +288,14 @@ class Follower:
         self._times = self._context.socket(zmq.PUSH)
         self._host = host_id()
         self._came: list[tuple[int, float]] = []  # plans, of which the leader has not been told
-        self._stage: Stage | None = None
+        self._leaving = ExitStack()
         try:
             self._stage = Stage.join(store, rank, config.tp, config.pp, _own_device(config, rank))
+            self._leaving.callback(self._stage.close)
             self._plans.connect(store.get(f"plans/{rank}").decode())
             self._times.connect(store.get(_TIMES).decode())
             self._runner = Runner(model, config, progress, self._stage)
+            self._leaving.callback(self._runner.close)
         except BaseException as error:
             _tell(self._store, self._rank, error)
             self.close()
@@ -299,7 +303,6 @@ class Follower:
 
     def run(self) -> None:
         """Follows until the leader closes. Raises what a step raises, after telling the others."""
-        assert self._stage is not None
         try:
             self._follow()
             _leave_together(self._stage, self._runner.device)
@@ -330,7 +333,6 @@ class Follower:
     def _tell_times(self) -> None:
         """Of a stage's ranks, which go together, the first tells."""
         if ran := self._runner.ran():
-            assert self._stage is not None
             if self._stage.group.rank == 0:
                 told = _Told(Stamp(self._host, time.monotonic(), self._came), ran)
                 with suppress(zmq.Again):  # so many that nobody asks for them
@@ -342,9 +344,7 @@ class Follower:
         self._plans.close(linger=0)
         self._times.close(linger=0)
         self._context.term()
-        if self._stage is not None:
-            self._stage.close()
-            self._stage = None
+        self._leaving.close()
 
 
 def _tell(store: dist.Store, rank: int, error: BaseException) -> None:

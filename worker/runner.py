@@ -155,7 +155,9 @@ class Runner:
         return self._stopwatch.is_running
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the other ranks. Nothing can be run afterwards."""
+        if self._graphs is not None:
+            self._graphs.close()
         self.stage.close()
 
     def _computed(self, plan: Plan) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -174,6 +175,25 @@ def test_a_leader_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) ->
     with pytest.raises(ValueError, match="no readable model configuration"):
         one.start()
     assert "rank 0: ValueError" in str(one.ended.exception(ENDS_S))
+
+
+def test_graphs_go_before_the_communicators_that_they_use(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[str] = []
+    leave = Group.close
+    monkeypatch.setattr(Group, "close", lambda group: gone.append(f"group {group.rank}") or leave(group))
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))  # so the follower is there
+    assert one.follower is not None
+    for runner in (leader.runner, one.follower._runner):
+        graphs = SimpleNamespace(close=lambda rank=runner.group.rank: gone.append(f"graphs {rank}"))
+        monkeypatch.setattr(runner, "_graphs", graphs)
+    leader.close()
+    one.ended.result(ENDS_S)
+    for rank in (0, 1):
+        assert gone.index(f"graphs {rank}") < gone.index(f"group {rank}")
 
 
 def test_a_rank_that_fails_in_a_step(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
