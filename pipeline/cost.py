@@ -16,6 +16,7 @@ belongs to one stage on one device.
 """
 
 import json
+import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +27,7 @@ import numpy as np
 
 from pipeline.regression import robust_fit
 from pipeline.rows import UNPADDED, Rows
-from pipeline.shape import FEATURES, KNOTS, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
+from pipeline.shape import FEATURES, KNOTS, TILE, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
 
 VERSION = 2
 _FIRST_KNOT = FEATURES.index("rows_above_0")
@@ -34,6 +35,11 @@ _UNUSED_ROWS = FEATURES.index("unused_rows")
 _CHUNKS = FEATURES.index("chunks")
 _DECODE_CONTEXT = FEATURES.index("decode_context")
 _PREFIX_PRODUCTS = FEATURES.index("prefix_products")
+# What is bound by arithmetic, and so by the clock of a device.
+_ARITHMETIC = [
+    FEATURES.index(name)
+    for name in (*(f"rows_above_{knot}" for knot in KNOTS if knot >= TILE), "unused_rows", "prefix_products", "squares")
+]
 
 
 class Coefficients:
@@ -81,6 +87,13 @@ class Coefficients:
             seconds += self.prefix_product * shape.prefix_products + self.square * shape.squares
         return seconds
 
+    def at_clock(self, slower: float) -> "Coefficients":
+        """Where arithmetic takes so many times as long."""
+        values = list(self.values)
+        for feature in _ARITHMETIC:
+            values[feature] *= slower
+        return Coefficients(values, self.rows)
+
     def scaled(self, factor: float) -> "Coefficients":
         return Coefficients((value * factor for value in self.values), self.rows)
 
@@ -111,6 +124,10 @@ class CostModel:
     Until there are measurements it predicts what `prior` says (a roofline: see `roofline.py`); later the prior, scaled
     to what was measured, stands for kinds of batches that never came, and takes over again whenever the fit has been
     worse than it lately.
+
+    Between two fits it follows the clock of the device, which follows its heat: measured on an H200, the same prompts
+    took 13% longer than minutes before. What the newest steps took beyond what is predicted is put down to what is
+    bound by arithmetic, in steps that mostly are.
     """
 
     HALF_LIFE = 1024  # observations after which one counts half
@@ -118,6 +135,9 @@ class CostModel:
     REFIT_EVERY = 128
     FIRST_FITS = (8, 16, 32, 64)
     RECENT = 256
+    CLOCK_STEPS = 4, 16  # the newest steps, whose median counts: so many at least and at most
+    CLOCKS, CLOCK_MOVES = (0.5, 2.0), 0.01
+    MOSTLY = 0.2  # the part of a step's time
 
     def __init__(
         self,
@@ -145,7 +165,9 @@ class CostModel:
         self._fit_errors: deque[float] = deque(maxlen=self.RECENT)
         self._errors: deque[float] = deque(maxlen=self.RECENT)
         self._ratios: deque[float] = deque(maxlen=self.RECENT)
-        self.coefficients = self._prior
+        self._slower: deque[float] = deque(maxlen=self.CLOCK_STEPS[1])
+        self._clock = 1.0  # in the coefficients
+        self._learned = self.coefficients = self._prior
 
     def predict(self, shape: BatchShape) -> float:
         """Seconds that the stage takes for such a batch."""
@@ -162,7 +184,9 @@ class CostModel:
             self._fit_errors.append(abs(self._fitted.predict(shape) / seconds - 1.0))
         self._ratios.append(seconds / prior)
         self.num_observed += 1
-        self._window.add(self.num_observed, seconds, features(shape, self.rows.of(shape)))
+        row = features(shape, self.rows.of(shape))
+        self._window.add(self.num_observed, seconds, row)
+        self._follow_clock(seconds, row)
         if self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0:
             self._refit()
 
@@ -170,6 +194,19 @@ class CostModel:
         """The median relative error of the newest predictions, made before their batch was measured. NaN before the
         first."""
         return float(np.median(self._errors)) if self._errors else float("nan")
+
+    def _follow_clock(self, seconds: float, row: list[float]) -> None:
+        terms = [value * times for value, times in zip(self._learned.values, row, strict=True)]
+        predicted, arithmetic = sum(terms), sum(terms[feature] for feature in _ARITHMETIC)
+        if arithmetic < self.MOSTLY * predicted:
+            return
+        self._slower.append((seconds - predicted + arithmetic) / arithmetic)
+        if len(self._slower) < self.CLOCK_STEPS[0]:
+            return
+        least, most = self.CLOCKS
+        clock = min(most, max(least, statistics.median(self._slower)))
+        if abs(clock / self._clock - 1.0) > self.CLOCK_MOVES:
+            self._clock, self.coefficients = clock, self._learned.at_clock(clock)
 
     def _refit(self) -> None:
         rows = self._window.rows()
@@ -189,7 +226,10 @@ class CostModel:
         recent = min(len(self._fit_errors), self.REFIT_EVERY)
         fit = np.median(list(self._fit_errors)[-recent:]) if recent else 0.0
         prior = np.median(list(self._prior_errors)[-recent:]) if recent else 1.0
-        self.coefficients = self._fitted if fit <= prior else self._prior.scaled(self._prior_scale)
+        self._learned = self._fitted if fit <= prior else self._prior.scaled(self._prior_scale)
+        self.coefficients = self._learned
+        self._slower.clear()
+        self._clock = 1.0
 
     # ------------------------------------------------------------ on disk
 
@@ -201,7 +241,7 @@ class CostModel:
             "identity": self.identity,
             "num_observed": self.num_observed,
             "error": self.error() if self._errors else None,
-            "coefficients": self.coefficients.values,
+            "coefficients": self._learned.values,
             "window": self._window.rows(),
         }
         path.write_text(json.dumps(saved))
@@ -227,4 +267,4 @@ class CostModel:
         self.num_observed = num_observed
         if ratios:
             self._refit()
-            self.coefficients = coefficients
+            self._learned = self.coefficients = coefficients
