@@ -52,6 +52,7 @@ LINKS = ("nvlink", "sockets")
 CHUNK_BUDGETS = [256, 512, 1024, 2048]
 VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
 PLANNED_BUDGET, PLANNED_RUNNING = 8192, 256
+AIMED = "llama-70b", 4  # the model, and on how many devices, of the figures that are aimed at
 LONGEST = max(workload.most for workload in PUBLISHED.values())
 
 
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--link", choices=LINKS, default="nvlink", help="what NCCL may use (default: nvlink)")
     where.add_argument("--nodes", type=int, default=0, metavar="N", help="through Ray, on N nodes of this machine")
     out = p.add_argument_group("what comes of it")
-    out.add_argument("--name", help="of the result (default: pipeline.LINK, cpu.pipeline or simulated.PLAN)")
+    out.add_argument("--name", help="of the result (default: as its figures' names begin)")
     out.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     out.add_argument("--traces", type=Path, default=Path("shoal-bench"), metavar="DIR", help="default: %(default)s")
     out.add_argument("--fresh", action="store_true", help="measure again what is there already")
@@ -170,6 +171,8 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     if on_gpu and args.link == "sockets":
         os.environ.update(link.SOCKETS)
     prefix, base = (f"pipeline.{args.link}", "pipeline") if on_gpu else ("cpu.pipeline", "cpu.pipeline")
+    if on_gpu and (args.model, layouts[0].devices) != AIMED:
+        prefix += f".{args.model}.{layouts[0]}"
     about = _described(args, model=args.model, link=args.link if on_gpu else "gloo", nodes=args.nodes, replica=settings)
     sweep = Sweep(args.name or prefix, args.out, about, args.fresh)
     speed = sweep.point("link", lambda: asdict(link.measure(device.type)))

@@ -50,7 +50,13 @@ class Measured:
     num_loads: int = 0
 
     def offer(
-        self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
+        self,
+        layout: Layout,
+        setting: Setting,
+        name: str,
+        sessions: list[Session],
+        rate: float = 0.0,
+        objective: Objective | None = None,
     ) -> dict[str, Any]:
         """As `bench.pipelines.study.Site`."""
         target, is_new = self.targets.under(layout, setting)
@@ -59,14 +65,14 @@ class Measured:
         target.settle()
         offered = offer(target, sessions, self._fresh(), objective, _progress(len(sessions)))
         meter, models = target.observed()
-        keep(meter, self.traces, f"{layout}.{setting.schedule}.{'rate' if rate else 'flood'}")
+        keep(meter, self.traces, layout, setting, name, rate)
         errors = [model.error() for model in models if model.num_observed]
         return summary(offered, rate) | metered(meter) | {"model_error": max(errors, default=None)}
 
     def calibrate(self, layout: Layout, setting: Setting, sessions: list[Session]) -> dict[str, Any]:
         """What a simulation needs to know of a layout: offers a load and gives what was learned of its stages' costs,
         as coefficients, and how many tokens the KV cache holds."""
-        self.offer(layout, setting, sessions, 0.0, None)
+        self.offer(layout, setting, "calibration", sessions)
         target, _ = self.targets.under(layout, setting)
         _, models = target.observed()
         return {"coefficients": [model.coefficients.values for model in models], "kv_tokens": target.kv_tokens}

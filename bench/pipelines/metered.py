@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.pipelines.layout import Layout, Setting
 from pipeline.meter import CAUSES, Meter
 
 
@@ -47,8 +48,9 @@ def _or_zero(value: float) -> float:
     return value if value == value else 0.0
 
 
-def keep(meter: Meter, folder: Path, name: str) -> None:
-    """Writes the meter's trace: what happened last of that name."""
+def keep(meter: Meter, folder: Path, layout: Layout, setting: Setting, load: str, rate: float) -> None:
+    """Writes the meter's trace of a load: of one that arrives at a rate, at the newest of its rates."""
+    name = f"{layout}.{load}.{setting.schedule}.{'rate' if rate else 'flood'}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.trace.json").write_text(json.dumps(meter.trace(meter.num_batches)))
 

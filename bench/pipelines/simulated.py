@@ -73,7 +73,13 @@ class Simulated:
     traces: Path | None = None
 
     def offer(
-        self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
+        self,
+        layout: Layout,
+        setting: Setting,
+        name: str,
+        sessions: list[Session],
+        rate: float = 0.0,
+        objective: Objective | None = None,
     ) -> dict[str, Any]:
         """As `bench.pipelines.study.Site`. No load is ended early: virtual time costs little."""
         hardware = self.hardware(layout)
@@ -97,5 +103,5 @@ class Simulated:
         )
         run = simulate(requests, replica, hardware, clock)
         if self.traces is not None:
-            keep(run.meter, self.traces, f"{layout}.{setting.schedule}.{'rate' if rate else 'flood'}")
+            keep(run.meter, self.traces, layout, setting, name, rate)
         return summary(Offered(run.lives, run.seconds), rate) | metered(run.meter)

@@ -24,9 +24,16 @@ class Site(Protocol):
     """Where loads are offered."""
 
     def offer(
-        self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
+        self,
+        layout: Layout,
+        setting: Setting,
+        name: str,
+        sessions: list[Session],
+        rate: float = 0.0,
+        objective: Objective | None = None,
     ) -> dict[str, Any]:
-        """What became of them: `bench.pipelines.offered.summary`, and what the meter says (`metered`)."""
+        """What became of them: `bench.pipelines.offered.summary`, and what the meter says (`metered`). Its trace is
+        kept by the load's `name`."""
 
 
 def together(count: int, prompt: int, output: int) -> list[Session]:
@@ -70,16 +77,18 @@ class Study:
         rate = float(f"{rate:.4g}")
         kept = f"{objective.name}@{objective.tbt_s * 1e3:.3g}ms" if objective is not None else "whole"
         key = f"{layout}/{traffic.name}/{setting}/{kept}/{rate:g}"
-        return self._point(key, layout, setting, traffic.at(rate, self.seconds), rate, objective)
+        return self._point(key, layout, setting, traffic.name, traffic.at(rate, self.seconds), rate, objective)
 
     def flood(self, layout: Layout, setting: Setting, traffic: Traffic) -> dict[str, Any]:
         """All requests at once: what can be carried at most."""
-        return self._point(f"{layout}/{traffic.name}/{setting}/flood", layout, setting, traffic.at_once())
+        key = f"{layout}/{traffic.name}/{setting}/flood"
+        return self._point(key, layout, setting, traffic.name, traffic.at_once())
 
     def decode_s(self, layout: Layout) -> float:
         """One decode iteration of DECODES sequences with DECODE_CONTEXT tokens each, prompts gone."""
         sessions = together(DECODES, max(1, DECODE_CONTEXT // self.shrink), DECODE_TOKENS)
-        point = self._point(f"{layout}/decode_iteration", layout, Setting("fixed_chunk", self.budget), sessions)
+        name, setting = "decode_iteration", Setting("fixed_chunk", self.budget)
+        point = self._point(f"{layout}/{name}", layout, setting, name, sessions)
         return float(point["tbt_s"]["p50"])
 
     def _point(
@@ -87,12 +96,13 @@ class Study:
         key: str,
         layout: Layout,
         setting: Setting,
+        name: str,
         sessions: list[Session],
         rate: float = 0.0,
         objective: Objective | None = None,
     ) -> dict[str, Any]:
         def make() -> dict[str, Any]:
-            point = self.site.offer(layout, setting, sessions, rate, objective)
+            point = self.site.offer(layout, setting, name, sessions, rate, objective)
             say(f"  {key}: {line(point)}")
             return point
 

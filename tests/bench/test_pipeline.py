@@ -166,7 +166,13 @@ class Counting:
         self.asked: list[str] = []
 
     def offer(
-        self, layout: Layout, setting: Setting, sessions: list[Session], rate: float, objective: Objective | None
+        self,
+        layout: Layout,
+        setting: Setting,
+        name: str,
+        sessions: list[Session],
+        rate: float = 0.0,
+        objective: Objective | None = None,
     ) -> dict[str, Any]:
         self.asked.append(f"{layout} {setting.schedule} {rate:.3g}")
         most = self.carries.get(f"{layout} {setting.schedule}/{setting.token_budget}", 1.0)
@@ -329,7 +335,8 @@ def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
     names = {figure["name"] for figure in found["figures"]}
     assert "simulated.falcon-180b.capacity_strict.vs_fixed_chunk" in names
     assert {row["schedule"] for row in found["capacities"]} == {"uniform", "fixed_chunk"}
-    assert (tmp_path / "traces" / "found" / "stages.png").exists()
+    kept = {path.name for path in (tmp_path / "traces" / "found").iterdir()}
+    assert "stages.png" in kept and "tp8pp2.long.uniform.flood.trace.json" in kept, kept
 
 
 def test_all_of_it_on_a_tiny_model(
