@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from pipeline.meter import Span
 from pipeline.schedule import POLICIES
+from pipeline.uniform import Uniform
 from tests.worker.conftest import TINY, without_grammars
 from tests.worker.test_ranks import prompts, settings
 from tests.worker.test_scheduler import Driver, prompt
@@ -317,8 +318,9 @@ def test_batched_chunked_cached_and_preempted(
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 2), (3, 1)])
 def test_tokens_go_from_the_last_stage_to_the_first(
-    pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable
+    pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Uniform, "LEAD_S", 1e9)  # whatever the time
     with pipeline(tiny_model("llama"), pp=pp, tp=tp, overlap=True) as engine:
         expect, waits = engine.runner.expect, []
         engine.runner.expect = lambda plan: waits.append(int((plan.token_ids == PENDING).sum())) or expect(plan)
