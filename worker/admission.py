@@ -10,6 +10,7 @@ from worker.counts import Counts
 from worker.forecast import Forecast
 from worker.holdings import Holdings
 from worker.request import Sequence, pages_for
+from worker.running import Running
 from worker.waiting import WaitingQueue
 
 # A sequence that found no room tries again after so many steps even if nobody has come or gone.
@@ -64,14 +65,14 @@ class Admission:
         """A running sequence has given up its slot and pages."""
         self._num_changes += 1
 
-    def starting(self, running: list[Sequence], rows: np.ndarray, batch: Batch, step: int) -> Iterator[Sequence]:
-        """Sequences that start beside those that run, whose rows in the counts are `rows`: each holds what is cached of
-        it, and is to be given a slot and its first chunk before the next one is asked for. One that does not fit holds
-        up those behind it, or a long prompt would wait forever; one whose prefix is being computed does not."""
+    def starting(self, running: Running, batch: Batch, step: int) -> Iterator[Sequence]:
+        """Sequences that start beside those that run: each holds what is cached of it, and is to be given a slot and
+        its first chunk before the next one is asked for. One that does not fit holds up those behind it, or a long
+        prompt would wait forever; one whose prefix is being computed does not."""
         if self.is_blocked(step):
             return
         comings = self._comings(step)
-        counts = self._counts
+        counts, rows = self._counts, running.rows
         growth = -(-(counts.limit[rows] - 1) // self._page_size) - counts.pages[rows]
         self.forecast.begin(running, int(np.maximum(growth, 0).sum()))
         for seq in self.queue.in_order(step, self._clock()):
@@ -79,7 +80,7 @@ class Admission:
                 return
             if batch.computes_prefix_of(seq):
                 continue  # even one that starves, since it has less to compute then, and is next
-            if not self._open(seq, bool(running)):
+            if not self._open(seq, len(running) > 0):
                 self._blocked_at = comings
                 return
             self.queue.remove(seq)

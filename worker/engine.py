@@ -413,12 +413,12 @@ class Engine:
     def _take_slots(self, step: Step | None) -> None:
         """Tells the sampler who left and who came in this step. One that it cannot take fails alone."""
         self._leave_slots()
-        for seq in self.scheduler.started:
+        for seq in self.scheduler.running.started:
             try:
                 self._take_slot(seq)
             except Exception as error:
                 self._fail([seq], "the request could not be prepared", error)
-        if step is not None and self.scheduler.vacated:
+        if step is not None and self.scheduler.running.vacated:
             step.withdraw()
 
     def _take_slot(self, seq: Sequence) -> None:
@@ -429,9 +429,9 @@ class Engine:
         self.sampler.add(seq.slot, seq.sampling, prompt_ids, seq.output_ids(), self.runner.eos_token_ids, seq.grammar)
 
     def _leave_slots(self) -> None:
-        for slot in self.scheduler.vacated:
+        for slot in self.scheduler.running.vacated:
             self.sampler.remove(slot)
-        self.scheduler.vacated.clear()
+        self.scheduler.running.vacated.clear()
 
     def _fail(self, sequences: Iterable[Sequence], what: str, error: Exception) -> None:
         failed = [seq.request_id for seq in sequences]

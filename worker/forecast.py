@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from worker.request import Sequence, pages_for
+from worker.running import Running
 
 
 class Outputs:
@@ -119,11 +120,11 @@ class Forecast:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._outputs = Outputs()
-        self._running: list[Sequence] = []
+        self._running = Running(0)
         self._claims: list[tuple[int, Claim]] | None = None  # with priorities; made when first needed
         self._most_growth = 0  # pages that the running ones may take at most
 
-    def begin(self, running: list[Sequence], most_growth: int) -> None:
+    def begin(self, running: Running, most_growth: int) -> None:
         """`most_growth`: the sum of `all_pages` of those that run."""
         self._running = running
         self._claims = None
@@ -134,7 +135,7 @@ class Forecast:
         of higher priority may count on what those of lower priority hold."""
         if seq.pages_missing(self._page_size) > available:
             return False
-        if not self._running or self._most_growth + all_pages(seq, self._page_size) <= available:
+        if not len(self._running) or self._most_growth + all_pages(seq, self._page_size) <= available:
             return True
         if self._claims is None:
             self._claims = [(other.priority, claim_of(other, self._outputs)) for other in self._running]

@@ -59,7 +59,7 @@ class Rehearsal:
         if step is None:
             return None
         self._ahead.sent(step.plan.step, self._clock(), [model.predict(step.shape) for model in self._costs.models])
-        started = [int(seq.request_id) for seq in self.scheduler.started]
+        started = [int(seq.request_id) for seq in self.scheduler.running.started]
         return MicroBatch(step.plan.step, step.shape, started, step.after, step)
 
     def ask_again_s(self) -> float:
@@ -76,7 +76,7 @@ class Rehearsal:
         step = batch.plan
         chosen = np.flatnonzero(step.gives & ~step.gone)
         self.scheduler.update(step, chosen, SampledTokens(self._tokens[: len(chosen)], {}, {}, []), {})
-        self.scheduler.vacated.clear()
+        self.scheduler.running.vacated.clear()
         return [int(output.request_id) for output in self.scheduler.take_outputs() for _ in output.token_ids]
 
     def decode_s(self, shape: BatchShape) -> float:

@@ -28,7 +28,6 @@ be sampled.
 import copy
 import math
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
@@ -48,6 +47,7 @@ from worker.holdings import Holdings
 from worker.messages import Failure, Generate, Load, Output, TokenLogprobs
 from worker.refusal import refusal
 from worker.request import Sequence, pages_for
+from worker.running import Running
 from worker.survey import Survey
 
 if TYPE_CHECKING:
@@ -90,16 +90,11 @@ class Scheduler:
         self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self.clock = clock
         self.counters = Load(incarnation="", kv_tokens_total=self.kv_tokens)
-        # Given by `schedule`: sequences that got a slot in this step. Slots given up since the caller cleared it.
-        self.started: list[Sequence] = []
-        self.vacated: list[int] = []
         # More running sequences than tokens in a step would only wait for each other with pages in hand.
-        self._num_slots = min(config.max_running, config.token_budget)
-        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+        num_slots = min(config.max_running, config.token_budget)
+        self.running = Running(num_slots)
         self._sequences: dict[str, Sequence] = {}
-        self._counts = Counts(config.max_waiting + self._num_slots)
-        self._running: list[Sequence] = []  # by rank
-        self._rows: np.ndarray | None = None  # theirs in the counts, int64; made when it is needed
+        self._counts = Counts(config.max_waiting + num_slots)
         self._waiting = Admission(config, self.holdings, self._counts, clock)
         self._ends = Ends(vocab_size)
         self._outputs: list[Output] = []
@@ -129,7 +124,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` has anything to consider, or outputs are to be taken."""
-        return bool(self._running or self._outputs or len(self._waiting.queue))
+        return bool(self.running or self._outputs or len(self._waiting.queue))
 
     def add(self, request: Generate, ready: bool = True) -> bool:
         """Takes a request; with `ready` False it is not run until `release`. Returns False when nothing is left to do
@@ -189,10 +184,10 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when there is nothing to compute now or the policy wants to wait (`ask_again_s`).
-        `started` then names the sequences that are new in it."""
-        self.started.clear()
+        `running.started` then names the sequences that are new in it."""
+        self.running.started.clear()
         self.found_nothing = None
-        running = Survey.of(self._running_rows(), self._counts)
+        running = Survey.of(self.running.rows, self._counts)
         view = self._view = self._look(running)
         is_clumped = view.decoding >= self.config.pp or view.waiting > 0
         budget = self.policy.begin(view)
@@ -201,7 +196,7 @@ class Scheduler:
             # Decodes may have been held back for prompts that find no pages now.
             view.waiting = view.waiting_tokens = 0
             budget = self.policy.begin(view)
-            step = self._make(budget, Survey.of(self._running_rows(), self._counts))
+            step = self._make(budget, Survey.of(self.running.rows, self._counts))
         if step is not None:
             self._in_flight.append(step)
         elif budget is not None:
@@ -260,9 +255,9 @@ class Scheduler:
     def load(self) -> Load:
         """What is carried now, in tokens, and the counters. `incarnation` and `bookings_seen` are the caller's."""
         load = copy.copy(self.counters)
-        load.running = len(self._running)
+        load.running = len(self.running)
         load.waiting = len(self._waiting)
-        rows, counts = self._running_rows(), self._counts
+        rows, counts = self.running.rows, self._counts
         load.context_tokens = int(counts.computed[rows].sum())
         load.waiting_tokens = int(np.maximum(counts.prompt[rows] - counts.computed[rows], 0).sum())
         load.waiting_tokens += sum(max(0, seq.num_prompt - seq.cached_estimate) for seq in self._waiting)
@@ -272,22 +267,19 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has one owner and every sequence one place. Walks everything."""
-        self.holdings.check_integrity(self._running)
+        self.running.check_integrity()
+        self.holdings.check_integrity(self.running)
         waiting = list(self._waiting)
-        places = [*self._running, *waiting]
+        places = [*self.running, *waiting]
         assert len(places) == len(self._sequences), "a sequence is nowhere, or in two places"
         assert all(self._sequences[seq.request_id] is seq for seq in places)
-        slots = [*self._free_slots, *(seq.slot for seq in self._running)]
-        assert sorted(slots) == list(range(self._num_slots)), "a slot is lost, or in two hands"
-        assert self._running == sorted(self._running, key=lambda seq: seq.rank)
-        for seq in self._running:
+        for seq in self.running:
             assert seq.num_computed <= seq.pages.size * self.page_size, "tokens without a page"
             assert seq.num_confirmed <= min(seq.num_computed, seq.num_known)
             assert seq.num_pending <= len(self._in_flight)
         for seq in waiting:
             assert seq.slot == -1 and seq.pages.size == 0 and seq.node is None, "a waiting sequence holds pages"
         self._counts.check_integrity(places)
-        assert self._running_rows().tolist() == [seq.row for seq in self._running]
         for seq in places:
             assert (seq.num_known, seq.num_pages) == (seq.tokens.size, seq.pages.size), "counted wrongly"
 
@@ -313,11 +305,6 @@ class Scheduler:
 
     # ------------------------------------------------------------ choosing
 
-    def _running_rows(self) -> np.ndarray:
-        if self._rows is None:
-            self._rows = np.array([seq.row for seq in self._running], dtype=np.int64)
-        return self._rows
-
     def _look(self, running: Survey) -> View:
         """What the policy is shown."""
         counts, queue = self._counts, self._waiting.queue.rows
@@ -331,7 +318,7 @@ class Scheduler:
             view.in_flight = view.in_flight[1:]
         if len(queue):
             queued = int((counts.tokens[queue] - counts.cached[queue]).sum())
-            if not self._free_slots or self._waiting.is_blocked(self._step):
+            if not self.running.has_room or self._waiting.is_blocked(self._step):
                 view.blocked_tokens = queued
             else:
                 view.waiting += len(queue)
@@ -405,8 +392,8 @@ class Scheduler:
             return room
         wanted = pages_for(tokens - room, self.page_size)
         pages = min(wanted, self.holdings.num_available)
-        while pages == 0 and room == 0 and not self._ending and self._running[-1] is not seq:
-            self._preempt(self._running[-1])
+        while pages == 0 and room == 0 and not self._ending and self.running.last is not seq:
+            self._preempt(self.running.last)
             pages = min(wanted, self.holdings.num_available)
         if pages:
             self.holdings.grow(seq, pages)
@@ -414,20 +401,17 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Starts waiting sequences while there are slots, tokens and pages."""
-        if not self._free_slots or self._batch.budget.tokens_left <= 0:
+        if not self.running.has_room or self._batch.budget.tokens_left <= 0:
             return
-        for seq in self._waiting.starting(self._running, self._running_rows(), self._batch, self._step):
+        for seq in self._waiting.starting(self.running, self._batch, self._step):
             self._seat(seq)
             self._plan(seq)
-            if not self._free_slots:
+            if not self.running.has_room:
                 return
 
     def _seat(self, seq: Sequence) -> None:
         """Gives a sequence that starts its slot."""
-        seq.slot = self._free_slots.pop()
-        insort(self._running, seq, key=lambda s: s.rank)
-        self._rows = None
-        self.started.append(seq)
+        self.running.seat(seq)
         if seq.started_s is None:
             seq.started_s = self.clock()
             seq.cached_tokens = min(seq.num_computed, seq.num_prompt)
@@ -465,11 +449,7 @@ class Scheduler:
         """Takes a running sequence's slot and pages."""
         self.holdings.close(seq, keep)
         self._waiting.vacated()
-        self._running.remove(seq)
-        self._rows = None
-        self._free_slots.append(seq.slot)
-        self.vacated.append(seq.slot)
-        seq.slot = -1
+        self.running.vacate(seq)
 
     # ------------------------------------------------------------ tokens
 

@@ -468,7 +468,7 @@ def test_under_pressure_few_are_preempted_and_few_pages_lie_idle(drive, known):
         d.add(name, prompt(rng.randrange(8, 60), seed=int(name)), max_tokens=length if known else 100)
     held, steps = 0, 0
     while d.scheduler.has_work or d.flight:
-        for seq in d.scheduler._running:
+        for seq in d.scheduler.running:
             if not known and seq.num_known - seq.num_prompt >= lengths[seq.request_id] - 1:
                 seq.stop_ids = frozenset(range(50))  # whatever comes next is its end
                 d.scheduler._ends._num_stopped_by[:] = 1000
@@ -680,7 +680,7 @@ def preempted_in_flight(d: Driver, max_tokens: int) -> Driver:
     d.add("a", prompt(8), max_tokens=max_tokens)
     d.step()
     d.step()
-    d.scheduler._preempt(d.scheduler._running[0])
+    d.scheduler._preempt(next(iter(d.scheduler.running)))
     return d
 
 
