@@ -29,7 +29,8 @@ def tokens_within(models: Sequence[CostModel], batch: BatchShape, start: int, ta
 
     A batch of more than `TILED_FROM` tokens is filled to whole tiles: what is computed of a tile is paid for as a
     whole. So is what a graph computes: one of fewer tokens has the size of a graph, or as many of the next one's as
-    the attention to so many leaves time for. Never more for a later start, a fuller batch or a shorter time."""
+    the attention to so many leaves time for. Never more for a later start or a shorter time, nor by a tile for a fuller
+    batch."""
     for model in models:
         if most < 1:
             return 0

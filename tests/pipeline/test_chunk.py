@@ -85,7 +85,8 @@ def test_it_shrinks_with_the_time_the_prefix_and_the_batch(model, batch, start, 
     assert tokens_within([model], batch, start, target_s * longer, MOST) >= size
     assert tokens_within([model], batch, start + further, target_s, MOST) <= size
     batch.add(context, 1)
-    assert tokens_within([model], batch, start, target_s, MOST) <= size
+    # The decode is one of the rows: the chunk is shorter by a token for as many, and another tile may just fit.
+    assert tokens_within([model], batch, start, target_s, MOST) < size + TILE
 
 
 @given(models, models, batches, starts, targets, st.integers(0, 2000))

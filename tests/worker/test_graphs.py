@@ -31,6 +31,9 @@ class Again:
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
 
+    def reset(self) -> None:
+        del self.replay  # what is given up does not run
+
 
 class Uncaptured(StepGraphs):
     """Notes what it runs: kinds, sizes, and whether prefixes are read together."""
