@@ -238,7 +238,8 @@ class Scheduler:
         that have gone since are skipped. A slot may be another's by now, so they are those that were planned."""
         assert self._in_flight[0] is step, "updates come in the order of the steps"
         now_s = self.clock()
-        decodes = step.rows[(step.plan.starts >= self._counts.prompt[step.rows]) & ~step.gone]
+        is_decode = step.gives & (step.plan.lengths == 1) & (step.plan.starts >= self._counts.prompt[step.rows])
+        decodes = step.rows[is_decode & ~step.gone]
         if len(decodes):
             self.policy.finished(now_s - float(self._counts.answered_s[decodes].min()))
         self._confirm(step)

@@ -675,6 +675,23 @@ def test_a_slot_that_has_a_new_owner_does_not_get_the_old_ones_token(overlapped)
     assert len(d.tokens("old")) == 1
 
 
+def test_only_decodes_tell_how_long_a_token_took(drive, monkeypatch):
+    d = drive(num_pages=8, page_size=4, token_budget=16)
+    gaps: list[float] = []
+    monkeypatch.setattr(d.scheduler.policy, "finished", gaps.append)
+    d.add("a", prompt(8), max_tokens=6)
+    for _ in range(4):
+        d.now_s += 1.0
+        d.step()
+    d.land()
+    assert gaps and max(gaps) <= 1.0
+    d.scheduler._preempt(next(iter(d.scheduler.running)))
+    d.now_s += 100.0  # what it computes again, of its outputs too, is no decode
+    d.run()
+    assert d.tokens("a") == d.runner.generate(prompt(8), 6)
+    assert max(gaps) <= 1.0
+
+
 def preempted_in_flight(d: Driver, max_tokens: int) -> Driver:
     """With "a", which lost its pages while its second token was computed."""
     d.add("a", prompt(8), max_tokens=max_tokens)
