@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.chunk import chunk_tokens, tokens_within
-from pipeline.cost import CostModel
+from pipeline.cost import CostModel, slowest_s
 from pipeline.shape import TILE, BatchShape
 
 UNLIMITED = 1 << 40
@@ -133,7 +133,4 @@ class EvenDecodes(Budget):
         return best if best_s * (1 + self.WORTH) < now_s else most
 
     def _predict(self, decodes: int, context: int) -> float:
-        shape = BatchShape()
-        shape.tokens = shape.decodes = decodes
-        shape.decode_context = context
-        return max(model.predict(shape) for model in self._models)
+        return slowest_s(self._models, BatchShape.decoding(decodes, context))

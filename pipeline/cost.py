@@ -98,6 +98,11 @@ class Coefficients:
         return Coefficients((value * factor for value in self.values), self.rows)
 
 
+def slowest_s(models: Iterable["CostModel"], shape: BatchShape) -> float:
+    """Seconds of the stage that takes the longest."""
+    return max(model.predict(shape) for model in models)
+
+
 class Window:
     """The newest observations of every kind of batch, so that what is common does not crowd out what is rare."""
 

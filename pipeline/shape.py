@@ -39,6 +39,14 @@ class BatchShape:
         for start, length in chunks:
             self.add(start, length)
 
+    @classmethod
+    def decoding(cls, decodes: int, context: int) -> "BatchShape":
+        """So many decodes and nothing else, with `context` tokens up to theirs together."""
+        shape = cls()
+        shape.tokens = shape.decodes = decodes
+        shape.decode_context = context
+        return shape
+
     def add(self, start: int, length: int) -> None:
         self.tokens += length
         if length == 1:

@@ -87,8 +87,8 @@ class Hardware:
     `stages`: the time that each takes for a micro-batch. `link` joins them (None: no time); a stage that does not
     `overlap` its sends waits until they are through. `plan_s`: from the decision to the plan's being on the first
     stage. `return_s`: from the end of the last stage to the tokens' being with the scheduler; to the first stage, on
-    the devices, it is a way over the link. `jitter`: the standard
-    deviation of each stage's times, relative. `token_bytes`: what a token sends from stage to stage.
+    the devices, it is a way over the link. `jitter`: the standard deviation of each stage's times, relative.
+    `token_bytes`: what a token sends from stage to stage.
     """
 
     stages: Sequence[Callable[[BatchShape], float]]

@@ -4,6 +4,7 @@ import math
 
 from pipeline.budget import UNLIMITED, Budget, EvenDecodes, Timed
 from pipeline.chunk import tokens_within
+from pipeline.cost import slowest_s
 from pipeline.policy import Policy, Settings, View
 from pipeline.shape import TILE, TILED_FROM, BatchShape, in_tiles
 
@@ -104,7 +105,7 @@ class Uniform(Policy):
         return EvenDecodes(settings.token_budget, settings.models, *decodes, in_flight, places)
 
     def _predict(self, shape: BatchShape) -> float:
-        return max(model.predict(shape) for model in self.settings.models)
+        return slowest_s(self.settings.models, shape)
 
     def _refresh(self) -> None:
         budget = self.settings.token_budget
@@ -118,10 +119,7 @@ class Uniform(Policy):
         """A micro-batch with its part of the decodes. Where there is one stage, all are in each."""
         if self.settings.stages == 1:
             in_flight = 1
-        shape = BatchShape()
-        shape.tokens = shape.decodes = -(-view.decoding // in_flight)
-        shape.decode_context = view.decoding_context // in_flight
-        return shape
+        return BatchShape.decoding(-(-view.decoding // in_flight), view.decoding_context // in_flight)
 
     def _fill(self, view: View) -> Budget:
         settings = self.settings

@@ -65,6 +65,11 @@ class Plan:
         return len(self.token_ids)
 
     @property
+    def waits(self) -> bool:
+        """Whether a token is pending."""
+        return bool((self.token_ids == PENDING).any())
+
+    @property
     def chunks(self) -> list[Chunk]:
         """Row by row, for whoever has the time."""
         token_ids = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])

@@ -23,7 +23,7 @@ from worker.graphs import StepGraphs, product_sizes
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
-from worker.plan import PENDING, Plan
+from worker.plan import Plan
 from worker.stage import Stage
 from worker.stopwatch import Stopwatch
 from worker.tables import PageTables
@@ -114,9 +114,9 @@ class Runner:
         """Get ready for a plan that the stages before have been sent, ahead of its `forward`, in the plans' order."""
         if self.stage.before is not None:
             self.stage.expect(plan.num_tokens, self.config.hidden_size, self.dtype)
-        elif not _waits(plan):
+        elif not plan.waits:
             self._stopwatch.came(plan.step)
-        if self._samples and self.stage.count > 1 and _waits(plan):
+        if self._samples and self.stage.count > 1 and plan.waits:
             self.stage.hand_back()
 
     @torch.inference_mode()
@@ -129,7 +129,7 @@ class Runner:
         Raises ValueError if a chunk lies outside its slot's pages, which no right scheduler asks for.
         """
         self._tables.update(plan)
-        self._waits = self.config.is_first and _waits(plan)
+        self._waits = self.config.is_first and plan.waits
         out = self._computed(plan)
         if not self._samples:
             self._stopwatch.end(plan.step)
@@ -289,11 +289,6 @@ class Runner:
                 "lower it, or set kv_tokens"
             )
         return config.context_length
-
-
-def _waits(plan: Plan) -> bool:
-    """Whether tokens of a plan are on the sampler's device only."""
-    return bool((plan.token_ids == PENDING).any())
 
 
 def _show_capture(done: int, total: int) -> None:

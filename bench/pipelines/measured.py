@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.metered import keep, metered
-from bench.pipelines.offered import Objective, Replica, offer, summary
+from bench.pipelines.offered import Load, Replica, offer, summary
 from bench.pipelines.study import together
 from bench.workload import Session, Vocabulary
 from pipeline.cost import CostModel
@@ -49,30 +49,22 @@ class Measured:
     traces: Path
     num_loads: int = 0
 
-    def offer(
-        self,
-        layout: Layout,
-        setting: Setting,
-        name: str,
-        sessions: list[Session],
-        rate: float = 0.0,
-        objective: Objective | None = None,
-    ) -> dict[str, Any]:
+    def offer(self, layout: Layout, setting: Setting, load: Load) -> dict[str, Any]:
         """As `bench.pipelines.study.Site`."""
         target, is_new = self.targets.under(layout, setting)
         if is_new:
-            self._warm(target, sessions)
+            self._warm(target, load.sessions)
         target.settle()
-        offered = offer(target, sessions, self._fresh(), objective, _progress(len(sessions)))
+        offered = offer(target, load.sessions, self._fresh(), load.objective, _progress(len(load.sessions)))
         meter, models = target.observed()
-        keep(meter, self.traces, layout, setting, name, rate)
+        keep(meter, self.traces, layout, setting, load)
         errors = [model.error() for model in models if model.num_observed]
-        return summary(offered, rate) | metered(meter) | {"model_error": max(errors, default=None)}
+        return summary(offered, load.rate) | metered(meter) | {"model_error": max(errors, default=None)}
 
     def calibrate(self, layout: Layout, setting: Setting, sessions: list[Session]) -> dict[str, Any]:
         """What a simulation needs to know of a layout: offers a load and gives what was learned of its stages' costs,
         as coefficients, and how many tokens the KV cache holds."""
-        self.offer(layout, setting, "calibration", sessions)
+        self.offer(layout, setting, Load("calibration", sessions))
         target, _ = self.targets.under(layout, setting)
         _, models = target.observed()
         return {"coefficients": [model.coefficients.values for model in models], "kv_tokens": target.kv_tokens}

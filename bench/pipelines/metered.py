@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.pipelines.layout import Layout, Setting
+from bench.pipelines.offered import Load
 from pipeline.meter import CAUSES, Meter
 
 
@@ -48,9 +49,9 @@ def _or_zero(value: float) -> float:
     return value if value == value else 0.0
 
 
-def keep(meter: Meter, folder: Path, layout: Layout, setting: Setting, load: str, rate: float) -> None:
+def keep(meter: Meter, folder: Path, layout: Layout, setting: Setting, load: Load) -> None:
     """Writes the meter's trace of a load: of one that arrives at a rate, at the newest of its rates."""
-    name = f"{layout}.{load}.{setting.schedule}.{'rate' if rate else 'flood'}"
+    name = f"{layout}.{load.name}.{setting.schedule}.{'rate' if load.rate else 'flood'}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.trace.json").write_text(json.dumps(meter.trace(meter.num_batches)))
 

@@ -44,6 +44,17 @@ class Objective:
         return point["given_up"] is None and not late and point["delay_s"]["p50"] <= self.delay_s
 
 
+@dataclass(frozen=True)
+class Load:
+    """What is offered: `sessions` of one turn each, `rate` of them a second or, where that is 0, all at once. It may be
+    ended early where it cannot keep to `objective` any more."""
+
+    name: str
+    sessions: list[Session]
+    rate: float = 0.0
+    objective: Objective | None = None
+
+
 class Watch:
     """Says as soon as it is certain that a load is not going to keep to an objective."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.metered import keep, metered
-from bench.pipelines.offered import Objective, Offered, summary
-from bench.workload import Session, Vocabulary
+from bench.pipelines.offered import Load, Offered, summary
+from bench.workload import Vocabulary
 from pipeline.cost import CostModel
 from pipeline.roofline import DEVICES, LINKS, MODELS, Device, Link, Model, make_stages
 from pipeline.rows import Rows
@@ -72,17 +72,9 @@ class Simulated:
     page_size: int = 16
     traces: Path | None = None
 
-    def offer(
-        self,
-        layout: Layout,
-        setting: Setting,
-        name: str,
-        sessions: list[Session],
-        rate: float = 0.0,
-        objective: Objective | None = None,
-    ) -> dict[str, Any]:
+    def offer(self, layout: Layout, setting: Setting, load: Load) -> dict[str, Any]:
         """As `bench.pipelines.study.Site`. No load is ended early: virtual time costs little."""
-        hardware = self.hardware(layout)
+        hardware, sessions = self.hardware(layout), load.sessions
         config = WorkerConfig(
             pp=layout.pp,
             max_running=self.max_running,
@@ -103,5 +95,5 @@ class Simulated:
         )
         run = simulate(requests, replica, hardware, clock)
         if self.traces is not None:
-            keep(run.meter, self.traces, layout, setting, name, rate)
-        return summary(Offered(run.lives, run.seconds), rate) | metered(run.meter)
+            keep(run.meter, self.traces, layout, setting, load)
+        return summary(Offered(run.lives, run.seconds), load.rate) | metered(run.meter)

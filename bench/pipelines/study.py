@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bench.pipelines.layout import Layout, Setting, settings_of
-from bench.pipelines.offered import Objective
+from bench.pipelines.offered import Load, Objective
 from bench.pipelines.sweep import Points, say
 from bench.pipelines.traffic import Traffic
 from bench.results import number
@@ -23,17 +23,9 @@ DECODE_TOKENS = 64  # out of each, when it is timed
 class Site(Protocol):
     """Where loads are offered."""
 
-    def offer(
-        self,
-        layout: Layout,
-        setting: Setting,
-        name: str,
-        sessions: list[Session],
-        rate: float = 0.0,
-        objective: Objective | None = None,
-    ) -> dict[str, Any]:
-        """What became of them: `bench.pipelines.offered.summary`, and what the meter says (`metered`). Its trace is
-        kept by the load's `name`."""
+    def offer(self, layout: Layout, setting: Setting, load: Load) -> dict[str, Any]:
+        """What became of it: `bench.pipelines.offered.summary`, and what the meter says (`metered`), whose trace is
+        kept."""
 
 
 def together(count: int, prompt: int, output: int) -> list[Session]:
@@ -77,32 +69,24 @@ class Study:
         rate = float(f"{rate:.4g}")
         kept = f"{objective.name}@{objective.tbt_s * 1e3:.3g}ms" if objective is not None else "whole"
         key = f"{layout}/{traffic.name}/{setting}/{kept}/{rate:g}"
-        return self._point(key, layout, setting, traffic.name, traffic.at(rate, self.seconds), rate, objective)
+        load = Load(traffic.name, traffic.at(rate, self.seconds), rate, objective)
+        return self._point(key, layout, setting, load)
 
     def flood(self, layout: Layout, setting: Setting, traffic: Traffic) -> dict[str, Any]:
         """All requests at once: what can be carried at most."""
         key = f"{layout}/{traffic.name}/{setting}/flood"
-        return self._point(key, layout, setting, traffic.name, traffic.at_once())
+        return self._point(key, layout, setting, Load(traffic.name, traffic.at_once()))
 
     def decode_s(self, layout: Layout) -> float:
         """One decode iteration of DECODES sequences with DECODE_CONTEXT tokens each, prompts gone."""
         sessions = together(DECODES, max(1, DECODE_CONTEXT // self.shrink), DECODE_TOKENS)
-        name, setting = "decode_iteration", Setting("fixed_chunk", self.budget)
-        point = self._point(f"{layout}/{name}", layout, setting, name, sessions)
+        load = Load("decode_iteration", sessions)
+        point = self._point(f"{layout}/{load.name}", layout, Setting("fixed_chunk", self.budget), load)
         return float(point["tbt_s"]["p50"])
 
-    def _point(
-        self,
-        key: str,
-        layout: Layout,
-        setting: Setting,
-        name: str,
-        sessions: list[Session],
-        rate: float = 0.0,
-        objective: Objective | None = None,
-    ) -> dict[str, Any]:
+    def _point(self, key: str, layout: Layout, setting: Setting, load: Load) -> dict[str, Any]:
         def make() -> dict[str, Any]:
-            point = self.site.offer(layout, setting, name, sessions, rate, objective)
+            point = self.site.offer(layout, setting, load)
             say(f"  {key}: {line(point)}")
             return point
 

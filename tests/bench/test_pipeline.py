@@ -12,7 +12,7 @@ from bench import link, pipeline
 from bench.pipelines.findings import Findings, Twin, meter_overhead
 from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.metered import causes, decode_bubble, metered
-from bench.pipelines.offered import Objective, offer, summary
+from bench.pipelines.offered import Load, Objective, offer, summary
 from bench.pipelines.picture import draw
 from bench.pipelines.study import Study, together
 from bench.pipelines.survey import Survey
@@ -165,15 +165,8 @@ class Counting:
         self.carries = carries
         self.asked: list[str] = []
 
-    def offer(
-        self,
-        layout: Layout,
-        setting: Setting,
-        name: str,
-        sessions: list[Session],
-        rate: float = 0.0,
-        objective: Objective | None = None,
-    ) -> dict[str, Any]:
+    def offer(self, layout: Layout, setting: Setting, load: Load) -> dict[str, Any]:
+        rate = load.rate
         self.asked.append(f"{layout} {setting.schedule} {rate:.3g}")
         most = self.carries.get(f"{layout} {setting.schedule}/{setting.token_budget}", 1.0)
         late = rate > most
