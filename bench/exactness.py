@@ -2,6 +2,7 @@
 
     shoal bench exactness --device cuda --models llama,smollm2 --tp 1
     shoal bench exactness --device cuda --models llama,smollm2 --tp 1,2 --pp 2
+    shoal bench exactness --device cuda --models llama --tp 2,4 --pp 1,2 --share-gpus
     shoal bench exactness --device cpu --models tiny
 
 In float32 every output is compared token for token with `generate`, alone and in batches, in chunks of all sizes, from
@@ -9,7 +10,8 @@ a cold and a warm cache, and with preemptions; a replica is started once, and gi
 for every case. Where an output first differs at a position at which the two likeliest tokens are nearer than 1e-4, it
 is a tie: reported, and no failure. In bfloat16 the share of positions at which the likeliest token is that of float32
 is compared with the share of `transformers`' own bfloat16, over the same sequences. The exit code is 1 when anything is
-wrong.
+wrong. With --share-gpus layouts run that have more ranks than there are GPUs: slow, and over sockets, as between
+machines.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from pipeline.schedule import POLICIES
 from worker.config import WorkerConfig
 from worker.engine import Engine, Finished, load_parts
 from worker.messages import SamplingParams
+from worker.processes import open_runner
 
 TIE = 1e-4
 WORSE_BY_ERRORS = 3.0  # standard errors that our agreement in bfloat16 may lie below transformers' by chance
@@ -134,8 +138,8 @@ def agreement(exact: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> 
 class Check:
     """One model on one device, and what the reference says of it."""
 
-    def __init__(self, name: str, folder: Path, device: str) -> None:
-        self.name, self.device = name, device
+    def __init__(self, name: str, folder: Path, device: str, share_gpus: bool = False) -> None:
+        self.name, self.device, self._share_gpus = name, device, share_gpus
         self.folder = reference.make(name, folder)
         exact = Reference(self.folder, device, torch.float32)
         self.prompts = reference.prompts(reference.MODELS[name].vocabulary)
@@ -156,7 +160,8 @@ class Check:
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        replica = Replica(self.folder, BASE | {"device": self.device, "dtype": dtype, "tp": tp, "pp": pp} | settings)
+        settings = BASE | {"device": self.device, "dtype": dtype, "tp": tp, "pp": pp} | settings
+        replica = Replica(self.folder, settings, self._share_gpus)
         try:
             yield replica
         finally:
@@ -223,9 +228,10 @@ class Check:
 class Replica:
     """A model that is loaded once, for engines one after the other, each with a scheduler and a cache of its own."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], share_gpus: bool) -> None:
         self._folder, self._settings = folder, settings
-        self._parts = load_parts(folder, WorkerConfig.model_validate(settings))
+        open_ranks = partial(open_runner, share_gpus=share_gpus)
+        self._parts = load_parts(folder, WorkerConfig.model_validate(settings), open_ranks)
 
     @contextmanager
     def engine(self, settings: dict[str, Any]) -> Iterator[Engine]:
@@ -276,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
         "--pp", type=_numbers, default=[1], metavar="N,M", help="numbers of stages, each with each (default 1)"
     )
     p.add_argument("--schedules", type=_schedules, default=[None], metavar="A,B", help="in float32 (default: its own)")
+    p.add_argument("--share-gpus", action="store_true", help="several ranks on a GPU, where there are too few")
     p.add_argument("--name", help="of the result (default: DEVICE.exact and the numbers of ranks)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     return p
@@ -300,12 +307,12 @@ def main(argv: list[str] | None = None) -> int:
     report = Report("gpu" if args.device == "cuda" else "cpu")
     for name in models:
         with tempfile.TemporaryDirectory(prefix="shoal-exact-") as scratch:
-            check = Check(name, Path(scratch) / name, args.device)
+            check = Check(name, Path(scratch) / name, args.device, args.share_gpus)
             for tp, pp in itertools.product(args.tp, args.pp):
                 if tp not in reference.MODELS[name].tp or pp > reference.MODELS[name].layers:
                     print(f"{name} cannot be shared out to {pp} stages of {tp} ranks", flush=True)
                     continue
-                if args.device == "cuda" and tp * pp > torch.cuda.device_count():
+                if args.device == "cuda" and tp * pp > torch.cuda.device_count() and not args.share_gpus:
                     print(f"{pp} stages of {tp} ranks are more than there are GPUs", flush=True)
                     continue
                 report.run(check, tp, pp, args.schedules)

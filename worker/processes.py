@@ -16,27 +16,37 @@ from worker.ranks import Follower, Leader, end, find_store, open_store, other_ra
 from worker.runner import Runner, place
 from worker.weights import Progress
 
+# NCCL refuses two ranks on one GPU, unless it takes them to be on different machines, of which this is the name.
+_MACHINE = "NCCL_HOSTID"
 
-def open_runner(model: Path, config: WorkerConfig, progress: Progress | None = None) -> Runner | Leader:
-    """What computes a replica's steps on this machine: a runner, or the leader of `tp * pp` ranks."""
+
+def open_runner(
+    model: Path, config: WorkerConfig, progress: Progress | None = None, share_gpus: bool = False
+) -> Runner | Leader:
+    """What computes a replica's steps on this machine: a runner, or the leader of `tp * pp` ranks, as `launch`."""
     if progress is None and sys.stderr.isatty():
         progress = _show
-    return Runner(model, config, progress) if config.num_ranks == 1 else launch(model, config, progress)
+    return Runner(model, config, progress) if config.num_ranks == 1 else launch(model, config, progress, share_gpus)
 
 
-def launch(model: Path, config: WorkerConfig, progress: Progress | None = None) -> Leader:
-    """This process as the leading rank, and one more for each other rank, on this machine. They end when it does."""
+def launch(model: Path, config: WorkerConfig, progress: Progress | None = None, share_gpus: bool = False) -> Leader:
+    """This process as the leading rank, and one more for each other rank, on this machine. They end when it does. With
+    `share_gpus` there may be more of them than GPUs, to see that they are right: those of one GPU take turns."""
     device, _ = place(config)
     ranks = config.num_ranks
-    if device.type == "cuda" and torch.cuda.device_count() < ranks:
-        raise ValueError(f"tp={config.tp}, pp={config.pp}, but this machine has {torch.cuda.device_count()} GPUs")
+    gpus = torch.cuda.device_count()
+    if shared := device.type == "cuda" and gpus < ranks:
+        if not share_gpus:
+            raise ValueError(f"tp={config.tp}, pp={config.pp}, but this machine has {gpus} GPUs")
+        os.environ[_MACHINE] = f"rank {config.leading_rank}"
     if device.type == "cpu" and config.cpu_threads is None:
         config = config.model_copy(update={"cpu_threads": max(1, (os.cpu_count() or 1) // ranks)})
     store, address = open_store()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in other_ranks(config):
-            processes.append(_start(_Seat(str(model), config.model_dump(mode="json"), rank, address)))
+            seat = _Seat(str(model), config.model_dump(mode="json"), rank, address)
+            processes.append(_start(seat, {_MACHINE: f"rank {rank}"} if shared else {}))
     except BaseException:
         for process in processes:
             end(process, 0)
@@ -53,8 +63,9 @@ class _Seat(msgspec.Struct):
     address: str
 
 
-def _start(seat: _Seat) -> "subprocess.Popen[bytes]":
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+def _start(seat: _Seat, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment = {**os.environ, "PYTHONPATH": paths, **environment}
     process = subprocess.Popen([sys.executable, "-m", "worker.processes"], stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(seat) + b"\n")
