@@ -6,6 +6,7 @@ configuration. There Serve's proxies listen, on every node that takes part, and 
 Python proxy costs more there than in the router.
 """
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from cluster.models import resolve
 from cluster.replica import CONTROL_CPUS, Replica, bundles
 from cluster.request_router import ServePlacer, listen
 from router.api import create_app
+from router.defaults import SamplingDefaults
 from router.fleet import Fleet
 from router.listener import Listener
 from router.metrics import Metrics
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 APP = "shoal"  # the application's name in Serve
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: admission is the scheduler's, in tokens
@@ -103,14 +107,19 @@ class _Router:
         fleet = Fleet(config.placement)
         metrics = Metrics()
         replicas = Replicas(fleet, metrics)
+        folder = resolve(config.model, weights=config.load_format != "dummy")
+        defaults = SamplingDefaults.read(folder, config.sampling_defaults)
+        for problem in defaults.problems:
+            log.warning("%s", problem)
         self._service = Service(
-            Tokenizer.from_folder(resolve(config.model, weights=config.load_format != "dummy")),
+            Tokenizer.from_folder(folder),
             replicas,
             ServePlacer(handle, fleet, replicas),
             fleet,
             metrics,
             model=config.served_model_name or model_name(config.model),
             context_length=config.context_length or UNLIMITED,
+            defaults=defaults,
         )
         listen(self._take)
 

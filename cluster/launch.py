@@ -26,6 +26,7 @@ from cluster import local  # before ray: it sets what Ray reads when it is impor
 from cluster.app import APP, application, settle
 from cluster.config import Config
 from cluster.models import ModelError, resolve
+from router.defaults import FILE, SamplingDefaults
 
 POLL_S = 0.2
 ATTEND_S = 2.0  # between looks at a server that runs
@@ -122,11 +123,23 @@ class _Launch:
     def _start_ray(self) -> None:
         has_weights = self._config.load_format != "dummy"
         # No live line yet: a download has its own.
-        resolve(self._config.model, progress=self._print, weights=has_weights)
+        folder = resolve(self._config.model, progress=self._print, weights=has_weights)
+        self._tell_defaults(folder)
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
         local.start(self._config, self._folder)
+
+    def _tell_defaults(self, folder: Path) -> None:
+        """Raises LaunchError for a file that is broken: the replicas would fail over it too, but later."""
+        try:
+            defaults = SamplingDefaults.read(folder, self._config.sampling_defaults)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
+        for problem in defaults.problems:
+            self._print(problem)
+        if defaults.values:
+            self._print(f"where a request does not say how to sample, the model does ({FILE}): {defaults}")
 
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")

@@ -95,6 +95,7 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         arrived = perf_counter()
         body, size = await read_body(request, ChatRequest, config.max_body_bytes)
         _check_model(service, body.model)
+        body = service.defaults.complete(body)
         job = await service.in_thread(
             size, chat_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
         )
@@ -110,6 +111,7 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         arrived = perf_counter()
         body, size = await read_body(request, CompletionRequest, config.max_body_bytes)
         _check_model(service, body.model)
+        body = service.defaults.complete(body)
         job = await service.in_thread(
             size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
         )
@@ -123,7 +125,12 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
     created = int(time.time())
 
     def model() -> Model:
-        return Model(id=service.model, created=created, max_model_len=service.context_length)
+        return Model(
+            id=service.model,
+            created=created,
+            max_model_len=service.context_length,
+            default_sampling=dict(service.defaults.values),
+        )
 
     @routes.get("/v1/models", responses=openapi.answers(ModelList, 401))
     async def models() -> Response:

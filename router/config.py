@@ -21,3 +21,8 @@ class RouterConfig(BaseModel):
     api_key_file: Path | None = Field(None, description="a file with one accepted key a line")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")
     max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) in one HTTP request")
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="what holds where a request says nothing: temperature, top_p, top_k, min_p and repetition_penalty "
+        "of the model's generation_config.json, or what OpenAI has (temperature 1, no filters)",
+    )

@@ -70,7 +70,9 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     stream: Annotated[Flag, Meta(description="send the text as it is made, as server-sent events")] = None
     stream_options: StreamOptions | None = None
     n: Annotated[Choices | None, Meta(description="answers to each prompt; 1")] = None
-    temperature: Annotated[Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 is greedy; 1")] = None
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 is greedy; the model's own, else 1")
+    ] = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[
         Annotated[int, Meta(ge=-1, le=INT32)] | None, Meta(description="0 and -1 stand for all tokens; 0")

@@ -128,13 +128,15 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """`max_model_len`: most tokens of prompt and output together."""
+    """`max_model_len`: most tokens of prompt and output together. `default_sampling`: the model's own temperature and
+    the like, for requests that do not say any."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "shoal"
     max_model_len: int
+    default_sampling: dict[str, float]
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -26,7 +26,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=1,
         min_tokens=request.min_tokens or 0,
-        temperature=temperature if temperature >= _COLDEST else 0.0,
+        temperature=0.0 if is_greedy(temperature) else temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(request.top_k or 0, 0),
         min_p=request.min_p or 0.0,
@@ -40,6 +40,11 @@ def sampling_params(
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         grammar=_grammar(request),
     )
+
+
+def is_greedy(temperature: float) -> bool:
+    """Whether it stands for always taking the likeliest token."""
+    return temperature < _COLDEST
 
 
 def sequence_seed(seed: int | None, choice: int) -> int:

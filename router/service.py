@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.metrics import Metrics, ReplicaTimes
@@ -43,7 +44,8 @@ class Placer(Protocol):
 class Service:
     """Answers for one model, with whatever replicas there are.
 
-    `model` is its name in the API, `context_length` the most tokens of prompt and output together.
+    `model` is its name in the API, `context_length` the most tokens of prompt and output together, `defaults` how it is
+    sampled where a request does not say.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Service:
         *,
         model: str,
         context_length: int,
+        defaults: SamplingDefaults,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
         self.metrics = metrics
         self.model = model
         self.context_length = context_length
+        self.defaults = defaults
         self._placer = placer
         self._fleet = fleet
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")

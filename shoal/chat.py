@@ -32,6 +32,8 @@ COMMANDS = {
     "/stats": "show or hide the line of figures under an answer",
     "/quit": "leave, as Ctrl-D does",
 }
+# Not the protocol's 1: there a small model, which is what a newcomer meets first, talks nonsense.
+TEMPERATURE = 0.6
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,9 +52,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--system", metavar="TEXT", help="the system prompt: what the model is told before all else")
     sampling = made.add_argument_group("how it answers")
-    # Not the protocol's 1: there a small model, which is what a newcomer meets first, talks nonsense.
     sampling.add_argument(
-        "--temperature", type=float, metavar="X", default=0.6, help="0 always takes the likeliest token (default: 0.6)"
+        "--temperature",
+        type=float,
+        metavar="X",
+        help=f"0 always takes the likeliest token (default: the model's own, else {TEMPERATURE})",
     )
     sampling.add_argument("--top-p", type=float, metavar="X", help="only tokens that make up this much probability")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
@@ -70,7 +74,10 @@ def main(argv: list[str] | None = None) -> int:
             models = client.models()
             if args.model is None and not models:
                 raise ServerError(f"{client.url} lists no model; say --model")
-            talk = Conversation(client, args.model or models[0], args.system, parameters)
+            model = args.model or next(iter(models))
+            if "temperature" not in (models.get(model, {}).get("default_sampling") or {}):
+                parameters.setdefault("temperature", TEMPERATURE)
+            talk = Conversation(client, model, args.system, parameters)
             if sys.stdin.isatty() and sys.stdout.isatty():
                 Terminal(talk).run()
                 return 0

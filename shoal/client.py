@@ -65,13 +65,13 @@ class Client:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
 
-    def models(self) -> list[str]:
-        """Names of the models that the server lists. Raises ServerError."""
+    def models(self) -> dict[str, dict[str, Any]]:
+        """What the server says of its models, by their names, in its order. Raises ServerError."""
         response = self.get("/v1/models")
         try:
             if response.status_code != 200:
                 raise ServerError(f"{self.url}: {_reason(response)}")
-            return [model["id"] for model in response.json()["data"]]
+            return {model["id"]: model for model in response.json()["data"]}
         except (ValueError, KeyError, TypeError):
             raise ServerError(f"{self.url} does not speak OpenAI's protocol: /v1/models is no list of models") from None
 

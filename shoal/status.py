@@ -92,7 +92,7 @@ def look(client: Client) -> Status:
         problem = "not ready" + (f": {reason}" if (reason := _reason(ready.text)) else "")
     metrics = client.get("/metrics")
     found = replicas(metrics.text) if metrics.status_code == 200 else []
-    return Status(client.url, problem, client.models(), found)
+    return Status(client.url, problem, list(client.models()), found)
 
 
 def replicas(page: str) -> list[Replica]:

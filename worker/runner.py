@@ -1,12 +1,12 @@
 """One rank's half of a step: page tables, the forward pass, logits. Sampling and scheduling are elsewhere."""
 
-import json
 import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -337,10 +337,21 @@ def _say_place(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def _eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int, ...]:
-    """Tokens that end a text: generation_config.json's, or else the configuration's."""
+    """Tokens that end a text: generation_config.json's, or else the configuration's. Raises ValueError, with the
+    file's name, where that says something else."""
     path = model / "generation_config.json"
     if path.exists():
-        configured = json.loads(path.read_text()).get("eos_token_id", configured)
+        try:
+            said = msgspec.json.decode(path.read_bytes(), type=_Ends)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not as it should be: {error}") from None
+        configured = configured if said.eos_token_id is msgspec.UNSET else said.eos_token_id
     if configured is None:
         return ()
     return (configured,) if isinstance(configured, int) else tuple(configured)
+
+
+class _Ends(msgspec.Struct):
+    """Of generation_config.json."""
+
+    eos_token_id: int | list[int] | msgspec.UnsetType | None = msgspec.UNSET

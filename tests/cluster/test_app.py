@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as _as_serve_does
 
-from cluster.app import ListeningRouter, Router, application, build, model_name, settle
+from cluster.app import ListeningRouter, Router, _Router, application, build, model_name, settle
 from cluster.config import Config, ConfigError, load
 from cluster.replica import CONTROL_CPUS, bundles
 
@@ -75,3 +75,17 @@ def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere
     assert here.name == anywhere.name == "Router"
     assert here.ray_actor_options == {"num_cpus": 2.0, "resources": {"node:10.0.0.7": 0.001}}
     assert anywhere.ray_actor_options == {"num_cpus": 2.0}
+
+
+@pytest.mark.parametrize(("asked", "values"), [("model", {"temperature": 0.6}), ("openai", {})])
+def test_a_router_samples_as_the_model_says_unless_it_is_told_not_to(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, values: dict[str, float]
+) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    monkeypatch.setattr("cluster.app.listen", lambda take: None)
+    monkeypatch.setattr("cluster.app.ServePlacer", lambda *its: None)
+    router = _Router(load(overrides={"model": str(tmp_path), "sampling_defaults": asked}), None)  # type: ignore[arg-type]
+    assert router._service.defaults.values == values

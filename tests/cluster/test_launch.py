@@ -1,6 +1,7 @@
 """`shoal serve` as a process: it answers, says what is wrong, and leaves nothing behind."""
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -142,6 +143,22 @@ def test_more_gpus_than_a_machine_has() -> None:
         launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs, and this machine has 4: lower one"
     ):
         start._check_gpus(4)
+
+
+def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) -> None:
+    def told(said: str, **settings: str) -> str:
+        (tmp_path / "generation_config.json").write_text(said)
+        out = io.StringIO()
+        launch._Launch(Config(**settings), Console(file=out, width=500))._tell_defaults(tmp_path)
+        return out.getvalue()
+
+    said = '{"temperature": 0.6, "top_k": "20", "top_p": 0.95}'
+    problem, line = told(said).splitlines()
+    assert "generation_config.json: top_k is " in problem
+    assert line.endswith("(generation_config.json): temperature 0.6, top_p 0.95")
+    assert told("{}") == told(said, sampling_defaults="openai") == ""
+    with pytest.raises(launch.LaunchError, match=r"generation_config\.json is no JSON object"):
+        told("{")
 
 
 @pytest.mark.timeout(START_S)

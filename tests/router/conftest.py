@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from router.api import create_app
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.defaults import SamplingDefaults
 from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -464,7 +465,12 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
     """Makes a running server with fake replicas; ends all of it, and sees that nothing is left behind."""
     with ExitStack() as stack:
 
-        def make(*fakes: FakeReplica, config: RouterConfig | None = None, tokens: Tokenizer = tokenizer) -> Stack:
+        def make(
+            *fakes: FakeReplica,
+            config: RouterConfig | None = None,
+            tokens: Tokenizer = tokenizer,
+            defaults: SamplingDefaults | None = None,
+        ) -> Stack:
             named = {f"r{number}": fake for number, fake in enumerate(fakes)}
             for fake in fakes:
                 stack.callback(fake.die)
@@ -480,6 +486,7 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
                 metrics,
                 model=MODEL,
                 context_length=CONTEXT,
+                defaults=defaults or SamplingDefaults(),
             )
             replicas.set_replicas({name: fake.address for name, fake in named.items()})
             server = stack.enter_context(Server(create_app(service, config or RouterConfig())))

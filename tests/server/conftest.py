@@ -19,6 +19,7 @@ import uvicorn
 import worker.server
 from router.api import create_app
 from router.config import RouterConfig
+from router.defaults import SamplingDefaults
 from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -67,6 +68,7 @@ class Whole:
             self.metrics,
             model=MODEL,
             context_length=CONTEXT,
+            defaults=SamplingDefaults(),
         )
         self.app = create_app(self.service, RouterConfig(max_prompts=12, max_body_bytes=1 << 20))
         self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=5))

@@ -32,7 +32,8 @@ class Fake:
         return None
 
     async def list_models(self, request: Request) -> Response:
-        return self.refused(request) or JSONResponse({"data": [{"id": "fake"}, {"id": "other"}]})
+        own = {"id": "own", "default_sampling": {"temperature": 0.7}}
+        return self.refused(request) or JSONResponse({"data": [{"id": "fake"}, {"id": "other"}, own]})
 
     async def is_ready(self, request: Request) -> Response:
         return self.ready

@@ -110,6 +110,23 @@ def test_the_command_from_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, ca
     assert "the server wants a key" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "sent"),
+    [
+        (["--model", "fake"], 0.6),
+        (["--model", "own"], None),
+        (["--model", "own", "--temperature", "0"], 0),
+        (["--model", "nobody's"], 0.6),
+    ],
+)
+def test_a_temperature_is_sent_where_the_model_has_none(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, line: list[str], sent: float | None
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert chat.main(["--url", fake.url, *line]) == 0
+    assert fake.bodies[0].get("temperature") == sent
+
+
 def test_no_server_is_one_line(capsys: Captured) -> None:
     assert chat.main(["--url", "127.0.0.1:1"]) == 1
     said = capsys.readouterr().err
