@@ -1,6 +1,5 @@
 """Attention written as its definition, one query at a time in float64. Tests hold every backend to it."""
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -55,18 +54,3 @@ class ReferenceAttention(AttentionBackend):
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
             heads.append(torch.softmax(scores, dim=0) @ values[:, h // group])
         return torch.stack(heads).to(q.dtype)
-
-
-def attend_keys(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, shape: AttentionShape
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query over some keys, as a part to be merged (see `kernels.ranges`): the output `[num_heads, head_dim]` and
-    the logarithms to base 2 of the sums of weights `[num_heads]`, in float64. q: `[num_heads, head_dim]`; keys and
-    values: `[n, num_kv_heads, head_dim]`."""
-    group = shape.num_heads // shape.num_kv_heads
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
-    scores = shape.scale * torch.einsum("nhd,hd->hn", keys, q.double())
-    if shape.softcap is not None:
-        scores = shape.softcap * torch.tanh(scores / shape.softcap)
-    out = torch.einsum("hn,nhd->hd", torch.softmax(scores, dim=1), values)
-    return out, torch.logsumexp(scores, dim=1) / math.log(2)
