@@ -39,6 +39,12 @@ class Admission:
         yield from self.queue
         yield from self.held.values()
 
+    @property
+    def rows(self) -> np.ndarray:
+        """Theirs in the counts, int64."""
+        held = np.array([seq.row for seq in self.held.values()], dtype=np.int64)
+        return np.concatenate((self.queue.rows, held))
+
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """With `ready` False it is not started until `release`."""
         self._num_changes += 1
@@ -79,6 +85,7 @@ class Admission:
             if not batch.may_start(seq):
                 return
             if batch.computes_prefix_of(seq):
+                self.queue.outdate(seq, step)
                 continue  # even one that starves, since it has less to compute then, and is next
             if not self._open(seq, len(running) > 0):
                 self._blocked_at = comings

@@ -161,6 +161,8 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets these requests, wherever they are, and frees their pages. Unknown ids are ignored. No output
         follows."""
+        request_ids = dict.fromkeys(request_ids)
+        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
         for request_id in request_ids:
             seq = self._sequences.get(request_id)
             if seq is not None:
@@ -258,10 +260,10 @@ class Scheduler:
         load = copy.copy(self.counters)
         load.running = len(self.running)
         load.waiting = len(self._waiting)
-        rows, counts = self.running.rows, self._counts
+        rows, waiting, counts = self.running.rows, self._waiting.rows, self._counts
         load.context_tokens = int(counts.computed[rows].sum())
         load.waiting_tokens = int(np.maximum(counts.prompt[rows] - counts.computed[rows], 0).sum())
-        load.waiting_tokens += sum(max(0, seq.num_prompt - seq.cached_estimate) for seq in self._waiting)
+        load.waiting_tokens += int(np.maximum(counts.prompt[waiting] - counts.cached[waiting], 0).sum())
         load.kv_tokens_cached = self.holdings.tree.num_evictable * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.holdings.num_available * self.page_size
         return load

@@ -17,7 +17,7 @@ class WaitingQueue:
     waited for longer than `starvation_s`, first come first; then by longest cached prefix.
 
     What the tree holds changes with every step, and thousands may wait, so a sequence's cached prefix is an estimate:
-    looked up when it arrives and then, for those in the window, every few steps.
+    looked up when it arrives and then, for those in the window, every few steps, or when it is known to be out of date.
     """
 
     def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int]) -> None:
@@ -55,12 +55,15 @@ class WaitingQueue:
     def in_order(self, step: int, now_s: float) -> list[Sequence]:
         """Those that may go next, best first."""
         window = self._queue[:WINDOW]
-        if len(window) > 1:
-            old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
-            for seq in old[:LOOKUPS_A_STEP]:
-                self._estimate(seq, step)
-            window.sort(key=lambda seq: self._urgency(seq, now_s))
+        old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
+        for seq in sorted(old, key=lambda seq: seq.estimated_at_step)[:LOOKUPS_A_STEP]:
+            self._estimate(seq, step)
+        window.sort(key=lambda seq: self._urgency(seq, now_s))
         return window
+
+    def outdate(self, seq: Sequence, step: int) -> None:
+        """By the next step the tree has more of a sequence than it had."""
+        seq.estimated_at_step = step - LOOKUP_EVERY_STEPS
 
     def _place(self, seq: Sequence) -> tuple[int, bool, int]:
         """Ascending from the front, and the same for as long as it waits."""

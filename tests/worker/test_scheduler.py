@@ -409,6 +409,20 @@ def test_longest_cached_prefix_first_until_one_starves(drive):
     assert order_of(d) == ["warm", "cold", "most"]
 
 
+def test_one_that_waits_for_anothers_prefix_starts_when_that_is_cached(drive):
+    """Though there are no pages for all of it."""
+    d = drive(num_pages=16, token_budget=16)
+    d.add("a", prompt(40), max_tokens=20)
+    d.step()
+    d.add("b", [*prompt(40), 1], max_tokens=2)
+    while not d.reason("b"):
+        d.step()
+        assert not d.reason("a")
+    assert d.outputs["b"][0].cached_tokens == 40
+    d.run()
+    assert d.tokens("b") == d.runner.generate([*prompt(40), 1], 2)
+
+
 def test_thousands_wait_without_a_look_up_each_step(drive, monkeypatch):
     d = drive(max_running=1)
     for i in range(3000):
@@ -518,6 +532,15 @@ def test_abort_of_one_that_is_not_ready(drive):
     assert not d.scheduler.has_work and d.scheduler.num_waiting == 1
     d.scheduler.abort(["a"])
     assert d.scheduler.num_waiting == 0 and "a" not in d.scheduler
+
+
+def test_abort_takes_back_what_was_not_told(drive):
+    d = drive()
+    assert not d.add("a", [])
+    d.scheduler.abort(["a"])
+    d.add("a", prompt(9))
+    d.run()
+    assert d.tokens("a") == d.runner.generate(prompt(9), 5)
 
 
 def test_failure_keeps_nothing_that_it_computed(drive):
