@@ -64,6 +64,7 @@ def create_app(service: Service, config: RouterConfig) -> FastAPI:
     app.include_router(_operator_routes(service))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _nobody)
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(_Counted, metrics=service.metrics)
     _document(app, service)
@@ -79,10 +80,7 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         headers = {"X-Request-Id": job.id}
         if stream:
             return EventStream(generation.stream, headers)
-        try:
-            body = await unless_gone(request.receive, generation.whole())
-        except ClientGone:
-            return Response(status_code=499)  # nobody reads it; the log's habit for a client that went away
+        body = await unless_gone(request.receive, generation.whole())
         return Response(body, headers=headers, media_type="application/json")
 
     @routes.post(
@@ -174,11 +172,14 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
 def _operator_routes(service: Service) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
+    # Load balancers ask with HEAD.
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", responses=openapi.answers(Health))
     async def health() -> Response:
         """Whether this process is alive: answers as long as it is."""
         return _json(Health("ok", len(service.replicas.ready)))
 
+    @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def ready() -> Response:
         """Whether a request would be answered now: 200 if a replica is connected, 503 if none is."""
@@ -237,6 +238,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return known.response()
 
 
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads: the log's habit for a client that went away
+
+
 async def _unexpected(request: Request, error: Exception) -> Response:
     return internal().response()
 
@@ -255,11 +260,23 @@ class _Counted:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        def count(status: int) -> None:
+            nonlocal started
+            started = True
+            route = scope.get("route")
+            path = "unknown" if route is None else route.path
+            self._metrics.responses.labels(path, status).inc()
+
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = scope.get("route")
-                path = "unknown" if route is None else route.path
-                self._metrics.responses.labels(path, message["status"]).inc()
+                count(message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting if scope["type"] == "http" else send)
+        try:
+            await self._app(scope, receive, counting if scope["type"] == "http" else send)
+        except Exception:
+            if not started:
+                count(500)  # `_unexpected` answers outside of here
+            raise

@@ -5,9 +5,11 @@ from typing import TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from router.errors import ApiError, invalid
 from router.requests import Body
+from router.sse import ClientGone
 
 Known = TypeVar("Known", bound=Body)
 
@@ -18,7 +20,8 @@ _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expec
 
 async def read_body(request: Request, model: type[Known], max_bytes: int) -> tuple[Known, int]:
     """The body as `model`, and how many bytes it had. Raises ApiError: 413 for more than `max_bytes` (counted while
-    reading, as a body need not announce its length), 400 for what is not JSON or not what `model` allows."""
+    reading, as a body need not announce its length), 400 for what is not JSON or not what `model` allows. Raises
+    ClientGone if the client leaves before all of it is here."""
     too_large = ApiError(
         413, f"The body of the request is larger than the limit of {max_bytes} bytes.", code="request_too_large"
     )
@@ -26,10 +29,13 @@ async def read_body(request: Request, model: type[Known], max_bytes: int) -> tup
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise ClientGone from None
     return parse(model, bytes(body)), len(body)
 
 

@@ -55,8 +55,10 @@ class CompletionFormat:
         )
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        """Tokens that look alike share an entry: the likeliest's."""
+        """The likeliest tokens, and the one that came if it is not among them. Tokens that look alike share an entry:
+        the likeliest's."""
         top: dict[str, float] = {}
         for token_id, logprob in logprobs.top:
             top.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+        top.setdefault(self._tokenizer.token_text(logprobs.token_id), finite(logprobs.logprob))
         return top

@@ -73,14 +73,18 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 is greedy; the model's own, else 1")
     ] = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[
-        Annotated[int, Meta(ge=-1, le=INT32)] | None, Meta(description="0 and -1 stand for all tokens; 0")
+    top_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="0 takes the likeliest token; the model's own, else 1"),
     ] = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=INT32)] | None,
+        Meta(description="0 and -1 stand for all tokens; the model's own, else 0"),
+    ] = None
+    min_p: Annotated[Annotated[float, Meta(ge=0, le=1)] | None, Meta(description="the model's own, else 0")] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="1")] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="the model's own, else 1")] | None = None
     logit_bias: Annotated[
         Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None,
         Meta(description="token ids, as strings, to what is added to their logits"),
@@ -163,7 +167,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     moderation: Neutral = None
     parallel_tool_calls: Annotated[Flag, Meta(description="there are no tools: either value changes nothing")] = None
     prediction: Neutral = None
-    prompt_cache_key: Neutral = None
+    prompt_cache_key: Annotated[str | None, Meta(description="not used: what prompts share is found without it")] = None
     prompt_cache_options: Neutral = None
     prompt_cache_retention: Neutral = None
     reasoning_effort: Neutral = None

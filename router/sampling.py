@@ -21,14 +21,17 @@ def sampling_params(
 ) -> SamplingParams:
     """Everything but `max_tokens` and `seed`, which differ from sequence to sequence (`max_tokens` is 1 here)."""
     temperature = 1.0 if request.temperature is None else request.temperature
+    top_k, top_p = max(request.top_k or 0, 0), 1.0 if request.top_p is None else request.top_p
+    if top_p == 0:  # the smallest set of tokens that has at least no probability is not empty
+        top_k, top_p = 1, 1.0
     for token_id in request.stop_token_ids or ():
         _check_token(token_id, vocab_size, "stop_token_ids")
     return SamplingParams(
         max_tokens=1,
         min_tokens=request.min_tokens or 0,
         temperature=0.0 if is_greedy(temperature) else temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(request.top_k or 0, 0),
+        top_p=top_p,
+        top_k=top_k,
         min_p=request.min_p or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,

@@ -83,6 +83,12 @@ def test_routes_that_do_not_exist(stack: Any, method: str, path: str, status: in
     assert (status == 405) == ("allow" in response.headers)
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_load_balancers_may_ask_for_the_head_alone(stack: Any, path: str) -> None:
+    response = httpx.head(stack.url + path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
 # ---------------------------------------------------------------- failures of a replica
 
 

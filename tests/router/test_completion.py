@@ -57,6 +57,10 @@ def test_scoring_a_prompt_makes_no_tokens(stack: Any, tokenizer: Tokenizer, stre
     assert "".join(choice.text for choice in choices) == "Hello there"
     assert "".join(name for choice in choices for name in choice.logprobs.tokens) == "Hello there"
     assert choices[-1].finish_reason == "length"
+    # The token that came is there, however few are asked for.
+    tops = [value for choice in choices for value in choice.logprobs.top_logprobs]
+    names = [name for choice in choices for name in choice.logprobs.tokens]
+    assert tops == [None, *({name: -0.5} for name in names[1:])]
     if not stream:
         assert answer.usage.completion_tokens == 0
 

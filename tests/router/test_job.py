@@ -79,6 +79,11 @@ def test_every_parameter_arrives(tokenizer: Tokenizer) -> None:
     assert job.wants_logprobs
 
 
+def test_a_nucleus_of_nothing_is_the_likeliest_token(tokenizer: Tokenizer) -> None:
+    (sequence,) = completion(tokenizer, top_p=0, top_k=40, seed=1).sequences
+    assert sequence.sampling == SamplingParams(max_tokens=16, top_k=1, seed=1)
+
+
 def test_zero_is_not_nothing(tokenizer: Tokenizer) -> None:
     assert completion(tokenizer, temperature=0).sequences[0].sampling.temperature == 0
     assert completion(tokenizer, top_k=-1).sequences[0].sampling.top_k == 0

@@ -107,3 +107,10 @@ def test_answers_are_counted_by_route(make_stack: Make, make_replica: Make) -> N
     got = samples(stack)
     assert got["shoal_http_responses_total", (("path", "/v1/models/{model_id:path}"), ("status", "404"))] == 2
     assert got["shoal_http_responses_total", (("path", "unknown"), ("status", "404"))] == 2
+
+
+def test_an_answer_that_nobody_expected_is_counted(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica())
+    stack.service.tokenizer = None
+    assert httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 500
+    assert samples(stack)["shoal_http_responses_total", (("path", "/v1/completions"), ("status", "500"))] == 1

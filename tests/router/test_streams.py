@@ -70,7 +70,8 @@ def test_a_body_that_never_ends(stack: Any) -> None:
     host, port = stack.server.socket.getsockname()[:2]
     with socket.create_connection((host, port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    assert httpx.get(f"{stack.url}/health").status_code == 200
+    gone = 'shoal_http_responses_total{path="/v1/completions",status="499"}'
+    stack.until(lambda: stack.metric(gone) == 1)
     assert stack.fakes["r0"].requests() == []
 
 
