@@ -215,13 +215,15 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         if body.add_generation_prompt:
             raise invalid("'add_generation_prompt' is for 'messages'.", "add_generation_prompt")
+        if body.chat_template_kwargs:
+            raise invalid("'chat_template_kwargs' is for 'messages'.", "chat_template_kwargs")
         return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     assert body.messages is not None
     messages = [message.for_template() for message in body.messages]
     try:
-        text = tokenizer.render_chat(messages, body.add_generation_prompt is not False)
+        text = tokenizer.render_chat(messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
     except TemplateError as error:
-        raise invalid(str(error), "messages") from None
+        raise invalid(str(error), error.param) from None
     return tokenizer.encode(text, bool(body.add_special_tokens))
 
 

@@ -20,7 +20,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class TemplateError(Exception):
-    """The template refuses these messages."""
+    """The template refuses these messages, or what `param` of the request names."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class _Generation(Extension):
@@ -65,16 +69,19 @@ class ChatTemplate:
             source, {name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()}
         )
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Raises TemplateError, with what the template says about it."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`arguments` have names that this template alone knows. Raises TemplateError, with what the template says
+        about it, and for arguments of other names."""
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        if taken := sorted((arguments or {}).keys() & {*own, *SPECIAL_TOKENS}):
+            raise TemplateError(f"{taken[0]!r} is not for a request to say", "chat_template_kwargs")
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            return self._template.render({**self._special_tokens, **own, **(arguments or {})})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise TemplateError(str(error)) from error
 

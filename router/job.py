@@ -70,10 +70,11 @@ def chat_job(
     )
     _check_request(request, 1, max_sequences)
     try:
-        text = tokenizer.render_chat([message.for_template() for message in request.messages])
+        messages = [message.for_template() for message in request.messages]
+        text = tokenizer.render_chat(messages, arguments=request.chat_template_kwargs)
         token_ids = tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
     except TemplateError as error:
-        raise invalid(f"The chat template refuses these messages: {error}.", "messages") from None
+        raise invalid(f"The chat template refuses these messages: {error}.", error.param) from None
     except PromptTooLong as error:
         raise _too_long(error.tokens, context_length, "messages", "at least ") from None
     room = _room(token_ids, context_length, "messages")

@@ -21,6 +21,7 @@ NeutralList = Annotated[list[Any], Meta(max_length=0, description="not supported
 TokenId = Annotated[int, Meta(ge=0, le=INT32, title=TOKEN_ID)]
 Count = Annotated[int, Meta(ge=1, le=INT32)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="0")]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -94,7 +95,7 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
         Meta(description="the same seed gives the same text, whatever else the server is doing"),
     ] = None
     stop: Annotated[
-        NonEmpty | Annotated[list[NonEmpty], Meta(max_length=16)] | None,
+        StopText | Annotated[list[StopText], Meta(max_length=16)] | None,
         Meta(description="texts that end the answer; they are not part of it"),
     ] = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
@@ -144,6 +145,10 @@ class Message(Body, frozen=True):
 
 
 Messages = Annotated[list[Message], Meta(min_length=1)]
+TemplateArguments = Annotated[
+    dict[str, Any] | None,
+    Meta(description="what else the model's chat template takes, such as enable_thinking"),
+]
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -158,6 +163,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[Count | None, Meta(description="as max_tokens")] = None
     logprobs: Flag = None
     top_logprobs: Annotated[TopLogprobs | None, Meta(description="needs logprobs to be true")] = None
+    chat_template_kwargs: TemplateArguments = None
 
     audio: Neutral = None
     function_call: Literal["none", "auto"] | None = None
@@ -208,6 +214,7 @@ class TokenizeRequest(Body, frozen=True):
     add_generation_prompt: Annotated[
         Flag, Meta(description="end a conversation where the answer begins; true for messages")
     ] = None
+    chat_template_kwargs: TemplateArguments = None
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):

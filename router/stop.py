@@ -1,5 +1,7 @@
 """Stop strings in a text that arrives in pieces."""
 
+from functools import lru_cache
+
 
 class StopMatcher:
     """Finds the first stop string to be complete, and lets through only text that can no longer become one.
@@ -46,6 +48,7 @@ class StopMatcher:
         return held
 
 
+@lru_cache(256)  # all choices of an answer have the same stop strings
 def _borders(stop: str) -> list[int]:
     """For every length of a prefix of `stop`, that of its longest proper border; 0 for the first two."""
     borders = [0, 0]

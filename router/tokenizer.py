@@ -60,12 +60,17 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; its special tokens are in it, so encode it without adding any. Raises
-        TemplateError, also for a model without a template."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation; its special tokens are in it, so encode it without adding any. `arguments` are
+        the template's own. Raises TemplateError, also for a model without a template."""
         if self._template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
-        return self._template.render(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, arguments)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All at once. Like `encode` it lets other threads run."""

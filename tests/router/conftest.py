@@ -52,7 +52,7 @@ CHATML = (
     "{% for message in messages %}{% if message.role == 'assistant' and loop.first %}"
     "{{ raise_exception('a conversation begins with the user') }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' ~ opening | default('') }}{% endif %}"
 )
 REAL_MODEL = Path.home() / ".cache/shoal/models/SmolLM2-135M-Instruct"
 

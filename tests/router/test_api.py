@@ -37,6 +37,8 @@ def test_tokenize_and_back(stack: Any, tokenizer: Tokenizer) -> None:
     assert post("tokenize", {"messages": HELLO, "add_generation_prompt": False})["tokens"] == tokenizer.encode(chat)
     full = tokenizer.encode(chat + "<|im_start|>assistant\n")
     assert post("tokenize", {"messages": HELLO})["tokens"] == full
+    opened = {"messages": HELLO, "chat_template_kwargs": {"opening": "Hello"}}
+    assert post("tokenize", opened)["tokens"] == full + tokenizer.encode("Hello")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,8 @@ def test_tokenize_and_back(stack: Any, tokenizer: Tokenizer) -> None:
         ("tokenize", {}, 400, "prompt"),
         ("tokenize", {"prompt": "a", "messages": HELLO}, 400, "prompt"),
         ("tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
+        ("tokenize", {"prompt": "a", "chat_template_kwargs": {"b": 1}}, 400, "chat_template_kwargs"),
+        ("tokenize", {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, 400, "chat_template_kwargs"),
         ("tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("tokenize", {"messages": [{"role": "assistant", "content": "a"}]}, 400, "messages"),
         ("detokenize", {"tokens": [10**6]}, 400, "tokens"),

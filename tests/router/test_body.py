@@ -125,6 +125,8 @@ def test_neutral_values_are_accepted() -> None:
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": ["a" * 1025]}, "stop[0]"),
         ({"stop": 3}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"stop_token_ids": "1"}, "stop_token_ids"),

@@ -45,6 +45,20 @@ def test_renders_as_transformers(template: str, messages: list[dict[str, Any]], 
     assert ChatTemplate(template, special).render(messages, prompt) == expected[0]
 
 
+def test_arguments_of_one_template() -> None:
+    """As Qwen3 has it: thinking, unless it is switched off."""
+    source = (
+        "{{ messages[0].content }}{% if enable_thinking is defined and enable_thinking is false %}<think/>{% endif %}"
+    )
+    template = ChatTemplate(source, {})
+    messages = [{"role": "user", "content": "a"}]
+    assert template.render(messages) == template.render(messages, arguments={"enable_thinking": True}) == "a"
+    assert template.render(messages, arguments={"enable_thinking": False, "other": [1]}) == "a<think/>"
+    for name in ("messages", "tools", "add_generation_prompt", "bos_token"):
+        with pytest.raises(TemplateError, match=name):
+            template.render(messages, arguments={name: []})
+
+
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_tokens_of_the_real_model_are_those_of_transformers(real_folder: Path, messages: list[dict[str, Any]]) -> None:
     from transformers import AutoTokenizer

@@ -198,12 +198,18 @@ def test_refused_completions(tokenizer: Tokenizer, fields: dict[str, Any], param
         ({"messages": [{"role": "user", "content": "a " * CONTEXT}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a " * 100_000}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ],
 )
 def test_refused_chats(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as error:
         chat(tokenizer, **fields)
     assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_the_template_gets_its_arguments(tokenizer: Tokenizer) -> None:
+    plain, opened = (chat(tokenizer, chat_template_kwargs=given) for given in (None, {"opening": "Hello"}))
+    assert opened.sequences[0].prompt.token_ids == plain.sequences[0].prompt.token_ids + tokenizer.encode("Hello")
 
 
 def test_limits_follow_from_the_context(tokenizer: Tokenizer) -> None:
