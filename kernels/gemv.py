@@ -3,6 +3,9 @@ weights come from memory counts. What stands before and after the product in a l
 row, starting a kernel of its own for it would take longer than the work. The first weights are on their way before the
 kernel waits for the one before it, and each further part of them before the last one is multiplied.
 
+Of a weight in 8 bits 4 columns are read as one number and taken apart here: Triton gives each byte a register, and to
+move them about takes longer than memory needs to send them.
+
 Imported only where there is a GPU (or Triton's interpreter). Arithmetic is in float32 whatever the tensors' dtypes.
 """
 
@@ -16,21 +19,24 @@ from kernels import handover
 from kernels.fused import activated
 from kernels.handover import let_next_start, wait
 
+_PACKED = 4  # columns of a weight in 8 bits that are one number
+_HALVED = tl.constexpr(256.0)  # what `_half` makes of a weight in 8 bits, times this, is the weight
+
 
 class _Tile(NamedTuple):
-    """What one program reads at a time: `rows` rows of the weight, `columns` wide."""
+    """What one program reads at a time: `rows` rows of the weight, `numbers` wide."""
 
     rows: int
-    columns: int
+    numbers: int
     warps: int
 
 
-def _tile(rows: int, columns: int, itemsize: int) -> _Tile:
+def _tile(rows: int, numbers: int, is_packed: bool) -> _Tile:
     """Enough programs for a few on each multiprocessor, each with several independent 16-byte loads a thread. Measured
-    on an H200 with the shapes of Llama-3.1-8B and Qwen3-0.6B, in bfloat16."""
+    on an H200 with the shapes of Llama-3.1-8B and Qwen3-0.6B."""
     height = 4 if rows >= 4096 else 2
-    width = (512 if rows == 4096 else 1024) * (2 if itemsize == 1 else 1)
-    return _Tile(height, min(triton.next_power_of_2(columns), width), 4)
+    width = 512 if rows == 4096 or is_packed else 1024
+    return _Tile(height, min(triton.next_power_of_2(numbers), width), 4)
 
 
 def gemv(
@@ -47,15 +53,16 @@ def gemv(
     """`x @ weight.T + bias + residual` for x `[1, in]` and a contiguous weight `[out, in]`; returns `[1, out]`.
 
     x is first normalised by its root mean square and multiplied by `norm` (`[in]`) if that is given. The result is in
-    `out`, of any float dtype, or in a new tensor of x's. A weight in 8 bits has `scales`, float32 `[out, 1]`.
+    `out`, of any float dtype, or in a new tensor of x's. A weight in float8_e4m3fn, with a multiple of 4 columns, has
+    `scales`, float32 `[out, 1]`.
     """
     rows, columns = weight.shape
     if out is None:
         out = x.new_empty(1, rows)
-    tile = _tile(rows, columns, weight.itemsize)
+    numbers, tile = _read(weight, rows)
     _gemv[(triton.cdiv(rows, tile.rows),)](
         x,
-        weight,
+        numbers,
         x if bias is None else bias,
         x if scales is None else scales,
         x if norm is None else norm,
@@ -68,8 +75,9 @@ def gemv(
         bias is not None,
         scales is not None,
         residual is not None,
+        columns // numbers.shape[1],
         tile.rows,
-        tile.columns,
+        tile.numbers,
         num_warps=tile.warps,
         **handover.OPTIONS,
     )
@@ -89,11 +97,11 @@ def gated_gemv(
     """`gemv` with a weight `[2 * out, in]` of gates and then ups, and the gated activation after it: `[1, out]`."""
     rows, columns = weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(1, rows)
-    tile = _tile(2 * rows, columns, weight.itemsize)
+    numbers, tile = _read(weight, 2 * rows)
     height = max(1, tile.rows // 2)
     _gated_gemv[(triton.cdiv(rows, height),)](
         x,
-        weight,
+        numbers,
         x if bias is None else bias,
         x if scales is None else scales,
         x if norm is None else norm,
@@ -105,12 +113,22 @@ def gated_gemv(
         norm is not None,
         bias is not None,
         scales is not None,
+        columns // numbers.shape[1],
         height,
-        tile.columns,
+        tile.numbers,
         num_warps=tile.warps,
         **handover.OPTIONS,
     )
     return out
+
+
+def _read(weight: torch.Tensor, rows: int) -> tuple[torch.Tensor, _Tile]:
+    """The weight as programs read it, and how much of it each."""
+    is_packed = weight.itemsize == 1
+    if is_packed and weight.shape[1] % _PACKED:
+        raise ValueError(f"a weight in 8 bits has a multiple of {_PACKED} columns, not {weight.shape[1]}")
+    numbers = weight.view(torch.int32) if is_packed else weight
+    return numbers, _tile(rows, numbers.shape[1], is_packed)
 
 
 @triton.jit
@@ -129,32 +147,31 @@ def _gemv(
     BIAS: tl.constexpr,
     SCALES: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     let_next_start()
+    numbers = columns // PACKED
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    lines = weight + row.to(tl.int64)[:, None] * columns
-    at = tl.arange(0, BLOCK_COLUMNS)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_COLUMNS], dtype=tl.float32)
-    mask = (row < rows)[:, None] & (at < columns)[None, :]
+    lines = weight + row.to(tl.int64)[:, None] * numbers
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK_ROWS, BLOCK], dtype=tl.float32)
+    squares = tl.zeros([BLOCK], dtype=tl.float32)
+    mask = (row < rows)[:, None] & (at < numbers)[None, :]
     part = tl.load(lines + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     wait()
-    for _ in range(0, columns, BLOCK_COLUMNS):
-        inside = at < columns
-        ahead = at + BLOCK_COLUMNS
-        mask = (row < rows)[:, None] & (ahead < columns)[None, :]
+    for _ in range(0, numbers, BLOCK):
+        ahead = at + BLOCK
+        mask = (row < rows)[:, None] & (ahead < numbers)[None, :]
         next_part = tl.load(lines + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        squares += value * value
-        if NORM:
-            value *= tl.load(norm + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        total += part.to(tl.float32) * value[None, :]
+        a, b, c, d, square = _values(x, norm, at, numbers, NORM, PACKED)
+        squares += square
+        total += _product(part, a, b, c, d, PACKED)
         at, part = ahead, next_part
     result = tl.sum(total, 1)
     if SCALES:
-        result *= tl.load(scales + row, mask=row < rows, other=0.0)
+        result *= tl.load(scales + row, mask=row < rows, other=0.0) * _HALVED
     if NORM:
         result *= tl.math.rsqrt(tl.sum(squares) / columns + eps)
     if BIAS:
@@ -179,38 +196,37 @@ def _gated_gemv(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     SCALES: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     let_next_start()
+    numbers = columns // PACKED
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    gates = weight + row.to(tl.int64)[:, None] * columns
-    ups = gates + rows.to(tl.int64) * columns
-    at = tl.arange(0, BLOCK_COLUMNS)
-    gate = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
-    up = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_COLUMNS], dtype=tl.float32)
-    mask = (row < rows)[:, None] & (at < columns)[None, :]
+    gates = weight + row.to(tl.int64)[:, None] * numbers
+    ups = gates + rows.to(tl.int64) * numbers
+    at = tl.arange(0, BLOCK)
+    gate = tl.zeros([BLOCK_ROWS, BLOCK], dtype=tl.float32)
+    up = tl.zeros([BLOCK_ROWS, BLOCK], dtype=tl.float32)
+    squares = tl.zeros([BLOCK], dtype=tl.float32)
+    mask = (row < rows)[:, None] & (at < numbers)[None, :]
     gate_part = tl.load(gates + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     up_part = tl.load(ups + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     wait()
-    for _ in range(0, columns, BLOCK_COLUMNS):
-        inside = at < columns
-        ahead = at + BLOCK_COLUMNS
-        mask = (row < rows)[:, None] & (ahead < columns)[None, :]
+    for _ in range(0, numbers, BLOCK):
+        ahead = at + BLOCK
+        mask = (row < rows)[:, None] & (ahead < numbers)[None, :]
         next_gate = tl.load(gates + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         next_up = tl.load(ups + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        squares += value * value
-        if NORM:
-            value *= tl.load(norm + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        gate += gate_part.to(tl.float32) * value[None, :]
-        up += up_part.to(tl.float32) * value[None, :]
+        a, b, c, d, square = _values(x, norm, at, numbers, NORM, PACKED)
+        squares += square
+        gate += _product(gate_part, a, b, c, d, PACKED)
+        up += _product(up_part, a, b, c, d, PACKED)
         at, gate_part, up_part = ahead, next_gate, next_up
     opened, lifted = tl.sum(gate, 1), tl.sum(up, 1)
     if SCALES:
-        opened *= tl.load(scales + row, mask=row < rows, other=0.0)
-        lifted *= tl.load(scales + rows + row, mask=row < rows, other=0.0)
+        opened *= tl.load(scales + row, mask=row < rows, other=0.0) * _HALVED
+        lifted *= tl.load(scales + rows + row, mask=row < rows, other=0.0) * _HALVED
     if NORM:
         scale = tl.math.rsqrt(tl.sum(squares) / columns + eps)
         opened *= scale
@@ -219,3 +235,49 @@ def _gated_gemv(
         opened += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)
         lifted += tl.load(bias + rows + row, mask=row < rows, other=0.0).to(tl.float32)
     tl.store(out + row, (activated(opened, GELU) * lifted).to(out.dtype.element_ty), mask=row < rows)
+
+
+@triton.jit
+def _values(x, norm, at, numbers, NORM: tl.constexpr, PACKED: tl.constexpr):
+    """What the columns of each number `at` are multiplied with, 4 vectors of which one counts where a number is a
+    column, and the sum of their squares, without the norm's weight."""
+    inside = at < numbers
+    a, square = _value(x, norm, at * PACKED, inside, NORM)
+    b, c, d = a, a, a
+    if PACKED > 1:
+        b, second = _value(x, norm, at * PACKED + 1, inside, NORM)
+        c, third = _value(x, norm, at * PACKED + 2, inside, NORM)
+        d, fourth = _value(x, norm, at * PACKED + 3, inside, NORM)
+        square += second + third + fourth
+    return a, b, c, d, square
+
+
+@triton.jit
+def _value(x, norm, column, inside, NORM: tl.constexpr):
+    value = tl.load(x + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    square = value * value
+    if NORM:
+        value *= tl.load(norm + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return value, square
+
+
+@triton.jit
+def _product(part, a, b, c, d, PACKED: tl.constexpr):
+    """`part`, numbers of the weight `[rows, n]`, times those vectors; in 8 bits by `_HALVED` too small."""
+    if PACKED > 1:
+        # Sign, exponent and fraction of e4m3, in the upper byte of 16 bits, become those of float16 when what follows
+        # the sign moves by one; its exponents are 8 less.
+        low = part << 8
+        low = (low & -0x7FFF8000) | ((low & 0x7F007F00) >> 1)
+        high = (part & -0x7FFF8000) | ((part & 0x7F007F00) >> 1)
+        product = _half(low) * a[None, :] + _half(high) * b[None, :]
+        product += _half(low >> 16) * c[None, :] + _half(high >> 16) * d[None, :]
+    else:
+        product = part.to(tl.float32) * a[None, :]
+    return product
+
+
+@triton.jit
+def _half(bits):
+    """The lower 16 bits as a float16, in float32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

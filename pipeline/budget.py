@@ -73,18 +73,19 @@ class WholePrompts(Budget):
 
 
 class Timed(Budget):
-    """Chunks that keep the whole batch within a time, as the stages' models predict it."""
+    """Chunks that fill a batch up to `full` tokens, and keep it within a time, as the stages' models predict it."""
 
-    def __init__(self, tokens: int, models: Sequence[CostModel], target_s: float, prompt_tokens: int) -> None:
-        super().__init__(tokens, prompt_tokens=prompt_tokens)
+    def __init__(self, tokens: int, models: Sequence[CostModel], target_s: float, full: int) -> None:
+        super().__init__(tokens)
         self._models = models
-        self._target_s = target_s
+        self._target_s, self._full = target_s, full
 
     def _limit(self, start: int, most: int) -> int:
         most = min(most, super()._limit(start, most))
         if most < 1:
             return 0
-        limit = tokens_within(self._models, self.shape, start, self._target_s, most)
+        limit = min(most, max(0, self._full - self.shape.tokens))
+        limit = tokens_within(self._models, self.shape, start, self._target_s, limit)
         # However late it is, the first moves: it holds pages that others may wait for.
         return limit if limit or self.shape.chunks else min(most, TILE)
 

@@ -2,11 +2,11 @@
 
 import math
 
-from pipeline.budget import UNLIMITED, Budget, EvenDecodes, Timed
+from pipeline.budget import Budget, EvenDecodes, Timed
 from pipeline.chunk import tokens_within
 from pipeline.cost import slowest_s
 from pipeline.policy import Policy, Settings, View
-from pipeline.shape import TILE, TILED_FROM, BatchShape, in_tiles
+from pipeline.shape import TILE, TILED_FROM, WAVE, BatchShape, in_tiles
 
 
 class Uniform(Policy):
@@ -16,8 +16,10 @@ class Uniform(Policy):
     How long that is: a token comes back when its micro-batch has been through S stages, and the next one has a place
     at once where S + 1 are in flight (S on stages, one on links or about to begin). So each may take 1/(S + 1) of the
     objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late. And
-    it takes no longer than pays: beyond the tokens whose cost each is near the least (`NEAR`), longer ones only make
-    tokens late, pages scarce, and the difference to micro-batches without prompts large. Below this limit,
+    it holds no more tokens than pay: beyond those whose cost each is near the least (`NEAR`), longer ones only make
+    tokens late, pages scarce, and the difference to micro-batches without prompts large. As many go whatever is before
+    them, up to `SLACK` of the time: a tile less is a larger difference than attention to a few thousand tokens. Below
+    this limit,
 
     - while requests wait for pages, the time shrinks: shorter rounds end sequences sooner, and longer ones would only
       alternate with rounds that have no prompt to compute. It grows again while much waits that could start;
@@ -41,6 +43,7 @@ class Uniform(Policy):
     LATE, LATE_STEP = 0.01, 0.02  # the part of micro-batches that may be late; how far one that is moves the margin
     MARGINS = 0.6, 0.97
     SHRINK, GROW, LEAST_PART = 0.02, 0.004, 0.2  # a micro-batch, while requests wait for pages; while much waits
+    SLACK = 1.15
     NEAR, FAR = 1.01, 1.5  # what a token may cost, the least being 1, in the largest micro-batch and in the smallest
     REFRESH_EVERY = 32  # micro-batches: the models learn little in between
 
@@ -109,7 +112,7 @@ class Uniform(Policy):
 
     def _refresh(self) -> None:
         budget = self.settings.token_budget
-        sizes = [*range(TILE, budget, TILE), budget]
+        sizes = [*(n for n in range(TILE, budget, TILE) if n < WAVE or n % WAVE == 0), budget]
         costs = [self._predict(BatchShape([(0, tokens)])) / tokens for tokens in sizes]
         least = min(costs)
         self._most_tokens = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.NEAR * least)
@@ -126,18 +129,21 @@ class Uniform(Policy):
         average = self._average(view, self.most_in_flight)
         largest = average.copy()
         largest.add(0, max(self._least_chunk, self._most_tokens - average.tokens))
-        target_s = min(self.objective_s, self._predict(largest)) * self._part
+        target_s = min(self.objective_s, self._predict(largest) * self.SLACK) * self._part
         # What a micro-batch has room for, and its part of all that waits.
-        most = tokens_within(settings.models, average, 0, target_s, settings.token_budget - average.tokens)
+        room = largest.tokens - average.tokens
+        most = tokens_within(settings.models, average, 0, target_s, min(room, settings.token_budget - average.tokens))
         parts = self.ROUNDS * settings.stages if settings.stages > 1 else 1
         size = max(self._least_chunk, -(-(view.waiting_tokens + view.blocked_tokens) // parts))
-        if size < most:
-            tokens = size + average.tokens
-            whole = in_tiles(tokens, up=True) if tokens > TILED_FROM else settings.models[0].rows.mixed(tokens)
-            return Timed(settings.token_budget, settings.models, target_s, whole - average.tokens)
-        if not view.blocked_tokens:
-            self._part = min(1.0, self._part * (1 + self.GROW))
-        return Timed(settings.token_budget, settings.models, target_s, UNLIMITED)
+        if size >= most:
+            size = room
+            if not view.blocked_tokens:
+                self._part = min(1.0, self._part * (1 + self.GROW))
+        return Timed(settings.token_budget, settings.models, target_s, self._whole(size + average.tokens))
+
+    def _whole(self, tokens: int) -> int:
+        """As many, up to whole tiles, or to the size of a graph."""
+        return in_tiles(tokens, up=True) if tokens > TILED_FROM else self.settings.models[0].rows.mixed(tokens)
 
     def _in_flight(self, view: View) -> int:
         """How many micro-batches there are to be. Where there are only decodes, one more than stages hides `exposed_s`
