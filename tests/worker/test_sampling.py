@@ -46,7 +46,9 @@ class WordGrammar:
         self.terminated = token_id in EOS
 
 
-def fill_masks(states: list[WordGrammar], bitmask: torch.Tensor, rows: list[int]) -> dict[int, GrammarError]:
+def fill_masks(
+    states: list[WordGrammar], bitmask: torch.Tensor, rows: list[int], threads: int
+) -> dict[int, GrammarError]:
     """As `worker.grammar`'s."""
     for state, row in zip(states, rows, strict=True):
         bitmask[row] = 0

@@ -1,6 +1,5 @@
 """Where one sequence is in its grammar, and the masks that follow from that."""
 
-import os
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -17,8 +16,6 @@ if TYPE_CHECKING:  # both are slow to import, and the process that compiles does
 # A batch waits for the slowest of its masks. A grammar that takes longer fails its own request; most of these are
 # found when the grammar is tried out after its compilation.
 _SLOW_FILL_S = 1.0
-# A mask takes a microsecond or two: more threads wait for each other.
-_MOST_THREADS = 8
 
 
 class CompiledGrammar:
@@ -68,10 +65,12 @@ def new_bitmask(rows: int, vocab_size: int) -> "torch.Tensor":
     return torch.zeros((rows, -(-vocab_size // 32)), dtype=torch.int32)
 
 
-def fill_masks(states: Sequence[GrammarState], bitmask: "torch.Tensor", rows: Sequence[int]) -> dict[int, GrammarError]:
+def fill_masks(
+    states: Sequence[GrammarState], bitmask: "torch.Tensor", rows: Sequence[int], threads: int = 1
+) -> dict[int, GrammarError]:
     """Writes which tokens may come next in each of `states` into that row of `bitmask`, int32[n, ceil(vocab / 32)] on
     the CPU: bit i % 32 of word i // 32 is token i's. Where only the end can come, that is the end tokens alone. On
-    several threads if there are many.
+    so many threads.
 
     Returns errors by place in `states`: where no token may come, or finding out took so long that it must not happen
     again.
@@ -79,7 +78,9 @@ def fill_masks(states: Sequence[GrammarState], bitmask: "torch.Tensor", rows: Se
     errors = {i: GrammarError("the output is complete already") for i, state in enumerate(states) if state.terminated}
     running = [i for i in range(len(states)) if i not in errors]
     began = time.monotonic()
-    _batch().batch_fill_next_token_bitmask([states[i].matcher for i in running], bitmask, [rows[i] for i in running])
+    _batch(threads).batch_fill_next_token_bitmask(
+        [states[i].matcher for i in running], bitmask, [rows[i] for i in running]
+    )
     if time.monotonic() - began > _SLOW_FILL_S:
         # Whoever is slow by himself, and not because the machine is busy.
         for i in running:
@@ -103,8 +104,8 @@ def apply_bitmask(logits: "torch.Tensor", bitmask: "torch.Tensor", rows: list[in
 
 
 @cache
-def _batch() -> Any:
+def _batch(threads: int) -> Any:
     """What fills many masks at once."""
     import xgrammar
 
-    return xgrammar.BatchGrammarMatcher(max_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)))
+    return xgrammar.BatchGrammarMatcher(max_threads=threads)
