@@ -281,6 +281,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--pp", type=_numbers, default=[1], metavar="N,M", help="numbers of stages, each with each (default 1)"
     )
+    p.add_argument(
+        "--cases", type=_cases, default=CASES, metavar="A,B", help=f"of {', '.join(case.name for case in CASES)}"
+    )
     p.add_argument("--schedules", type=_schedules, default=[None], metavar="A,B", help="in float32 (default: its own)")
     p.add_argument("--share-gpus", action="store_true", help="several ranks on a GPU, where there are too few")
     p.add_argument("--name", help="of the result (default: DEVICE.exact and the numbers of ranks)")
@@ -296,6 +299,13 @@ def _schedules(text: str) -> list[str | None]:
     if unknown := [name for name in text.split(",") if name not in POLICIES]:
         raise argparse.ArgumentTypeError(f"no schedule {unknown[0]}: there are {', '.join(POLICIES)}")
     return [*text.split(",")]
+
+
+def _cases(text: str) -> tuple[Case, ...]:
+    names = text.split(",")
+    if unknown := set(names).difference(case.name for case in CASES):
+        raise argparse.ArgumentTypeError(f"no case {min(unknown)}: there are {', '.join(case.name for case in CASES)}")
+    return tuple(case for case in CASES if case.name in names)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -315,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
                 if args.device == "cuda" and tp * pp > torch.cuda.device_count() and not args.share_gpus:
                     print(f"{pp} stages of {tp} ranks are more than there are GPUs", flush=True)
                     continue
-                report.run(check, tp, pp, args.schedules)
+                report.run(check, tp, pp, args.schedules, args.cases)
     ranks = "".join(
         f"{way}{'-'.join(map(str, each))}" for way, each in (("tp", args.tp), ("pp", args.pp)) if each != [1]
     )
@@ -336,13 +346,20 @@ class Report:
         self.right = True
         self._began_s = time.monotonic()
 
-    def run(self, check: Check, tp: int, pp: int = 1, schedules: Sequence[str | None] = (None,)) -> None:
-        """Every case of a model in so many stages of so many ranks, with each of the schedules, a line each."""
+    def run(
+        self,
+        check: Check,
+        tp: int,
+        pp: int = 1,
+        schedules: Sequence[str | None] = (None,),
+        cases: Sequence[Case] = CASES,
+    ) -> None:
+        """These cases of a model in so many stages of so many ranks, with each of the schedules, a line each."""
         ranks = f"tp{tp}" if pp == 1 else f"tp{tp}pp{pp}"
         label = f"{self.kind}.exact.{check.name}.{ranks}"
         verdicts = {}
         with check.replica("float32", tp, pp) as replica:
-            for case in (case.scheduled(schedule) for schedule in schedules for case in CASES):
+            for case in (case.scheduled(schedule) for schedule in schedules for case in cases):
                 verdicts[case.name] = verdict = check.float32(replica, case)
                 same = f"{verdict.identical} of {verdict.sequences} same"
                 self._say(f"{label} float32 {case.name}", verdict.right, same)
