@@ -51,15 +51,18 @@ def allocate(
     return torch.empty(shape, device=device, dtype=dtype)
 
 
-def available_memory_bytes() -> int:
-    """What this process could still take: the machine's available memory, or less in a container (cgroup v2)."""
+def available_memory_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """What this process could still take: the machine's available memory, or less in a container (cgroup v2, mounted
+    at `group`). Files that were read, such as a model's weights, count as used there: the kernel drops those that
+    nobody uses before it lets anybody go short."""
     available = _meminfo_available_bytes()
-    group = Path("/sys/fs/cgroup")
     try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return available
-    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))
+    return available if limit == "max" else max(0, min(available, int(limit) - used + int(stat["inactive_file"])))
 
 
 def _meminfo_available_bytes() -> int:
