@@ -225,17 +225,21 @@ class FakeRunner:
         assert not self.expected or self.expected.pop(0) is plan
         self.plans.append(plan)
         assert len(set(plan.slots.tolist())) == len(plan)
-        rows = [row for chunk in plan.chunks for row in self._chunk(chunk)]
-        logits = torch.full((len(rows), self.vocab_size), -1.0)
-        for i, token in enumerate(rows):
-            logits[i, token] = 9.0
+        seen = [row for chunk in plan.chunks for row in self._chunk(chunk)]
+        return self.logits(seen)
+
+    def logits(self, seen: list[int]) -> torch.Tensor:
+        """Float32 `[n, vocab_size]`, by the hash of all that a token depends on."""
+        logits = torch.full((len(seen), self.vocab_size), -1.0)
+        for i, one in enumerate(seen):
+            logits[i, self._next(one)] = 9.0
         return logits
 
     def close(self) -> None:
         pass
 
     def _chunk(self, chunk: Chunk) -> list[int]:
-        """The likeliest next token after each of the last `num_logits` tokens."""
+        """What the next token depends on, after each of the last `num_logits` tokens."""
         token_ids = chunk.token_ids
         if token_ids == [PENDING]:
             token_ids = [int(self.last_tokens[chunk.slot])]
@@ -253,7 +257,7 @@ class FakeRunner:
             states[i] = mix(int(states[i - 1]) if i else 0, token)
         self.kv[where[chunk.start :]] = states[chunk.start :]
         seen = np.bitwise_xor.accumulate(states)
-        return [self._next(int(seen[i])) for i in range(end - chunk.num_logits, end)]
+        return seen[end - chunk.num_logits :].tolist()
 
     def _next(self, seen: int) -> int:
         return mix(seen, 7) % self.vocab_size
