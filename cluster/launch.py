@@ -198,8 +198,8 @@ class _Launch:
 
     def _greet(self) -> None:
         self._quiet()
-        # Without a limit a small model may go on for minutes.
-        example = {"max_tokens": 100, "messages": [{"role": "user", "content": "Hello!"}]}
+        # Without a limit a small model may go on for minutes, and what it draws at random is often nonsense.
+        example = {"max_tokens": 100, "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}
         body = json.dumps({"model": self._config.served_model_name} | example)
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key or self._config.api_key_file else ""
         self._print(f"\nShoal serves {self._config.served_model_name} at {self._url}/v1\n")

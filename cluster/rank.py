@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.config import Config
-from cluster.models import cache_folder, resolve
+from cluster.folders import cache_folder
+from cluster.models import resolve
 
 if TYPE_CHECKING:
     from torch.distributed import Store

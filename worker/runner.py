@@ -49,8 +49,8 @@ class Ran(NamedTuple):
 class Runner:
     """Runs plans. Its only state besides the KV pages is a page table a slot, kept as `worker.plan` says.
 
-    `model` is a Hugging Face folder or a `.gguf` file. `context_length` is the longest sequence that may run: the
-    configured one, or else the model's, but never more than the KV cache holds.
+    `model` is a Hugging Face folder. `context_length` is the longest sequence that may run: the configured one, or else
+    the model's, but never more than the KV cache holds.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM
 
 from kernels.fp8_linear import Fp8Weight, quantize
 from worker.models.config import DecoderConfig
@@ -54,12 +53,11 @@ def load_weights(
     progress: Progress | None = None,
     quantization: Literal["fp8"] | None = None,
 ) -> Parameters:
-    """Parameters as `parameter_shapes(shard.config)` names them, from a folder of safetensors or from a `.gguf` file.
+    """Parameters as `parameter_shapes(shard.config)` names them, from a folder of safetensors.
 
-    Of safetensors a rank reads its own part, straight into `device`'s memory; a GGUF file, which transformers
-    dequantises, is read as a whole by each. `dummy` reads nothing and makes the same random weights for any number of
-    ranks. With `quantization` the layers' matrices are made `Fp8Weight`s, each as soon as it is complete. Raises
-    ValueError if a tensor is missing, unexpected or of the wrong shape.
+    A rank reads its own part, straight into `device`'s memory. `dummy` reads nothing and makes the same random weights
+    for any number of ranks. With `quantization` the layers' matrices are made `Fp8Weight`s, each as soon as it is
+    complete. Raises ValueError if a tensor is missing, unexpected or of the wrong shape.
     """
     config = shard.whole
     places = _places(shard)
@@ -209,7 +207,7 @@ def _tensors(
 ) -> Iterator[_Tensor]:
     if load_format == "dummy":
         return _dummies(places, config, device, dtype)
-    return _gguf_tensors(model) if model.suffix == ".gguf" else _safetensors(model)
+    return _safetensors(model)
 
 
 def _safetensors(folder: Path) -> Iterator[_Tensor]:
@@ -238,12 +236,6 @@ def _shards(folder: Path) -> list[Path]:
     if absent := [path.name for path in paths if not path.exists()]:
         raise ValueError(f"{folder} lacks the weights {', '.join(absent)}")
     return paths
-
-
-def _gguf_tensors(path: Path) -> Iterator[_Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        yield _Tensor(name, tuple(tensor.shape), partial(_cut, tensor))
 
 
 def _dummies(

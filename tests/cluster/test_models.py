@@ -3,6 +3,8 @@ tokenizer."""
 
 import hashlib
 import json
+import os
+import shutil
 import threading
 import zipfile
 from pathlib import Path
@@ -16,8 +18,10 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster import models
-from cluster.models import KNOWN, ModelError, Packaged, cache_folder, pull, resolve
+from cluster import conversion, models
+from cluster.conversion import ModelError
+from cluster.folders import cache_folder
+from cluster.models import KNOWN, Packaged, pull, resolve
 
 NAME = "tiny-smollm"
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "he"]
@@ -170,7 +174,7 @@ def test_an_interrupted_pull_leaves_nothing_and_a_killed_one_is_cleared(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "convert", interrupted)
+        patch.setattr(conversion, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
             resolve(NAME)
     assert files_in(cache / "models") == {f".{NAME}.lock"}
@@ -221,9 +225,44 @@ def test_too_little_disk_is_said_before_the_download(cache: Path, monkeypatch: p
         resolve(NAME)
 
 
-def test_paths_stand_for_themselves(tmp_path: Path, tiny: tuple[Path, Packaged]) -> None:
-    file = tiny[0] / "tiny.gguf"
-    assert resolve(str(file)) == file
+def test_a_gguf_file_stands_for_what_it_is_converted_to_once(
+    cache: Path, tmp_path: Path, tiny: tuple[Path, Packaged]
+) -> None:
+    file = tmp_path / "mine.gguf"
+    shutil.copy(tiny[0] / "tiny.gguf", file)
+    said: list[str] = []
+    folder = resolve(str(file), progress=said.append)
+    assert folder.parent == cache / "models" and folder.name.startswith("mine-") and str(folder) in said[-1]
+    packaged = resolve(NAME)
+    assert files_in(folder) == files_in(packaged) and "tokenizer.json" in files_in(folder)
+    assert (folder / "model.safetensors").read_bytes() == (packaged / "model.safetensors").read_bytes()
+
+    said.clear()
+    assert resolve(str(file), progress=said.append) == folder
+    assert said == []
+    os.utime(file, ns=(1, 1))  # another file by the same name
+    assert resolve(str(file), progress=said.append) == folder
+    assert str(folder) in said[-1]
+
+
+def test_a_gguf_file_that_is_none_inside_is_an_error(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(range(256)))
+    with pytest.raises(ModelError, match=r"bad\.gguf could not be converted: "):
+        resolve(str(tmp_path / "bad.gguf"))
+
+
+def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=rf"{NAME} cannot be kept in .*Not a directory.*Set SHOAL_CACHE"):
+        resolve(NAME)
+    with pytest.raises(ModelError, match="Set SHOAL_CACHE"):
+        pull(NAME)
+
+
+def test_paths_stand_for_themselves(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(ModelError, match=r"no config\.json and no \*\.safetensors"):

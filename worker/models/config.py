@@ -127,13 +127,11 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_p
 
 
 def read_config(model: Path) -> PretrainedConfig:
-    """The Hugging Face configuration of a model folder, or of a `.gguf` file.
+    """The Hugging Face configuration of a model folder.
 
     Raises ValueError if there is none that transformers understands.
     """
     try:
-        if model.suffix == ".gguf":
-            return AutoConfig.from_pretrained(model.parent, gguf_file=model.name)
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{model} has no readable model configuration: {error}") from error
