@@ -18,6 +18,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+# What goes wrong in a template for what it is given; the last for arguments that are nested deeply.
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
 
 class TemplateError(Exception):
     """The template refuses these messages, or what `param` of the request names."""
@@ -82,7 +93,7 @@ class ChatTemplate:
             raise TemplateError(f"{taken[0]!r} is not for a request to say", "chat_template_kwargs")
         try:
             return self._template.render({**self._special_tokens, **own, **(arguments or {})})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except _REFUSALS as error:
             raise TemplateError(str(error)) from error
 
 

@@ -54,6 +54,11 @@ def test_arguments_of_one_template() -> None:
     messages = [{"role": "user", "content": "a"}]
     assert template.render(messages) == template.render(messages, arguments={"enable_thinking": True}) == "a"
     assert template.render(messages, arguments={"enable_thinking": False, "other": [1]}) == "a<think/>"
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(TemplateError, match="recursion"):
+        ChatTemplate("{{ a | tojson }}", {}).render(messages, arguments={"a": deep})
     for name in ("messages", "tools", "add_generation_prompt", "bos_token"):
         with pytest.raises(TemplateError, match=name):
             template.render(messages, arguments={name: []})

@@ -89,7 +89,14 @@ BAD: dict[str, list[Any]] = {
     "choice": [["\x00"], ["a", "a"], ["<|end|>"], ["x" * 5000], [str(i) for i in range(900)]],
 }
 BAD["regex"] += ["(" * 500 + ")" * 500, "a|" * 3000, "\ud800"]
-BAD["ebnf"] += ['root ::= ""', "root ::= " + "(" * 2000, 'root ::= ("a"?){1,99999}', "root ::= root | root", "\x00"]
+BAD["ebnf"] += [
+    'root ::= ""',
+    "root ::= " + "(" * 2000,
+    'root ::= ("a"?){1,99999}',
+    "root ::= root | root",
+    "\x00",
+    "é",
+]
 BAD_GRAMMARS: list[dict[str, Any]] = [{name: grammar} for name, grammars in BAD.items() for grammar in grammars]
 BAD_SCHEMAS: list[Any] = [
     {"type": "nope"},
@@ -124,7 +131,7 @@ model messages prompt max_tokens max_completion_tokens n temperature top_p top_k
 frequency_penalty repetition_penalty logit_bias seed stop stop_token_ids tools min_tokens ignore_eos
 skip_special_tokens priority user response_format regex choice ebnf stream stream_options logprobs
 top_logprobs echo best_of suffix audio store metadata tool_choice functions modalities service_tier
-reasoning_effort Model __class__
+reasoning_effort chat_template_kwargs prompt_cache_key Model __class__
 """.split()
 FIELDS += ["", "\ud800"]
 CONTENT_TYPES = [
@@ -192,7 +199,7 @@ def _optional(random: random.Random, limit: int) -> dict[str, Any]:
 
     return {
         "temperature": random.choice([0, 0, 1e-5, number(0, 2)]),
-        "top_p": random.choice([1, 1e-6, random.uniform(0.01, 1)]),
+        "top_p": random.choice([1, 0, 1e-6, random.uniform(0.01, 1)]),
         "top_k": random.choice([-1, 0, 1, 2, 50, 2**31 - 1]),
         "min_p": number(0, 1),
         "presence_penalty": number(-2, 2),
@@ -224,6 +231,7 @@ def _chat(random: random.Random, limit: int) -> dict[str, Any]:
         body |= {"logprobs": True} | random.choice([{}, {"top_logprobs": random.randint(0, 20)}])
     if random.random() < 0.2:
         body |= {"store": False, "tools": [], "service_tier": "auto", "parallel_tool_calls": True, "metadata": {}}
+        body |= {"prompt_cache_key": "k", "chat_template_kwargs": {"enable_thinking": False, "a": [1, {}]}}
     return body
 
 

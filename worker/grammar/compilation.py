@@ -84,6 +84,8 @@ class Compilation:
             if "bad_alloc" in str(error):
                 raise MemoryError from None
             raise GrammarError(_readable(str(error))) from None
+        except UnicodeDecodeError as error:  # xgrammar says what is wrong with one byte of a character
+            raise GrammarError(_readable(error.object.decode(errors="replace"))) from None
 
     def _try_out(self, compiled: Any) -> None:
         """Follows the grammar along random tokens. Raises GrammarError if it is too slow for a server, which waits for
