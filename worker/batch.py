@@ -61,7 +61,8 @@ class Batch:
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
         self._decodes = _NOBODY
         self._sizes: dict[Sequence, int] = {}
-        self._prefilling: list[Sequence] = []
+        # Those whose prompts are being computed, by the page that comes next of each: where it begins, and its tokens.
+        self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._sizes) or len(self._decodes) > 0
@@ -90,7 +91,8 @@ class Batch:
     def watch(self, seq: Sequence) -> None:
         """Counts `seq`, of which this step or the one in flight computes a part of the prompt, among those whose prefix
         others may wait for."""
-        self._prefilling.append(seq)
+        start, page = self._next_page(seq)
+        self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
 
     def discard(self, seq: Sequence) -> None:
         """Takes a sequence out again, if it is in."""
@@ -99,22 +101,21 @@ class Batch:
         if size:
             self.budget.remove(seq.num_computed, size)
         self._decodes = others
-        if seq in self._prefilling:
-            self._prefilling.remove(seq)
+        start, page = self._next_page(seq)
+        prefilling = self._prefilling.get(start, {}).get(page, [])
+        if seq in prefilling:
+            prefilling.remove(seq)
 
     def computes_prefix_of(self, seq: Sequence) -> bool:
         """Whether a sequence in this step, or in the one in flight, computes the page that the waiting `seq` would
         compute first. The tree has it once that step has ended, so that waiting costs less than computing it twice."""
-        tokens, reusable = seq.tokens, seq.reusable_tokens
-        for other in self._prefilling:
-            confirmed = other.num_confirmed
-            start = confirmed - confirmed % self._page_size
+        tokens, cached, reusable = seq.tokens, seq.cached_estimate, seq.reusable_tokens
+        for start, prefilling in self._prefilling.items():
             end = start + self._page_size
-            if start < seq.cached_estimate or end > reusable:
-                continue
-            # The page itself first: it is the likeliest to differ.
-            if tokens.agrees(other.tokens, start, end) and tokens.agrees(other.tokens, 0, start):
-                return True
+            if cached <= start and end <= reusable:
+                alike = prefilling.get(tokens.view(start, end).tobytes(), ())
+                if any(tokens.agrees(other.tokens, 0, start) for other in alike):
+                    return True
         return False
 
     def step(self, number: int, after: int | None = None) -> Step:
@@ -147,6 +148,11 @@ class Batch:
         gone = np.zeros(len(rows), dtype=bool)
         after = after if np.count_nonzero(pending) else None
         return Step(plan, rows, counts.of(rows), gives, gone, prompted, self.budget.shape, after)
+
+    def _next_page(self, seq: Sequence) -> tuple[int, bytes]:
+        """Where the first page begins that ended steps have not computed to its end, and its tokens, int32."""
+        start = seq.num_confirmed // self._page_size * self._page_size
+        return start, seq.tokens.view(start, start + self._page_size).tobytes()
 
     def _chunk(self, start: int, missing: int) -> int:
         return self.budget.chunk(start, missing, missing)

@@ -19,6 +19,7 @@ from worker.config import WorkerConfig
 from worker.costs import Costs
 from worker.messages import Generate, Output, SamplingParams
 from worker.plan import PENDING, Plan
+from worker.request import IntRow
 from worker.sampling import SampledTokens
 from worker.scheduler import Scheduler
 
@@ -360,6 +361,17 @@ def test_different_prompts_do_not_wait_for_each_other(drive):
     d.add("a", prompt(20, seed=1))
     d.add("b", prompt(20, seed=2))
     assert len(d.step().chunks) == 2
+    d.run()
+
+
+def test_prompts_that_start_at_once_are_not_all_compared_with_each_other(drive, monkeypatch):
+    d = drive(num_pages=400, token_budget=1000)
+    compared, agrees = [], IntRow.agrees
+    monkeypatch.setattr(IntRow, "agrees", lambda *rows: compared.append(rows) or agrees(*rows))
+    for i in range(64):
+        d.add(str(i), prompt(9, seed=i))
+    d.step()
+    assert len(d.scheduler.running) == 64 and len(compared) < 8
     d.run()
 
 
