@@ -20,7 +20,7 @@ from kernels.fused import activated
 from kernels.handover import let_next_start, wait
 
 _PACKED = 4  # columns of a weight in 8 bits that are one number
-_HALVED = tl.constexpr(256.0)  # what `_half` makes of a weight in 8 bits, times this, is the weight
+_HALVED = tl.constexpr(256.0)  # what `_add_product` makes of a weight in 8 bits is so much too small
 
 
 class _Tile(NamedTuple):
@@ -34,8 +34,10 @@ class _Tile(NamedTuple):
 def _tile(rows: int, numbers: int, is_packed: bool) -> _Tile:
     """Enough programs for a few on each multiprocessor, each with several independent 16-byte loads a thread. Measured
     on an H200 with the shapes of Llama-3.1-8B and Qwen3-0.6B."""
+    if is_packed:
+        return _Tile(8 if rows >= 4096 else 2, min(triton.next_power_of_2(numbers), 256), 4)
     height = 4 if rows >= 4096 else 2
-    width = 512 if rows == 4096 or is_packed else 1024
+    width = 512 if rows == 4096 else 1024
     return _Tile(height, min(triton.next_power_of_2(numbers), width), 4)
 
 
@@ -167,7 +169,7 @@ def _gemv(
         next_part = tl.load(lines + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         a, b, c, d, square = _values(x, norm, at, numbers, NORM, PACKED)
         squares += square
-        total += _product(part, a, b, c, d, PACKED)
+        total = _add_product(total, part, a, b, c, d, PACKED)
         at, part = ahead, next_part
     result = tl.sum(total, 1)
     if SCALES:
@@ -220,8 +222,8 @@ def _gated_gemv(
         next_up = tl.load(ups + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         a, b, c, d, square = _values(x, norm, at, numbers, NORM, PACKED)
         squares += square
-        gate += _product(gate_part, a, b, c, d, PACKED)
-        up += _product(up_part, a, b, c, d, PACKED)
+        gate = _add_product(gate, gate_part, a, b, c, d, PACKED)
+        up = _add_product(up, up_part, a, b, c, d, PACKED)
         at, gate_part, up_part = ahead, next_gate, next_up
     opened, lifted = tl.sum(gate, 1), tl.sum(up, 1)
     if SCALES:
@@ -242,42 +244,56 @@ def _values(x, norm, at, numbers, NORM: tl.constexpr, PACKED: tl.constexpr):
     """What the columns of each number `at` are multiplied with, 4 vectors of which one counts where a number is a
     column, and the sum of their squares, without the norm's weight."""
     inside = at < numbers
-    a, square = _value(x, norm, at * PACKED, inside, NORM)
-    b, c, d = a, a, a
+    a, b, c, d = _columns(x, at, inside, PACKED)
+    square = a * a
     if PACKED > 1:
-        b, second = _value(x, norm, at * PACKED + 1, inside, NORM)
-        c, third = _value(x, norm, at * PACKED + 2, inside, NORM)
-        d, fourth = _value(x, norm, at * PACKED + 3, inside, NORM)
-        square += second + third + fourth
+        square += b * b + c * c + d * d
+    if NORM:
+        e, f, g, h = _columns(norm, at, inside, PACKED)
+        a, b, c, d = a * e, b * f, c * g, d * h
     return a, b, c, d, square
 
 
 @triton.jit
-def _value(x, norm, column, inside, NORM: tl.constexpr):
-    value = tl.load(x + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    square = value * value
-    if NORM:
-        value *= tl.load(norm + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    return value, square
+def _columns(source, at, inside, PACKED: tl.constexpr):
+    """The values of `source` for the columns of each number: where that is 4, and a value has 16 bits, read at once. To
+    read one of 4 at a time takes longer than the weights do."""
+    if PACKED == 1:
+        a = tl.load(source + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        b, c, d = a, a, a
+    elif source.dtype.element_ty.primitive_bitwidth == 16:
+        words = source.to(tl.pointer_type(tl.int64), bitcast=True)
+        four = tl.load(words + at, mask=inside, other=0, eviction_policy="evict_last")
+        a, b = _lower(four, source.dtype.element_ty), _lower(four >> 16, source.dtype.element_ty)
+        c, d = _lower(four >> 32, source.dtype.element_ty), _lower(four >> 48, source.dtype.element_ty)
+    else:
+        first = source + at * PACKED
+        a = tl.load(first, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        b = tl.load(first + 1, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        c = tl.load(first + 2, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        d = tl.load(first + 3, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    return a, b, c, d
 
 
 @triton.jit
-def _product(part, a, b, c, d, PACKED: tl.constexpr):
-    """`part`, numbers of the weight `[rows, n]`, times those vectors; in 8 bits by `_HALVED` too small."""
+def _add_product(total, part, a, b, c, d, PACKED: tl.constexpr):
+    """`total` `[rows, n]` and `part`, numbers of the weight, times those vectors; in 8 bits by `_HALVED` too small."""
     if PACKED > 1:
         # Sign, exponent and fraction of e4m3, in the upper byte of 16 bits, become those of float16 when what follows
         # the sign moves by one; its exponents are 8 less.
         low = part << 8
         low = (low & -0x7FFF8000) | ((low & 0x7F007F00) >> 1)
         high = (part & -0x7FFF8000) | ((part & 0x7F007F00) >> 1)
-        product = _half(low) * a[None, :] + _half(high) * b[None, :]
-        product += _half(low >> 16) * c[None, :] + _half(high >> 16) * d[None, :]
+        total += _lower(low, tl.float16) * a[None, :]
+        total += _lower(high, tl.float16) * b[None, :]
+        total += _lower(low >> 16, tl.float16) * c[None, :]
+        total += _lower(high >> 16, tl.float16) * d[None, :]
     else:
-        product = part.to(tl.float32) * a[None, :]
-    return product
+        total += part.to(tl.float32) * a[None, :]
+    return total
 
 
 @triton.jit
-def _half(bits):
-    """The lower 16 bits as a float16, in float32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _lower(bits, kind: tl.constexpr):
+    """The lower 16 bits, a number of that kind, in float32."""
+    return bits.to(tl.int16).to(kind, bitcast=True).to(tl.float32)
