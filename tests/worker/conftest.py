@@ -1,33 +1,30 @@
 """What tests of the worker share: tiny random models of every architecture, made by transformers, with a driver that
-generates with a Runner; and a fake runner whose answers are a hash, for everything that needs no model."""
+generates with a Runner; and fixtures of fakes (`fakes.py`) and of schedulers that run on them (`driver.py`)."""
 
 import json
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.cost import CostModel
-from pipeline.roofline import DEVICES, MODELS, Stage
+from tests.worker.driver import Driver
+from tests.worker.fakes import FakeGrammars, FakeParts, FakeRunner, pages_now
 from worker.config import WorkerConfig
 from worker.costs import Costs
 from worker.engine import Parts
-from worker.forecast import Claim, most_pages
-from worker.messages import Failure, Grammar
 from worker.parallel import Group
-from worker.plan import PENDING, Chunk, Plan
+from worker.plan import Chunk, Plan
 from worker.ranks import Leader
-from worker.runner import Ran, Runner
-from worker.sampling import SampledTokens, Sampler
+from worker.runner import Runner
+from worker.sampling import Sampler
 
 if not torch.cuda.is_available():
     # As in tests/kernels: before anything imports a kernel of Triton's.
@@ -174,154 +171,10 @@ def together(size: int, work: Callable[[Group], Any], timeout_s: float = 60.0) -
         return [future.result() for future in [threads.submit(rank, index) for index in range(size)]]
 
 
-MASK = (1 << 62) - 1
-
-
-def mix(state: int, value: int) -> int:
-    """A hash of both, 62 bits."""
-    x = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK
-    x ^= x >> 29
-    return (x * 0xBF58476D1CE4E5B9) & MASK
-
-
-class FakeRunner:
-    """A runner whose "model" is a hash, with KV in pages like a real one's, so that a wrong page, position or token
-    gives a wrong next token: a token's KV depends on all tokens before it, and the next token on the KV of all.
-
-    Tokens are 0 .. vocab_size-1. Pages start with rubbish. A step that computes the token `poison` fails.
-    """
-
-    def __init__(
-        self,
-        num_pages: int = 64,
-        page_size: int = 4,
-        vocab_size: int = 50,
-        context_length: int = 10_000,
-        eos_token_ids: tuple[int, ...] = (),
-        poison: int | None = None,
-    ) -> None:
-        self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, vocab_size
-        self.context_length = min(context_length, num_pages * page_size)
-        self.eos_token_ids = eos_token_ids
-        self.device = torch.device("cpu")
-        self.last_tokens = torch.full((1024,), -7)
-        self.likeliest = None
-        self.poison = poison
-        self.plans: list[Plan] = []
-        self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
-        self.tables: dict[int, list[int]] = {}
-        self.expected: list[Plan] = []
-
-    def expect(self, plan: Plan) -> None:
-        self.expected.append(plan)
-
-    def sampled(self, plan: Plan) -> None:
-        pass
-
-    def ran(self) -> list[Ran]:
-        return []
-
-    def forward(self, plan: Plan) -> torch.Tensor:
-        assert not self.expected or self.expected.pop(0) is plan
-        self.plans.append(plan)
-        assert len(set(plan.slots.tolist())) == len(plan)
-        seen = [row for chunk in plan.chunks for row in self._chunk(chunk)]
-        return self.logits(seen)
-
-    def logits(self, seen: list[int]) -> torch.Tensor:
-        """Float32 `[n, vocab_size]`, by the hash of all that a token depends on."""
-        logits = torch.full((len(seen), self.vocab_size), -1.0)
-        for i, one in enumerate(seen):
-            logits[i, self._next(one)] = 9.0
-        return logits
-
-    def close(self) -> None:
-        pass
-
-    def _chunk(self, chunk: Chunk) -> list[int]:
-        """What the next token depends on, after each of the last `num_logits` tokens."""
-        token_ids = chunk.token_ids
-        if token_ids == [PENDING]:
-            token_ids = [int(self.last_tokens[chunk.slot])]
-        assert min(token_ids) >= 0, "a token that nobody knows"
-        assert self.poison not in token_ids, "a poisoned token"
-        table = self.tables.setdefault(chunk.slot, [])
-        assert len(table) >= chunk.num_kept
-        table[chunk.num_kept :] = chunk.pages
-        assert len(set(table)) == len(table)
-        end = chunk.start + len(token_ids)
-        where = (np.array(table)[:, None] * self.page_size + np.arange(self.page_size)).ravel()[:end]
-        assert len(where) == end, "a chunk without pages"
-        states = self.kv[where]
-        for i, token in enumerate(token_ids, chunk.start):
-            states[i] = mix(int(states[i - 1]) if i else 0, token)
-        self.kv[where[chunk.start :]] = states[chunk.start :]
-        seen = np.bitwise_xor.accumulate(states)
-        return seen[end - chunk.num_logits :].tolist()
-
-    def _next(self, seen: int) -> int:
-        return mix(seen, 7) % self.vocab_size
-
-    def generate(self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-        """What it should say, computed without pages: until a stop token, `max_tokens` or the context's end."""
-        state = seen = 0
-        for token in prompt:
-            state = mix(state, token)
-            seen ^= state
-        output: list[int] = []
-        while len(output) < min(max_tokens, self.context_length - len(prompt)):
-            token = self._next(seen)
-            output.append(token)
-            if token in stop_ids:
-                break
-            state = mix(state, token)
-            seen ^= state
-        return output
-
-
 @pytest.fixture(scope="session")
 def fake_runner() -> type[FakeRunner]:
     """The class: make one of any size."""
     return FakeRunner
-
-
-class FakeSampler:
-    """Takes the likeliest token. Holds the calling order to the contract: a slot is added, sampled, removed."""
-
-    def __init__(self, last_tokens: torch.Tensor) -> None:
-        self.last_tokens = last_tokens
-        self.slots: dict[int, list[int]] = {}
-        self.refuse: int | None = None  # the first token of a prompt that `add` cannot take
-        self.choke: int | None = None  # the first token of a prompt that gets a failure from `sample`
-        self.broken = False  # whether `sample` raises
-
-    def add(self, slot, sampling, prompt_ids, output_ids, eos_token_ids, grammar) -> None:
-        assert slot not in self.slots
-        if prompt_ids[0] == self.refuse:
-            raise RuntimeError("the sampler does not like it")
-        self.slots[slot] = prompt_ids + output_ids
-
-    def remove(self, slot: int) -> None:
-        self.slots.pop(slot, None)
-
-    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: None) -> "FakePending":
-        assert logits.shape[0] == len(slots) and set(slots[slots >= 0].tolist()) <= set(self.slots)
-        if self.broken:
-            raise RuntimeError("the sampler is broken")
-        choke = Failure("invalid", "the sampler chokes", "regex")
-        wanted = np.flatnonzero(slots >= 0)
-        slots, tokens = slots[wanted], logits.argmax(1).numpy()[wanted]
-        self.last_tokens[slots] = torch.from_numpy(tokens)
-        choked = {i: choke for i, slot in enumerate(slots.tolist()) if self.slots[slot][0] == self.choke}
-        return FakePending(SampledTokens(tokens, {}, choked, []))
-
-
-class FakePending:
-    def __init__(self, sampled: SampledTokens) -> None:
-        self.sampled = sampled
-
-    def result(self) -> SampledTokens:
-        return self.sampled
 
 
 @pytest.fixture
@@ -331,31 +184,6 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.forecast.most_pages", pages_now)
 
 
-def pages_now(claims: list[Claim], page_size: int) -> int:
-    return most_pages([claim._replace(to_come=0) for claim in claims], page_size)
-
-
-class FakeGrammars:
-    """A compiler whose futures the test settles."""
-
-    def __init__(self) -> None:
-        self.futures: list[Future] = []
-        self.closed = False
-
-    def submit(self, grammar: Grammar) -> Future:
-        self.futures.append(Future())
-        return self.futures[-1]
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def any_models(stages: int) -> list[CostModel]:
-    """What the stages of some pipeline cost."""
-    stage = Stage(MODELS["llama-8b"], DEVICES["h200"], 8)
-    return [CostModel(stage.seconds) for _ in range(stages)]
-
-
 def without_grammars(model_dir: Path, config: WorkerConfig, runner: Runner | Leader) -> Parts:
     """The real parts but for the grammars' compiler, a process that most tests have no use for."""
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
@@ -363,20 +191,29 @@ def without_grammars(model_dir: Path, config: WorkerConfig, runner: Runner | Lea
     return Parts(runner, sampler, FakeGrammars(), costs)
 
 
-class FakeParts:
-    """For `load=` of an engine: a fake runner, sampler and compiler."""
-
-    def __init__(self, **runner: object) -> None:
-        self.runner = FakeRunner(**runner)
-        self.sampler = FakeSampler(self.runner.last_tokens)
-        self.grammars = FakeGrammars()
-
-    def __call__(self, model_dir: Path, config: WorkerConfig) -> Parts:
-        self.runner.page_size = config.page_size
-        return Parts(self.runner, self.sampler, self.grammars, Costs(any_models(config.pp)))
-
-
 @pytest.fixture(scope="session")
 def fake_parts() -> type[FakeParts]:
     """The class: its arguments are the fake runner's."""
     return FakeParts
+
+
+@pytest.fixture(params=[False, True], ids=["", "overlap"])
+def drive(fake_runner, request):
+    """Makes a Driver; at the end nothing may be left over."""
+    drivers = []
+
+    def make(num_pages: int = 64, page_size: int = 4, **config) -> Driver:
+        runner = {k: config.pop(k) for k in ("vocab_size", "context_length") if k in config}
+        fake = fake_runner(num_pages=num_pages, page_size=page_size, **runner)
+        drivers.append(Driver(fake, overlap=request.param, **config))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.land()
+        driver.scheduler.check_integrity()
+        driver.scheduler.abort(list(driver.scheduler._sequences))
+        driver.scheduler.check_integrity()
+        assert driver.tree.num_cached + driver.tree.pool.num_free == driver.runner.num_pages
+        driver.tree.reset()
+        assert driver.tree.pool.num_free == driver.runner.num_pages

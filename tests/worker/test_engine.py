@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker.conftest import FakePending
+from tests.worker.fakes import FakePending
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.grammar import GrammarError

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.schedule import POLICIES
-from tests.worker.conftest import FakeRunner, any_models, pages_now
+from tests.worker.fakes import FakeRunner, any_models, pages_now
 from worker.config import WorkerConfig
 from worker.costs import Costs
 from worker.engine import Engine, Finished, Parts

@@ -20,8 +20,8 @@ from pipeline.meter import Span
 from pipeline.schedule import POLICIES
 from pipeline.uniform import Uniform
 from tests.worker.conftest import TINY, without_grammars
+from tests.worker.driver import Driver, prompt
 from tests.worker.test_ranks import prompts, settings
-from tests.worker.test_scheduler import Driver, prompt
 from worker.batch import Step
 from worker.config import WorkerConfig
 from worker.engine import DeviceLost, Engine, Parts

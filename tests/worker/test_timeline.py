@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.meter import Span
 from pipeline.shape import BatchShape
-from tests.worker.conftest import any_models
+from tests.worker.fakes import any_models
 from worker.batch import Step
 from worker.clocks import RECENT, Clocks, Offset, Stamp, host_id
 from worker.config import WorkerConfig

@@ -1,0 +1,199 @@
+"""A runner whose answers are a hash, and what goes with it, for everything of the worker that needs no model."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline.cost import CostModel
+from pipeline.roofline import DEVICES, MODELS, Stage
+from worker.config import WorkerConfig
+from worker.costs import Costs
+from worker.engine import Parts
+from worker.forecast import Claim, most_pages
+from worker.messages import Failure, Grammar
+from worker.plan import PENDING, Chunk, Plan
+from worker.runner import Ran
+from worker.sampling import SampledTokens
+
+MASK = (1 << 62) - 1
+
+
+def mix(state: int, value: int) -> int:
+    """A hash of both, 62 bits."""
+    x = (state * 0x9E3779B97F4A7C15 + value + 1) & MASK
+    x ^= x >> 29
+    return (x * 0xBF58476D1CE4E5B9) & MASK
+
+
+class FakeRunner:
+    """A runner whose "model" is a hash, with KV in pages like a real one's, so that a wrong page, position or token
+    gives a wrong next token: a token's KV depends on all tokens before it, and the next token on the KV of all.
+
+    Tokens are 0 .. vocab_size-1. Pages start with rubbish. A step that computes the token `poison` fails.
+    """
+
+    def __init__(
+        self,
+        num_pages: int = 64,
+        page_size: int = 4,
+        vocab_size: int = 50,
+        context_length: int = 10_000,
+        eos_token_ids: tuple[int, ...] = (),
+        poison: int | None = None,
+    ) -> None:
+        self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, vocab_size
+        self.context_length = min(context_length, num_pages * page_size)
+        self.eos_token_ids = eos_token_ids
+        self.device = torch.device("cpu")
+        self.last_tokens = torch.full((1024,), -7)
+        self.likeliest = None
+        self.poison = poison
+        self.plans: list[Plan] = []
+        self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
+        self.tables: dict[int, list[int]] = {}
+        self.expected: list[Plan] = []
+
+    def expect(self, plan: Plan) -> None:
+        self.expected.append(plan)
+
+    def sampled(self, plan: Plan) -> None:
+        pass
+
+    def ran(self) -> list[Ran]:
+        return []
+
+    def forward(self, plan: Plan) -> torch.Tensor:
+        assert not self.expected or self.expected.pop(0) is plan
+        self.plans.append(plan)
+        assert len(set(plan.slots.tolist())) == len(plan)
+        seen = [row for chunk in plan.chunks for row in self._chunk(chunk)]
+        return self.logits(seen)
+
+    def logits(self, seen: list[int]) -> torch.Tensor:
+        """Float32 `[n, vocab_size]`, by the hash of all that a token depends on."""
+        logits = torch.full((len(seen), self.vocab_size), -1.0)
+        for i, one in enumerate(seen):
+            logits[i, self._next(one)] = 9.0
+        return logits
+
+    def close(self) -> None:
+        pass
+
+    def _chunk(self, chunk: Chunk) -> list[int]:
+        """What the next token depends on, after each of the last `num_logits` tokens."""
+        token_ids = chunk.token_ids
+        if token_ids == [PENDING]:
+            token_ids = [int(self.last_tokens[chunk.slot])]
+        assert min(token_ids) >= 0, "a token that nobody knows"
+        assert self.poison not in token_ids, "a poisoned token"
+        table = self.tables.setdefault(chunk.slot, [])
+        assert len(table) >= chunk.num_kept
+        table[chunk.num_kept :] = chunk.pages
+        assert len(set(table)) == len(table)
+        end = chunk.start + len(token_ids)
+        where = (np.array(table)[:, None] * self.page_size + np.arange(self.page_size)).ravel()[:end]
+        assert len(where) == end, "a chunk without pages"
+        states = self.kv[where]
+        for i, token in enumerate(token_ids, chunk.start):
+            states[i] = mix(int(states[i - 1]) if i else 0, token)
+        self.kv[where[chunk.start :]] = states[chunk.start :]
+        seen = np.bitwise_xor.accumulate(states)
+        return seen[end - chunk.num_logits :].tolist()
+
+    def _next(self, seen: int) -> int:
+        return mix(seen, 7) % self.vocab_size
+
+    def generate(self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+        """What it should say, computed without pages: until a stop token, `max_tokens` or the context's end."""
+        state = seen = 0
+        for token in prompt:
+            state = mix(state, token)
+            seen ^= state
+        output: list[int] = []
+        while len(output) < min(max_tokens, self.context_length - len(prompt)):
+            token = self._next(seen)
+            output.append(token)
+            if token in stop_ids:
+                break
+            state = mix(state, token)
+            seen ^= state
+        return output
+
+
+class FakeSampler:
+    """Takes the likeliest token. Holds the calling order to the contract: a slot is added, sampled, removed."""
+
+    def __init__(self, last_tokens: torch.Tensor) -> None:
+        self.last_tokens = last_tokens
+        self.slots: dict[int, list[int]] = {}
+        self.refuse: int | None = None  # the first token of a prompt that `add` cannot take
+        self.choke: int | None = None  # the first token of a prompt that gets a failure from `sample`
+        self.broken = False  # whether `sample` raises
+
+    def add(self, slot, sampling, prompt_ids, output_ids, eos_token_ids, grammar) -> None:
+        assert slot not in self.slots
+        if prompt_ids[0] == self.refuse:
+            raise RuntimeError("the sampler does not like it")
+        self.slots[slot] = prompt_ids + output_ids
+
+    def remove(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: None) -> "FakePending":
+        assert logits.shape[0] == len(slots) and set(slots[slots >= 0].tolist()) <= set(self.slots)
+        if self.broken:
+            raise RuntimeError("the sampler is broken")
+        choke = Failure("invalid", "the sampler chokes", "regex")
+        wanted = np.flatnonzero(slots >= 0)
+        slots, tokens = slots[wanted], logits.argmax(1).numpy()[wanted]
+        self.last_tokens[slots] = torch.from_numpy(tokens)
+        choked = {i: choke for i, slot in enumerate(slots.tolist()) if self.slots[slot][0] == self.choke}
+        return FakePending(SampledTokens(tokens, {}, choked, []))
+
+
+class FakePending:
+    def __init__(self, sampled: SampledTokens) -> None:
+        self.sampled = sampled
+
+    def result(self) -> SampledTokens:
+        return self.sampled
+
+
+def pages_now(claims: list[Claim], page_size: int) -> int:
+    return most_pages([claim._replace(to_come=0) for claim in claims], page_size)
+
+
+class FakeGrammars:
+    """A compiler whose futures the test settles."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+        self.closed = False
+
+    def submit(self, grammar: Grammar) -> Future:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def any_models(stages: int) -> list[CostModel]:
+    """What the stages of some pipeline cost."""
+    stage = Stage(MODELS["llama-8b"], DEVICES["h200"], 8)
+    return [CostModel(stage.seconds) for _ in range(stages)]
+
+
+class FakeParts:
+    """For `load=` of an engine: a fake runner, sampler and compiler."""
+
+    def __init__(self, **runner: object) -> None:
+        self.runner = FakeRunner(**runner)
+        self.sampler = FakeSampler(self.runner.last_tokens)
+        self.grammars = FakeGrammars()
+
+    def __call__(self, model_dir: Path, config: WorkerConfig) -> Parts:
+        self.runner.page_size = config.page_size
+        return Parts(self.runner, self.sampler, self.grammars, Costs(any_models(config.pp)))
