@@ -78,6 +78,7 @@ class Turns:
         self._next = 0
 
     def next(self) -> Turn:
+        """The buffer whose last copy began the longest ago, and has ended."""
         turn = self._turns[self._next]
         self._next = (self._next + 1) % len(self._turns)
         turn.wait()

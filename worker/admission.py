@@ -54,11 +54,13 @@ class Admission:
             self.held[seq.request_id] = seq
 
     def release(self, request_id: str, step: int) -> Sequence:
+        """One that was not ready may start now. Returns it. Raises KeyError if there is none of this name."""
         seq = self.held.pop(request_id)
         self.add(seq, step)
         return seq
 
     def remove(self, seq: Sequence) -> None:
+        """It has ended without a slot."""
         self._num_changes += 1
         if self.held.pop(seq.request_id, None) is None:
             self.queue.remove(seq)

@@ -83,6 +83,7 @@ class Batch:
         self._decodes = rows
 
     def add(self, seq: Sequence, size: int) -> None:
+        """The next `size` of the tokens that `seq` lacks are in this step. It has the pages for them."""
         self._sizes[seq] = size
         self.budget.add(seq.num_computed, size)
         if seq.wants_prompt_logits:
@@ -134,7 +135,7 @@ class Batch:
         num_logits = gives.astype(np.int32)
         prompted = []
         for i, seq in enumerate(others, len(self._decodes)):
-            if seq.prompt_logprobs is not None and seq.wants_prompt_logits:
+            if seq.wants_prompt_logits:
                 num_logits[i] = ends[i] - max(starts[i], seq.reusable_tokens)
                 prompted.append(i)
         token_ids = np.where(pending > 0, PENDING, counts.last_token[rows])

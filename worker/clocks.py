@@ -39,9 +39,11 @@ class Offset:
         self._most: deque[float] = deque(maxlen=RECENT)
 
     def at_least(self, seconds: float) -> None:
+        """A bound from below."""
         self._least.append(seconds)
 
     def at_most(self, seconds: float) -> None:
+        """A bound from above."""
         self._most.append(seconds)
 
     def seconds(self) -> float:

@@ -37,6 +37,7 @@ class History:
         return self._counts[: len(self._places)]
 
     def add(self, token_id: int, times: int) -> None:
+        """A token was output `times` more; 0 for one of the prompt."""
         place = self._places.get(token_id)
         if place is not None:
             self._counts[place] += times

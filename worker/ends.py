@@ -14,10 +14,12 @@ class Ends:
         self._num_stopped_by = np.zeros(vocab_size, dtype=np.int32)  # how many sequences a token would end
 
     def add(self, seq: Sequence) -> None:
+        """From now on its tokens are looked at."""
         for token_id in seq.stop_ids:
             self._num_stopped_by[token_id] += 1
 
     def remove(self, seq: Sequence) -> None:
+        """It has ended."""
         for token_id in seq.stop_ids:
             self._num_stopped_by[token_id] -= 1
 

@@ -93,6 +93,7 @@ class Finished:
     cached_tokens: int = 0
 
     def take(self, output: Output) -> None:
+        """What has come of the prompt since."""
         self.token_ids += output.token_ids
         if output.logprobs:
             self.logprobs += output.logprobs

@@ -60,6 +60,7 @@ class Row:
 
     @property
     def wants(self) -> Wants:
+        """Now: bans end when enough has been output."""
         params, wants = self.params, Wants.NOTHING
         if params.temperature >= _GREEDY_BELOW:
             wants |= Wants.DRAWN
@@ -79,6 +80,7 @@ class Row:
 
     @property
     def edits(self) -> Edits:
+        """What is to be changed in the logits of the next token."""
         return Edits(self.params, self.history, self.bias, self.bans)
 
     @property

@@ -38,6 +38,7 @@ class IntRow:
         return np.array_equal(self.view(start, end), other.view(start, end))
 
     def extend(self, values: np.ndarray | list[int]) -> None:
+        """Puts integers of 32 bits behind the others."""
         end = self.size + len(values)
         if end > len(self.values):
             self._grow(end)
@@ -45,6 +46,7 @@ class IntRow:
         self.size = end
 
     def clear(self) -> None:
+        """Forgets all entries."""
         self.size = 0
 
     def _grow(self, needed: int) -> None:
@@ -117,7 +119,7 @@ class Sequence:
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
         self.ends_at_limit = not self.stop_ids and self.sampling.grammar is None  # and never before
-        self.preempted = False  # waits, and ran before
+        self.preempted = False  # ever: it ran before, if it waits
         self.grammar: GrammarState | None = None
 
         self.tokens_before = IntRow(request.prompt_ids + request.output_ids)
@@ -184,12 +186,15 @@ class Sequence:
         return max(0, pages_for(self.num_tokens, page_size) - self.num_pages)
 
     def output_ids(self) -> list[int]:
+        """Those known after the prompt."""
         return self.tokens.view(self.num_prompt, self.num_known).tolist()
 
     def add_pages(self, pages: np.ndarray) -> None:
+        """It holds these behind the others: integers `[n]`."""
         self.pages.extend(pages)
         self.num_pages = self.pages.size
 
     def clear_pages(self) -> None:
+        """It holds none. Nobody is told here."""
         self.pages.clear()
         self.num_pages = self.num_sent_pages = 0

@@ -41,16 +41,15 @@ class WaitingQueue:
         return self._rows
 
     def add(self, seq: Sequence, step: int) -> None:
+        """A sequence waits from before this step on."""
         self._estimate(seq, step)
         self._rows = None
         insort(self._queue, seq, key=self._place)
 
     def remove(self, seq: Sequence) -> None:
+        """It waits no more."""
         self._rows = None
         del self._queue[bisect_left(self._queue, self._place(seq), key=self._place)]
-
-    def is_starved(self, seq: Sequence, now_s: float) -> bool:
-        return seq.preempted or now_s - seq.arrived_s > self._starvation_s
 
     def in_order(self, step: int, now_s: float) -> list[Sequence]:
         """Those that may go next, best first."""
@@ -70,7 +69,7 @@ class WaitingQueue:
         return (-seq.priority, not seq.preempted, seq.arrival)
 
     def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int]:
-        starved = self.is_starved(seq, now_s)
+        starved = seq.preempted or now_s - seq.arrived_s > self._starvation_s
         return (-seq.priority, not seq.preempted, not starved, 0 if starved else -seq.cached_estimate, seq.arrival)
 
     def _estimate(self, seq: Sequence, step: int) -> None:

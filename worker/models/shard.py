@@ -77,14 +77,17 @@ class Shard:
 
     @property
     def kv_heads(self) -> range:
+        """KV heads: this rank's alone, or one that several ranks keep."""
         return _part(self.whole.num_kv_heads, self.rank // self._copies, self._kv_heads_per_rank)
 
     @property
     def intermediate(self) -> range:
+        """Of the MLP's inner state."""
         return _part(self.whole.intermediate_size, self.rank, self.config.intermediate_size)
 
     @property
     def vocabulary(self) -> range:
+        """Rows of the embedding and of the head; none where all of a rank's are padding."""
         return _part(self.whole.vocab_size, self.rank, self.config.vocab_rows)
 
     @property
