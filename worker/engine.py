@@ -197,9 +197,9 @@ class Engine:
                 self.timeline.finished(step, computed=False)
             if not self._overlap:
                 self._finish_flight()
+        outputs = self.scheduler.take_outputs()
         if not self.has_work:
             self._rest()
-        outputs = self.scheduler.take_outputs()
         self._leave_slots()
         if len(self._awaited):
             for output in outputs:

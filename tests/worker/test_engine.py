@@ -314,3 +314,12 @@ def test_prompt_logprobs_are_not_told_again_when_resumed(make):
     outputs = run(engine)["a"]
     assert tokens(outputs) == whole[2:]
     assert all(o.prompt_logprobs is None for o in outputs)
+
+
+def test_after_the_last_request_there_is_nothing_to_do(make, monkeypatch):
+    engine, _ = make()
+    said: list[str] = []
+    monkeypatch.setattr(engine.timeline, "nothing", said.append)
+    engine.add(request("a", [1, 2, 3]))
+    run(engine)
+    assert said[-1:] == ["nothing_to_do"]
