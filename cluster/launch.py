@@ -23,9 +23,11 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 from rich.console import Console
 
 from cluster import local  # before ray: it sets what Ray reads when it is imported
-from cluster.app import APP, application, settle
+from cluster.app import APP, DRAIN_S, application, settle
 from cluster.config import Config
-from cluster.models import ModelError, resolve
+from cluster.conversion import ModelError
+from cluster.models import resolve
+from router.auth import Keys
 from router.defaults import FILE, SamplingDefaults
 
 POLL_S = 0.2
@@ -46,6 +48,7 @@ def serve(config: Config, console: Console | None = None) -> int:
         launch.start()
         launch.attend()
     except KeyboardInterrupt:
+        launch.interrupted()
         return 0
     except (LaunchError, ModelError, local.PortTaken, OSError) as error:
         launch.failed(error)
@@ -76,6 +79,10 @@ class _Launch:
     def start(self) -> None:
         """Returns when the server can answer. Raises LaunchError, ModelError, PortTaken, OSError."""
         local.check_port(self._config.host, self._config.port)
+        try:
+            Keys(self._config)
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"api_key_file: {error}") from error
         if self._config.address is None:
             self._start_ray()
         else:
@@ -86,16 +93,21 @@ class _Launch:
 
     def attend(self) -> None:
         """Tells of replicas that die and come back. Returns never; raises LaunchError if Ray is gone."""
-        seen = ""
+        seen, told = "", set[str]()
         while True:
             time.sleep(ATTEND_S)
             try:
                 now = _short(_overview())
             except Exception as error:
                 raise LaunchError(f"Ray is gone: {error}") from error
+            ended = [] if self._folder is None else local.reasons(self._folder)
+            news = [reason for reason in ended if reason not in told]
             if now != seen and seen:
-                self._console.print(time.strftime("%H:%M:%S"), now, markup=False)
+                news.append(now)
+            for line in news:
+                self._print(f"{time.strftime('%H:%M:%S')} {line}")
             seen = now
+            told.update(ended)
 
     def failed(self, error: Exception) -> None:
         self._quiet()
@@ -103,6 +115,11 @@ class _Launch:
         if self._folder is not None:
             self._console.print(f"Ray's logs stay in {self._folder} until the next start", markup=False)
             self._folder = None
+
+    def interrupted(self) -> None:
+        self._quiet()
+        grace = "are cut off" if self._config.address is None else f"get {DRAIN_S:g} s to end"
+        self._print(f"stopping; answers that are on their way {grace}")
 
     def end(self) -> None:
         """Takes everything down that `start` brought up, however far it came."""
@@ -176,7 +193,7 @@ class _Launch:
         if config.address is None and needed > there:
             raise LaunchError(
                 f"replicas={config.replicas} of tp={config.tp}, pp={config.pp} need {needed:g} GPUs, and this machine "
-                f"has {there:g}: lower one of them"
+                f"has {there:g}: " + ("lower one of them" if there else "device cpu needs none")
             )
         if not there:
             self._print("no GPU in the cluster yet: the replicas wait for one")

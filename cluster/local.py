@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -47,13 +48,16 @@ def fit(config: Config) -> Config:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises PortTaken, or OSError if `host` is none of this machine's addresses."""
+    """Raises PortTaken, or OSError for a port or an address that this process may not listen on."""
     try:
         bind(host, port, shared=False).close()
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
+        raise OSError(
+            f"cannot listen on {host}:{port}: {error.strerror}. --host is an address of this machine, --port "
+            "a port that you may take"
+        ) from None
 
 
 def check_address(address: str) -> None:
@@ -88,6 +92,12 @@ def start(config: Config, folder: Path) -> None:
         # The kernel kills who takes too much; Ray's guess at what is free is wrong on some machines.
         _system_config={"memory_monitor_refresh_ms": 0},
     )
+
+
+def reasons(folder: Path) -> list[str]:
+    """Why replicas have ended so far, as `cluster.replica` logs it."""
+    logs = sorted(folder.glob("session_latest/logs/serve/replica_*.log"))
+    return [found for log in logs for found in re.findall(r"^ERROR .* -- (replica at .+)", log.read_text(), re.M)]
 
 
 def end() -> None:

@@ -6,6 +6,7 @@ health check fails and Serve puts a new replica, with new processes, in this one
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,10 @@ class Replica:
         rank, error = next((rank, run.exception()) for rank, run in enumerate(runs) if run.done())
         self._ended = f"rank {rank}: {_reason(error) if error else 'its loop ended'}"
         log.error("replica at %s: %s", self._published["address"], self._ended)
+        for (
+            rank_left
+        ) in self._ranks:  # routers see the leading one go, and resume its streams, without waiting for Serve
+            ray.kill(rank_left)
 
     async def _gather(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
         """The ranks' answers. Raises ReplicaError as soon as one fails: the others may wait for it for ever."""
@@ -106,6 +111,15 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     if isinstance(error, RayActorError):
-        detail = " ".join(str(error).split())
-        return f"its process died. {detail[-300:]}"
+        return _end_of_process(" ".join(str(error).split()))
     return f"{type(error).__name__}: {error}"
+
+
+def _end_of_process(said: str) -> str:
+    """What Ray says of a process that has gone, without its page of advice."""
+    where = [found[0] for name in ("pid", "ip") if (found := re.search(rf"\b{name}: [\w.:]+", said))]
+    detail = re.search(r"Worker exit detail: (.+?)(?= Some common causes|$)", said)
+    return (
+        f"its process died ({', '.join(where)}): {detail[1] if detail else said[:300]} "
+        "If nobody ended it, dmesg may say that the kernel did, for want of memory."
+    )

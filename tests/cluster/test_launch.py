@@ -143,6 +143,8 @@ def test_more_gpus_than_a_machine_has() -> None:
         launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs, and this machine has 4: lower one"
     ):
         start._check_gpus(4)
+    with pytest.raises(launch.LaunchError, match="has 0: device cpu needs none"):
+        start._check_gpus(0)
 
 
 def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) -> None:
@@ -159,6 +161,15 @@ def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) 
     assert told("{}") == told(said, sampling_defaults="openai") == ""
     with pytest.raises(launch.LaunchError, match=r"generation_config\.json is no JSON object"):
         told("{")
+
+
+def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, free_port: int) -> None:
+    keys = tmp_path / "keys"
+    with pytest.raises(launch.LaunchError, match=r"api_key_file: .*No such file"):
+        launch._Launch(Config(api_key_file=keys, port=free_port), Console()).start()
+    keys.write_text("\n")
+    with pytest.raises(launch.LaunchError, match=r"api_key_file: .*has no key in it"):
+        launch._Launch(Config(api_key_file=keys, port=free_port), Console()).start()
 
 
 @pytest.mark.timeout(START_S)

@@ -35,6 +35,22 @@ def test_a_free_port_and_a_taken_one(free_port: int) -> None:
         local.check_port("127.0.0.1", free_port)
 
 
+def test_an_address_of_another_machine_is_named(free_port: int) -> None:
+    with pytest.raises(OSError, match=rf"^cannot listen on 203\.0\.113\.1:{free_port}: Cannot assign .*--host"):
+        local.check_port("203.0.113.1", free_port)
+
+
+def test_why_replicas_ended_is_in_their_logs(tmp_path: Path) -> None:
+    logs = tmp_path / "session_latest" / "logs" / "serve"
+    logs.mkdir(parents=True)
+    (logs / "replica_shoal_Replica_a.log").write_text(
+        "INFO 2026-01-01 00:00:00,000 shoal_Replica a -- replica at rest\n"
+        "ERROR 2026-01-01 00:00:01,000 shoal_Replica a -- replica at tcp://127.0.0.1:1: rank 0: ValueError: no\nmore\n"
+    )
+    assert local.reasons(tmp_path) == ["replica at tcp://127.0.0.1:1: rank 0: ValueError: no"]
+    assert local.reasons(tmp_path / "session_latest") == []
+
+
 def test_an_address_where_nothing_listens(free_port: int) -> None:
     with pytest.raises(ConnectionRefusedError):
         local.check_address(f"127.0.0.1:{free_port}")

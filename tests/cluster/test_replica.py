@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.replica import Replica, ReplicaError
+from cluster import replica as replica_module
+from cluster.replica import Replica, ReplicaError, _end_of_process
 
 pytestmark = pytest.mark.anyio
 
@@ -21,6 +22,7 @@ def watching(ranks: int) -> tuple[Replica, list[asyncio.Future[None]]]:
     runs: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(ranks)]
     replica._ended = None
     replica._published = {"address": "tcp://127.0.0.1:1", "context_length": 64}
+    replica._ranks = [f"rank {rank}" for rank in range(ranks)]  # type: ignore[misc]
     replica._runs = runs  # type: ignore[assignment]
     replica._watcher = asyncio.create_task(replica._watch())
     return replica, runs
@@ -34,7 +36,11 @@ def watching(ranks: int) -> tuple[Replica, list[asyncio.Future[None]]]:
         (ActorDiedError(), "rank 1: its process died"),
     ],
 )
-async def test_the_end_of_a_rank_is_a_failed_health_check(end: Exception | None, complaint: str) -> None:
+async def test_the_end_of_a_rank_is_a_failed_health_check_and_the_end_of_the_others(
+    end: Exception | None, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(replica_module.ray, "kill", killed.append)
     replica, runs = watching(2)
     await asyncio.sleep(0)
     replica.check_health()
@@ -46,3 +52,15 @@ async def test_the_end_of_a_rank_is_a_failed_health_check(end: Exception | None,
     await asyncio.wait_for(replica._watcher, 5)
     with pytest.raises(ReplicaError, match=complaint):
         replica.check_health()
+    assert killed == ["rank 0", "rank 1"]
+
+
+def test_of_a_process_that_has_gone_the_advice_is_left_out() -> None:
+    said = (
+        "The actor died unexpectedly. class_name: Rank pid: 77 namespace: serve ip: 192.0.2.2 Worker exit type: "
+        "SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with code 2. End of file. Some common causes "
+        "include: (1) the process was killed by the OOM killer"
+    )
+    assert _end_of_process(said).startswith(
+        "its process died (pid: 77, ip: 192.0.2.2): Worker unexpectedly exits with code 2. End of file. If nobody"
+    )
