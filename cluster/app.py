@@ -105,7 +105,7 @@ class _Router:
     def __init__(self, config: Config, handle: DeploymentHandle) -> None:
         self._config = config
         fleet = Fleet(config.placement)
-        metrics = Metrics()
+        metrics = Metrics(config.replicas)
         replicas = Replicas(fleet, metrics)
         folder = resolve(config.model, weights=config.load_format != "dummy")
         defaults = SamplingDefaults.read(folder, config.sampling_defaults)

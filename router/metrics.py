@@ -5,7 +5,7 @@ Everything about a replica goes away with it, so the page does not grow with the
 
 from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -54,7 +54,8 @@ class ReplicaTimes:
 class Metrics:
     """One router's metrics, in a registry of their own. `loads`: the last report of every replica that is connected."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas_wanted: int = 0) -> None:
+        """`replicas_wanted`: how many there are when all is well."""
         self.loads: dict[str, Load] = {}
         self._registry = CollectorRegistry()
         self._replicas: dict[str, ReplicaTimes] = {}
@@ -83,6 +84,10 @@ class Metrics:
             ("reason",),
             registry=self._registry,
         )
+        ready = Gauge("shoal_replicas_ready", "Replicas that this router can send to", registry=self._registry)
+        ready.set_function(lambda: len(self.loads))
+        wanted = Gauge("shoal_replicas_wanted", "Replicas that the configuration asks for", registry=self._registry)
+        wanted.set(replicas_wanted)
         self._registry.register(_Loads(self.loads))
 
     def replica(self, replica_id: str) -> ReplicaTimes:

@@ -110,7 +110,13 @@ def _lines() -> Iterator[str]:
     yield "## Metrics"
     yield ""
     yield "`GET /metrics` has them in Prometheus' text format. `replica` is Ray Serve's id of the replica. A histogram"
-    yield "has `_bucket`, `_sum` and `_count`."
+    yield "has `_bucket`, `_sum` and `_count`. Where several routers share a port, one of them answers: what replicas"
+    yield "report is whole, histograms and counts of answers and sequences are that router's own."
+    yield ""
+    yield "To wake somebody for: `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes,"
+    yield "`shoal_waiting_requests` or `shoal_queue_seconds` that grow, and"
+    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` above 0. Many `shoal_preemptions_total`: the KV cache'
+    yield "is too small. (`shoal_failed_requests_total` has clients' own mistakes in it, such as a wrong grammar.)"
     yield ""
     yield from _table(
         ("metric", "kind", "labels", "meaning"),

@@ -32,6 +32,7 @@ examples:
 
 exit code: 0 when the server can answer, 1 when it cannot or is not there.
 """
+WANTED = "shoal_replicas_wanted"
 # The server's metric for each field of Replica that is one.
 METRICS = {
     "running": "shoal_running_requests",
@@ -74,12 +75,14 @@ class Replica:
 
 @dataclass
 class Status:
-    """One look at a server. `problem` says why it cannot answer, None when it can."""
+    """One look at a server. `problem` says why it cannot answer, None when it can. `wanted`: how many replicas there
+    should be, None where the server does not say."""
 
     url: str
     problem: str | None
     models: list[str]
     replicas: list[Replica]
+    wanted: int | None = None
 
 
 def look(client: Client) -> Status:
@@ -91,35 +94,41 @@ def look(client: Client) -> Status:
     elif ready.status_code != 200:
         problem = "not ready" + (f": {reason}" if (reason := _reason(ready.text)) else "")
     metrics = client.get("/metrics")
-    found = replicas(metrics.text) if metrics.status_code == 200 else []
-    return Status(client.url, problem, list(client.models()), found)
+    found, wanted = replicas(metrics.text) if metrics.status_code == 200 else ([], None)
+    return Status(client.url, problem, list(client.models()), found, wanted)
 
 
-def replicas(page: str) -> list[Replica]:
-    """The replicas on a page of Prometheus metrics, by name; metrics that are not Shoal's are passed over."""
+def replicas(page: str) -> tuple[list[Replica], int | None]:
+    """The replicas on a page of Prometheus metrics, by name, and how many there should be; metrics that are not Shoal's
+    are passed over."""
     fields = {metric: name for name, metric in METRICS.items()}
     found: dict[str, Replica] = {}
+    wanted = None
     try:
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                if sample.name in fields and (name := sample.labels.get("replica")):
+                if sample.name == WANTED:
+                    wanted = int(sample.value)
+                elif sample.name in fields and (name := sample.labels.get("replica")):
                     setattr(found.setdefault(name, Replica(name)), fields[sample.name], sample.value)
     except ValueError:
         raise ServerError("/metrics is no page of Prometheus metrics") from None
-    return [found[name] for name in sorted(found)]
+    return [found[name] for name in sorted(found)], wanted
 
 
 def _reason(text: str) -> str:
     try:
         value = json.loads(text)
-        return str(value["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return "no replica answers" if value.get("replicas") == 0 else str(value["error"]["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
         return text.strip()[:200]
 
 
 def render(status: Status) -> RenderableType:
     """The status for a terminal."""
     state = Text("ready", "bold green") if status.problem is None else Text(status.problem, "bold red")
+    if status.wanted is not None and len(status.replicas) < status.wanted:
+        state.append(f", {len(status.replicas)} of {status.wanted} replicas", "bold red")
     head = Text.assemble((", ".join(status.models) or "no model", "bold"), (f"  {status.url}  ", "dim"), state)
     if not status.replicas:
         return Group(head, Text("no replica has reported yet", "dim"))

@@ -25,7 +25,7 @@ def page() -> bytes:
         ),
         "a": Load(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5),
     }
-    metrics = Metrics()
+    metrics = Metrics(replicas_wanted=3)
     metrics.loads.update(loads)
     metrics.replica("a").first_token.observe(0.2)
     metrics.replica("a").first_token.observe(0.4)
@@ -40,11 +40,12 @@ def test_every_metric_that_is_read_is_one_that_the_router_writes() -> None:
 
 
 def test_replicas_of_a_page() -> None:
-    a, b = replicas(page().decode())
+    (a, b), wanted = replicas(page().decode())
+    assert wanted == 3
     assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished) == ("a", 400, 100, 70, 5)
     assert (a.ttft_count, a.tbt_count) == (2, 1) and a.ttft_sum_s == pytest.approx(0.6)
     assert (b.running, b.waiting, b.kv_tokens, b.kv_tokens_used, b.kv_tokens_cached) == (3, 2, 1000, 250, 500)
-    assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == []
+    assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == ([], None)
     with pytest.raises(ServerError, match="no page of Prometheus"):
         replicas("<html>")
 
@@ -56,8 +57,9 @@ def shown(value: Status) -> str:
 
 
 def test_the_table() -> None:
-    found = replicas(page().decode())
-    text = shown(Status("http://x", None, ["m"], found))
+    found, wanted = replicas(page().decode())
+    text = shown(Status("http://x", None, ["m"], found, wanted))
+    assert "ready, 2 of 3 replicas" in text and " of " not in shown(Status("http://x", None, ["m"], found, 2))
     assert "ready" in text and "25%" in text and "300 ms" in text and "50 ms" in text
     assert "…" not in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["a", "b", "all"]
@@ -86,6 +88,7 @@ def test_a_server_that_is_ready(fake: Fake, capsys: Captured) -> None:
     ("ready", "says"),
     [
         (JSONResponse({"error": {"message": "no replica yet"}}, 503), "not ready: no replica yet"),
+        (JSONResponse({"status": "not ready", "replicas": 0}, 503), "not ready: no replica answers"),
         (PlainTextResponse("", 503), "not ready"),
         (PlainTextResponse("what?", 404), "it is not Shoal's"),
     ],
