@@ -191,12 +191,16 @@ class Leader:
         """Ends the other ranks. Not while another thread is in `forward`."""
         if self._closing.is_set():
             return
-        with suppress(RankLost):
+        try:
             while self._sent:  # what the others have begun takes all of them
                 self.forward(self._sent[0])
             self._send(_END)
             if self.stage is not None and self._lost is None and self._is_ready:
                 _leave_together(self.stage, self.device)
+        except RankLost as error:
+            log.info("a rank was lost before all had left: %s", error)
+        except RuntimeError as error:  # this rank's device is gone: nobody is to wait for it
+            log.warning("leaving the other ranks: %s", self._loss(error))
         self._closing.set()
         self._watcher.join()
         for follower in self._followers.values():

@@ -108,7 +108,7 @@ def test_a_rank_ends_with_the_process_that_started_it(tiny_model: Callable[[str]
     store, address = open_store()  # where it will wait in vain
     config = settings(tp=2).model_dump(mode="json")
     store.set("plans/1", "tcp://127.0.0.1:9")
-    process = processes._start(processes._Seat(str(tiny_model("llama")), config, 1, address))
+    process = processes._start(processes._Seat(str(tiny_model("llama")), config, 1, address), {})
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(ENDS_S) == 1
@@ -225,6 +225,25 @@ def test_a_leader_that_fails_in_a_step(pair: Callable[..., Pair]) -> None:
         leader.forward(wrong)
     assert one.ended.exception(ENDS_S) is not None
     leader.close()
+
+
+def test_a_leader_whose_device_is_lost_before_it_leaves(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))
+    leave = ranks._leave_together
+
+    def lost(stage: Stage, device: torch.device) -> None:
+        if stage is leader.stage:
+            raise RuntimeError("an illegal memory access was encountered")
+        leave(stage, device)
+
+    monkeypatch.setattr(ranks, "_leave_together", lost)
+    leader.close()
+    with pytest.raises(RankLost, match=r"^rank 0: RuntimeError: an illegal memory access was encountered$"):
+        one.ended.result(ENDS_S)
 
 
 def test_tokens_that_only_the_first_rank_has(pair: Callable[..., Pair]) -> None:
