@@ -97,6 +97,8 @@ class _Launch:
         while True:
             time.sleep(ATTEND_S)
             try:
+                if self._folder is not None:
+                    local.check()
                 now = _short(_overview())
             except Exception as error:
                 raise LaunchError(f"Ray is gone: {error}") from error

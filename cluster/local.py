@@ -27,6 +27,7 @@ MEMORY_BYTES = 1 << 30  # a label that nothing asks for; what Ray would measure 
 END_S = 3.0  # what Ray gets to end its processes, before they are killed
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 PREFIX = "shoal-ray-"
+HEART = ("gcs_server", "raylet")  # Ray's processes without which nothing goes on
 
 
 class PortTaken(RuntimeError):
@@ -92,6 +93,14 @@ def start(config: Config, folder: Path) -> None:
         # The kernel kills who takes too much; Ray's guess at what is free is wrong on some machines.
         _system_config={"memory_monitor_refresh_ms": 0},
     )
+
+
+def check() -> None:
+    """Raises RuntimeError once the heart of the Ray that `start` started has stopped. Whoever asks Ray itself then
+    waits for a minute, and is ended by it without a chance to end the others."""
+    names = [p.name() for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    if gone := [name for name in HEART if name not in names]:
+        raise RuntimeError(f"its {' and '.join(gone)} ended")
 
 
 def reasons(folder: Path) -> list[str]:

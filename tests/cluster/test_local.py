@@ -40,6 +40,25 @@ def test_an_address_of_another_machine_is_named(free_port: int) -> None:
         local.check_port("203.0.113.1", free_port)
 
 
+def test_a_ray_that_lost_its_heart_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        def __init__(self, name: str = "", status: str = "sleeping") -> None:
+            self.name, self.status = lambda: name, lambda: status
+
+        def children(self) -> list["Process"]:
+            return there
+
+    monkeypatch.setattr(local.psutil, "Process", Process)
+    there = [Process("python"), Process("gcs_server"), Process("raylet")]
+    local.check()
+    there[1] = Process("gcs_server", "zombie")
+    with pytest.raises(RuntimeError, match="its gcs_server ended"):
+        local.check()
+    del there[1:]
+    with pytest.raises(RuntimeError, match="its gcs_server and raylet ended"):
+        local.check()
+
+
 def test_why_replicas_ended_is_in_their_logs(tmp_path: Path) -> None:
     logs = tmp_path / "session_latest" / "logs" / "serve"
     logs.mkdir(parents=True)
