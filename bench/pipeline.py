@@ -42,6 +42,7 @@ from bench.targets import print_table
 from bench.workload import Vocabulary
 from pipeline.roofline import Link
 from pipeline.rows import Rows
+from pipeline.shape import FEATURES
 from shoal import flags
 from worker.config import WorkerConfig
 
@@ -173,7 +174,8 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     prefix, base = (f"pipeline.{args.link}", "pipeline") if on_gpu else ("cpu.pipeline", "cpu.pipeline")
     if on_gpu and (args.model, layouts[0].devices) != AIMED:
         prefix += f".{args.model}.{layouts[0]}"
-    about = _described(args, model=args.model, link=args.link if on_gpu else "gloo", nodes=args.nodes, replica=settings)
+    where = {"link": args.link if on_gpu else "gloo", "nodes": args.nodes}
+    about = _described(args, model=args.model, replica=settings, features=FEATURES, **where)
     sweep = Sweep(args.name or prefix, args.out, about, args.fresh)
     speed = sweep.point("link", lambda: asdict(link.measure(device.type)))
     say(f"link: {number(speed['bytes_per_s'] / 1e9)} GB/s, {number(speed['latency_s'] * 1e6)} us")

@@ -35,7 +35,8 @@ def _tile(rows: int, numbers: int, is_packed: bool) -> _Tile:
     """Enough programs for a few on each multiprocessor, each with several independent 16-byte loads a thread. Measured
     on an H200 with the shapes of Llama-3.1-8B and Qwen3-0.6B."""
     if is_packed:
-        return _Tile(8 if rows >= 4096 else 2, min(triton.next_power_of_2(numbers), 256), 4)
+        height, width, warps = (16, 128, 4) if rows >= 16384 else (16, 256, 8) if rows >= 4096 else (8, 256, 4)
+        return _Tile(height, min(triton.next_power_of_2(numbers), width), warps)
     height = 4 if rows >= 4096 else 2
     width = 512 if rows == 4096 else 1024
     return _Tile(height, min(triton.next_power_of_2(numbers), width), 4)

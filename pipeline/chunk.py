@@ -53,6 +53,8 @@ def _tokens_within(cost: Coefficients, batch: BatchShape, start: int, target_s: 
         batch.remove(start, 1)
         return 1 if fits else 0
     rest = cost.besides_rows(batch) - target_s + cost.chunk + cost.prefix * start
+    if n < 2:
+        rest += cost.several
     if not batch.chunks:
         rest += cost.mixed
     linear = cost.prefix_product * start

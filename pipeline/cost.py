@@ -3,6 +3,7 @@
 The time of a step is linear in a few sums over its chunks (`shape.py`), with coefficients that cannot be negative:
 
     constant                    weights are read and kernels launched, whatever the batch holds
+    several                     once, if there is more than one token: one alone has kernels of its own
     mixed                       once, if there is a chunk of more than one token: kernels outside the graph
     rows, piecewise             matrix products: bound by memory at first, by arithmetic later, so the slope only grows;
                                 as many as tokens, or as the graph has that the step is padded to (`rows.py`)
@@ -20,6 +21,7 @@ import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from pipeline.regression import robust_fit
 from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import FEATURES, KNOTS, TILE, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
 
-VERSION = 2
+VERSION = 3
 _FIRST_KNOT = FEATURES.index("rows_above_0")
 _UNUSED_ROWS = FEATURES.index("unused_rows")
 _CHUNKS = FEATURES.index("chunks")
@@ -49,7 +51,7 @@ class Coefficients:
         self.values, self.rows = [float(value) for value in values], rows
         if len(self.values) != len(FEATURES) or min(self.values) < 0:
             raise ValueError("there is one coefficient for each feature, and none is negative")
-        (self.constant, self.mixed) = self.values[:2]
+        self.constant, self.several, self.mixed = self.values[:_FIRST_KNOT]
         (
             unused_row,
             self.decode,
@@ -82,6 +84,8 @@ class Coefficients:
     def besides_rows(self, shape: BatchShape) -> float:
         """The part that does not depend on the number of rows."""
         seconds = self.constant + self.decode * shape.decodes + self.decode_context * shape.decode_context
+        if shape.tokens > 1:
+            seconds += self.several
         if shape.chunks:
             seconds += self.mixed + self.chunk * shape.chunks + self.prefix * shape.prefixes
             seconds += self.prefix_product * shape.prefix_products + self.square * shape.squares
@@ -132,13 +136,15 @@ class CostModel:
 
     Between two fits it follows the clock of the device, which follows its heat: measured on an H200, the same prompts
     took 13% longer than minutes before. What the newest steps took beyond what is predicted is put down to what is
-    bound by arithmetic, in steps that mostly are.
+    bound by arithmetic, in steps that mostly are. Where it is far off otherwise, it does not wait for the next fit: a
+    kind of step has come that it had not seen.
     """
 
     HALF_LIFE = 1024  # observations after which one counts half
     PRIOR_WEIGHT = 0.02  # of a typical shape, beside an observation's 1
     REFIT_EVERY = 128
     FIRST_FITS = (8, 16, 32, 64)
+    FAR_OFF, FAR_OFF_STEPS = 0.05, 16  # the median error of so many newest steps, twice what it was before
     RECENT = 256
     CLOCK_STEPS = 4, 16  # the newest steps, whose median counts: so many at least and at most
     CLOCKS, CLOCK_MOVES = (0.5, 2.0), 0.01
@@ -164,6 +170,7 @@ class CostModel:
         self._fitted: Coefficients | None = None
         self._window = Window()
         self.num_observed = 0
+        self._fitted_at = 0
         # Of the newest observations, before each was learned from: how far off the scaled prior and the fit were, and
         # what was predicted by the two together; the ratio of measured to prior.
         self._prior_errors: deque[float] = deque(maxlen=self.RECENT)
@@ -192,13 +199,21 @@ class CostModel:
         row = features(shape, self.rows.of(shape))
         self._window.add(self.num_observed, seconds, row)
         self._follow_clock(seconds, row)
-        if self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0:
+        due = self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0
+        if due or self._is_far_off():
             self._refit()
 
     def error(self) -> float:
         """The median relative error of the newest predictions, made before their batch was measured. NaN before the
         first."""
         return float(np.median(self._errors)) if self._errors else float("nan")
+
+    def _is_far_off(self) -> bool:
+        steps = self.FAR_OFF_STEPS
+        if self.num_observed < self._fitted_at + 2 * steps:  # fits take time, too
+            return False
+        newest = statistics.median(islice(reversed(self._errors), steps))
+        return newest > self.FAR_OFF and newest > 2 * self.error()
 
     def _follow_clock(self, seconds: float, row: list[float]) -> None:
         terms = [value * times for value, times in zip(self._learned.values, row, strict=True)]
@@ -235,6 +250,7 @@ class CostModel:
         self.coefficients = self._learned
         self._slower.clear()
         self._clock = 1.0
+        self._fitted_at = self.num_observed
 
     # ------------------------------------------------------------ on disk
 

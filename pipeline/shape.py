@@ -13,6 +13,7 @@ WAVE = 4 * TILE
 TILED_FROM = 2 * TILE  # rows up to which products are bound by memory, and rows come free
 FEATURES = (
     "constant",
+    "several",
     "mixed",
     *(f"rows_above_{knot}" for knot in KNOTS),
     "unused_rows",
@@ -97,6 +98,7 @@ def features(shape: BatchShape, rows: int) -> list[float]:
     """The values that `FEATURES` names, of a step that computes so many rows."""
     return [
         1.0,
+        1.0 if shape.tokens > 1 else 0.0,
         1.0 if shape.chunks else 0.0,
         *(float(max(0, rows - knot)) for knot in KNOTS),
         float(unused_rows(rows)),

@@ -107,4 +107,7 @@ def test_products_with_one_vector(columns: int, dtype: torch.dtype) -> None:
     normed = torch.nn.functional.rms_norm(x.double(), (columns,), norm.double(), 1e-5)
     gate, up = (normed @ whole(values, scales).T).chunk(2, dim=-1)
     got = gated_gemv(x, values, None, scales, norm=norm, eps=1e-5)
-    assert error(got, torch.nn.functional.silu(gate) * up) < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+    assert (
+        error(got, torch.nn.functional.silu(gate) * up)
+        < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+    )
