@@ -68,35 +68,35 @@ def parser() -> argparse.ArgumentParser:
     )
     server.add_argument("--text", action="store_true", help="send prompts as text even if the server takes token ids")
     server.add_argument("--extra", type=_table, default={}, metavar="JSON", help="more fields for every request's body")
-    server.add_argument("--timeout", type=_positive, default=600.0, metavar="S", help="of one request (default: 600 s)")
+    server.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of one request (default: 600 s)")
     what = made.add_argument_group("what is asked")
     kinds = what.add_mutually_exclusive_group()
     kinds.add_argument("--workload", choices=("random", "shared-prefix", "multi-turn"), default="random")
     kinds.add_argument("--trace", type=Path, metavar="FILE", help="lengths, arrivals and shared prefixes of a trace")
     what.add_argument("--prompt-tokens", type=_lengths, metavar="LENGTH", help="of a prompt or a turn (default: 512)")
     what.add_argument("--output-tokens", type=_lengths, metavar="LENGTH", help="of an answer (default: 128)")
-    what.add_argument("--requests", type=_count, metavar="N", help="random: 100; a trace: its first N (default: all)")
-    what.add_argument("--groups", type=_count, metavar="N", help="shared-prefix: different prefixes (default: 16)")
-    what.add_argument("--members", type=_count, metavar="N", help="shared-prefix: prompts of each (default: 8)")
+    what.add_argument("--requests", type=count, metavar="N", help="random: 100; a trace: its first N (default: all)")
+    what.add_argument("--groups", type=count, metavar="N", help="shared-prefix: different prefixes (default: 16)")
+    what.add_argument("--members", type=count, metavar="N", help="shared-prefix: prompts of each (default: 8)")
     what.add_argument("--prefix-tokens", type=_lengths, metavar="LENGTH", help="shared-prefix: (default: 1024)")
-    what.add_argument("--sessions", type=_count, metavar="N", help="multi-turn: conversations (default: 16)")
-    what.add_argument("--turns", type=_count, metavar="N", help="multi-turn: turns of each (default: 4)")
+    what.add_argument("--sessions", type=count, metavar="N", help="multi-turn: conversations (default: 16)")
+    what.add_argument("--turns", type=count, metavar="N", help="multi-turn: turns of each (default: 4)")
     what.add_argument("--think", type=_zero_up, metavar="S", help="multi-turn: mean pause before a turn (default: 0 s)")
-    what.add_argument("--scale", type=_count, metavar="N", help="trace: divide all lengths by N (default: 1)")
-    what.add_argument("--max-prompt", type=_count, metavar="TOKENS", help="trace: cut longer prompts to this")
+    what.add_argument("--scale", type=count, metavar="N", help="trace: divide all lengths by N (default: 1)")
+    what.add_argument("--max-prompt", type=count, metavar="TOKENS", help="trace: cut longer prompts to this")
     what.add_argument("--seed", type=int, default=0, help="same seed, same prompts and arrivals (default: 0)")
     what.add_argument(
         "--token-range", type=_range, default=(1000, 30000), metavar="A:B", help="ids of prompts (default: 1000:30000)"
     )
     when = made.add_argument_group("when (one of them)").add_mutually_exclusive_group()
-    when.add_argument("--concurrency", type=_count, metavar="N", help="so many at once (default: 8)")
-    when.add_argument("--rate", type=_positive, metavar="R", help="arrivals a second, on average (Poisson)")
+    when.add_argument("--concurrency", type=count, metavar="N", help="so many at once (default: 8)")
+    when.add_argument("--rate", type=positive, metavar="R", help="arrivals a second, on average (Poisson)")
     when.add_argument(
-        "--time-scale", type=_positive, metavar="F", help="the trace's own times, F times as long (its default: 1)"
+        "--time-scale", type=positive, metavar="F", help="the trace's own times, F times as long (its default: 1)"
     )
     out = made.add_argument_group("what comes of it")
-    out.add_argument("--slo-ttft", type=_positive, metavar="S", help="goodput: longest TTFT of a good request")
-    out.add_argument("--slo-tbt", type=_positive, metavar="S", help="goodput: longest P99 of TBT of a good request")
+    out.add_argument("--slo-ttft", type=positive, metavar="S", help="goodput: longest TTFT of a good request")
+    out.add_argument("--slo-tbt", type=positive, metavar="S", help="goodput: longest P99 of TBT of a good request")
     out.add_argument(
         "--warmup", type=_zero_up_int, default=0, metavar="N", help="requests before, not counted (default: 0)"
     )
@@ -184,9 +184,9 @@ def _number(kind: Callable[[str], Any], holds: Callable[[Any], bool], wanted: st
     return parse
 
 
-_count = _number(int, lambda value: value >= 1, "whole number of at least 1")
+count = _number(int, lambda value: value >= 1, "whole number of at least 1")
 _zero_up_int = _number(int, lambda value: value >= 0, "whole number of at least 0")
-_positive = _number(float, lambda value: value > 0, "number above 0")
+positive = _number(float, lambda value: value > 0, "number above 0")
 _zero_up = _number(float, lambda value: value >= 0, "number of at least 0")
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import link, results, shapes
 from bench.jobs import HIGHEST_ID
+from bench.options import count, positive
 from bench.pipelines.findings import Findings, Twin
 from bench.pipelines.layout import SCHEDULES, Layout, Setting
 from bench.pipelines.metered import draw_kept
@@ -75,11 +76,13 @@ def parser() -> argparse.ArgumentParser:
         "--jobs", type=_among(OFFLINE), default="", metavar="A,B", help=f"all at once: {', '.join(OFFLINE)}"
     )
     what.add_argument("--objectives", type=_among(OBJECTIVES), default="strict", metavar="A,B", help="strict, relaxed")
-    what.add_argument("--requests", type=int, default=128, metavar="N", help="of a load, at most (default: 128)")
-    what.add_argument("--seconds", type=float, default=120.0, metavar="S", help="in which they arrive (default: 120)")
-    what.add_argument("--shrink", type=int, default=1, metavar="N", help="divide all lengths by N (default: 1)")
+    what.add_argument("--requests", type=count, default=128, metavar="N", help="of a load, at most (default: 128)")
+    what.add_argument(
+        "--seconds", type=positive, default=120.0, metavar="S", help="in which they arrive (default: 120)"
+    )
+    what.add_argument("--shrink", type=count, default=1, metavar="N", help="divide all lengths by N (default: 1)")
     what.add_argument("--chunk-budgets", type=_list(int), default=CHUNK_BUDGETS, metavar="N,M", help="of fixed_chunk")
-    what.add_argument("--precision", type=float, default=0.05, metavar="X", help="of a capacity (default: 0.05)")
+    what.add_argument("--precision", type=positive, default=0.05, metavar="X", help="of a capacity (default: 0.05)")
     what.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
     where = p.add_argument_group("where")
     where.add_argument("--link", choices=LINKS, default="nvlink", help="what NCCL may use (default: nvlink)")
@@ -117,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         settings = flags.given(args, WorkerConfig)
+        if args.trace:
+            args.trace.open().close()  # not after minutes of measuring
         return plan(args, settings) if args.plan else measure(args, settings)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"bench.pipeline: {error}", file=sys.stderr)

@@ -351,3 +351,17 @@ def test_all_of_it_on_a_tiny_model(
     assert flood["micro_batches"] > 0 and sum(flood["parts"].values()) == pytest.approx(1.0, abs=1e-5)  # of six digits
     said = capfd.readouterr()
     assert "cpu.pipeline.simulator.throughput_error" in said.out and "time lines of the stages" in said.out
+
+
+@pytest.mark.parametrize("flag", ["--shrink", "--requests", "--seconds", "--precision"])
+def test_a_number_that_makes_no_sense_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        pipeline.main([flag, "0"])
+    assert f"argument {flag}: '0' is no " in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pipeline.main(["--trace", str(tmp_path / "none"), "--out", str(tmp_path)]) == 1
+    assert "No such file" in capsys.readouterr().err
