@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--http", action="store_true", help="mini through `shoal serve` too")
     p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: the server's own)")
     p.add_argument("--link", choices=("nvlink", "sockets"), help="what joins the ranks, which is measured (GPUs)")
-    p.add_argument("--name", help="of the result (default: gpu.MODEL, with tp, pp, link, schedule, quantization and scale)")
+    p.add_argument("--name", help="of the result (default: gpu.MODEL, and how it is run)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     flags.add(p, WorkerConfig)
     return p
@@ -127,8 +127,8 @@ class Bench:
         """What is said of the ranks in a figure's name, and of the precision."""
         sizes = (("tp", self.config.tp), ("pp", self.config.pp))
         ranks = "".join(f"{way}{size}" for way, size in sizes if size > 1)
-        settings = self.settings
-        return [part for part in (ranks, self.args.link, settings.get("schedule"), settings.get("quantization")) if part]
+        chosen = [self.settings.get(name) for name in ("schedule", "quantization")]
+        return [part for part in (ranks, self.args.link, *chosen) if part]
 
     def failed(self, what: str, error: Exception) -> None:
         """What was measured stays."""
