@@ -71,10 +71,9 @@ class Replica:
         rank, error = next((rank, run.exception()) for rank, run in enumerate(runs) if run.done())
         self._ended = f"rank {rank}: {_reason(error) if error else 'its loop ended'}"
         log.error("replica at %s: %s", self._published["address"], self._ended)
-        for (
-            rank_left
-        ) in self._ranks:  # routers see the leading one go, and resume its streams, without waiting for Serve
-            ray.kill(rank_left)
+        # Routers see the leading one go, and resume its streams, without waiting for Serve.
+        for left in self._ranks:
+            ray.kill(left)
 
     async def _gather(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
         """The ranks' answers. Raises ReplicaError as soon as one fails: the others may wait for it for ever."""

@@ -37,6 +37,14 @@ def test_a_tiny_model_in_two_stages_is_exact(
     assert found["figures"][0]["value"] == 1
 
 
+def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = exactness.parser().parse_args(["--cases", "chunks of 64,preempted"]).cases
+    assert [case.name for case in chosen] == ["preempted", "chunks of 64"]
+    with pytest.raises(SystemExit):
+        exactness.parser().parse_args(["--cases", "preempted,chunks of 65"])
+    assert "no case chunks of 65: there are whole, preempted" in capsys.readouterr().err
+
+
 def test_a_model_that_is_a_little_off_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
