@@ -8,7 +8,7 @@ from collections.abc import Iterable
 TILE = 128  # rows that a matrix product computes at once
 KNOTS = (0, 64, 128, 256, 512, 1024)  # rows where the cost of one more may grow
 # So many rows of a large matrix are about as many tiles as a GPU has multiprocessors, or a multiple of that. On an H200
-# (132) a row of Llama-70B's products took 12% longer in steps of 384 and of 896 than in multiples of this, 3% in 768.
+# (132) a row of Llama-70B's products took 11% longer in steps of 384 and of 896 than in multiples of this, 3% in 768.
 WAVE = 4 * TILE
 TILED_FROM = 2 * TILE  # rows up to which products are bound by memory, and rows come free
 FEATURES = (

@@ -15,11 +15,12 @@ class Uniform(Policy):
 
     How long that is: a token comes back when its micro-batch has been through S stages, and the next one has a place
     at once where S + 1 are in flight (S on stages, one on links or about to begin). So each may take 1/(S + 1) of the
-    objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late. And
-    it holds no more tokens than pay: beyond those whose cost each is near the least (`NEAR`), longer ones only make
-    tokens late, pages scarce, and the difference to micro-batches without prompts large. As many go whatever is before
-    them, up to `SLACK` of the time: a tile less is a larger difference than attention to a few thousand tokens. Below
-    this limit,
+    objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late.
+
+    Where that leaves more time than pays, it holds the fewest tokens whose cost each is near the least (`NEAR`), of
+    many a multiple of `WAVE`: more would only make tokens late, pages scarce, and the difference to micro-batches
+    without prompts large. So many go whatever is before them, unless that takes more than `SLACK` times as long: a tile
+    less makes a larger difference than attention to a few thousand tokens more. Below these limits,
 
     - while requests wait for pages, the time shrinks: shorter rounds end sequences sooner, and longer ones would only
       alternate with rounds that have no prompt to compute. It grows again while much waits that could start;
@@ -43,7 +44,7 @@ class Uniform(Policy):
     LATE, LATE_STEP = 0.01, 0.02  # the part of micro-batches that may be late; how far one that is moves the margin
     MARGINS = 0.6, 0.97
     SHRINK, GROW, LEAST_PART = 0.02, 0.004, 0.2  # a micro-batch, while requests wait for pages; while much waits
-    SLACK = 1.15
+    SLACK = 1.15  # the time of a micro-batch, that of the same tokens with nothing before them being 1
     NEAR, FAR = 1.01, 1.5  # what a token may cost, the least being 1, in the largest micro-batch and in the smallest
     REFRESH_EVERY = 32  # micro-batches: the models learn little in between
 
