@@ -21,7 +21,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -138,7 +138,7 @@ def agreement(exact: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> 
 class Check:
     """One model on one device, and what the reference says of it."""
 
-    def __init__(self, name: str, folder: Path, device: str, share_gpus: bool = False) -> None:
+    def __init__(self, name: str, folder: Path, device: str, share_gpus: bool) -> None:
         self.name, self.device, self._share_gpus = name, device, share_gpus
         self.folder = reference.make(name, folder)
         exact = Reference(self.folder, device, torch.float32)
@@ -276,7 +276,10 @@ def parser() -> argparse.ArgumentParser:
         prog="shoal bench exactness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    p.add_argument("--models", default="llama,smollm2", metavar="A,B", help=f"of {', '.join(reference.MODELS)}")
+    models = _among("model", reference.MODELS)
+    p.add_argument(
+        "--models", type=models, default="llama,smollm2", metavar="A,B", help=f"of {', '.join(reference.MODELS)}"
+    )
     p.add_argument("--tp", type=_numbers, default=[1], metavar="N,M", help="numbers of ranks in a stage (default 1)")
     p.add_argument(
         "--pp", type=_numbers, default=[1], metavar="N,M", help="numbers of stages, each with each (default 1)"
@@ -284,7 +287,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--cases", type=_cases, default=CASES, metavar="A,B", help=f"of {', '.join(case.name for case in CASES)}"
     )
-    p.add_argument("--schedules", type=_schedules, default=[None], metavar="A,B", help="in float32 (default: its own)")
+    p.add_argument(
+        "--schedules",
+        type=_among("schedule", POLICIES),
+        default=[None],
+        metavar="A,B",
+        help="in float32 (default: its own)",
+    )
     p.add_argument("--share-gpus", action="store_true", help="several ranks on a GPU, where there are too few")
     p.add_argument("--name", help="of the result (default: DEVICE.exact and the numbers of ranks)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
@@ -295,27 +304,25 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def _schedules(text: str) -> list[str | None]:
-    if unknown := [name for name in text.split(",") if name not in POLICIES]:
-        raise argparse.ArgumentTypeError(f"no schedule {unknown[0]}: there are {', '.join(POLICIES)}")
-    return [*text.split(",")]
+def _among(what: str, known: Collection[str]) -> Callable[[str], list[Any]]:
+    def names(text: str) -> list[Any]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"no {what} {unknown[0]}: there are {', '.join(known)}")
+        return text.split(",")
+
+    return names
 
 
 def _cases(text: str) -> tuple[Case, ...]:
-    names = text.split(",")
-    if unknown := set(names).difference(case.name for case in CASES):
-        raise argparse.ArgumentTypeError(f"no case {min(unknown)}: there are {', '.join(case.name for case in CASES)}")
+    names = _among("case", [case.name for case in CASES])(text)
     return tuple(case for case in CASES if case.name in names)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs everything, prints a table, writes the result file. Returns the exit code."""
     args = parser().parse_args(argv)
-    models = args.models.split(",")
-    if unknown := [name for name in models if name not in reference.MODELS]:
-        parser().error(f"no model {unknown[0]}: there are {', '.join(reference.MODELS)}")
     report = Report("gpu" if args.device == "cuda" else "cpu")
-    for name in models:
+    for name in args.models:
         with tempfile.TemporaryDirectory(prefix="shoal-exact-") as scratch:
             check = Check(name, Path(scratch) / name, args.device, args.share_gpus)
             for tp, pp in itertools.product(args.tp, args.pp):
@@ -346,14 +353,7 @@ class Report:
         self.right = True
         self._began_s = time.monotonic()
 
-    def run(
-        self,
-        check: Check,
-        tp: int,
-        pp: int = 1,
-        schedules: Sequence[str | None] = (None,),
-        cases: Sequence[Case] = CASES,
-    ) -> None:
+    def run(self, check: Check, tp: int, pp: int, schedules: Sequence[str | None], cases: Sequence[Case]) -> None:
         """These cases of a model in so many stages of so many ranks, with each of the schedules, a line each."""
         ranks = f"tp{tp}" if pp == 1 else f"tp{tp}pp{pp}"
         label = f"{self.kind}.exact.{check.name}.{ranks}"
