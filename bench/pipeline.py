@@ -54,6 +54,7 @@ LINKS = ("nvlink", "sockets")
 CHUNK_BUDGETS = [256, 512, 1024, 2048]
 VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
 PLANNED_BUDGET, PLANNED_RUNNING = 8192, 256
+LEARNED = 32  # requests from which the costs of steps are learned, at most
 AIMED = "llama-70b", 4  # the model, and on how many devices, of the figures that are aimed at
 LONGEST = max(workload.most for workload in PUBLISHED.values())
 
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _described(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What points depend on and their keys do not say."""
-    same = ("requests", "seconds", "shrink", "seed", "precision")
+    same = ("requests", "seconds", "shrink", "seed")
     return {name: getattr(args, name) for name in same} | more
 
 
@@ -192,7 +193,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             study = Study(
                 sweep, site, config.token_budget, args.chunk_budgets, args.shrink, args.precision, args.seconds
             )
-            known = published("long", args.requests, args.seed + 1, args.shrink).at_once()
+            known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
             learned = sweep.point("calibration", lambda: site.calibrate(layouts[0], ours, known))
             survey = _survey(args, study, layouts)
