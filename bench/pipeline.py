@@ -9,7 +9,8 @@
 Random weights, greedy, every output to its full length. Requests arrive as a Poisson process with the lengths of
 Sarathi-Serve's two workloads (chat and long), or as in a trace. Capacity is the highest rate at which the 99th
 percentile of the time between tokens stays within 5 (strict) or 25 (relaxed) times one decode iteration of the first
-layout, and half of the requests are scheduled within 2 seconds; it is found by bisection.
+layout, and half of the requests are scheduled within 2 seconds; it is found by bisection, from where the simulator,
+with the costs that were measured, says that it is. Other schedules and layouts are searched down to an eighth of it.
 
 Every load is written to the result file as soon as it has been measured: a run that is interrupted goes on where it
 was when the same command is given again. Time lines of the stages, as pictures and for https://ui.perfetto.dev, go to
@@ -35,7 +36,7 @@ from bench.pipelines.layout import SCHEDULES, Layout, Setting
 from bench.pipelines.metered import draw_kept
 from bench.pipelines.simulated import PLANS, Simulated
 from bench.pipelines.study import OBJECTIVES, OURS, Study
-from bench.pipelines.survey import Survey, print_rows
+from bench.pipelines.survey import LEAST, Survey, print_rows
 from bench.pipelines.sweep import Sweep, say
 from bench.pipelines.traffic import OFFLINE, PUBLISHED, Traffic, offline, published, traced
 from bench.results import number
@@ -142,9 +143,9 @@ def _traffics(args: argparse.Namespace) -> list[Traffic]:
     return made
 
 
-def _survey(args: argparse.Namespace, study: Study, layouts: list[Layout]) -> Survey:
+def _survey(args: argparse.Namespace, study: Study, layouts: list[Layout], least: float) -> Survey:
     jobs = [offline(name, args.shrink) for name in args.jobs]
-    return Survey(study, layouts, args.schedules, _traffics(args), jobs, args.objectives)
+    return Survey(study, layouts, args.schedules, _traffics(args), jobs, args.objectives, least)
 
 
 def _conclude(args: argparse.Namespace, sweep: Sweep, survey: Survey, findings: Findings) -> int:
@@ -196,15 +197,16 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
             learned = sweep.point("calibration", lambda: site.calibrate(layouts[0], ours, known))
-            survey = _survey(args, study, layouts)
-            survey.run()
             between = Link("measured", speed["latency_s"], speed["bytes_per_s"], 0.0, math.inf)
             token_bytes = shapes.SHAPES[args.model].config["hidden_size"] * dtype.itemsize
             twin = Twin.of(learned, between, token_bytes, config.max_running, rows_of(config, device))
+            study.expected = twin.expected(study, layouts[0])
+            survey = _survey(args, study, layouts, LEAST)
+            survey.run()
             findings = Findings(study, layouts[0], survey.whole, prefix, base, twin)
             findings.link(speed)
-            findings.meter([*survey.jobs, *survey.traffics])
-            sweep.raw["simulator"] = findings.simulator([*survey.jobs, *survey.traffics])
+            findings.meter(survey.floods)
+            sweep.raw["simulator"] = findings.simulator(survey.floods)
             return _conclude(args, sweep, survey, findings)
         finally:
             targets.close()
@@ -246,7 +248,7 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         traces=args.traces / sweep.name,
     )
     study = Study(sweep, site, PLANNED_BUDGET, args.chunk_budgets, args.shrink, args.precision, args.seconds)
-    survey = _survey(args, study, layouts)
+    survey = _survey(args, study, layouts, least=0.0)
     survey.run()
     sweep.raw["validation"] = validations(args.out)
     for name, said in sweep.raw["validation"].items():

@@ -27,7 +27,7 @@ Times = Callable[[Sequence[Sequence[Call]], int], list[float]]
 """(runs, rounds) to microseconds: each run is calls that are launched one after the other, and takes the median of so
 many rounds, in which the runs take turns."""
 
-LIMIT_S = 4.0
+LIMIT_S = 8.0
 """After this long, what has not been timed is left to PyTorch."""
 
 LEAST_GAIN = 0.015

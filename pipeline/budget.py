@@ -73,10 +73,13 @@ class WholePrompts(Budget):
 
 
 class Timed(Budget):
-    """Chunks that fill a batch up to `full` tokens, and keep it within a time, as the stages' models predict it."""
+    """Chunks that fill a batch up to `full` tokens, beside so many `decodes` at most, and keep it within a time, as the
+    stages' models predict it."""
 
-    def __init__(self, tokens: int, models: Sequence[CostModel], target_s: float, full: int) -> None:
-        super().__init__(tokens)
+    def __init__(
+        self, tokens: int, models: Sequence[CostModel], target_s: float, full: int, decodes: int = UNLIMITED
+    ) -> None:
+        super().__init__(tokens, decodes=decodes)
         self._models = models
         self._target_s, self._full = target_s, full
 

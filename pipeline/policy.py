@@ -37,7 +37,7 @@ class View:
     `blocked_tokens`. `free_kv`: the part of all pages that is free or can be made so. `in_flight`: the micro-batches
     under way, oldest first. `ahead_s`: the predicted time until the first stage is done with what was sent to it.
     `returning_s`: the predicted time until the last stage is done with the oldest micro-batch, whose tokens the next
-    one may then take from there; infinity where it may not.
+    one may then take from there; infinity where it may not, or does so already.
     """
 
     decoding: int = 0
@@ -67,8 +67,9 @@ class Policy(ABC):
         """The budget of the next micro-batch, or None if there is to be none now."""
         return self._budget(view) if self._has_place(view) else None
 
-    def ask_again_s(self, view: View) -> float:
-        """After what time `begin` may answer otherwise though nothing else happens; infinity if never."""
+    def ask_again_s(self, view: View, is_idle: bool) -> float:
+        """After what time to ask `begin` again though nothing else happens; infinity if it would be of no use. With
+        `is_idle` it has just allowed a micro-batch, and there was nothing to put into it."""
         return math.inf
 
     def counts_as_ended(self, view: View) -> bool:

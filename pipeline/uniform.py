@@ -2,7 +2,7 @@
 
 import math
 
-from pipeline.budget import Budget, EvenDecodes, Timed
+from pipeline.budget import UNLIMITED, Budget, EvenDecodes, Timed
 from pipeline.chunk import tokens_within
 from pipeline.cost import slowest_s
 from pipeline.policy import Policy, Settings, View
@@ -27,9 +27,11 @@ class Uniform(Policy):
     - while little waits, it is spread over `ROUNDS` rounds of the pipeline, so that sizes follow the load instead of
       jumping with each arrival, but in no chunks so small that a stage mostly reads its weights.
 
-    Decodes: while there are prompts to fill up with, all that are ready go, and chunks even out the rest. Where there
-    are none, they are shared out over as many micro-batches as makes the round shortest, so that the costliest of these
-    costs the least (`EvenDecodes`).
+    Decodes: while there are prompts to fill up with, those that are ready go, and chunks even out the rest. They can
+    for half of a micro-batch: of more decodes, which whatever delays a micro-batch brings together for good, no more go
+    than somewhat over their part (`UNEVEN`), and the others in the next. Where there are no prompts, they are shared
+    out over as many micro-batches as makes the round shortest, so that the costliest of these costs the least
+    (`EvenDecodes`).
 
     When: a micro-batch is made when the first stage is about to need it (`LEAD_S`) and not before. A decode that comes
     back then waits for one batch, not for all that a burst of prompts would have put in front of it. Where there are
@@ -46,6 +48,7 @@ class Uniform(Policy):
     SHRINK, GROW, LEAST_PART = 0.02, 0.004, 0.2  # a micro-batch, while requests wait for pages; while much waits
     SLACK = 1.15  # the time of a micro-batch, that of the same tokens with nothing before them being 1
     NEAR, FAR = 1.01, 1.5  # what a token may cost, the least being 1, in the largest micro-batch and in the smallest
+    UNEVEN = 1.25  # decodes of a micro-batch that they are the most of, their part being 1
     REFRESH_EVERY = 32  # micro-batches: the models learn little in between
 
     def __init__(self, settings: Settings) -> None:
@@ -68,13 +71,13 @@ class Uniform(Policy):
             return math.inf
         return objective * self._margin / (stages + 1 if stages > 1 else 1)
 
-    def ask_again_s(self, view: View) -> float:
+    def ask_again_s(self, view: View, is_idle: bool) -> float:
         if self.settings.stages == 1:
             return math.inf
-        wait_s = view.ahead_s - self.LEAD_S
-        if not view.waiting_tokens and self._is_full(view):
-            wait_s = max(wait_s, view.returning_s - self.LEAD_S)
-        return wait_s if wait_s > 0 else math.inf
+        due_s = view.ahead_s
+        if is_idle or self._is_full(view):  # until tokens come back
+            due_s = max(due_s, math.inf if view.waiting_tokens else view.returning_s)
+        return max(0.0, due_s - self.LEAD_S)
 
     def counts_as_ended(self, view: View) -> bool:
         return not view.waiting_tokens and view.returning_s <= self.LEAD_S
@@ -140,7 +143,9 @@ class Uniform(Policy):
             size = room
             if not view.blocked_tokens:
                 self._part = min(1.0, self._part * (1 + self.GROW))
-        return Timed(settings.token_budget, settings.models, target_s, self._whole(size + average.tokens))
+        full = self._whole(size + average.tokens)
+        decodes = max(full // 2, math.ceil(self.UNEVEN * average.tokens)) if settings.stages > 1 else UNLIMITED
+        return Timed(settings.token_budget, settings.models, target_s, full, decodes)
 
     def _whole(self, tokens: int) -> int:
         """As many, up to whole tiles, or to the size of a graph."""

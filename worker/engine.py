@@ -304,14 +304,12 @@ class Engine:
 
     def _send_until(self, ended: torch.cuda.Event) -> None:
         """Waits for the device, and sends steps whenever the policy wants to be asked again."""
-        wait_s = self.scheduler.ask_again_s()
-        while wait_s < math.inf and not ended.query():
-            time.sleep(min(wait_s, ASK_EVERY_S))
-            self._take_times()
-            wait_s = self.scheduler.ask_again_s()
-            if wait_s == math.inf:
+        while (wait_s := self.scheduler.ask_again_s()) < math.inf and not ended.query():
+            if wait_s > 0:
+                time.sleep(min(wait_s, ASK_EVERY_S))
+                self._take_times()
+            else:
                 self._fill_stages()
-                wait_s = self.scheduler.ask_again_s()
         ended.synchronize()
 
     def _take_times(self) -> None:

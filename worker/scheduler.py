@@ -208,7 +208,7 @@ class Scheduler:
     def ask_again_s(self) -> float:
         """After what time `schedule`, which has just given None, may give a step though nothing else happens."""
         self._look_ahead(self._view)
-        return self.policy.ask_again_s(self._view)
+        return self.policy.ask_again_s(self._view, is_idle=self.found_nothing is not None)
 
     def _make(self, budget: Budget | None, running: Survey) -> Step | None:
         """A step of what there is to compute and the budget allows, if there is one."""
@@ -314,8 +314,8 @@ class Scheduler:
         view = running.view(counts)
         view.free_kv = self.holdings.num_available / self.num_pages
         view.in_flight = [step.shape for step in self._in_flight]
-        self._look_ahead(view)
         self._returning = None
+        self._look_ahead(view)
         if self._in_flight and self.policy.counts_as_ended(view):
             self._returning = self._in_flight[0]
             view.in_flight = view.in_flight[1:]
@@ -331,7 +331,8 @@ class Scheduler:
     def _look_ahead(self, view: View) -> None:
         """What the policy is shown of times to come."""
         view.ahead_s = self._ahead_s()
-        view.returning_s = self._returning_s(self._in_flight[0]) if self._in_flight else math.inf
+        is_away = self._in_flight and self._returning is None
+        view.returning_s = self._returning_s(self._in_flight[0]) if is_away else math.inf
 
     def _go_on(self, running: Survey) -> list[Sequence]:
         """Puts running sequences that lack their last output into this step, as many as the budget takes. Returns those

@@ -9,7 +9,7 @@ from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.metered import causes
 from bench.pipelines.offered import Objective
 from bench.pipelines.simulated import Simulated
-from bench.pipelines.study import OURS, Carried, Study
+from bench.pipelines.study import OURS, Carried, Expected, Study, unknown
 from bench.pipelines.sweep import Points
 from bench.pipelines.traffic import Traffic
 from bench.results import Figure, number
@@ -22,6 +22,7 @@ from pipeline.shape import BatchShape
 from pipeline.simulate import Hardware, errors
 
 VALIDATED = (OURS, "fixed_chunk")  # schedules with which the simulator is compared with what was measured
+ROUGHLY = 0.1  # the precision of what is only where a search begins
 HEAVY = ("mini_512", "prefill_half")  # loads of many decodes, and of many prompts
 
 
@@ -44,7 +45,18 @@ class Twin:
         """A study in the simulator, of loads like another one's, maybe with other hardware."""
         simulated = hardware or self.hardware
         site = Simulated(lambda _: simulated, lambda _: self.kv_tokens, self.max_running, self.rows)
-        return replace(like, points=Points(), site=site)
+        return replace(like, points=Points(), site=site, expected=unknown)
+
+    def expected(self, like: Study, layout: Layout) -> Expected:
+        """What the simulator says that schedules carry on the layout that was measured, roughly."""
+        simulated = replace(self.study(like), precision=ROUGHLY)
+
+        def carried(other: Layout, schedule: str, traffic: Traffic, objective: Objective) -> float:
+            if other != layout or schedule not in VALIDATED:
+                return unknown()
+            return simulated.carried(layout, schedule, traffic, objective).rate
+
+        return carried
 
     def needed(self, like: Study, simulated: Callable[[Study], float], is_enough: Callable[[float], bool]) -> str:
         """What would have to be otherwise: the first of some changes that is enough, with what the simulator gives."""
@@ -107,7 +119,8 @@ class Findings:
         return name if traffic.name == "long" else f"{traffic.name}.{name}"
 
     def capacities(self, carried: Mapping[tuple[Layout, str], Carried], traffic: Traffic, objective: Objective) -> None:
-        """Ours beside each other schedule, and beside the layout without a pipeline."""
+        """Ours beside each other schedule, and beside the layout without a pipeline. Where only a bound of the other's
+        is known, so is that of the ratio: it is at least as high."""
         ours = carried.get((self.layout, OURS))
         if ours is None:
             return
@@ -115,17 +128,17 @@ class Findings:
         others = {schedule: other for (layout, schedule), other in carried.items() if layout == self.layout}
         if self.whole is not None:
             best = [other for (layout, _), other in carried.items() if layout == self.whole]
-            others[str(self.whole)] = max(best, key=lambda other: other.rate)
+            others[str(self.whole)] = max(best, key=_most)
         self.add(f"{traffic.name}.{name}", ours.rate, "requests/s", True)
         for against, other in others.items():
-            if against == OURS or not other.rate:
+            if against == OURS or not (theirs := _most(other)):
                 continue
 
-            def simulated(study: Study, other: Carried = other) -> float:
-                return study.carried(self.layout, OURS, traffic, objective).rate / other.rate
+            def simulated(study: Study, theirs: float = theirs) -> float:
+                return study.carried(self.layout, OURS, traffic, objective).rate / theirs
 
             self.add(
-                self._of(traffic, f"{name}.vs_{against}"), ours.rate / other.rate, "ratio", True, ours.point, simulated
+                self._of(traffic, f"{name}.vs_{against}"), ours.rate / theirs, "ratio", True, ours.point, simulated
             )
 
     def bubble(self, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
@@ -202,6 +215,11 @@ class Findings:
         off = errors(measured, predicted)
         self._add(Figure(f"{self.base}.simulator.throughput_error", max(map(abs, off.values())), "ratio", False))
         return {"measured_requests_per_s": measured, "simulated_requests_per_s": predicted, "errors": off}
+
+
+def _most(carried: Carried) -> float:
+    """What it carries; where no rate that was tried held, the lowest of these: it carries less."""
+    return carried.rate or carried.below
 
 
 def meter_overhead(point: dict[str, Any], rounds: int = 2000) -> float:

@@ -1,6 +1,8 @@
 """What a layout and a schedule can carry, wherever it is found out: on devices or in the simulator."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from bench.pipelines.layout import Layout, Setting, settings_of
@@ -9,7 +11,7 @@ from bench.pipelines.sweep import Points, say
 from bench.pipelines.traffic import Traffic
 from bench.results import number
 from bench.workload import Session, Span, Turn
-from pipeline.capacity import RELAXED, STRICT, capacity
+from pipeline.capacity import RELAXED, STEP, STRICT, capacity
 
 OBJECTIVES = {"strict": STRICT, "relaxed": RELAXED}
 DECODES, DECODE_CONTEXT = 32, 4096  # the decode iteration that objectives are multiples of
@@ -17,7 +19,16 @@ OURS = "uniform"
 # Of what comes through a second when all requests arrive at once, which they leave with a long tail: where the search
 # for a capacity begins, and where it ends.
 GUESS, MOST = 1.0, 4.0
+NEAR = 2  # times the precision: the first step of a search from a rate that was expected
 DECODE_TOKENS = 64  # out of each, when it is timed
+
+
+Expected = Callable[[Layout, str, Traffic, Objective], float]
+
+
+def unknown(*_: object) -> float:
+    """What is `Expected` where nobody knows."""
+    return 0.0
 
 
 class Site(Protocol):
@@ -36,18 +47,34 @@ def together(count: int, prompt: int, output: int) -> list[Session]:
 @dataclass(frozen=True)
 class Carried:
     """The highest rate within an objective, in requests a second, the setting that reached it, and what became of that
-    load; None where no rate kept to the objective."""
+    load; None where no rate that was tried kept to the objective: `below` is the lowest of these, if it is known."""
 
     rate: float
     setting: Setting
     point: dict[str, Any] | None
+    below: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Search:
+    """As `pipeline.capacity.capacity` takes it."""
+
+    guess: float
+    most: float
+    least: float | None = None
+    step: float = STEP
+
+    def beyond(self, rate: float) -> "_Search":
+        """From a rate that holds."""
+        return replace(self, guess=rate, most=max(rate, self.most))
 
 
 @dataclass
 class Study:
     """Finds `points` out at `site`. `budget`: the most tokens in a micro-batch; `fixed_chunk` is tried with
     each of `chunk_budgets`. `shrink` divides the context of the decode iteration, as it does the lengths of requests.
-    Requests of a load arrive within `seconds`. Rates are found to within `precision`."""
+    Requests of a load arrive within `seconds`. Rates are found to within `precision`, from what is `expected` of a
+    layout and a schedule, where that is known: 0 where it is not."""
 
     points: Points
     site: Site
@@ -56,6 +83,7 @@ class Study:
     shrink: int = 1
     precision: float = 0.05
     seconds: float = 120.0
+    expected: Expected = unknown
 
     def at(
         self,
@@ -93,33 +121,48 @@ class Study:
         found: dict[str, Any] = self.points.point(key, make)
         return found
 
-    def carried(self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective) -> Carried:
-        """The capacity of a schedule with the best of its settings."""
-        most = self.flood(layout, Setting(OURS, self.budget), traffic)["requests_per_s"]
-        guess, most = GUESS * most, MOST * most
+    def carried(
+        self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective, least: float | None = None
+    ) -> Carried:
+        """The capacity of a schedule with the best of its settings. Rates below `least` are not tried, where it is
+        given."""
+        search = self._search(layout, schedule, traffic, objective, least)
         best: Carried | None = None
         for setting in settings_of(schedule, objective.tbt_s, self.budget, self.chunk_budgets):
             if best is None or not best.rate:
-                best = self._highest(layout, setting, traffic, objective, guess, most)
+                best = self._highest(layout, setting, traffic, objective, search)
                 continue
             # What a setting carries is of interest only where it is more than the best so far does.
             more = best.rate * (1 + self.precision)
             if objective.holds(self.at(layout, setting, traffic, more, objective)):
-                best = self._highest(layout, setting, traffic, objective, more, max(more, most))
+                best = self._highest(layout, setting, traffic, objective, search.beyond(more))
         assert best is not None, "every schedule has a setting"
-        say(f"{layout} {schedule} {traffic.name} {objective.name}: {number(best.rate)} requests/s with {best.setting}")
-        if best.rate >= most:
+        rate = number(best.rate) if best.rate else f"less than {number(best.below)}" if best.below else "0"
+        say(f"{layout} {schedule} {traffic.name} {objective.name}: {rate} requests/s with {best.setting}")
+        if best.rate >= search.most:
             say("  it is more: loads of so few requests end before they can be too much (--requests)")
         return best
 
+    def _search(
+        self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective, least: float | None
+    ) -> "_Search":
+        if expected := self.expected(layout, schedule, traffic, objective):
+            return _Search(expected, MOST * expected, least, 1 + NEAR * self.precision)
+        if least is not None:
+            return _Search(least, math.inf, least)
+        at_once = self.flood(layout, Setting(OURS, self.budget), traffic)["requests_per_s"]
+        return _Search(GUESS * at_once, MOST * at_once)
+
     def _highest(
-        self, layout: Layout, setting: Setting, traffic: Traffic, objective: Objective, guess: float, most: float
+        self, layout: Layout, setting: Setting, traffic: Traffic, objective: Objective, search: "_Search"
     ) -> Carried:
         def holds(rate: float) -> bool:
             return objective.holds(self.at(layout, setting, traffic, rate, objective))
 
-        rate = capacity(holds, guess, most, self.precision)
-        return Carried(rate, setting, self.at(layout, setting, traffic, rate, objective) if rate else None)
+        rate = capacity(holds, search.guess, search.most, self.precision, search.least, search.step)
+        if not rate:
+            return Carried(0.0, setting, None, below=search.least or 0.0)
+        return Carried(rate, setting, self.at(layout, setting, traffic, rate, objective))
 
 
 def line(point: dict[str, Any]) -> str:

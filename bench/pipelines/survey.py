@@ -11,11 +11,14 @@ from bench.pipelines.study import OBJECTIVES, OURS, Carried, Study
 from bench.pipelines.traffic import Traffic
 from bench.results import number
 
+LEAST = 1 / 8  # of what ours carries: that others carry less than this is all that is found out
+
 
 @dataclass
 class Survey:
-    """`traffics` arrive at rates that are searched for, `jobs` all at once. Objectives are multiples of a decode
-    iteration of the first layout."""
+    """`traffics` arrive at rates that are searched for, `jobs` all at once; where there are none, `traffics` do that
+    too. Objectives are multiples of a decode iteration of the first layout. Of other schedules and layouts, rates are
+    searched down to a part of what ours carries on the first, `least`; with 0 to the end."""
 
     study: Study
     layouts: Sequence[Layout]
@@ -23,6 +26,7 @@ class Survey:
     traffics: Sequence[Traffic]
     jobs: Sequence[Traffic]
     objectives: Sequence[str]
+    least: float = LEAST
     carried: dict[tuple[Layout, str, str, str], Carried] = field(default_factory=dict)
 
     @property
@@ -32,10 +36,15 @@ class Survey:
         alike = (layout for layout in self.layouts if layout.pp == 1 and layout.devices == first.devices)
         return next(alike, None) if first.pp > 1 else None
 
+    @property
+    def floods(self) -> Sequence[Traffic]:
+        """What comes all at once."""
+        return self.jobs or self.traffics
+
     def run(self) -> None:
         """Measures everything that is not there yet."""
         for layout in self.layouts:
-            for load in (*self.jobs, *self.traffics):
+            for load in self.floods if layout == self.layouts[0] else self.jobs:
                 for schedule in VALIDATED if layout == self.layouts[0] else (OURS,):
                     self.study.flood(layout, Setting(schedule, self.study.budget), load)
             for traffic in self.traffics:
@@ -47,7 +56,9 @@ class Survey:
 
     def _carried(self, layout: Layout, traffic: Traffic, objective: Objective) -> None:
         for schedule in self.schedules:
-            carried = self.study.carried(layout, schedule, traffic, objective)
+            ours = self._of(self.layouts[0], OURS, traffic, objective)
+            least = self.least * ours.rate if ours is not None and ours.rate and self.least else None
+            carried = self.study.carried(layout, schedule, traffic, objective, least)
             self.carried[layout, schedule, traffic.name, objective.name] = carried
         fixed = self._of(layout, "fixed_chunk", traffic, objective)
         if layout == self.layouts[0] and fixed is not None and fixed.rate and OURS in self.schedules:
@@ -88,6 +99,7 @@ class Survey:
                 "traffic": traffic,
                 "objective": objective,
                 "requests_per_s": carried.rate,
+                "less_than": carried.below,
                 "setting": str(carried.setting),
             }
             if carried.point is not None:
@@ -105,7 +117,8 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     for heading in ("requests/s", "tokens/s", "bubble", "TTFT P50", "P99 s", "TBT P50", "P99 ms", "with"):
         table.add_column(heading, justify="right")
     for row in rows:
-        cells = [row["layout"], row["schedule"], row["traffic"], row["objective"], number(row["requests_per_s"])]
+        rate = number(row["requests_per_s"]) if not row["less_than"] else f"< {number(row['less_than'])}"
+        cells = [row["layout"], row["schedule"], row["traffic"], row["objective"], rate]
         if "bubble" in row:
             ttft, tbt = row["ttft_s"], row["tbt_s"]
             cells += [number(row["output_tok_s"]), f"{row['bubble']:.1%}"]

@@ -57,7 +57,7 @@ def test_an_unknown_name_is_refused():
 def test_one_stage_and_fixed_chunks_is_the_schedule_without_a_pipeline(token_budget, decodes, prompts):
     """Every decode, then each sequence as much as it lacks, has pages for and the budget leaves."""
     one = policy("fixed_chunk", stages=1, token_budget=token_budget)
-    assert one.chunks_follow and one.most_in_flight == 2 and one.ask_again_s(view(decodes)) == math.inf
+    assert one.chunks_follow and one.most_in_flight == 2 and one.ask_again_s(view(decodes), False) == math.inf
     budget = one.begin(view(decodes, [missing for missing, _ in prompts], in_flight=[BatchShape()]))
     left = token_budget
     assert budget.take_decodes(np.array(decodes, dtype=np.int64)) == min(len(decodes), left)
@@ -225,8 +225,31 @@ def test_nothing_is_sent_before_the_first_stage_needs_it():
     uniform = policy("uniform")
     busy = view([500] * 8, [5000], ahead_s=0.030)
     assert uniform.begin(busy) is None
-    assert uniform.ask_again_s(busy) == pytest.approx(0.030 - uniform.LEAD_S)
+    assert uniform.ask_again_s(busy, False) == pytest.approx(0.030 - uniform.LEAD_S)
     assert uniform.begin(view([500] * 8, [5000], ahead_s=0.001)) is not None
+    # It became due since it was asked.
+    assert uniform.ask_again_s(view([500] * 8, [5000], ahead_s=0.001), False) == 0
+
+
+def test_it_is_asked_again_when_tokens_are_about_to_come_back():
+    uniform = policy("uniform")
+    flight = [BatchShape([(500, 1)] * 6)] * 4
+    full = View(decoding=24, decoding_context=12_000, in_flight=flight, ahead_s=0.001, returning_s=0.010)
+    assert uniform.begin(full) is None
+    assert uniform.ask_again_s(full, False) == pytest.approx(0.010 - uniform.LEAD_S)
+    idle = View(decoding=6, decoding_context=3000, in_flight=flight[:1], returning_s=0.010)
+    assert uniform.ask_again_s(idle, True) == pytest.approx(0.010 - uniform.LEAD_S)
+    # Where prompts wait for a place, tokens on their way make none.
+    more = View(decoding=24, decoding_context=12_000, waiting_tokens=900, in_flight=flight * 2, returning_s=0.010)
+    assert uniform.ask_again_s(more, False) == math.inf
+
+
+def test_decodes_that_came_together_part_where_prompts_cannot_even_them_out():
+    uniform = policy("uniform", token_budget=8192)
+    few, many = [100] * 300, [100] * 700
+    assert fill(uniform.begin(view(few, [50_000])), few, [(0, 50_000)]) == (300, [1024 - 300])
+    assert fill(uniform.begin(view(many, [50_000])), many, [(0, 50_000)]) == (512, [512])
+    assert fill(uniform.begin(view(many, [4000])), many, [(0, 4000)])[0] < 700
 
 
 def test_late_tokens_shorten_the_time_until_one_in_a_hundred_is_late():

@@ -100,12 +100,13 @@ def test_a_step_that_failed_is_left_out() -> None:
     assert line.meter.num_batches == 1 and not line._open
 
 
-def test_a_pipeline_sends_its_next_step_when_the_policy_wants_it(fake_parts: Any) -> None:
+@pytest.mark.parametrize("busy_s", [[0.05, 0.01], [0.05]], ids=["becomes due", "was due when it was first asked"])
+def test_a_pipeline_sends_its_next_step_when_the_policy_wants_it(fake_parts: Any, busy_s: list[float]) -> None:
     """While the device computes, and not before the first stage is nearly done."""
     engine = Engine(Path("none"), WorkerConfig(pp=2, overlap=True, page_size=4), load=fake_parts())
     with closing(engine):
         engine.add(Generate(request_id="a", prompt_ids=[1] * 40, sampling=SamplingParams(max_tokens=3)))
-        ahead_s = itertools.chain([0.05, 0.01], itertools.repeat(0.0))
+        ahead_s = itertools.chain(busy_s, itertools.repeat(0.0))
         engine.scheduler._ahead_s = lambda: next(ahead_s)
         assert engine.scheduler.schedule() is None
         asked = iter([False, False, True])
