@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 _NONE = np.empty(0, dtype=np.int64)
 TOLD_S = 2.0  # longest time that what a stage tells may be on its way
+MOST_AWAY_S = 0.01  # a launch that takes longer has waited for the device
 ASK_EVERY_S = 2e-4  # how often it is looked whether a pipeline needs its next step, while there is nothing else to do
 
 
@@ -143,11 +144,13 @@ class Engine:
             context_length=self.runner.context_length,
             eos_token_ids=self.runner.eos_token_ids,
             policy=self.costs.policy(config, self._overlap),
-            ahead_s=self.timeline.ahead_s if config.pp > 1 and self._overlap else lambda: 0.0,
+            ahead_s=self._ahead_s if config.pp > 1 and self._overlap else lambda: 0.0,
             returning_s=self._returning_s,
             clock=clock,
         )
         self._under_way: deque[Step] = deque()  # of a pipeline, those that only the stages before have begun
+        self._launch_s = 0.0  # what it took to launch the newest step
+        self._away_s = 0.0  # for how long from now on no step is going to be sent
         self._flight: _Flight | None = None  # what is launched and not finished between two steps
         self._sampled: _Flight | None = None  # what was sampled last, finished or not
         self._awaited = Awaited(self.grammars, on_ready)
@@ -184,7 +187,7 @@ class Engine:
                 self.scheduler.fail(request_id, failure)
         self._take_times()
         step = self._next_step()
-        logits = self._forward(step.plan) if step is not None and len(step.plan) else None
+        logits = self._launch(step.plan) if step is not None and len(step.plan) else None
         self._finish_flight()
         if step is not None:
             self._flight = self._sample(step, logits)
@@ -283,7 +286,10 @@ class Engine:
         """The step that is this stage's turn: of a pipeline the oldest that was sent on its way."""
         if self.scheduler.config.pp == 1:
             return self._schedule()
+        # What the first stage is going to need while a step is launched here sets out before.
+        self._away_s = min(self._launch_s, MOST_AWAY_S) if self._under_way else 0.0
         self._fill_stages()
+        self._away_s = 0.0
         return self._under_way.popleft() if self._under_way else None
 
     def _fill_stages(self) -> None:
@@ -295,6 +301,10 @@ class Engine:
                     self.runner.expect(step.plan)
                 except RankLost as error:
                     raise DeviceLost(str(error)) from error
+
+    def _ahead_s(self) -> float:
+        """Of a pipeline, the time that is left to send the first stage its next step."""
+        return max(0.0, self.timeline.ahead_s() - self._away_s)
 
     def _returning_s(self, step: Step) -> float:
         """Of a pipeline, the time until the tokens of a step lie on the last stage's device."""
@@ -330,6 +340,12 @@ class Engine:
         elif step is not None and len(step.plan):
             self.timeline.planned(step)
         return step
+
+    def _launch(self, plan: Plan) -> torch.Tensor | Exception:
+        begin_s = time.monotonic()
+        logits = self._forward(plan)
+        self._launch_s = time.monotonic() - begin_s
+        return logits
 
     def _forward(self, plan: Plan) -> torch.Tensor | Exception:
         """The logits of a step, which the device may yet have to compute; or why there are none."""

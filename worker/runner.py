@@ -93,6 +93,7 @@ class Runner:
         self.likeliest: torch.Tensor | None = None
         self._logits = torch.empty(0, device=self.device)
         self._waits = False  # whether the step has tokens that only devices know
+        self._working_bytes = 0  # what the largest step takes, if it was tried
         if self.device.type == "cuda":
             self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
             self.decoder.choose_products(product_sizes(self._max_running, self._graph_tokens), self._token_budget)
@@ -109,6 +110,8 @@ class Runner:
             self._graphs = StepGraphs(*shared, self._graph_tokens, self._begin)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
+        if self._working_bytes:
+            self._reserve()
 
     def expect(self, plan: Plan) -> None:
         """Get ready for a plan that the stages before have been sent, ahead of its `forward`, in the plans' order."""
@@ -234,6 +237,7 @@ class Runner:
     def _profile(self) -> None:
         """Run the largest step once, with as many logits as a step may have, so that the allocator knows its peak."""
         torch.cuda.reset_peak_memory_stats(self.device)
+        before_bytes = torch.cuda.memory_allocated(self.device)
         length = min(self._token_budget, self.config.context_length)
         count = -(-self._token_budget // length)
         pages = -(-length // self.page_size)
@@ -249,7 +253,14 @@ class Runner:
         before = None if self.stage.before is None else passed[0]
         self._step(batch, token_ids, rows, self._backend(count * pages, pages), lambda: before)
         torch.cuda.synchronize(self.device)
+        self._working_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
         torch.cuda.empty_cache()
+
+    def _reserve(self) -> None:
+        """Has the allocator keep what the largest step takes. Where it has to ask the driver in the midst of steps, the
+        driver may first wait for all that was launched, and a pipeline stands still."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        torch.empty(min(self._working_bytes, free_bytes // 2), dtype=torch.uint8, device=self.device)
 
     @property
     def _graph_tokens(self) -> int:

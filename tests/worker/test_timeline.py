@@ -114,3 +114,16 @@ def test_a_pipeline_sends_its_next_step_when_the_policy_wants_it(fake_parts: Any
         event = SimpleNamespace(query=lambda: next(asked), synchronize=lambda: None)
         engine._send_until(event)
         assert len(engine.runner.expected) > sent_before
+
+
+def test_what_is_due_while_a_step_is_launched_sets_out_before(fake_parts: Any) -> None:
+    engine = Engine(Path("none"), WorkerConfig(pp=2, overlap=True, page_size=4, token_budget=16), load=fake_parts())
+    with closing(engine):
+        engine.add(Generate(request_id="a", prompt_ids=[1] * 100, sampling=SamplingParams(max_tokens=3)))
+        engine.timeline.ahead_s = lambda: 0.008 if engine._under_way else 0.0
+        engine._fill_stages()
+        engine._launch_s = 0.001
+        assert engine._next_step() is not None and not engine._under_way
+        engine._fill_stages()
+        engine._launch_s = 0.006
+        assert engine._next_step() is not None and len(engine._under_way) == 1
