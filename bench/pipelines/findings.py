@@ -21,7 +21,7 @@ from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import BatchShape
 from pipeline.simulate import Hardware, errors
 
-VALIDATED = (OURS, "fixed_chunk")  # schedules with which the simulator is compared with what was measured
+VALIDATED = (OURS, "fixed_chunk")  # schedules whose loads are simulated beside what is measured
 ROUGHLY = 0.1  # the precision of what is only where a search begins
 HEAVY = ("mini_512", "prefill_half")  # loads of many decodes, and of many prompts
 
@@ -201,13 +201,13 @@ class Findings:
         if errors:
             self._add(Figure(f"{self.base}.cost_model.median_error", max(errors), "ratio", False))
 
-    def simulator(self, loads: Sequence[Traffic]) -> dict[str, Any]:
+    def simulator(self, loads: Sequence[Traffic], schedules: Sequence[str]) -> dict[str, Any]:
         """How far off the simulator is: throughput of loads on which nothing was fitted, all at once."""
         assert self.twin is not None
         study = self.twin.study(self.study)
         measured: dict[str, float] = {}
         predicted: dict[str, float] = {}
-        for schedule in VALIDATED:
+        for schedule in schedules:
             for load in loads:
                 setting = Setting(schedule, self.study.budget)
                 for found, of in ((measured, self.study), (predicted, study)):

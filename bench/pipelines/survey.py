@@ -41,11 +41,16 @@ class Survey:
         """What comes all at once."""
         return self.jobs or self.traffics
 
+    @property
+    def validated(self) -> Sequence[str]:
+        """The schedules with which the simulator is compared with what was measured."""
+        return [schedule for schedule in VALIDATED if schedule == OURS or schedule in self.schedules]
+
     def run(self) -> None:
         """Measures everything that is not there yet."""
         for layout in self.layouts:
             for load in self.floods if layout == self.layouts[0] else self.jobs:
-                for schedule in VALIDATED if layout == self.layouts[0] else (OURS,):
+                for schedule in self.validated if layout == self.layouts[0] else (OURS,):
                     self.study.flood(layout, Setting(schedule, self.study.budget), load)
             for traffic in self.traffics:
                 for name in self.objectives:
