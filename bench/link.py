@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 SIZES = (16 << 10, 256 << 10, 1 << 20, 16 << 20)  # bytes: of a few decodes, and of a large chunk
 ROUNDS = 12
 TIMEOUT_S = 120.0
-# Switches of NCCL's that leave sockets only, which stand for Ethernet between nodes.
+# Switches of NCCL's that leave sockets only, which stand for Ethernet between nodes; and on one machine the chunks that
+# it takes between machines.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
+SOCKETS |= dict.fromkeys(("NCCL_P2P_NVL_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE"), str(1 << 20))
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def one_end(rank: int, address: str, device: str) -> dict[int, float]:
     place = torch.device(device, rank % torch.cuda.device_count()) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
+        Group.widen_links()
     store = find_store(address)
     there, back = (
         Group.pair(store, end, place, TIMEOUT_S, name) for end, name in ((rank, "there"), (1 - rank, "back"))

@@ -47,6 +47,13 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return there.copy_(tensor, non_blocking=True)
 
 
+def reserve_pinned(most_bytes: int, count: int) -> None:
+    """Has PyTorch keep memory that cannot be paged out for `count` copies at a time of any size up to `most_bytes`: 2
+    to 4 times `count * most_bytes` in all. It keeps a block of each power of two for those who ask for so much."""
+    sizes = [1 << n for n in range(9, max(most_bytes - 1, 1).bit_length() + 1)]
+    _ = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(count)]
+
+
 class Turn(NamedTuple):
     """A buffer on the host, as PyTorch and as NumPy see it: uint8."""
 

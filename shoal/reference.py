@@ -32,7 +32,9 @@ ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels",
 
 # What Shoal itself reads, or sets for what it starts.
 ENVIRONMENT = {
+    "NCCL_BUFFSIZE": "bytes of NCCL's buffers, 8 MiB in a pipeline unless it is set",
     "NCCL_P2P_DISABLE": "1: the GPUs of a replica do not use each other's memory, neither through NCCL nor without it",
+    "NCCL_P2P_NET_CHUNKSIZE": "bytes that pass between stages at a time, 1 MiB unless it is set",
     "NCCL_SOCKET_NTHREADS": "threads of NCCL for a connection over sockets, 4 unless it is set",
     "OPENAI_API_KEY": "the key that `shoal chat`, `status` and `bench serve` show to a server",
     "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",

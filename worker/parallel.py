@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # needs Triton
 # NCCL gives a connection over sockets one thread, but in two clouds that it knows: half of what two machines, or two
 # processes of one, get with four.
 SOCKET_THREADS = "4"
+# What is sent to a stage that is busy is on its way meanwhile as far as NCCL's buffers hold it, which are those of 8
+# chunks: on two H200s, sockets between them, the receive of 8 MiB (512 tokens of a 70B model) that were sent before
+# takes 0.2 ms instead of 0.9, and of 16 MiB 0.4 instead of 1.7; larger ones gain nothing.
+LINK_CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 120.0  # a collective that takes longer means that a rank has gone or hangs
 _POLL_S = 0.02
 _FAILED = "failed"
@@ -125,6 +129,12 @@ class Group(Meeting):
         first = torch.zeros(1, device=device)
         _wait(group.begin_send(first, 1) if rank == 0 else group.begin_receive(first, 0))
         return group
+
+    @staticmethod
+    def widen_links() -> None:
+        """What is sent by pairs of this process is to go beside what the other end computes. Before the first group."""
+        os.environ.setdefault("NCCL_BUFFSIZE", str(8 * LINK_CHUNK_BYTES))
+        os.environ.setdefault("NCCL_P2P_NET_CHUNKSIZE", str(LINK_CHUNK_BYTES))
 
     def _connect(self, timeout_s: float, name: str) -> None:
         self.meet()

@@ -13,7 +13,7 @@ import torch
 from kernels import flashinfer_attention
 from kernels.attention import AttentionBackend, AttentionBatch, GraphAttention, token_positions
 from kernels.torch_attention import TorchAttention
-from kernels.transfer import all_to_device
+from kernels.transfer import all_to_device, reserve_pinned
 from pipeline.meter import Span
 from pipeline.rows import MOST_TOKENS
 from worker import kv_cache
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # What keeps a GPU busy: prefill is bound by its arithmetic, and decoding reads the weights for many sequences at once.
 GPU_MAX_RUNNING = 256
 GPU_TOKEN_BUDGET = 8192
+COPIES = 4  # to the device or back, of a step that is not a graph
 
 FP8_CAPABILITY = (8, 9)  # the first with matrix products in 8-bit floating point
 
@@ -110,8 +111,8 @@ class Runner:
             self._graphs = StepGraphs(*shared, self._graph_tokens, self._begin)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
-        if self._working_bytes:
-            self._reserve()
+        if self.device.type == "cuda":
+            self._reserve(pages_per_row)
 
     def expect(self, plan: Plan) -> None:
         """Get ready for a plan that the stages before have been sent, ahead of its `forward`, in the plans' order."""
@@ -256,11 +257,16 @@ class Runner:
         self._working_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
         torch.cuda.empty_cache()
 
-    def _reserve(self) -> None:
-        """Has the allocator keep what the largest step takes. Where it has to ask the driver in the midst of steps, the
-        driver may first wait for all that was launched, and a pipeline stands still."""
+    def _reserve(self, pages_per_row: int) -> None:
+        """Has the allocators keep what the steps under way take at most. Where they have to ask the driver in the midst
+        of steps, that may first wait for all that was launched: for what is sent to a stage that is behind, too."""
+        steps = self.stage.count + 1
+        pages = min(self._max_running * pages_per_row, self.num_pages)
+        reserve_pinned(8 * self._token_budget + 4 * pages, COPIES * steps)
+        small = [torch.empty(1 << 20, dtype=torch.uint8, device=self.device) for _ in range(COPIES * steps)]
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        torch.empty(min(self._working_bytes, free_bytes // 2), dtype=torch.uint8, device=self.device)
+        large = torch.empty(min(self._working_bytes, free_bytes // 2), dtype=torch.uint8, device=self.device)
+        del small, large  # nobody gives them back to the driver
 
     @property
     def _graph_tokens(self) -> int:

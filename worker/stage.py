@@ -106,6 +106,8 @@ class Stage:
         """The place of rank `rank` of `tp * pp`, stage by stage, when all have come to the store. `device` is this
         rank's own, on a GPU the current one. Raises RankLost if a rank has failed."""
         index, own = divmod(rank, tp)
+        if pp > 1 and device.type == "cuda":
+            Group.widen_links()
         group = Group.join(store, own, tp, device, timeout_s, f"stage/{index}") if tp > 1 else Group.single()
         if pp == 1:
             return cls.only(group)

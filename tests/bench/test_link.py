@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bench import link
+from worker.parallel import LINK_CHUNK_BYTES
 from worker.ranks import open_store
 
 
@@ -21,3 +22,7 @@ def test_two_ranks_time_what_passes_between_them() -> None:
     del store
     assert found[0].keys() == found[1].keys() == set(link.SIZES)
     assert all(0 < seconds < 10 for seconds in found[0].values())
+
+
+def test_sockets_of_one_machine_have_the_chunks_of_several() -> None:
+    assert {link.SOCKETS[f"NCCL_P2P_{way}_CHUNKSIZE"] for way in ("NVL", "PCI")} == {str(LINK_CHUNK_BYTES)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.transfer import StaticArrays, all_to_device, to_device, to_host
+from kernels.transfer import StaticArrays, all_to_device, reserve_pinned, to_device, to_host
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 ARRAYS = [
@@ -38,3 +38,14 @@ def test_static_arrays_keep_their_addresses_and_are_cleared_beyond_what_is_given
     assert static["ids"].tolist() == [8, 9, 0, 0, 0]
     assert static["pages"].tolist() == [7, *range(2, 10)]
     assert static["ids"].data_ptr() == address
+
+
+def test_pinned_memory_of_every_size_is_kept(monkeypatch):
+    asked = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, pin_memory, **more: asked.append(size) or empty(size, **more))
+    reserve_pinned(5000, 3)
+    assert sorted(asked) == [512] * 3 + [1024] * 3 + [2048] * 3 + [4096] * 3 + [8192] * 3
+    asked.clear()
+    reserve_pinned(4096, 1)
+    assert max(asked) == 4096
