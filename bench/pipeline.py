@@ -206,7 +206,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             findings = Findings(study, layouts[0], survey.whole, prefix, base, twin)
             findings.link(speed)
             findings.meter(survey.floods)
-            sweep.raw["simulator"] = findings.simulator(survey.floods, survey.validated)
+            sweep.raw["simulator"] = findings.simulator(survey.floods)
             return _conclude(args, sweep, survey, findings)
         finally:
             targets.close()

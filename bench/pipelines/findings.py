@@ -21,7 +21,7 @@ from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import BatchShape
 from pipeline.simulate import Hardware, errors
 
-VALIDATED = (OURS, "fixed_chunk")  # schedules whose loads are simulated beside what is measured
+EXPECTED = (OURS, "fixed_chunk")  # schedules that are simulated before they are measured
 ROUGHLY = 0.1  # the precision of what is only where a search begins
 HEAVY = ("mini_512", "prefill_half")  # loads of many decodes, and of many prompts
 
@@ -52,7 +52,7 @@ class Twin:
         simulated = replace(self.study(like), precision=ROUGHLY)
 
         def carried(other: Layout, schedule: str, traffic: Traffic, objective: Objective) -> float:
-            if other != layout or schedule not in VALIDATED:
+            if other != layout or schedule not in EXPECTED:
                 return unknown()
             return simulated.carried(layout, schedule, traffic, objective).rate
 
@@ -201,17 +201,16 @@ class Findings:
         if errors:
             self._add(Figure(f"{self.base}.cost_model.median_error", max(errors), "ratio", False))
 
-    def simulator(self, loads: Sequence[Traffic], schedules: Sequence[str]) -> dict[str, Any]:
+    def simulator(self, loads: Sequence[Traffic]) -> dict[str, Any]:
         """How far off the simulator is: throughput of loads on which nothing was fitted, all at once."""
         assert self.twin is not None
         study = self.twin.study(self.study)
         measured: dict[str, float] = {}
         predicted: dict[str, float] = {}
-        for schedule in schedules:
-            for load in loads:
-                setting = Setting(schedule, self.study.budget)
-                for found, of in ((measured, self.study), (predicted, study)):
-                    found[f"{load.name}/{setting}"] = of.flood(self.layout, setting, load)["requests_per_s"]
+        setting = Setting(OURS, self.study.budget)
+        for load in loads:
+            for found, of in ((measured, self.study), (predicted, study)):
+                found[f"{load.name}/{setting}"] = of.flood(self.layout, setting, load)["requests_per_s"]
         off = errors(measured, predicted)
         self._add(Figure(f"{self.base}.simulator.throughput_error", max(map(abs, off.values())), "ratio", False))
         return {"measured_requests_per_s": measured, "simulated_requests_per_s": predicted, "errors": off}

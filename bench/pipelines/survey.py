@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.pipelines.findings import VALIDATED, Findings
+from bench.pipelines.findings import Findings
 from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.offered import Objective
 from bench.pipelines.study import OBJECTIVES, OURS, Carried, Study
@@ -41,17 +41,11 @@ class Survey:
         """What comes all at once."""
         return self.jobs or self.traffics
 
-    @property
-    def validated(self) -> Sequence[str]:
-        """The schedules with which the simulator is compared with what was measured."""
-        return [schedule for schedule in VALIDATED if schedule == OURS or schedule in self.schedules]
-
     def run(self) -> None:
         """Measures everything that is not there yet."""
         for layout in self.layouts:
             for load in self.floods if layout == self.layouts[0] else self.jobs:
-                for schedule in self.validated if layout == self.layouts[0] else (OURS,):
-                    self.study.flood(layout, Setting(schedule, self.study.budget), load)
+                self.study.flood(layout, Setting(OURS, self.study.budget), load)
             for traffic in self.traffics:
                 for name in self.objectives:
                     self._carried(layout, traffic, self.objective(name))
