@@ -15,7 +15,7 @@ from bench.pipelines.metered import causes, decode_bubble, metered
 from bench.pipelines.offered import Load, Objective, offer, summary
 from bench.pipelines.picture import draw
 from bench.pipelines.study import Study, together
-from bench.pipelines.survey import Survey
+from bench.pipelines.survey import Survey, print_rows
 from bench.pipelines.sweep import Points, Sweep
 from bench.pipelines.traffic import PUBLISHED, Traffic, offline, published, traced
 from bench.targets import TARGETS, Target, print_table
@@ -248,10 +248,44 @@ def test_figures_compare_ours_with_the_others(tmp_path: Path, capsys: pytest.Cap
     assert "pipeline.sockets.decode_bubble is missed: the stages" in said and "reached" in said
 
 
-def test_what_would_be_needed_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_searched_down_to_a_part_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    site = Counting(CARRIES | {"pp4 hybrid/8192": 0.1})
+    asked = survey(study(Points(), site))
+    asked.schedules = ["uniform", "hybrid"]
+    asked.run()
+    tried = [float(one.split()[-1]) for one in site.asked if one.startswith("pp4 hybrid")]
+    ours = asked.carried[PP4, "uniform", "long", "strict"].rate
+    assert tried == [pytest.approx(ours / 8, rel=0.01)]
+    found = Findings(asked.study, PP4, asked.whole, "pipeline.sockets", "pipeline")
+    asked.report(found)
+    values = {figure.name: figure.value for figure in found.figures}
+    assert values["pipeline.sockets.capacity_strict.vs_hybrid"] == pytest.approx(8.0)
+    print_rows(asked.rows())
+    assert "< 0.2" in capsys.readouterr().out
+
+
+@pytest.fixture
+def twin() -> Twin:
+    """Of an 8B model in two stages."""
     stages = make_stages(MODELS["llama-8b"], DEVICES["h200"], 2)
     learned = {"coefficients": [CostModel(s.seconds).coefficients.values for s in stages], "kv_tokens": 1 << 18}
-    twin = Twin.of(learned, LINKS["sockets"], MODELS["llama-8b"].token_bytes, 64, UNPADDED)
+    return Twin.of(learned, LINKS["sockets"], MODELS["llama-8b"].token_bytes, 64, UNPADDED)
+
+
+def test_a_search_begins_where_the_simulator_says(twin: Twin) -> None:
+    pp2, objective = Layout(1, 2), Objective("strict", 10.0, 0.05)
+    site = Counting({"pp2 uniform/8192": 1e9})
+    asked = study(Points(), site)
+    asked.expected = twin.expected(asked, pp2)
+    traffic = Traffic("few", tuple(together(8, 200, 12)))
+    rate = asked.expected(pp2, "uniform", traffic, objective)
+    assert rate > 0 and asked.expected(PP4, "uniform", traffic, objective) == 0 and not site.asked
+    asked.carried(pp2, "uniform", traffic, objective)
+    assert site.asked[0] == f"pp2 uniform {float(f'{rate:.4g}'):.3g}"
+    assert sum(key.endswith("/expected") for key in asked.points.points) == 1, "it is simulated once"
+
+
+def test_what_would_be_needed_is_simulated(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = study(Points(), Counting({}))
     found = Findings(asked, Layout(1, 2), None, "pipeline.sockets", "pipeline", twin)
     traffic = Traffic("few", tuple(together(8, 200, 12)))

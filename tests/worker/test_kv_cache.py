@@ -1,10 +1,13 @@
 """How much memory the KV cache may take."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from worker import kv_cache
+from worker import kv_cache, runner
 
 
 @pytest.fixture
@@ -36,3 +39,24 @@ def test_a_cache_holds_a_page_at_least() -> None:
     assert kv_cache.num_pages(33, 16) == 2
     with pytest.raises(ValueError, match="15 tokens does not hold one page of 16"):
         kv_cache.num_pages(15, 16)
+
+
+def test_memory_of_the_steps_under_way_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pages, no more than there are; of the device's memory, half of what is free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3000, 10_000))
+    pinned: list[int] = []
+    on_device: list[int] = []
+    monkeypatch.setattr(runner, "reserve_pinned", lambda *sizes: pinned.extend(sizes))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **more: on_device.append(size) or empty(size, **more))
+    sizes: Any = SimpleNamespace(
+        stage=SimpleNamespace(count=4),
+        device=torch.device("cpu"),
+        num_pages=70,
+        _max_running=8,
+        _token_budget=512,
+        _working_bytes=2000,
+    )
+    runner.Runner._reserve(sizes, 10)
+    assert pinned == [8 * 512 + 4 * 70, 20]
+    assert on_device == [1 << 20] * 20 + [1500]
