@@ -97,6 +97,19 @@ def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Call
             torch.testing.assert_close(got, wanted[: len(got)], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4)
+    decoder = Runner(tiny_model(name), config).decoder
+    shapes: list[tuple[int, ...]] = []
+    logits = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda x: shapes.append(tuple(logits(x).shape)))
+    decoder.warm(27)
+    assert shapes == [(rows, decoder.config.vocab_size) for rows in (8, 16, 24)]
+
+
 def test_every_architecture_is_tested() -> None:
     assert {model_type for model_type, _ in TINY.values()} == set(ARCHITECTURES)
 

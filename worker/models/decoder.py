@@ -19,6 +19,7 @@ from worker.parallel import Group
 
 # Where the parts of a sum over ranks lie: consecutive ones apart, also from one step to the next.
 _ATTENTION_TURN, _MLP_TURN, _EMBEDDING_TURN = range(3)
+ROWS_APART = 8  # sizes between two that were computed have the kernels of one of them
 
 HALVES_FROM_TOKENS = 2048
 """So many tokens on several ranks are computed in two halves."""
@@ -130,6 +131,17 @@ class Decoder:
             uses += [(linear, use) for linear, use in its if isinstance(linear, Linear)]
         return choose(uses, step_sizes, most_tokens)
 
+    @torch.inference_mode()
+    def warm(self, most_rows: int) -> None:
+        """Compute what is left of a step after the last attention for so many rows and fewer, as steps that are no
+        graphs have them. A kernel is loaded when it is first launched, and the driver may then wait for all that the
+        device has to do: in a pipeline, for what other stages have yet to send."""
+        config = self.config
+        for rows in range(ROWS_APART, most_rows + 1, ROWS_APART) if config.is_last else ():
+            x = torch.ones(rows, config.hidden_size, dtype=self.dtype, device=self.device)
+            added = self._after_attention(self.layers[-1], x.new_ones(rows, config.num_heads * config.head_dim), x)
+            self.logits(x if added is None else x.add_(self._summed(added)))
+
     def hidden(
         self,
         given: torch.Tensor,
@@ -161,10 +173,7 @@ class Decoder:
             if wanted is not None and index == len(self.layers) - 1:
                 # Of the other tokens nothing is read any more but the keys and values, which the pages have now.
                 x, attended = x[wanted], attended[wanted]
-            added = self._sublayer_out(layer.out, attended, x, layer.attention_out_norm, _ATTENTION_TURN)
-            normed = self._add_and_norm(added, x, layer.mlp_norm)
-            gated = self.activate(layer.gate_up(normed))
-            added = self._sublayer_out(layer.down, gated, x, layer.mlp_out_norm, _MLP_TURN)
+            added = self._after_attention(layer, attended, x)
         return x if added is None else x.add_(self._summed(added))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -212,6 +221,13 @@ class Decoder:
         else:
             out = attention.run(index, *self._turned(layer, qkv, angles[self.config.ropes[index]]))
         return out.flatten(1)
+
+    def _after_attention(self, layer: _Layer, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """The rest of a layer. Returns what all ranks are to add to x after it, as `_sublayer_out`."""
+        added = self._sublayer_out(layer.out, attended, x, layer.attention_out_norm, _ATTENTION_TURN)
+        normed = self._add_and_norm(added, x, layer.mlp_norm)
+        gated = self.activate(layer.gate_up(normed))
+        return self._sublayer_out(layer.down, gated, x, layer.mlp_out_norm, _MLP_TURN)
 
     def _sublayer_out(
         self, linear: Linear | Fp8Linear, y: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None, turn: int
