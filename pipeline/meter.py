@@ -27,6 +27,10 @@ with its causes in proportion, moves down the pipeline with k. What is longer th
 there than the one before k took here: as far as k takes less here than there, stages are unequal, and for the rest
 those two are compared. Where k was alone under way, the gap up to its plan is as on the first stage, and what follows
 is warm_up if the scheduler had more to send after k, else the cause for which it had not.
+
+Last of all, ways and hosts are no cause where the pipeline would have been no faster without them. A stage that takes
+less than the slowest one for the micro-batch before k waits for the difference in any case: as much of its gap is of
+unequal stages, however long k was on links or with a host, but for what these made the slowest stage wait as well.
 """
 
 import itertools
@@ -192,11 +196,10 @@ class Meter:
         for stage, span in enumerate(batch.spans):
             assert span is not None
             self.compute_s[stage] += span.end_s - span.begin_s
-            gap: dict[str, float] = {}
-            if previous is not None:
-                gap = self._gap(stage, batch, previous)
-            batch.gaps.append(gap)
-            totals = self.gap_s[stage]
+            batch.gaps.append({} if previous is None else self._gap(stage, batch, previous))
+        if previous is not None:
+            self._beside_the_slowest(batch, previous)
+        for totals, gap in zip(self.gap_s, batch.gaps, strict=True):
             for cause, seconds in gap.items():
                 totals[cause] += seconds
         self.num_batches += 1
@@ -287,6 +290,20 @@ class Meter:
             _add(parts, {"unequal_stages": longer_s})
             _add(parts, {cause: seconds - total - longer_s})
         return parts
+
+    def _beside_the_slowest(self, batch: _Batch, previous: _Batch) -> None:
+        """Takes back from ways and hosts what stages would have waited for the slowest one without them."""
+        times = [_seconds(previous, stage) for stage in range(self.stages)]
+        slowest = max(range(self.stages), key=times.__getitem__)
+        waited = sum(batch.gaps[slowest].values())
+        for gap, seconds in zip(batch.gaps, times, strict=True):
+            exposed = gap.get("communication", 0.0) + gap.get("host", 0.0) - waited
+            anyway = min(exposed, times[slowest] - seconds - gap.get("unequal_stages", 0.0))
+            for cause in ("communication", "host"):
+                if anyway > 0 and (part := min(anyway, gap.get(cause, 0.0))) > 0:
+                    gap[cause] -= part
+                    anyway -= part
+                    _add(gap, {"unequal_stages": part})
 
     # ------------------------------------------------------------ a trace
 

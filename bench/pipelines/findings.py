@@ -145,23 +145,23 @@ class Findings:
                 self._of(traffic, f"{name}.vs_{against}"), ours.rate / theirs, "ratio", True, ours.point, simulated
             )
 
-    def bubble(self, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
-        """Ours beside that of fixed chunks, at the rate that those carry."""
+    def bubble(self, ours: Carried | None, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
+        """Ours beside that of fixed chunks, at the rate that those carry, or somewhat above."""
         if fixed.point is None or not (theirs := fixed.point["bubble"]):
             return
-        setting = Setting(OURS, self.study.budget, objective.tbt_s)
+        setting, rate = Setting(OURS, self.study.budget, objective.tbt_s), self.study.beside(ours, fixed)
 
-        def ours(study: Study) -> dict[str, Any]:
-            return study.at(self.layout, setting, traffic, fixed.rate, objective)
+        def of_ours(study: Study) -> dict[str, Any]:
+            return study.at(self.layout, setting, traffic, rate, objective)
 
-        point = ours(self.study)
+        point = of_ours(self.study)
         self.add(
             self._of(traffic, "bubble.vs_fixed_chunk"),
             point["bubble"] / theirs,
             "ratio",
             False,
             point,
-            lambda study: float(ours(study)["bubble"] / theirs),
+            lambda study: float(of_ours(study)["bubble"] / theirs),
         )
 
     def offline(self, traffic: Traffic) -> None:

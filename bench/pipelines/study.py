@@ -143,6 +143,13 @@ class Study:
             say("  it is more: loads of so few requests end before they can be too much (--requests)")
         return best
 
+    def beside(self, ours: Carried | None, other: Carried) -> float:
+        """The rate at which ours is looked at beside another schedule: what that one carries, or what ours does where
+        it is higher by no more than the precision, since it is known already what happens there."""
+        if ours is not None and other.rate <= ours.rate <= other.rate * (1 + self.precision):
+            return ours.rate
+        return other.rate
+
     def _search(
         self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective, least: float | None
     ) -> "_Search":

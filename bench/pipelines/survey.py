@@ -61,7 +61,8 @@ class Survey:
             self.carried[layout, schedule, traffic.name, objective.name] = carried
         fixed = self._of(layout, "fixed_chunk", traffic, objective)
         if layout == self.layouts[0] and fixed is not None and fixed.rate and OURS in self.schedules:
-            self.study.at(layout, Setting(OURS, self.study.budget, objective.tbt_s), traffic, fixed.rate, objective)
+            rate = self.study.beside(self._of(layout, OURS, traffic, objective), fixed)
+            self.study.at(layout, Setting(OURS, self.study.budget, objective.tbt_s), traffic, rate, objective)
 
     def _of(self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective) -> Carried | None:
         return self.carried.get((layout, schedule, traffic.name, objective.name))
@@ -86,7 +87,7 @@ class Survey:
                     and (fixed := found.get((self.layouts[0], "fixed_chunk")))
                     and OURS in self.schedules
                 ):
-                    findings.bubble(fixed, traffic, objective)
+                    findings.bubble(found.get((self.layouts[0], OURS)), fixed, traffic, objective)
 
     def rows(self) -> list[dict[str, Any]]:
         """What each layout and schedule carries, for the table and the result file."""

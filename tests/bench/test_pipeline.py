@@ -14,7 +14,7 @@ from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.metered import causes, decode_bubble, metered
 from bench.pipelines.offered import Load, Objective, offer, summary
 from bench.pipelines.picture import draw
-from bench.pipelines.study import Study, together
+from bench.pipelines.study import Carried, Study, together
 from bench.pipelines.survey import Survey, print_rows
 from bench.pipelines.sweep import Points, Sweep
 from bench.pipelines.traffic import PUBLISHED, Traffic, offline, published, traced
@@ -246,6 +246,13 @@ def test_figures_compare_ours_with_the_others(tmp_path: Path, capsys: pytest.Cap
     print_table(found.figures, tmp_path / "found.json", found.reasons)
     said = capsys.readouterr().out
     assert "pipeline.sockets.decode_bubble is missed: the stages" in said and "reached" in said
+
+
+@pytest.mark.parametrize(("carried", "at"), [(1.02, 1.02), (1.5, 1.0), (0.9, 1.0)])
+def test_the_bubble_is_of_about_the_same_rate(carried: float, at: float) -> None:
+    ours = Carried(carried, Setting("uniform", 8192), None)
+    others = Carried(1.0, Setting("fixed_chunk", 512), None)
+    assert study(Points(), Counting({})).beside(ours, others) == at
 
 
 def test_others_are_searched_down_to_a_part_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
