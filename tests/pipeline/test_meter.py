@@ -156,8 +156,8 @@ def test_ways_are_a_cause_as_far_as_the_slowest_stage_waited_for_them():
         line.finish(step)
         ends.append(line.send(ends[step - 1] + line.ways, DECODES, 1.0, 1.5))
     line.finish(9, 10)
-    # A round takes 4.5 s, for two of 1.5 s on the last stage. That one waits 1.5 s in each of four, a little of the first
-    # while the pipeline fills; the first stage 2.5 s, and half a second more to begin with.
+    # A round takes 4.5 s, for two of 1.5 s on the last stage. That one waits 1.5 s in each of four, a little of the
+    # first while the pipeline fills; the first stage 2.5 s, and half a second more to begin with.
     assert line.gaps(1) == {"communication": pytest.approx(4 * 1.5 - 0.1), "unequal_stages": pytest.approx(0.1)}
     assert line.gaps(0) == {"communication": pytest.approx(4 * 1.5 + 0.5), "unequal_stages": pytest.approx(4 * 1.0)}
 
