@@ -1,7 +1,7 @@
 """Pipelines of several stages: what their stages wait for, and what load they carry, by layout and by schedule.
 
     shoal bench pipeline --model llama-70b --layouts pp4,tp4,tp2pp2 --link sockets --name pipeline.sockets
-    shoal bench pipeline --model llama-70b --layouts pp4,tp4 --schedules uniform --jobs mini_512,prefill_half
+    shoal bench pipeline --model llama-70b --layouts pp4,tp4 --schedules uniform --max-running 1024 --jobs mini_1024
     shoal bench pipeline --device cpu --layouts pp2,tp2 --shrink 64 --requests 40 --jobs mini_half
     shoal bench pipeline --device cpu --layouts pp2 --nodes 2 --shrink 64 --requests 20
     shoal bench pipeline --plan falcon-180b --objectives strict,relaxed

@@ -89,8 +89,13 @@ def traced(path: Path, count: int, seed: int, shrink: int = 1, most: int | None 
     return _arriving(path.stem, rows, seed)
 
 
-# Workloads of `bench.jobs` and their scales: with 512 sequences, and half of what is usual.
-OFFLINE = {"mini_512": ("mini", 2.0), "mini_half": ("mini", 0.5), "prefill_half": ("prefill", 0.5)}
+# Workloads of `bench.jobs` and their scales: with 1,024 and 512 sequences, and half of what is usual.
+OFFLINE = {
+    "mini_1024": ("mini", 4.0),
+    "mini_512": ("mini", 2.0),
+    "mini_half": ("mini", 0.5),
+    "prefill_half": ("prefill", 0.5),
+}
 
 
 def offline(name: str, shrink: int = 1) -> Traffic:

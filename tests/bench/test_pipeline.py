@@ -72,6 +72,7 @@ def test_a_trace_keeps_its_rhythm(tmp_path: Path) -> None:
 def test_offline_workloads_have_their_lengths() -> None:
     turns = [session.turns[0] for session in offline("prefill_half").sessions]
     assert {(turn.prompt_tokens, turn.output_tokens) for turn in turns} == {(4096, 1)} and len(turns) == 32
+    assert [len(offline(name).sessions) for name in ("mini_1024", "mini_512", "mini_half")] == [1024, 512, 128]
 
 
 # ---------------------------------------------------------------- offering
@@ -238,7 +239,7 @@ def test_figures_compare_ours_with_the_others(tmp_path: Path, capsys: pytest.Cap
     assert values["sockets.capacity_strict.vs_fixed_chunk"] == pytest.approx(2.0 / 1.6, rel=0.06)
     assert values["sockets.capacity_strict.vs_tp4"] == pytest.approx(4.0, rel=0.06)
     assert values["sockets.bubble.vs_fixed_chunk"] == pytest.approx(0.25)
-    assert values["sockets.mini_512.output_tok_s"] == 200.0 and values["sockets.decode_heavy.vs_tp4"] == 4.0
+    assert values["sockets.mini_512.output_tok_s"] == 200.0 and values["sockets.mini_512.vs_tp4"] == 4.0
     assert values["cost_model.median_error"] == 0.03 and 0 < values["meter.overhead"] < 0.5
     # What is not reached says why.
     reason = found.reasons["pipeline.sockets.decode_bubble"]
@@ -253,6 +254,15 @@ def test_the_bubble_is_of_about_the_same_rate(carried: float, at: float) -> None
     ours = Carried(carried, Setting("uniform", 8192), None)
     others = Carried(1.0, Setting("fixed_chunk", 512), None)
     assert study(Points(), Counting({})).beside(ours, others) == at
+
+
+def test_many_decodes_are_compared_under_their_name() -> None:
+    asked = survey(study(Points(), Counting(CARRIES)), traffics=[], jobs=[offline("mini_1024")])
+    asked.run()
+    found = Findings(asked.study, PP4, asked.whole, "pipeline.nvlink", "pipeline")
+    asked.report(found)
+    values = {figure.name: figure.value for figure in found.figures}
+    assert values["pipeline.nvlink.decode_heavy.vs_tp4"] == 4.0
 
 
 def test_others_are_searched_down_to_a_part_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
