@@ -136,26 +136,27 @@ def test_ways_are_communication_and_make_the_first_stage_wait():
         assert line.gaps(stage) == {"communication": pytest.approx(4 * 0.5)}
 
 
-def test_ways_are_no_cause_where_the_slowest_stage_did_not_wait_for_them():
-    """As before, but the last stage takes twice as long, and has always got the next one when it is done."""
-    line = Line(2, ways=0.25)
-    ends = [line.send(0.0, DECODES, 1.0, 2.0), line.send(0.0, DECODES, 1.0, 2.0)]
+def two_in_flight(ways, last_s):
+    """Ten micro-batches of decodes through two stages, of which the first takes a second for each."""
+    line = Line(2, ways)
+    ends = [line.send(0.0, DECODES, 1.0, last_s), line.send(0.0, DECODES, 1.0, last_s)]
     for step in range(1, 9):
         line.finish(step)
-        ends.append(line.send(ends[step - 1] + line.ways, DECODES, 1.0, 2.0))
+        ends.append(line.send(ends[step - 1] + ways, DECODES, 1.0, last_s))
     line.finish(9, 10)
+    return line
+
+
+def test_ways_are_no_cause_where_the_slowest_stage_did_not_wait_for_them():
+    """The last stage takes twice as long as the first, and has always got the next one when it is done."""
+    line = two_in_flight(ways=0.25, last_s=2.0)
     assert line.gaps(1) == {}
     # It waits from 2 to 3.5, and then a second of each round of 2: on links there is a quarter of that each way.
     assert line.gaps(0) == {"unequal_stages": pytest.approx(8.0), "communication": pytest.approx(0.5)}
 
 
 def test_ways_are_a_cause_as_far_as_the_slowest_stage_waited_for_them():
-    line = Line(2, ways=1.0)
-    ends = [line.send(0.0, DECODES, 1.0, 1.5), line.send(0.0, DECODES, 1.0, 1.5)]
-    for step in range(1, 9):
-        line.finish(step)
-        ends.append(line.send(ends[step - 1] + line.ways, DECODES, 1.0, 1.5))
-    line.finish(9, 10)
+    line = two_in_flight(ways=1.0, last_s=1.5)
     # A round takes 4.5 s, for two of 1.5 s on the last stage. That one waits 1.5 s in each of four, a little of the
     # first while the pipeline fills; the first stage 2.5 s, and half a second more to begin with.
     assert line.gaps(1) == {"communication": pytest.approx(4 * 1.5 - 0.1), "unequal_stages": pytest.approx(0.1)}
