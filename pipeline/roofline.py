@@ -98,7 +98,7 @@ DEVICES = {
 LINKS = {
     # H200s: NCCL, measured over NVLink, and with everything but sockets switched off.
     "nvlink": Link("nvlink", 21e-6, 150e9, 19e-6, 210e9),
-    "sockets": Link("sockets", 166e-6, 6.2e9, 151e-6, 3.5e9),
+    "sockets": Link("sockets", 180e-6, 16e9, 151e-6, 5.7e9),
     # 100 Gb Ethernet between nodes, NVLink of A100s inside one: nine tenths of the line, usual latencies.
     "ethernet_100g": Link("ethernet_100g", 60e-6, 11e9, 120e-6, 5.5e9),
     "nvlink_a100": Link("nvlink_a100", 25e-6, 100e9, 25e-6, 120e9),

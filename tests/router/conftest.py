@@ -200,10 +200,10 @@ class FakeReplica:
         """So many tokens more, or (None) any number."""
         self._do(lambda: self._allow(tokens))
 
-    def tell(self, message: Any) -> None:
-        """Sends a message, or raw bytes, to every router that subscribed."""
-        frame = message if isinstance(message, bytes) else encode(message)
-        self._do(lambda: [self._socket.send_multipart([who, frame]) for who in self._subscribers])
+    def tell(self, *messages: Any) -> None:
+        """Sends messages, or raw bytes, to every router that subscribed, and hears nothing in between."""
+        frames = [message if isinstance(message, bytes) else encode(message) for message in messages]
+        self._do(lambda: [self._socket.send_multipart([who, frame]) for who in self._subscribers for frame in frames])
 
     def wait_for(self, wanted: Callable[[], Any]) -> Any:
         """The first true value of `wanted`, asked whenever something has been received or sent."""

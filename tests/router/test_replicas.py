@@ -97,8 +97,7 @@ def test_a_gap_in_the_events_asks_for_a_snapshot_once(make_stack: Make, make_rep
     leaf = Stored(1, 0, list(range(16)))
     fake.tell(CacheEvents("one", 1, [leaf], 16))
     stack.until(lambda: mirrored(stack, "r0") == 16)
-    fake.tell(CacheEvents("one", 7, [Stored(2, 0, list(range(16)))], 16))
-    fake.tell(CacheEvents("one", 8, [Stored(3, 0, list(range(16)))], 16))
+    fake.tell(*(CacheEvents("one", seq, [Stored(seq, 0, list(range(16)))], 16) for seq in (7, 8)))
     fake.wait_for(lambda: len(fake.received) == 2)
     stack.until(lambda: mirrored(stack, "r0") == 0)
     assert [type(message) for message in fake.received] == [Subscribe, Subscribe]
