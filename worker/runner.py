@@ -98,7 +98,8 @@ class Runner:
         if self.device.type == "cuda":
             self.decoder.prepare(min(self.config.context_length, config.context_length or self.config.context_length))
             self.decoder.choose_products(product_sizes(self._max_running, self._graph_tokens), self._token_budget)
-            self.decoder.warm(self._max_running)
+            if self.stage.count > 1:
+                self.decoder.warm(self._max_running)
             columns = self.vocab_size if self.stage.is_last else 0
             self._logits = torch.empty(self._max_running, columns, dtype=torch.float32, device=self.device)
         self.num_pages = self._num_pages(config)

@@ -23,8 +23,8 @@ from pipeline.simulate import Hardware, errors
 
 EXPECTED = (OURS, "fixed_chunk")  # schedules that are simulated before they are measured
 ROUGHLY = 0.1  # the precision of what is only where a search begins
-# Loads of many prompts, and of many decodes: so many that each of four micro-batches computes as long as it reads
-# weights. Of fewer, what reads all weights once for all of them is faster, and no pipeline could be.
+# Loads of many decodes, and of many prompts. The decodes are so many that each of four micro-batches computes as long
+# as it reads weights: with fewer, what reads all weights once for all of them is faster, and no pipeline could be.
 HEAVY = ("mini_1024", "prefill_half")
 
 
@@ -56,9 +56,9 @@ class Twin:
         def carried(other: Layout, schedule: str, traffic: Traffic, objective: Objective) -> float:
             if other != layout or schedule not in EXPECTED:
                 return unknown()
-            key = f"{layout}/{traffic.name}/{schedule}/{objective.name}@{objective.tbt_s * 1e3:.3g}ms/expected"
             found = like.points.point(
-                key, lambda: {"rate": simulated.carried(layout, schedule, traffic, objective).rate}
+                f"{layout}/{traffic.name}/{schedule}/{objective}/expected",
+                lambda: {"rate": simulated.carried(layout, schedule, traffic, objective).rate},
             )
             return float(found["rate"])
 
@@ -147,7 +147,7 @@ class Findings:
                 self._of(traffic, f"{name}.vs_{against}"), ours.rate / theirs, "ratio", True, ours.point, simulated
             )
 
-    def bubble(self, ours: Carried | None, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
+    def bubble(self, ours: Carried, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
         """Ours beside that of fixed chunks, at the rate that those carry, or somewhat above."""
         if fixed.point is None or not (theirs := fixed.point["bubble"]):
             return

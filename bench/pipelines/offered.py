@@ -38,6 +38,9 @@ class Objective:
     tbt_s: float
     delay_s: float = DELAY_S
 
+    def __str__(self) -> str:
+        return f"{self.name}@{self.tbt_s * 1e3:.3g}ms"
+
     def holds(self, point: dict[str, Any]) -> bool:
         """Whether a load that `summary` describes kept to it."""
         late = point["tbt_s"].get("p99", 0.0) > self.tbt_s

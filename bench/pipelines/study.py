@@ -95,8 +95,7 @@ class Study:
     ) -> dict[str, Any]:
         """A load of `rate` requests a second, ended early where it cannot keep to `objective`."""
         rate = float(f"{rate:.4g}")
-        kept = f"{objective.name}@{objective.tbt_s * 1e3:.3g}ms" if objective is not None else "whole"
-        key = f"{layout}/{traffic.name}/{setting}/{kept}/{rate:g}"
+        key = f"{layout}/{traffic.name}/{setting}/{objective or 'whole'}/{rate:g}"
         load = Load(traffic.name, traffic.at(rate, self.seconds), rate, objective)
         return self._point(key, layout, setting, load)
 
@@ -143,12 +142,10 @@ class Study:
             say("  it is more: loads of so few requests end before they can be too much (--requests)")
         return best
 
-    def beside(self, ours: Carried | None, other: Carried) -> float:
+    def beside(self, ours: Carried, other: Carried) -> float:
         """The rate at which ours is looked at beside another schedule: what that one carries, or what ours does where
         it is higher by no more than the precision, since it is known already what happens there."""
-        if ours is not None and other.rate <= ours.rate <= other.rate * (1 + self.precision):
-            return ours.rate
-        return other.rate
+        return ours.rate if other.rate <= ours.rate <= other.rate * (1 + self.precision) else other.rate
 
     def _search(
         self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective, least: float | None

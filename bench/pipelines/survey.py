@@ -60,9 +60,10 @@ class Survey:
             carried = self.study.carried(layout, schedule, traffic, objective, least)
             self.carried[layout, schedule, traffic.name, objective.name] = carried
         fixed = self._of(layout, "fixed_chunk", traffic, objective)
-        if layout == self.layouts[0] and fixed is not None and fixed.rate and OURS in self.schedules:
-            rate = self.study.beside(self._of(layout, OURS, traffic, objective), fixed)
-            self.study.at(layout, Setting(OURS, self.study.budget, objective.tbt_s), traffic, rate, objective)
+        ours = self._of(layout, OURS, traffic, objective)
+        if layout == self.layouts[0] and fixed is not None and fixed.rate and ours is not None:
+            setting, rate = Setting(OURS, self.study.budget, objective.tbt_s), self.study.beside(ours, fixed)
+            self.study.at(layout, setting, traffic, rate, objective)
 
     def _of(self, layout: Layout, schedule: str, traffic: Traffic, objective: Objective) -> Carried | None:
         return self.carried.get((layout, schedule, traffic.name, objective.name))
@@ -85,9 +86,9 @@ class Survey:
                 if (
                     name == "strict"
                     and (fixed := found.get((self.layouts[0], "fixed_chunk")))
-                    and OURS in self.schedules
+                    and (ours := found.get((self.layouts[0], OURS)))
                 ):
-                    findings.bubble(found.get((self.layouts[0], OURS)), fixed, traffic, objective)
+                    findings.bubble(ours, fixed, traffic, objective)
 
     def rows(self) -> list[dict[str, Any]]:
         """What each layout and schedule carries, for the table and the result file."""

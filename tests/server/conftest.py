@@ -140,6 +140,8 @@ class Whole:
         assert tree.pool.num_free + tree.num_cached == KV_TOKENS // 16
         load = self.engine.load()
         assert (load.running, load.waiting, load.waiting_tokens, load.context_tokens) == (0, 0, 0, 0)
+        view = self.fleet.snapshot()[0]
+        assert (view.bookings, view.waiting_tokens, view.context_tokens) == (0, 0, 0)
 
 
 def until(true: Callable[[], Any], what: Callable[[], Any]) -> None:

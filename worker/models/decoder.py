@@ -19,7 +19,7 @@ from worker.parallel import Group
 
 # Where the parts of a sum over ranks lie: consecutive ones apart, also from one step to the next.
 _ATTENTION_TURN, _MLP_TURN, _EMBEDDING_TURN = range(3)
-ROWS_APART = 8  # sizes between two that were computed have the kernels of one of them
+_ROWS_APART = 8  # sizes between two that were computed have the kernels of one of them
 
 HALVES_FROM_TOKENS = 2048
 """So many tokens on several ranks are computed in two halves."""
@@ -137,7 +137,7 @@ class Decoder:
         graphs have them. A kernel is loaded when it is first launched, and the driver may then wait for all that the
         device has to do: in a pipeline, for what other stages have yet to send."""
         config = self.config
-        for rows in range(ROWS_APART, most_rows + 1, ROWS_APART) if config.is_last else ():
+        for rows in range(_ROWS_APART, most_rows + 1, _ROWS_APART) if config.is_last else ():
             x = torch.ones(rows, config.hidden_size, dtype=self.dtype, device=self.device)
             added = self._after_attention(self.layers[-1], x.new_ones(rows, config.num_heads * config.head_dim), x)
             self.logits(x if added is None else x.add_(self._summed(added)))
