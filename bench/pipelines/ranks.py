@@ -81,6 +81,7 @@ class Ranks:
             self._parts.runner.close()
             self._parts.grammars.close()
         self._layout = self._setting = self._parts = self._target = None
+        gc.unfreeze()  # or what is in circles keeps the memory that the next layout needs
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
