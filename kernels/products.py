@@ -27,8 +27,9 @@ Times = Callable[[Sequence[Sequence[Call]], int], list[float]]
 """(runs, rounds) to microseconds: each run is calls that are launched one after the other, and takes the median of so
 many rounds, in which the runs take turns."""
 
-LIMIT_S = 8.0
-"""After this long, what has not been timed is left to PyTorch."""
+LIMIT_S = 16.0
+"""After this long, what has not been timed is left to PyTorch. Twice what 20 layers of a 70B model and its head take on
+a machine that has just been started, whose libraries are read from a disk."""
 
 LEAST_GAIN = 0.015
 """So much less time than PyTorch's own product is needed for another."""
@@ -36,6 +37,8 @@ LEAST_GAIN = 0.015
 # Chunks of prompts and the decodes beside them come in all sizes: these are timed, up to a step's largest. The rows
 # between are few enough that the same tiles do.
 _LARGE_SIZES = (512, 1024, 2048, 4096, 6144, 8192)
+# The product that logits come from is of the largest matrix of all. Of more rows PyTorch's own is as fast.
+_MOST_LOGITS = 256
 # What is chosen for a size serves fewer rows down to this part of it.
 _REACH = 0.75
 
@@ -121,7 +124,7 @@ def choose(
 ) -> list[Timed]:
     """Time the products of a model's linear layers, each with what its product is used for, and have them take the
     fastest. Steps of a number of rows in `step_sizes` come most often, and larger ones have up to `most_rows`; logits,
-    in float32, are of no more rows than the largest of `step_sizes`. Returns what was timed; nothing without cuBLASLt.
+    in float32, are of few rows. Returns what was timed; nothing without cuBLASLt.
     """
     groups: dict[_Group, list[Linear]] = {}
     for linear, use in uses:
@@ -139,7 +142,7 @@ def choose(
     taken_us: dict[int, tuple[float, float]] = {}
     for rows, key in _in_order(groups, step_sizes, most_rows):
         if clock() - began_s > LIMIT_S:
-            logger.info("It takes too long: products of %d rows, and what was to come after, are not timed", rows)
+            logger.warning("It takes too long: products of %d rows, and what was to come after, are not timed", rows)
             break
         problem = choices[key].problem(rows)
         own_us, chosen_us, algorithm = _fastest(library, problem, key[0], groups[key], times or gpu_times)
@@ -185,11 +188,14 @@ def _can_choose(linear: "Linear", use: Use) -> bool:
 
 def _in_order(groups: Iterable[_Group], step_sizes: Sequence[int], most_rows: int) -> list[tuple[int, _Group]]:
     """What to time, the rows that matter most first: if time runs out, the others are left to PyTorch, or to what was
-    chosen for the next larger."""
+    chosen for the next larger, which serves many rows better than few."""
     most = max(step_sizes)
     large = sorted((size for size in {*_LARGE_SIZES, most_rows} if most < size <= most_rows), reverse=True)
-    small = sorted((size for size in set(step_sizes) if size > 1), key=lambda size: (size % 64 != 0, -size))
-    return [(rows, group) for rows in large + small for group in groups if group[0] is not Use.FLOAT32 or rows <= most]
+    small = sorted((size for size in set(step_sizes) if size > 1), key=lambda size: (size % 64 != 0, size))
+    logits = min(most, _MOST_LOGITS)
+    return [
+        (rows, group) for rows in large + small for group in groups if group[0] is not Use.FLOAT32 or rows <= logits
+    ]
 
 
 def _fastest(
@@ -207,22 +213,25 @@ def _fastest(
 
     own_run: list[Call] = [partial(_by_pytorch, use, x, linear, out) for linear in own]
     own_run[0]()
-    some = slice(None, None, max(1, problem.rows // 64))
-    wanted = own[0].in_float32(x[some].contiguous())
     usable = []
     for algorithm in _candidates(library, problem):
         product = library.product(problem, algorithm)
-        if product is not None and _agrees(partial(product, x, own[0].weight), out, some, wanted):
-            usable.append((algorithm, run(product)))
+        if product is not None and _runs(partial(product, x, own[0].weight, out)):
+            usable.append((algorithm, product))
     brief = problem.rows <= _LONG_ROWS
-    if usable:
-        screened = times([calls for _, calls in usable], 2 if brief else 1)
-        usable = [usable[index] for index in sorted(range(len(usable)), key=screened.__getitem__)[:_FINALISTS]]
-    own_us, *others_us = times([own_run, *(calls for _, calls in usable)], 9 if brief else 3)
+    screened = times([run(product) for _, product in usable], 2 if brief else 1) if usable else []
+    # Those that are fast are looked at more closely.
+    some = slice(None, None, max(1, problem.rows // 64))
+    wanted = own[0].in_float32(x[some].contiguous())
+    finalists: list[tuple[Algorithm, Product]] = []
+    for index in sorted(range(len(usable)), key=screened.__getitem__):
+        if len(finalists) < _FINALISTS and _agrees(partial(usable[index][1], x, own[0].weight), out, some, wanted):
+            finalists.append(usable[index])
+    own_us, *others_us = times([own_run, *(run(product) for _, product in finalists)], 9 if brief else 3)
     best_us = min(others_us, default=own_us)
     if best_us > own_us * (1 - LEAST_GAIN):
         return own_us / count, own_us / count, None
-    return own_us / count, best_us / count, usable[others_us.index(best_us)][0]
+    return own_us / count, best_us / count, finalists[others_us.index(best_us)][0]
 
 
 def _candidates(library: Library, problem: Problem) -> list[Algorithm]:
@@ -242,14 +251,19 @@ def _by_pytorch(use: Use, x: torch.Tensor, linear: "Linear", out: torch.Tensor) 
         linear.in_float32(x, out)
 
 
-def _agrees(product: Callable[[torch.Tensor], None], out: torch.Tensor, some: slice, wanted: torch.Tensor) -> bool:
-    """Whether it runs, and makes some of the rows of `out` what they should be. Leaves `out` zero."""
-    out.zero_()
+def _runs(product: Call) -> bool:
     try:
-        product(out)
+        product()
     except RuntimeError as error:
         logger.debug("%s", error)
         return False
+    return True
+
+
+def _agrees(product: Callable[[torch.Tensor], None], out: torch.Tensor, some: slice, wanted: torch.Tensor) -> bool:
+    """Whether it makes some of the rows of `out` what they should be. Leaves `out` zero."""
+    out.zero_()
+    product(out)
     wrong = bool((out[some] - wanted).norm() > _TOLERANCE * wanted.norm())
     out.zero_()
     if wrong:

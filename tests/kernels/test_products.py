@@ -128,19 +128,22 @@ def test_rows_that_were_not_timed(linears: list[Linear]) -> None:
     assert taken == [6, 7, 8, 12, 13, 15, 16, *range(384, 513), *range(750, 1001)]
 
 
-def test_logits_are_of_few_rows(linears: list[Linear]) -> None:
-    assert [timed.rows for timed in chosen(linears, FakeLibrary([FAST]), Use.FLOAT32, most_rows=8192)] == [8, 16]
+@pytest.mark.parametrize(("sizes", "timed"), [((8, 16), [8, 16]), ((8, 256, 512), [8, 256])])
+def test_logits_are_of_few_rows(linears: list[Linear], sizes: Sequence[int], timed: list[int]) -> None:
+    found = chosen(linears, FakeLibrary([FAST]), Use.FLOAT32, sizes, most_rows=8192)
+    assert [each.rows for each in found] == timed
 
 
 def test_one_row_is_not_timed(linears: list[Linear]) -> None:
     assert chosen(linears, FakeLibrary([FAST]), sizes=(1,), most_rows=1) == []
 
 
-def test_it_takes_too_long(linears: list[Linear]) -> None:
-    """What matters most comes first; the rest is served by what was chosen, or by PyTorch."""
+def test_it_takes_too_long(linears: list[Linear], caplog: pytest.LogCaptureFixture) -> None:
+    """What matters most comes first; the rest is served by what was chosen, or by PyTorch. It is said."""
     seconds = iter([0.0, 0.0, LIMIT_S, LIMIT_S + 1, LIMIT_S + 1])
-    timed = chosen(linears, FakeLibrary([FAST]), sizes=(48, 56, 64), most_rows=64, clock=lambda: next(seconds))
-    assert [each.rows for each in timed] == [56, 64]
+    timed = chosen(linears, FakeLibrary([FAST]), sizes=(24, 40, 56, 64), most_rows=64, clock=lambda: next(seconds))
+    assert [each.rows for each in timed] == [24, 64]
+    assert "products of 40 rows, and what was to come after, are not timed" in caplog.text
     assert linears[0].choices is not None
     assert linears[0].choices.find(50) is not None
     assert linears[0].choices.find(40) is None
