@@ -70,7 +70,8 @@ class Survey:
 
     def report(self, findings: Findings) -> None:
         """Figures of all that was measured."""
-        findings.add("decode_iteration.seconds", self.study.decode_s(self.layouts[0]), "s", False)
+        if self.traffics and self.objectives:  # or it is measured for nothing
+            findings.add("decode_iteration.seconds", self.study.decode_s(self.layouts[0]), "s", False)
         for job in self.jobs:
             findings.offline(job)
         for traffic in self.traffics:
