@@ -170,6 +170,7 @@ class CostModel:
         self._fitted: Coefficients | None = None
         self._window = Window()
         self.num_observed = 0
+        self.most_rows = 0  # of what was observed
         self._fitted_at = 0
         # Of the newest observations, before each was learned from: how far off the scaled prior and the fit were, and
         # what was predicted by the two together; the ratio of measured to prior.
@@ -198,6 +199,7 @@ class CostModel:
         self.num_observed += 1
         row = features(shape, self.rows.of(shape))
         self._window.add(self.num_observed, seconds, row)
+        self.most_rows = max(self.most_rows, int(row[_FIRST_KNOT]))
         self._follow_clock(seconds, row)
         due = self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0
         if due or self._is_far_off():
@@ -284,6 +286,7 @@ class CostModel:
             raise ValueError(f"it is no saved cost model ({type(error).__name__}: {error})") from error
         for row in rows:
             self._window.add(*row)
+            self.most_rows = max(self.most_rows, int(row[2][_FIRST_KNOT]))
         self._ratios.extend(ratios)
         self.num_observed = num_observed
         if ratios:

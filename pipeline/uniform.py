@@ -20,7 +20,8 @@ class Uniform(Policy):
     Where that leaves more time than pays, it holds the fewest tokens whose cost each is near the least (`NEAR`), of
     many a multiple of `WAVE`: more would only make tokens late, pages scarce, and the difference to micro-batches
     without prompts large. So many go whatever is before them, unless that takes more than `SLACK` times as long: a tile
-    less makes a larger difference than attention to a few thousand tokens more. Below these limits,
+    less makes a larger difference than attention to a few thousand tokens more. One stage, which need not be even with
+    another, leaves attention out of what a token costs, and tries what it never tried (`TRIED`). Below these limits,
 
     - while requests wait for pages, the time shrinks: shorter rounds end sequences sooner, and longer ones would only
       alternate with rounds that have no prompt to compute. It grows again while much waits that could start;
@@ -48,6 +49,9 @@ class Uniform(Policy):
     SHRINK, GROW, LEAST_PART = 0.02, 0.004, 0.2  # a micro-batch, while requests wait for pages; while much waits
     SLACK = 1.15  # the time of a micro-batch, that of the same tokens with nothing before them being 1
     NEAR, FAR = 1.01, 1.5  # what a token may cost, the least being 1, in the largest micro-batch and in the smallest
+    # Times what seems to be enough tokens on one stage: until so many have been computed at once, they are. Several
+    # ranks hide their sums in long steps alone, which a model that has seen no such step does not know.
+    TRIED = 2
     UNEVEN = 1.25  # decodes of a micro-batch that they are the most of, their part being 1
     REFRESH_EVERY = 32  # micro-batches: the models learn little in between
 
@@ -117,10 +121,21 @@ class Uniform(Policy):
     def _refresh(self) -> None:
         budget = self.settings.token_budget
         sizes = [*(n for n in range(TILE, budget, TILE) if n < WAVE or n % WAVE == 0), budget]
-        costs = [self._predict(BatchShape([(0, tokens)])) / tokens for tokens in sizes]
+        costs = [self._of_prompts(tokens) / tokens for tokens in sizes]
         least = min(costs)
-        self._most_tokens = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.NEAR * least)
+        most = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.NEAR * least)
         self._least_chunk = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.FAR * least)
+        if self.settings.stages == 1 and min(model.most_rows for model in self.settings.models) < self.TRIED * most:
+            most = min(self.TRIED * most, budget)
+        self._most_tokens = most
+
+    def _of_prompts(self, tokens: int) -> float:
+        """Seconds of a micro-batch of prompts; on one stage without attention, of which a prompt has as much in however
+        many steps. In a pipeline that makes the large ones unequal, and counts."""
+        shape = BatchShape([(0, tokens)])
+        if self.settings.stages == 1:
+            shape.squares = 0
+        return self._predict(shape)
 
     def _average(self, view: View, in_flight: int) -> BatchShape:
         """A micro-batch with its part of the decodes. Where there is one stage, all are in each."""

@@ -231,6 +231,7 @@ def test_what_was_learned_is_saved_and_read_again(tmp_path):
     model.save(tmp_path / "cost.json")
     again = CostModel(STAGE.seconds, identity)
     again.load(tmp_path / "cost.json")
+    assert again.most_rows == model.most_rows > 0
     for _ in range(20):
         shape = batch(rng)
         assert again.predict(shape) == pytest.approx(model._learned.predict(shape)), "by the clock that is usual"

@@ -171,6 +171,33 @@ def test_it_takes_no_longer_than_pays():
     assert fill(small.begin(view([], [100_000])), prompts=[(0, 50_000)])[1] == [512]
 
 
+def size_on_one_stage(model):
+    """Tokens of a step of a long prompt."""
+    uniform = make_policy("uniform", Settings(1, 8192, [model], None))
+    [size] = fill(uniform.begin(view([], [100_000])), prompts=[(0, 50_000)])[1]
+    return size
+
+
+def test_one_stage_takes_more_at_once():
+    """Its prompts have as much attention in however many steps; and it wants to know what twice as much takes."""
+    model = CostModel(STAGE.seconds)
+    assert size_on_one_stage(model) == 5120
+    model.observe(BatchShape([(0, 5120)]), STAGE.seconds(BatchShape([(0, 5120)])))
+    assert size_on_one_stage(model) == 2560
+
+
+def test_one_stage_finds_out_that_long_steps_are_cheap():
+    """Whatever was said before, and where nothing but sizes that are tried can tell."""
+    said = Stage(MODELS["llama-70b"], DEVICES["h200"], 80, ranks=4)
+    model = CostModel(said.seconds)
+    uniform = make_policy("uniform", Settings(1, 8192, [model], None))
+    for _ in range(20 * Uniform.REFRESH_EVERY):
+        budget = uniform.begin(view([], [100_000]))
+        [size] = fill(budget, prompts=[(0, 50_000)])[1]
+        model.observe(budget.shape, 0.012 + 63e-6 * size)
+    assert size == 8192
+
+
 def test_little_is_spread_over_rounds_but_not_thinner_than_pays():
     uniform = policy("uniform", token_budget=8192, slo_s=0.5)
     [size] = fill(uniform.begin(view([], [4000])), prompts=[(0, 4000)])[1]
