@@ -257,12 +257,14 @@ def test_the_bubble_is_of_about_the_same_rate(carried: float, at: float) -> None
 
 
 def test_many_decodes_are_compared_under_their_name() -> None:
-    asked = survey(study(Points(), Counting(CARRIES)), traffics=[], jobs=[offline("mini_1024")])
+    site = Counting(CARRIES)
+    asked = survey(study(Points(), site), traffics=[], jobs=[offline("mini_1024")])
     asked.run()
     found = Findings(asked.study, PP4, asked.whole, "pipeline.nvlink", "pipeline")
     asked.report(found)
     values = {figure.name: figure.value for figure in found.figures}
     assert values["pipeline.nvlink.decode_heavy.vs_tp4"] == 4.0
+    assert len(site.asked) == 2, "a decode iteration is of use to objectives alone"
 
 
 def test_others_are_searched_down_to_a_part_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
