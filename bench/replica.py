@@ -1,6 +1,7 @@
 """One replica without a server, and the offline workloads timed on it."""
 
 import gc
+import logging
 import statistics
 import time
 from collections.abc import Iterator
@@ -23,6 +24,22 @@ from worker.plan import Plan
 from worker.runner import settled
 from worker.sampling import Sampler
 
+SPEAK = ("kernels", "worker")  # packages whose messages are shown
+
+
+@contextmanager
+def speaking() -> Iterator[None]:
+    """What is found and chosen meanwhile is said, as the ranks in other processes say it."""
+    logging.basicConfig(format="%(message)s")
+    before = {name: logging.getLogger(name).level for name in SPEAK}
+    for name in SPEAK:
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
 
 @contextmanager
 def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
@@ -30,7 +47,8 @@ def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    engine = Engine(folder, config)
+    with speaking():
+        engine = Engine(folder, config)
     try:
         yield engine
     finally:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bench.pipelines.layout import Layout, Setting
+from bench.replica import speaking
 from pipeline.cost import CostModel
 from pipeline.meter import Meter
 from worker.config import WorkerConfig
@@ -68,7 +69,8 @@ class Ranks:
             self.close()
             self._layout = layout
             # With this schedule the costs of steps are learned, whatever the layout.
-            self._parts = load_parts(self._folder, self._config(layout, schedule="uniform"))
+            with speaking():
+                self._parts = load_parts(self._folder, self._config(layout, schedule="uniform"))
         if self._target is None or setting != self._setting:
             self._setting, self._target = setting, self._begin(layout, setting)
         return self._target, is_new

@@ -27,7 +27,9 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads((tmp_path / "found.json").read_text())
 
 
-def test_every_workload_gives_its_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_workload_gives_its_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     status, found = run(tmp_path, "--workloads", "mini,bs1,prefill", "--scale", "0.004", "--token-budget", "2048")
     assert status == 0
     figures = {figure["name"]: figure["value"] for figure in found["figures"]}
@@ -43,6 +45,7 @@ def test_every_workload_gives_its_figure(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert found["settings"]["token_budget"] == 2048 and found["start"]["kv_tokens"] == 16384
     assert "cpu.tiny.bs1_x0.004.decode_tok_s" in capsys.readouterr().out
+    assert "Running on the CPU in float32" in caplog.text, "as the ranks of other processes say it"
 
 
 def test_stages_and_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
