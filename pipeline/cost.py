@@ -114,10 +114,12 @@ class Window:
 
     def __init__(self) -> None:
         self._strata: dict[tuple[int, int, int], deque[tuple[int, float, list[float]]]] = {}
+        self.most_rows = 0  # of all observations, those that have gone too
 
     def add(self, number: int, seconds: float, row: list[float]) -> None:
         """`number` counts observations: it says how old each is. `row`: the features."""
         rows, chunks = int(row[_FIRST_KNOT]), int(row[_CHUNKS])
+        self.most_rows = max(self.most_rows, rows)
         attention = int(row[_DECODE_CONTEXT] + row[_PREFIX_PRODUCTS] / 64)
         stratum = (rows.bit_length(), min(chunks, 2), attention.bit_length() // 2)
         self._strata.setdefault(stratum, deque(maxlen=self.PER_STRATUM)).append((number, seconds, row))
@@ -170,7 +172,6 @@ class CostModel:
         self._fitted: Coefficients | None = None
         self._window = Window()
         self.num_observed = 0
-        self.most_rows = 0  # of what was observed
         self._fitted_at = 0
         # Of the newest observations, before each was learned from: how far off the scaled prior and the fit were, and
         # what was predicted by the two together; the ratio of measured to prior.
@@ -181,6 +182,11 @@ class CostModel:
         self._slower: deque[float] = deque(maxlen=self.CLOCK_STEPS[1])
         self._clock = 1.0  # in the coefficients
         self._learned = self.coefficients = self._prior
+
+    @property
+    def most_rows(self) -> int:
+        """The rows of the largest batch that was observed."""
+        return self._window.most_rows
 
     def predict(self, shape: BatchShape) -> float:
         """Seconds that the stage takes for such a batch."""
@@ -199,7 +205,6 @@ class CostModel:
         self.num_observed += 1
         row = features(shape, self.rows.of(shape))
         self._window.add(self.num_observed, seconds, row)
-        self.most_rows = max(self.most_rows, int(row[_FIRST_KNOT]))
         self._follow_clock(seconds, row)
         due = self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0
         if due or self._is_far_off():
@@ -286,7 +291,6 @@ class CostModel:
             raise ValueError(f"it is no saved cost model ({type(error).__name__}: {error})") from error
         for row in rows:
             self._window.add(*row)
-            self.most_rows = max(self.most_rows, int(row[2][_FIRST_KNOT]))
         self._ratios.extend(ratios)
         self.num_observed = num_observed
         if ratios:
