@@ -1,6 +1,6 @@
 """Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for longer chunks.
-Single tokens whose sequences share what they begin with are ours (`kernels.triton_attention`), and so are graphs of
-chunks of any length.
+Single tokens of several sequences are ours where few heads read a KV head (`kernels.stream_attention`), or where they
+share what they begin with (`kernels.triton_attention`), and so are graphs of chunks of any length.
 
 The kernels are called as FlashInfer's wrappers call them, without the wrappers: those keep buffers of their own for
 every batch size, and wait for some of their copies.
@@ -8,7 +8,7 @@ every batch size, and wait for some of their copies.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,20 @@ from kernels.attention import (
 )
 from kernels.transfer import StaticArrays, Turns, all_to_device
 
+if TYPE_CHECKING:  # Triton, which is where there is a GPU
+    from kernels.stream_attention import StreamAttention
+
 # Bytes of what the planners write for a step: some arrays of 4 bytes a tile of queries and a head.
 _PLAN_BYTES = 8 << 20
 # Bytes at least of what parts of a split context leave to be merged.
 _PARTIAL_BYTES = 128 << 20
 # Rows of queries (times heads a KV head) in the smallest tile, for chunks of one token.
 _SMALLEST_TILE = 16
+
+# Single tokens from which on ours are faster, and the query heads of a KV head up to which they are: what is left to be
+# merged grows with these. (H200, contexts of 100 to 2,000 tokens: by 3 to 7 us of 36 to 164 with 2 heads, by 2 to 6
+# with 4; with 8 they take as long.)
+_STREAM_FROM, _STREAM_GROUP = 16, 4
 
 # Operations of a step's attention to chunks from which on FlashAttention 3, which does 550 TFLOP/s, is faster by more
 # than starting a step's kernels one by one takes: our own does 289 TFLOP/s, and these take it 0.3 ms more. (H200.)
@@ -51,6 +59,15 @@ class _Workspace:
         plan = planner(partial, self.device_bytes, turn.bytes_, *arguments)
         turn.begun()
         return plan
+
+
+class _Streamed(NamedTuple):
+    """The first tokens of a step, `singles` of them, that are ours: what `StreamAttention` takes of them, on the device."""
+
+    singles: int
+    shares: torch.Tensor
+    sequences: torch.Tensor
+    pages: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,7 @@ class FlashInferAttention(GraphAttention):
         from flashinfer.jit.attention import gen_batch_prefill_module
         from flashinfer.utils import is_sm90a_supported
 
+        from kernels import stream_attention
         from kernels.triton_attention import TritonAttention, multiprocessors
 
         super().__init__(kv, shape)
@@ -127,6 +145,19 @@ class FlashInferAttention(GraphAttention):
         self._parts: list[_Part] = []
         self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens)
         self._ranges_end = 0  # of the tokens that are its own
+        self._streamed: _Streamed | None = None
+        self._stream: StreamAttention | None = None
+        if group <= _STREAM_GROUP and stream_attention.can_run(shape, kv.dtype):
+            self._stream = stream_attention.StreamAttention(kv, shape, max_sequences, multiprocessors(self.device))
+            self._static_stream = StaticArrays(
+                self.device,
+                {
+                    "rows": (torch.int64, max_sequences),
+                    "shares": (torch.int32, self._stream.programs * stream_attention.SHARE_FIELDS),
+                    "sequences": (torch.int32, (max_sequences + 1) * stream_attention.SEQUENCE_FIELDS),
+                    "pages": (torch.int32, max_pages + max_sequences),
+                },
+            )
 
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
         return self._ranges.shared_prefixes(batch)
@@ -141,7 +172,7 @@ class FlashInferAttention(GraphAttention):
         chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         rows = token_rows(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
         shared = self.shared_prefixes(batch)
-        singles, self._ranges_end = int((batch.lengths == 1).sum()), 0
+        singles, self._ranges_end, self._streamed = int((batch.lengths == 1).sum()), 0, None
         if shared is not None:
             decodes = AttentionBatch(
                 batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles]
@@ -150,7 +181,9 @@ class FlashInferAttention(GraphAttention):
             self._ranges_end = singles
         contexts = batch.starts + batch.lengths
         counts = -(-contexts // self.page_size)
-        parts = [part for part in ((self._ranges_end, singles), (singles, len(counts))) if part[0] < part[1]]
+        stream = None if shared is not None else self._stream_for(singles)
+        ours = singles if stream is not None else self._ranges_end
+        parts = [part for part in ((ours, singles), (singles, len(counts))) if part[0] < part[1]]
         arrays = [rows]
         for first, last in parts:
             arrays += [
@@ -159,8 +192,13 @@ class FlashInferAttention(GraphAttention):
                 contexts[first:last] - (counts[first:last] - 1) * self.page_size,
                 flat_pages(batch.tables, batch.rows[first:last], counts[first:last]),
             ]
+        if stream is not None:
+            arrays += stream.work(contexts[:singles])
+            arrays.append(flat_pages(batch.tables, batch.rows[:singles], counts[:singles]))
         self.rows, *tensors = all_to_device(arrays, self.device)
-        self._parts, token = [], self._ranges_end
+        if stream is not None:
+            self._streamed = _Streamed(singles, *tensors[-3:])
+        self._parts, token = [], ours
         for index, (first, last) in enumerate(parts):
             end = token + int(batch.lengths[first:last].sum())
             host, device = arrays[4 * index + 1 : 4 * index + 5], tensors[4 * index : 4 * index + 4]
@@ -170,9 +208,9 @@ class FlashInferAttention(GraphAttention):
     def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
         if shared is not None:
             self._ranges.plan_graph(batch, size, shared)
-            self.rows, self._parts, self._ranges_end = self._ranges.rows, [], size
+            self.rows, self._parts, self._ranges_end, self._streamed = self._ranges.rows, [], size, None
             return
-        self._ranges_end = 0
+        self._ranges_end, self._streamed = 0, None
         own, num_kv_heads, scratch = len(batch.rows), self.shape.num_kv_heads, self.kv.shape[2] - 1
         # What fills the batch up is sequences of one token each, in the last page.
         contexts = np.ones(size, dtype=np.int32)
@@ -181,11 +219,21 @@ class FlashInferAttention(GraphAttention):
         rows = np.full(size, scratch * num_kv_heads * self.page_size)
         rows[:own] = token_rows(batch, np.arange(own), batch.starts, num_kv_heads, self.page_size)
         pages = flat_pages(batch.tables, batch.rows, counts[:own])
+        if size > own:
+            pages = np.append(pages, np.full(size - own, scratch, dtype=np.int32))
+        if (stream := self._stream_for(size)) is not None:
+            work, static = stream.work(contexts), self._static_stream
+            static.fill(
+                {"rows": rows, "shares": work.shares.ravel(), "sequences": work.sequences.ravel(), "pages": pages}
+            )
+            self.rows, self._parts = static["rows"][:size], []
+            self._streamed = _Streamed(size, static["shares"], static["sequences"], static["pages"])
+            return
         arrays = {
             "rows": rows,
             "page_ends": _ends(counts),
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
-            "pages": np.append(pages, np.full(size - own, scratch, dtype=np.int32)) if size > own else pages,
+            "pages": pages,
         }
         static = self._static
         static.fill(arrays)
@@ -203,6 +251,9 @@ class FlashInferAttention(GraphAttention):
         out = torch.empty_like(q)
         if self._ranges_end:
             self._ranges.attend_into(layer, q[: self._ranges_end], out[: self._ranges_end])
+        if self._streamed is not None and self._stream is not None:
+            singles, *arrays = self._streamed
+            self._stream.attend_into(layer, q[:singles], out[:singles], *arrays)
         keys, values = self.kv[layer]
         for part in self._parts:
             part.module.paged_run(
@@ -225,6 +276,10 @@ class FlashInferAttention(GraphAttention):
                 *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
             )
         return out
+
+    def _stream_for(self, singles: int) -> "StreamAttention | None":
+        """What attends for so many single tokens that share nothing, if it is not FlashInfer."""
+        return self._stream if singles >= _STREAM_FROM else None
 
     def _planned(
         self,

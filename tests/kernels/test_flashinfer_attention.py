@@ -22,8 +22,12 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("size", [None, len(SINGLES), 40])
-def test_same_as_reference(shape: AttentionShape, page_size: int, size: int | None) -> None:
-    """A size is a graph's; without one it is a mixed step."""
+@pytest.mark.parametrize("stream_from", [1, 1000])
+def test_same_as_reference(
+    shape: AttentionShape, page_size: int, size: int | None, stream_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size is a graph's; without one it is a mixed step. Single tokens are all ours, or all FlashInfer's."""
+    monkeypatch.setattr(flashinfer_attention, "_STREAM_FROM", stream_from)
     chunks = SINGLES if size else sorted(MIXED, key=lambda chunk: chunk[1] > 1)
     batch = random_batch(np.random.default_rng(1), chunks, page_size)
     pages = sum(-(-(start + length) // page_size) for start, length in chunks)
