@@ -117,9 +117,9 @@ class SharedPrefixes:
 
 
 class GraphAttention(AttentionBackend):
-    """A backend whose `attend` may be captured in a CUDA graph. There are two kinds of graphs: of ranges of keys, for
-    chunks of any length, which read together what sequences share; and, where `has_plain_graphs`, plain ones of chunks
-    of one token, which do not."""
+    """A backend whose `attend` may be captured in a CUDA graph. There are graphs for `chunks` of any length, which read
+    together what sequences share; and, where `has_plain_graphs`, two kinds more, for chunks of one token alone: those
+    that read so, and plain ones, which do not."""
 
     has_plain_graphs: bool
 
@@ -132,11 +132,13 @@ class GraphAttention(AttentionBackend):
         """Whether a graph of ranges is the best way for a batch with chunks of more than one token."""
 
     @abstractmethod
-    def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
+    def plan_graph(
+        self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None, *, chunks: bool = False
+    ) -> None:
         """As `plan`, for a graph of `size` tokens, of which the batch has that many or fewer. After it the graph of
         that size may be captured or replayed: `rows` has `size` entries, and those beyond the batch write into the last
-        page, which is nobody's. With `shared`, be there none of them, that is the graph of ranges, with None the plain
-        one."""
+        page, which is nobody's. With `chunks` that is the graph for chunks of any length; else with `shared`, be there
+        none of them, the one that reads together what is shared, and with None the plain one."""
 
 
 def token_positions(batch: AttentionBatch) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for longer chunks.
-Single tokens of several sequences are ours where few heads read a KV head (`kernels.stream_attention`), or where they
-share what they begin with (`kernels.triton_attention`), and so are graphs of chunks of any length.
+Single tokens of several sequences are ours where few heads read a KV head, or where they share what they begin with
+(`kernels.stream_attention`), and so are graphs of chunks of any length (`kernels.triton_attention`).
 
 The kernels are called as FlashInfer's wrappers call them, without the wrappers: those keep buffers of their own for
 every batch size, and wait for some of their copies.
@@ -8,7 +8,7 @@ every batch size, and wait for some of their copies.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,9 +34,10 @@ _PARTIAL_BYTES = 128 << 20
 # Rows of queries (times heads a KV head) in the smallest tile, for chunks of one token.
 _SMALLEST_TILE = 16
 
-# Single tokens from which on ours are faster, and the query heads of a KV head up to which they are: what is left to be
-# merged grows with these. (H200, contexts of 100 to 2,000 tokens: by 3 to 7 us of 36 to 164 with 2 heads, by 2 to 6
-# with 4; with 8 they take as long.)
+# Single tokens from which on streams are faster, and the query heads of a KV head up to which they are where nothing is
+# shared: what is left to be merged grows with these. (H200, contexts of 100 to 2,000 tokens: by 3 to 7 us of 36 to 164
+# with 2 heads, by 2 to 6 with 4; with 8 they take as long. What is shared: 235 us where ranges take 294, and 105 for
+# 134.)
 _STREAM_FROM, _STREAM_GROUP = 16, 4
 
 # Operations of a step's attention to chunks from which on FlashAttention 3, which does 550 TFLOP/s, is faster by more
@@ -59,15 +60,6 @@ class _Workspace:
         plan = planner(partial, self.device_bytes, turn.bytes_, *arguments)
         turn.begun()
         return plan
-
-
-class _Streamed(NamedTuple):
-    """The first tokens of a step, `singles` of them, that are ours: what `StreamAttention` takes of them, on the device."""
-
-    singles: int
-    shares: torch.Tensor
-    sequences: torch.Tensor
-    pages: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -145,19 +137,13 @@ class FlashInferAttention(GraphAttention):
         self._parts: list[_Part] = []
         self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens)
         self._ranges_end = 0  # of the tokens that are its own
-        self._streamed: _Streamed | None = None
         self._stream: StreamAttention | None = None
-        if group <= _STREAM_GROUP and stream_attention.can_run(shape, kv.dtype):
-            self._stream = stream_attention.StreamAttention(kv, shape, max_sequences, multiprocessors(self.device))
-            self._static_stream = StaticArrays(
-                self.device,
-                {
-                    "rows": (torch.int64, max_sequences),
-                    "shares": (torch.int32, self._stream.programs * stream_attention.SHARE_FIELDS),
-                    "sequences": (torch.int32, (max_sequences + 1) * stream_attention.SEQUENCE_FIELDS),
-                    "pages": (torch.int32, max_pages + max_sequences),
-                },
-            )
+        if stream_attention.can_run(shape, kv.dtype):
+            sizes = max_sequences, max_pages, multiprocessors(self.device)
+            self._stream = stream_attention.StreamAttention(kv, shape, *sizes)
+        self._streams_plain = group <= _STREAM_GROUP
+        self._stream_end = 0  # of the tokens that are its own
+        self._streamed: list[torch.Tensor] = []
 
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
         return self._ranges.shared_prefixes(batch)
@@ -172,17 +158,18 @@ class FlashInferAttention(GraphAttention):
         chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         rows = token_rows(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
         shared = self.shared_prefixes(batch)
-        singles, self._ranges_end, self._streamed = int((batch.lengths == 1).sum()), 0, None
-        if shared is not None:
-            decodes = AttentionBatch(
-                batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles]
-            )
+        singles = int((batch.lengths == 1).sum())
+        decodes = AttentionBatch(batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles])
+        self._ranges_end = self._stream_end = 0
+        stream = self._stream_for(singles, shared)
+        if stream is not None:
+            self._stream_end = singles
+        elif shared is not None:
             self._ranges.plan_shared(decodes, shared)
             self._ranges_end = singles
         contexts = batch.starts + batch.lengths
         counts = -(-contexts // self.page_size)
-        stream = None if shared is not None else self._stream_for(singles)
-        ours = singles if stream is not None else self._ranges_end
+        ours = max(self._ranges_end, self._stream_end)
         parts = [part for part in ((ours, singles), (singles, len(counts))) if part[0] < part[1]]
         arrays = [rows]
         for first, last in parts:
@@ -193,11 +180,9 @@ class FlashInferAttention(GraphAttention):
                 flat_pages(batch.tables, batch.rows[first:last], counts[first:last]),
             ]
         if stream is not None:
-            arrays += stream.work(contexts[:singles])
-            arrays.append(flat_pages(batch.tables, batch.rows[:singles], counts[:singles]))
+            arrays += stream.arrays(stream.work(decodes, shared))
         self.rows, *tensors = all_to_device(arrays, self.device)
-        if stream is not None:
-            self._streamed = _Streamed(singles, *tensors[-3:])
+        self._streamed = tensors[4 * len(parts) :]
         self._parts, token = [], ours
         for index, (first, last) in enumerate(parts):
             end = token + int(batch.lengths[first:last].sum())
@@ -205,35 +190,32 @@ class FlashInferAttention(GraphAttention):
             self._parts.append(self._planned(host, device, contexts[first:last], token, end))
             token = end
 
-    def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
-        if shared is not None:
-            self._ranges.plan_graph(batch, size, shared)
-            self.rows, self._parts, self._ranges_end, self._streamed = self._ranges.rows, [], size, None
-            return
-        self._ranges_end, self._streamed = 0, None
+    def plan_graph(
+        self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None, *, chunks: bool = False
+    ) -> None:
         own, num_kv_heads, scratch = len(batch.rows), self.shape.num_kv_heads, self.kv.shape[2] - 1
+        self._parts, self._ranges_end, self._stream_end = [], 0, 0
+        stream = None if chunks else self._stream_for(size, shared)
+        if stream is None and (chunks or shared is not None):
+            self._ranges.plan_graph(batch, size, shared, chunks=chunks)
+            self.rows, self._ranges_end = self._ranges.rows, size
+            return
+        rows = np.full(size, scratch * num_kv_heads * self.page_size)
+        rows[:own] = token_rows(batch, np.arange(own), batch.starts, num_kv_heads, self.page_size)
+        if stream is not None:
+            self.rows, self._streamed = stream.fill(stream.work(batch, shared, size - own), rows)
+            self._stream_end = size
+            return
         # What fills the batch up is sequences of one token each, in the last page.
         contexts = np.ones(size, dtype=np.int32)
         contexts[:own] = batch.starts + batch.lengths
         counts = -(-contexts // self.page_size)
-        rows = np.full(size, scratch * num_kv_heads * self.page_size)
-        rows[:own] = token_rows(batch, np.arange(own), batch.starts, num_kv_heads, self.page_size)
         pages = flat_pages(batch.tables, batch.rows, counts[:own])
-        if size > own:
-            pages = np.append(pages, np.full(size - own, scratch, dtype=np.int32))
-        if (stream := self._stream_for(size)) is not None:
-            work, static = stream.work(contexts), self._static_stream
-            static.fill(
-                {"rows": rows, "shares": work.shares.ravel(), "sequences": work.sequences.ravel(), "pages": pages}
-            )
-            self.rows, self._parts = static["rows"][:size], []
-            self._streamed = _Streamed(size, static["shares"], static["sequences"], static["pages"])
-            return
         arrays = {
             "rows": rows,
             "page_ends": _ends(counts),
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
-            "pages": pages,
+            "pages": np.append(pages, np.full(size - own, scratch, dtype=np.int32)) if size > own else pages,
         }
         static = self._static
         static.fill(arrays)
@@ -251,9 +233,8 @@ class FlashInferAttention(GraphAttention):
         out = torch.empty_like(q)
         if self._ranges_end:
             self._ranges.attend_into(layer, q[: self._ranges_end], out[: self._ranges_end])
-        if self._streamed is not None and self._stream is not None:
-            singles, *arrays = self._streamed
-            self._stream.attend_into(layer, q[:singles], out[:singles], *arrays)
+        if self._stream_end and self._stream is not None:
+            self._stream.attend_into(layer, q[: self._stream_end], out[: self._stream_end], self._streamed)
         keys, values = self.kv[layer]
         for part in self._parts:
             part.module.paged_run(
@@ -277,9 +258,10 @@ class FlashInferAttention(GraphAttention):
             )
         return out
 
-    def _stream_for(self, singles: int) -> "StreamAttention | None":
-        """What attends for so many single tokens that share nothing, if it is not FlashInfer."""
-        return self._stream if singles >= _STREAM_FROM else None
+    def _stream_for(self, singles: int, shared: SharedPrefixes | None) -> "StreamAttention | None":
+        """What attends for so many single tokens, if it is a stream."""
+        is_faster = singles >= _STREAM_FROM and (shared is not None or self._streams_plain)
+        return self._stream if is_faster else None
 
     def _planned(
         self,

@@ -1,8 +1,10 @@
-"""Attention of single tokens as one stream of keys that is cut evenly among the warps of a GPU, as a Triton kernel.
+"""Attention of single tokens as streams of keys that are cut evenly among the programs of a GPU, as a Triton kernel.
 
-The contexts of all sequences stand one after the other, in tiles of keys; each program is one warp that takes an equal
-share of them for one KV head (the "stream-K" cut of matrix products: https://arxiv.org/abs/2301.03598). Warps wait for
-nobody but memory, all of them fit the GPU at once, and none is left with a long context when the others are done.
+What blocks of queries see stands one block after the other, in tiles of keys; each program takes an equal share of that
+for one KV head (the "stream-K" cut of matrix products: https://arxiv.org/abs/2301.03598). All programs fit the GPU at
+once, and none is left with a long context when the others are done. What sequences begin with alike is a stream of its
+own, whose blocks are queries of several sequences; the other has a block for each sequence, of whose queries a single
+warp makes a row of tensor cores: it waits for nobody but memory.
 
 Imported only where there is a GPU (or Triton's interpreter). Sums are in float32.
 """
@@ -14,125 +16,240 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import handover
-from kernels.attention import AttentionShape
+from kernels import handover, ranges
+from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 from kernels.handover import let_next_start, wait
+from kernels.transfer import StaticArrays
 
-# Keys of a tile: the fewest that a product of tensor cores takes. More keep more registers, of fewer programs.
-TILE_KEYS = 16
-# Rows of queries (heads of one KV head) in such a product.
-_ROWS = 16
-# Programs of a multiprocessor, three for each of its four schedulers, and the registers that each may then have.
-_PROGRAMS, _REGISTERS = 12, 168
-# What beginning with another sequence costs a program, in tiles that it could read meanwhile. (H200.)
-_BEGIN_TILES = 3
-# The fewest tiles that are worth a program of their own: each leaves a part that is to be merged.
-_LEAST_TILES = 4
-# Stages of the loop over tiles: more of them keep more tiles of one program on their way, and leave room for fewer.
-_STAGES = 4
+# Numbers of a program's share, and of a block, as `Stream` lists them.
+SHARE_FIELDS, BLOCK_FIELDS = 3, 10
 
-# Numbers of a program's share and of a sequence, as `Work` lists them.
-SHARE_FIELDS, SEQUENCE_FIELDS = 3, 6
+_LOG2_E = 1.4426950408889634
+
+# Rows of queries (times heads a KV head) of a warp: what a product of tensor cores has.
+_WARP_ROWS = 16
+# Warps of a multiprocessor, three for each of its four schedulers, and the registers that a thread may then have.
+_WARPS, _REGISTERS = 12, 168
+
+
+class _Kind(NamedTuple):
+    """How a stream's programs are. A tile has `keys`; `stages` of the loop over tiles, more of which keep more tiles on
+    their way at once; a block costs what `begin` tiles do beside its own; no share is of fewer than `least` tiles on
+    average, since each leaves a part that is to be merged. (Measured on an H200.)"""
+
+    warps: int
+    keys: int
+    stages: int
+    begin: int
+    least: int
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.warps * _WARP_ROWS
+
+
+_OWN = _Kind(warps=1, keys=16, stages=4, begin=3, least=4)
+_SHARED = _Kind(warps=4, keys=32, stages=6, begin=2, least=2)
+
+
+class Stream(NamedTuple):
+    """A stream as it was cut, int32. `shares` `[most programs a KV head, SHARE_FIELDS]`: each program's first tile, its
+    end, and the block of the first. `blocks` `[n + 1, BLOCK_FIELDS]`: each one's first tile and its end, the place of
+    its first page on the list of pages, its keys, the first and the last program that has some of it; of what is shared
+    the place of its first query among the members and how many it has; of a sequence, the block that has what it
+    shares, which of that block's queries is its own, and the first and the last program that has some of that block
+    (none where there is no such block). The last row is nobody's."""
+
+    shares: np.ndarray
+    blocks: np.ndarray
 
 
 class Work(NamedTuple):
-    """A step's work, int32, planned on the host. `shares` `[most programs a KV head, 3]`: each program's first tile of
-    the stream, its end, and the sequence of the first. `sequences` `[n + 1, 6]`: each one's first tile and its end, the
-    place of its first page on the list of pages, its context in keys, and the first and the last program that has some
-    of it; the last row is nobody's."""
+    """A step's work, int32, planned on the host: what each sequence has of its own, what several share (if any do) for
+    `members` (indices of sequences), and the `pages` of all blocks, those that are shared first."""
 
-    shares: np.ndarray
-    sequences: np.ndarray
+    own: Stream
+    shared: Stream | None
+    members: np.ndarray
+    pages: np.ndarray
 
 
 def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
     """Whether the kernel is made for such a model."""
     plain = shape.softcap is None and all(window is None for window in shape.windows)
-    narrow = shape.num_heads <= _ROWS * shape.num_kv_heads and shape.head_dim in (64, 128)
+    narrow = shape.num_heads <= _WARP_ROWS * shape.num_kv_heads and shape.head_dim in (64, 128)
     return plain and narrow and dtype in (torch.bfloat16, torch.float16)
 
 
 class StreamAttention:
     """`kv` is the pages (see `kernels.attention`), on a GPU. A step has up to `max_sequences` sequences, whose newest
-    token attends to the whole context."""
+    token attends to the whole context; graphs read up to `max_pages` pages."""
 
-    def __init__(self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, multiprocessors: int) -> None:
+    def __init__(
+        self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, max_pages: int, multiprocessors: int
+    ) -> None:
         self._kv, self._shape = kv, shape
-        self._page_size = kv.shape[4]
-        self.programs = max(_PROGRAMS * multiprocessors // shape.num_kv_heads, 1)
-        # Of each program what belongs to the sequence that it begins in, and to the one that it ends in.
-        parts, rows = 2 * self.programs * shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
-        self._part_out = torch.empty(parts, rows, shape.head_dim, dtype=torch.float32, device=kv.device)
-        self._part_lse = torch.empty(parts, rows, dtype=torch.float32, device=kv.device)
+        self._page_size, self._scratch = kv.shape[4], kv.shape[2] - 1
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._members = _SHARED.rows // self._group  # of a block, at most
+        self.programs = {
+            kind: max(_WARPS // kind.warps * multiprocessors // shape.num_kv_heads, 1) for kind in (_OWN, _SHARED)
+        }
+        # What is shared is so by two at least, and by as many as a block has room for.
+        self._own_parts = self._parts(self.programs[_OWN] + max_sequences, self._group)
+        self._shared_parts = self._parts(self.programs[_SHARED] + max_sequences // 2, _SHARED.rows)
         self._arrived = torch.zeros(max_sequences, shape.num_kv_heads, dtype=torch.int32, device=kv.device)
+        layout = {
+            "rows": max_sequences,
+            "own_shares": self.programs[_OWN] * SHARE_FIELDS,
+            "own_blocks": (max_sequences + 1) * BLOCK_FIELDS,
+            "shared_shares": self.programs[_SHARED] * SHARE_FIELDS,
+            "shared_blocks": (max_sequences // 2 + 1) * BLOCK_FIELDS,
+            "members": max_sequences,
+            "pages": max_pages + max_sequences,
+        }
+        self._static = StaticArrays(
+            kv.device, {name: (torch.int64 if name == "rows" else torch.int32, size) for name, size in layout.items()}
+        )
 
-    def work(self, contexts: np.ndarray) -> Work:
-        """`contexts`: keys of each sequence, 1 at least."""
-        n = len(contexts)
-        tiles = -(-contexts.astype(np.int64) // TILE_KEYS)
-        ends = np.zeros(n + 1, dtype=np.int64)
-        np.cumsum(tiles, out=ends[1:])
-        pages = -(-contexts // self._page_size)
-        costs = ends + _BEGIN_TILES * np.arange(n + 1)
-        programs = min(self.programs, max(int(ends[-1]) // _LEAST_TILES, 1))
-        wanted = np.arange(programs) * (costs[-1] / programs)
-        sequence = np.searchsorted(costs, wanted, side="right") - 1
-        bounds = np.minimum(ends[sequence] + np.rint(wanted - costs[sequence]).astype(np.int64), ends[sequence + 1])
-        # A program without tiles would leave no part: there is none.
-        bounds = np.append(bounds[np.diff(bounds, append=ends[-1]) > 0], ends[-1])
-        shares = np.full((self.programs, SHARE_FIELDS), ends[-1], dtype=np.int32)
-        used = shares[: len(bounds) - 1]
-        used[:, 0], used[:, 1] = bounds[:-1], bounds[1:]
-        used[:, 2] = np.searchsorted(ends, bounds[:-1], side="right") - 1
-        shares[len(used) :, 2] = n
-        sequences = np.zeros((n + 1, SEQUENCE_FIELDS), dtype=np.int32)
-        own = sequences[:n]
-        own[:, 0], own[:, 1] = ends[:-1], ends[1:]
-        own[:, 2], own[:, 3] = np.cumsum(pages) - pages, contexts
-        own[:, 4] = np.searchsorted(bounds, ends[:-1], side="right") - 1
-        own[:, 5] = np.searchsorted(bounds, ends[1:], side="left") - 1
-        return Work(shares, sequences)
+    def _parts(self, count: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = count * self._shape.num_kv_heads, rows
+        out = torch.empty(*shape, self._shape.head_dim, dtype=torch.float32, device=self._kv.device)
+        return out, torch.empty(shape, dtype=torch.float32, device=self._kv.device)
 
-    def attend_into(
+    def work(self, batch: AttentionBatch, shared: SharedPrefixes | None, padding: int = 0) -> Work:
+        """Of chunks of one token, and of `padding` more that see one token of the last page."""
+        together, n = shared or SharedPrefixes.none(), len(batch.rows)
+        tables = ranges.tables(batch, together, self._page_size, repeat=False)
+        skipped = together.pages_of(n)
+        own = _columns(n + padding)
+        own[:n, 3] = batch.starts + 1 - skipped * self._page_size
+        own[:n, 2] = tables.chunks + skipped
+        own[n:, 3], own[n:, 2] = 1, len(tables.pages) + np.arange(padding)
+        own[:, 9] = -1
+        cut_groups = None
+        if shared is not None:
+            blocks = ranges.of_groups(shared, tables.groups, self._page_size, self._members)
+            groups = _columns(len(blocks.counts))
+            groups[:, 2], groups[:, 3], groups[:, 6], groups[:, 7] = (
+                blocks.pages, blocks.last_keys, ~blocks.firsts, blocks.counts,
+            )  # fmt: skip
+            cut_groups = _cut(groups, _SHARED, self.programs[_SHARED])
+            block = np.repeat(np.arange(len(groups)), blocks.counts)
+            own[shared.members, 6] = block
+            own[shared.members, 7] = np.arange(len(block)) - groups[block, 6]
+            own[shared.members, 8:] = groups[block, 4:6]
+        pages = np.append(tables.pages, np.full(padding, self._scratch, dtype=np.int32)) if padding else tables.pages
+        return Work(_cut(own, _OWN, self.programs[_OWN]), cut_groups, together.members, pages)
+
+    def fill(self, work: Work, rows: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`rows` and the `arrays` of the work on the device, where graphs read them."""
+        nothing = work.members[:0]
+        self._static.fill(
+            {
+                "rows": rows,
+                "own_shares": work.own.shares.ravel(),
+                "own_blocks": work.own.blocks.ravel(),
+                "shared_shares": nothing if work.shared is None else work.shared.shares.ravel(),
+                "shared_blocks": nothing if work.shared is None else work.shared.blocks.ravel(),
+                "members": work.members,
+                "pages": work.pages,
+            }
+        )
+        names = ["own_shares", "own_blocks", "pages"]
+        if work.shared is not None:
+            names += ["shared_shares", "shared_blocks", "members"]
+        return self._static["rows"][: len(rows)], [self._static[name] for name in names]
+
+    @staticmethod
+    def arrays(work: Work) -> list[np.ndarray]:
+        """What `attend_into` takes of it, on the device."""
+        own = [*work.own, work.pages]
+        return own if work.shared is None else [*own, *work.shared, work.members]
+
+    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor, arrays: list[torch.Tensor]) -> None:
+        """q, out: `[n, num_heads, head_dim]`, contiguous, of the sequences of a work in their order."""
+        shares, blocks, pages, *shared = arrays
+        if shared:
+            self._launch(layer, _SHARED, q, out, shared[0], shared[1], pages, shared[2], True)
+        self._launch(layer, _OWN, q, out, shares, blocks, pages, pages, bool(shared))
+
+    def _launch(
         self,
         layer: int,
+        kind: _Kind,
         q: torch.Tensor,
         out: torch.Tensor,
         shares: torch.Tensor,
-        sequences: torch.Tensor,
+        blocks: torch.Tensor,
         pages: torch.Tensor,
+        members: torch.Tensor,
+        has_shared: bool,
     ) -> None:
-        """Of the sequences of a `Work`, on the device, in their order. q, out: `[n, num_heads, head_dim]`, contiguous.
-        pages: those of each sequence, one after the other, int32."""
         shape = self._shape
-        group = shape.num_heads // shape.num_kv_heads
         keys, values = self._kv[layer]
-        _attend[(shape.num_kv_heads * self.programs,)](
+        _attend[(shape.num_kv_heads * self.programs[kind],)](
             q,
             keys,
             values,
             out,
-            self._part_out,
-            self._part_lse,
+            *self._own_parts,
+            *self._shared_parts,
             self._arrived,
             shares,
-            sequences,
+            blocks,
+            members,
             pages,
-            shape.scale * 1.4426950408889634,
+            shape.scale * _LOG2_E,
             shape.num_heads,
             shape.num_kv_heads,
             self._page_size,
             shape.head_dim,
-            _ROWS,
-            triton.next_power_of_2(group),
-            TILE_KEYS,
-            _STAGES,
+            kind.rows,
+            _SHARED.rows,
+            triton.next_power_of_2(self._group),
+            kind.keys,
+            kind.stages,
             SHARE_FIELDS,
-            SEQUENCE_FIELDS,
-            num_warps=1,
+            BLOCK_FIELDS,
+            kind is _SHARED,
+            has_shared,
+            num_warps=kind.warps,
             maxnreg=_REGISTERS,
             **handover.OPTIONS,
         )
+
+
+def _columns(count: int) -> np.ndarray:
+    """For so many blocks: the fields that `_cut` does not fill are the caller's."""
+    return np.zeros((count, BLOCK_FIELDS), dtype=np.int32)
+
+
+def _cut(blocks: np.ndarray, kind: _Kind, most: int) -> Stream:
+    """Fills in which tiles the blocks are and who has them, and cuts them for up to `most` programs a KV head."""
+    n = len(blocks)
+    shares = np.zeros((most, SHARE_FIELDS), dtype=np.int32)
+    nobody = np.zeros((1, BLOCK_FIELDS), dtype=np.int32)
+    if n == 0:
+        return Stream(shares, nobody)
+    ends = np.zeros(n + 1, dtype=np.int64)
+    np.cumsum(-(-blocks[:, 3].astype(np.int64) // kind.keys), out=ends[1:])
+    costs = ends + kind.begin * np.arange(n + 1)
+    programs = min(most, max(int(ends[-1]) // kind.least, 1))
+    wanted = np.arange(programs) * (costs[-1] / programs)
+    block = np.searchsorted(costs, wanted, side="right") - 1
+    bounds = np.minimum(ends[block] + np.rint(wanted - costs[block]).astype(np.int64), ends[block + 1])
+    # A program without tiles would leave no part: there is none.
+    bounds = np.append(bounds[np.diff(bounds, append=ends[-1]) > 0], ends[-1])
+    shares[:] = ends[-1], ends[-1], n
+    used = shares[: len(bounds) - 1]
+    used[:, 0], used[:, 1] = bounds[:-1], bounds[1:]
+    used[:, 2] = np.searchsorted(ends, bounds[:-1], side="right") - 1
+    blocks[:, 0], blocks[:, 1] = ends[:-1], ends[1:]
+    blocks[:, 4] = np.searchsorted(bounds, ends[:-1], side="right") - 1
+    blocks[:, 5] = np.searchsorted(bounds, ends[1:], side="left") - 1
+    return Stream(shares, np.append(blocks, nobody, axis=0))
 
 
 @triton.jit
@@ -143,9 +260,12 @@ def _attend(
     out,
     part_out,
     part_lse,
+    shared_out,
+    shared_lse,
     arrived,
     shares,
-    sequences,
+    blocks,
+    members,
     pages,
     scale,
     HEADS: tl.constexpr,
@@ -153,28 +273,36 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     SHARE_FIELDS: tl.constexpr,
-    SEQUENCE_FIELDS: tl.constexpr,
+    BLOCK_FIELDS: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
 ):
     let_next_start()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head, program = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     share = shares + program * SHARE_FIELDS
-    tile, last_tile, token = tl.load(share), tl.load(share + 1), tl.load(share + 2)
-    begin, end, place, context, first, last = _sequence(sequences, token, SEQUENCE_FIELDS)
+    tile, last_tile, block = tl.load(share), tl.load(share + 1), tl.load(share + 2)
+    begin, end, place, context, first, last, which, member = _block(blocks, block, BLOCK_FIELDS)
     row, at = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
-    is_query = row < GROUP
     wait()
     while tile < last_tile:
-        # What the next sequence is, is there when this one has been read.
-        next_begin, next_end, next_place, next_context, next_first, next_last = _sequence(
-            sequences, token + 1, SEQUENCE_FIELDS
+        # What the next block is, is there when this one has been read.
+        next_begin, next_end, next_place, next_context, next_first, next_last, next_which, next_member = _block(
+            blocks, block + 1, BLOCK_FIELDS
         )
         stop = tl.minimum(end, last_tile)
-        target = ((token * HEADS + head * GROUP + row) * HEAD_DIM)[:, None] + at[None, :]
+        if IS_SHARED:
+            is_query = row < member * GROUP
+            token = tl.load(members + which + row // GROUP, mask=is_query, other=0)
+        else:
+            is_query = row < GROUP
+            token = block + tl.zeros([ROWS], tl.int32)
+        target = ((token * HEADS + head * GROUP + row % GROUP) * HEAD_DIM)[:, None] + at[None, :]
         mask = is_query[:, None] & (at < HEAD_DIM)[None, :]
         query = tl.load(q + target, mask=mask, other=0.0)
         first_key, last_key = (tile - begin) * KEYS, tl.minimum((stop - begin) * KEYS, context)
@@ -196,38 +324,57 @@ def _attend(
             total = total * shrink + tl.sum(weights, 1)
             sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None])
             top = new_top
-        result = sums / total[:, None]
-        if first == last:
-            tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
+        slot = _slot(program, block, head, KV_HEADS)
+        if IS_SHARED:
+            place_out = slot * ROWS + row
+            tl.store(shared_out + place_out[:, None] * HEAD_DIM + at[None, :], sums / total[:, None], mask=mask)
+            tl.store(shared_lse + place_out, top + tl.log2(total), mask=is_query)
+        elif first == last:
+            if HAS_SHARED:
+                shared_first, shared_last = _shared(blocks, block, BLOCK_FIELDS)
+                top, total, sums = _with_parts(
+                    top, total, sums, shared_out, shared_lse, which, head, shared_first, shared_last, member * GROUP,
+                    SHARED_ROWS, GROUP, KV_HEADS, HEAD_DIM, ROWS,
+                )  # fmt: skip
+            tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
         else:
-            slot = _slot(program, first, head, KV_HEADS) * GROUP + row
-            tl.store(part_out + slot[:, None] * HEAD_DIM + at[None, :], result, mask=mask)
-            tl.store(part_lse + slot, top + tl.log2(total), mask=is_query)
+            place_out = slot * GROUP + row
+            tl.store(part_out + place_out[:, None] * HEAD_DIM + at[None, :], sums / total[:, None], mask=mask)
+            tl.store(part_lse + place_out, top + tl.log2(total), mask=is_query)
             tl.debug_barrier()
-            place_arrived = arrived + token * KV_HEADS + head
-            before = tl.atomic_add(place_arrived, 1, sem="acq_rel")
+            count = arrived + block * KV_HEADS + head
+            before = tl.atomic_add(count, 1, sem="acq_rel")
             # All parts are there: whoever comes last merges them, in their own order.
             if before == last - first:
-                tl.store(place_arrived, 0)
-                _merge(out, part_out, part_lse, token, head, first, last, HEADS, KV_HEADS, HEAD_DIM, ROWS, MERGE_ROWS)
+                tl.store(count, 0)
+                _merge(
+                    out, part_out, part_lse, shared_out, shared_lse, blocks, block, head, first, last, which, member,
+                    HEADS, KV_HEADS, HEAD_DIM, SHARED_ROWS, MERGE_ROWS, BLOCK_FIELDS, HAS_SHARED,
+                )  # fmt: skip
         tile = stop
-        token += 1
-        begin, end, place, context, first, last = (
-            next_begin, next_end, next_place, next_context, next_first, next_last,
+        block += 1
+        begin, end, place, context, first, last, which, member = (
+            next_begin, next_end, next_place, next_context, next_first, next_last, next_which, next_member,
         )  # fmt: skip
 
 
 @triton.jit
-def _sequence(sequences, token, FIELDS: tl.constexpr):
-    at = sequences + token * FIELDS
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5)
+def _block(blocks, index, FIELDS: tl.constexpr):
+    at = blocks + index * FIELDS
+    begin, end, place, keys = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    return begin, end, place, keys, tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
 
 
 @triton.jit
-def _slot(program, first, head, KV_HEADS: tl.constexpr):
-    """Of the part that a program has of a sequence whose first program is `first`. A program has at most two: of the
-    sequence that others began, and of the one that it begins and does not end."""
-    return 2 * (program * KV_HEADS + head) + (program == first).to(tl.int32)
+def _shared(blocks, index, FIELDS: tl.constexpr):
+    """The programs that have some of what a sequence shares."""
+    return tl.load(blocks + index * FIELDS + 8), tl.load(blocks + index * FIELDS + 9)
+
+
+@triton.jit
+def _slot(program, block, head, KV_HEADS: tl.constexpr):
+    """Of the part that a program leaves of a block: along a stream either the one or the other is the next."""
+    return (program + block) * KV_HEADS + head
 
 
 @triton.jit
@@ -235,37 +382,76 @@ def _merge(
     out,
     part_out,
     part_lse,
-    token,
+    shared_out,
+    shared_lse,
+    blocks,
+    block,
     head,
     first,
     last,
+    shared_block,
+    member,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
+    BLOCK_FIELDS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
 ):
-    """The parts of the programs `first` to `last`, several at a time. Other programs wrote them: they do not come from
-    the cache of a multiprocessor."""
+    """The parts of one sequence: what it shares, if it does, and its own."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    PARTS: tl.constexpr = ROWS // MERGE_ROWS
-    row, at = tl.arange(0, MERGE_ROWS), tl.arange(0, HEAD_DIM)
+    row, at = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    if HAS_SHARED:
+        shared_first, shared_last = _shared(blocks, block, BLOCK_FIELDS)
+        top, total, sums = _with_parts(
+            top, total, sums, shared_out, shared_lse, shared_block, head, shared_first, shared_last, member * GROUP,
+            SHARED_ROWS, GROUP, KV_HEADS, HEAD_DIM, ROWS,
+        )  # fmt: skip
+    top, total, sums = _with_parts(
+        top, total, sums, part_out, part_lse, block, head, first, last, 0, GROUP, GROUP, KV_HEADS, HEAD_DIM, ROWS
+    )
+    target = ((block * HEADS + head * GROUP + row) * HEAD_DIM)[:, None] + at[None, :]
+    mask = (row < GROUP)[:, None] & (at < HEAD_DIM)[None, :]
+    tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _with_parts(
+    top,
+    total,
+    sums,
+    part_out,
+    part_lse,
+    block,
+    head,
+    first,
+    last,
+    first_row,
+    PART_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Added what the programs `first` to `last` left of a block, of its rows from `first_row` on, several programs at a
+    time. Others wrote it: it does not come from the cache of a multiprocessor."""
+    PARTS: tl.constexpr = 16 // ROWS
+    row, at = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
     is_row = row < GROUP
-    top = tl.full([MERGE_ROWS], -1e30, tl.float32)
-    total = tl.zeros([MERGE_ROWS], tl.float32)
-    sums = tl.zeros([MERGE_ROWS, HEAD_DIM], tl.float32)
     for start in range(first, last + 1, PARTS):
         program = start + tl.arange(0, PARTS)
-        slot = _slot(program, first, head, KV_HEADS)[:, None] * GROUP + row[None, :]
+        place = (_slot(program, block, head, KV_HEADS) * PART_ROWS + first_row)[:, None] + row[None, :]
         there = (program <= last)[:, None] & is_row[None, :]
-        lse = tl.load(part_lse + slot, mask=there, other=-1e30, cache_modifier=".cg")
-        where = part_out + slot[:, :, None] * HEAD_DIM + at[None, None, :]
+        lse = tl.load(part_lse + place, mask=there, other=-1e30, cache_modifier=".cg")
+        where = part_out + place[:, :, None] * HEAD_DIM + at[None, None, :]
         part = tl.load(where, mask=there[:, :, None] & (at < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(lse, 0))
         shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
         sums = sums * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         total = total * shrink + tl.sum(weight, 0)
         top = new_top
-    target = ((token * HEADS + head * GROUP + row) * HEAD_DIM)[:, None] + at[None, :]
-    result = (sums / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + target, result, mask=is_row[:, None] & (at < HEAD_DIM)[None, :])
+    return top, total, sums

@@ -109,7 +109,9 @@ class TritonAttention(GraphAttention):
             items, slots, counts = tensors[3 * index : 3 * index + 3]
             self._views[window] = _View(items, slots, counts, bool(work.counts.any()))
 
-    def plan_graph(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
+    def plan_graph(
+        self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None, *, chunks: bool = False
+    ) -> None:
         tables, works = self._work(batch, shared or SharedPrefixes.none(), size - batch.num_tokens)
         members = shared.members if shared is not None else np.zeros(0, dtype=np.int32)
         rows = self._rows(batch, size - batch.num_tokens)

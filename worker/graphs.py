@@ -144,8 +144,9 @@ class StepGraphs:
         wanted: np.ndarray | None = None,
     ) -> None:
         if shared is None and not (kind is Kind.PLAIN and self._attention.has_plain_graphs):
+            # The graph is one that reads together what is shared, be that nothing.
             shared = SharedPrefixes.none()
-        self._attention.plan_graph(batch, size, shared)
+        self._attention.plan_graph(batch, size, shared, chunks=kind is Kind.MIXED)
         # All that comes of what is beyond the batch goes into the last page, into rows that nobody reads, and becomes
         # the last token of nobody.
         slots = np.full(size, len(self._last_tokens) - 1)

@@ -1,19 +1,23 @@
-"""Attention of single tokens as one stream against the definition, and how the stream is cut."""
+"""Attention of single tokens as streams against the definition, and how streams are cut."""
 
 import numpy as np
 import pytest
 import torch
 
-from kernels.attention import AttentionBatch, AttentionShape, flat_pages
+from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 from kernels.reference import ReferenceAttention
-from tests.kernels.test_ranges import DEVICE, ON_GPU, TOLERANCES
+from tests.kernels.test_ranges import DEVICE, GROUPS, ON_GPU, TOLERANCES, grouped
 
 pytest.importorskip("triton")
 
-from kernels import stream_attention
-from kernels.stream_attention import TILE_KEYS, StreamAttention
+from kernels import prefixes, stream_attention
+from kernels.prefixes import PrefixFinder
+from kernels.stream_attention import StreamAttention
+from kernels.transfer import all_to_device
 
 PLAIN = AttentionShape(4, 2, 64, 0.125, (None,))
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+OWN, SHARED = stream_attention._OWN, stream_attention._SHARED
 
 
 def decodes(contexts: list[int], page_size: int) -> tuple[AttentionBatch, int]:
@@ -27,8 +31,39 @@ def decodes(contexts: list[int], page_size: int) -> tuple[AttentionBatch, int]:
     return AttentionBatch(tables, np.arange(len(contexts), dtype=np.int32), starts, np.ones_like(starts)), sum(counts)
 
 
-def stream(shape: AttentionShape, kv: torch.Tensor, n: int, programs: int) -> StreamAttention:
-    return StreamAttention(kv, shape, n, -(-programs * shape.num_kv_heads // stream_attention._PROGRAMS))
+def check(
+    batch: AttentionBatch,
+    num_pages: int,
+    page_size: int,
+    shape: AttentionShape,
+    shared: SharedPrefixes | None,
+    padding: int | None,
+) -> None:
+    """Of a step, or of a graph that is padded so. Twice the same layer: what counts parts that are there is zero
+    again."""
+    n = len(batch.rows)
+    torch.manual_seed(1)
+    size = len(shape.windows), 2, num_pages + 1, shape.num_kv_heads, page_size, shape.head_dim
+    kv = torch.randn(*size, dtype=DTYPE)
+    # Beyond the contexts, and on pages that are nobody's, stands what spoils whatever reads it.
+    for row, context in zip(batch.rows, batch.starts + 1, strict=True):
+        if context % page_size:
+            kv[:, :, batch.tables[row, context // page_size], :, context % page_size :] = float("nan")
+    expected = ReferenceAttention(kv.clone(), shape)
+    expected.plan(batch)
+    tested = StreamAttention(kv.to(DEVICE), shape, n + 3, 4 * num_pages, 4)
+    work = tested.work(batch, shared, padding or 0)
+    if padding is None:
+        arrays = all_to_device(tested.arrays(work), DEVICE)
+    else:
+        rows, arrays = tested.fill(work, np.arange(n + padding))
+        assert rows.tolist() == list(range(n + padding))
+    for layer in (*range(len(shape.windows)), 0):
+        q = torch.randn(n + (padding or 0), shape.num_heads, shape.head_dim, dtype=DTYPE)
+        got = torch.full_like(q, float("nan")).to(DEVICE)
+        tested.attend_into(layer, q.to(DEVICE), got, arrays)
+        wanted = expected.attend(layer, q[:n])
+        torch.testing.assert_close(got[:n].cpu(), wanted, atol=TOLERANCES[DTYPE], rtol=TOLERANCES[DTYPE])
 
 
 @pytest.mark.parametrize(
@@ -41,58 +76,81 @@ def stream(shape: AttentionShape, kv: torch.Tensor, n: int, programs: int) -> St
         (AttentionShape(2, 2, 64, 0.3, (None,)), 4),
     ],
 )
-@pytest.mark.parametrize(
-    "contexts",
-    [[1], [400], [17, 16, 15, 1], [300, 2, 33, 160, 1, 1, 90], [5] * 20],
-)
+@pytest.mark.parametrize("contexts", [[1], [400], [300, 2, 33, 160, 1, 1, 90], [5] * 20])
 def test_same_as_reference(shape: AttentionShape, page_size: int, contexts: list[int]) -> None:
-    """Twice: what counts the parts that are there is zero again."""
     batch, num_pages = decodes(contexts, page_size)
-    dtype = torch.bfloat16 if ON_GPU else torch.float16
-    torch.manual_seed(1)
-    kv = torch.randn(len(shape.windows), 2, num_pages + 1, shape.num_kv_heads, page_size, shape.head_dim, dtype=dtype)
-    # Beyond the contexts, and on the page that is nobody's, stands what spoils whatever reads it.
-    for row, context in enumerate(contexts):
-        if context % page_size:
-            kv[:, :, batch.tables[row, context // page_size], :, context % page_size :] = float("nan")
-    expected = ReferenceAttention(kv.clone(), shape)
-    expected.plan(batch)
-    tested = stream(shape, kv.to(DEVICE), len(contexts), 7)
-    held = np.array(contexts)
-    work = tested.work(held)
-    shares, sequences = (torch.from_numpy(array).to(DEVICE) for array in work)
-    pages = flat_pages(batch.tables, batch.rows, -(-held // page_size))
-    for layer in (*range(len(shape.windows)), 0):
-        q = torch.randn(len(contexts), shape.num_heads, shape.head_dim, dtype=dtype)
-        got = torch.full_like(q, float("nan")).to(DEVICE)
-        tested.attend_into(layer, q.to(DEVICE), got, shares, sequences, torch.from_numpy(pages).to(DEVICE))
-        wanted = expected.attend(layer, q)
-        torch.testing.assert_close(got.cpu(), wanted, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    check(batch, num_pages, page_size, shape, None, 2 if len(contexts) == 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size"),
+    [(PLAIN, 16), (AttentionShape(3, 1, 64, 0.2, (None,)), 4), (AttentionShape(16, 1, 64, 0.1, (None,)), 16)],
+)
+@pytest.mark.parametrize("padding", [None, 3])
+def test_shared_prefixes(
+    shape: AttentionShape, page_size: int, padding: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of several blocks, and of parts of one; sequences that share nothing."""
+    monkeypatch.setattr(prefixes, "_STARTS_BYTES", 0)
+    monkeypatch.setattr(prefixes, "_FLOAT32_BYTES", 0)
+    batch, num_pages = grouped([*GROUPS, (160, [1] * 35)], page_size)
+    shared = PrefixFinder(page_size, shape, DTYPE.itemsize).find(batch)
+    assert shared is not None and len(shared.num_pages) == 4
+    check(batch, num_pages, page_size, shape, shared, padding)
+
+
+def test_nothing_is_shared() -> None:
+    """As a graph is captured."""
+    batch, num_pages = decodes([30, 200], 16)
+    check(batch, num_pages, 16, PLAIN, SharedPrefixes.none(), 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_work_is_cut_evenly(seed: int) -> None:
+@pytest.mark.parametrize("kind", [OWN, SHARED])
+def test_cuts_are_even(seed: int, kind: stream_attention._Kind) -> None:
     """Every tile has one program, none has nothing but those beyond the last, and each has about as much as any."""
     generator = np.random.default_rng(seed)
-    contexts = generator.integers(1, int(generator.choice([20, 200, 3000])), int(generator.integers(1, 300)))
-    programs = int(generator.choice([1, 5, 64, 792]))
-    tested = stream(PLAIN, torch.empty(1, 2, 1, 2, 16, 64), len(contexts), programs)
-    shares, sequences = tested.work(contexts)
-    assert len(shares) == tested.programs >= programs
+    keys = generator.integers(1, int(generator.choice([20, 200, 3000])), int(generator.integers(1, 300)))
+    most = int(generator.choice([1, 5, 64, 792]))
+    columns = np.zeros((len(keys), stream_attention.BLOCK_FIELDS), dtype=np.int32)
+    columns[:, 3] = keys
+    shares, blocks = stream_attention._cut(columns, kind, most)
+    assert len(shares) == most
     sizes = shares[:, 1] - shares[:, 0]
     used = int((sizes > 0).sum())
     assert (sizes[:used] > 0).all() and not sizes[used:].any()
     assert shares[0, 0] == 0 and (shares[1:used, 0] == shares[: used - 1, 1]).all()
-    tiles = -(-contexts // TILE_KEYS)
-    own = sequences[:-1]
+    tiles = -(-keys // kind.keys)
+    own = blocks[:-1]
     assert (own[:, 1] - own[:, 0] == tiles).all() and own[-1, 1] == shares[used - 1, 1] == tiles.sum()
-    for program, (first, end, sequence) in enumerate(shares[:used]):
-        assert own[sequence, 0] <= first < own[sequence, 1]
+    begun = []
+    for program, (first, end, block) in enumerate(shares[:used]):
+        assert own[block, 0] <= first < own[block, 1]
         has = (own[:, 0] < end) & (own[:, 1] > first)
         assert ((own[:, 4] <= program) & (program <= own[:, 5]) == has).all()
-    begun = np.array([((own[:, 0] < end) & (own[:, 1] > first)).sum() for first, end, _ in shares[:used]])
-    costs = sizes[:used] + stream_attention._BEGIN_TILES * begun
-    assert costs.max() - costs.min() <= 3 * stream_attention._BEGIN_TILES + 2
+        begun.append(has.sum())
+    costs = sizes[:used] + kind.begin * np.array(begun)
+    assert costs.max() - costs.min() <= 3 * kind.begin + 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 40])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_room_for_parts(size: int, group: int) -> None:
+    """However many groups there are, what their programs leave has room."""
+    batch, num_pages = grouped([(32, [1] * size)] * (40 // size), 16)
+    n = len(batch.rows)
+    first_pages = batch.tables[batch.rows, 0]
+    members = np.argsort(first_pages, kind="stable").astype(np.int32)
+    ends = np.append(np.flatnonzero(np.diff(first_pages[members], prepend=-1)), n).astype(np.int32)
+    shared = SharedPrefixes(members, ends, np.full(len(ends) - 1, 2, dtype=np.int32))
+    shape = AttentionShape(group, 1, 64, 1.0, (None,))
+    tested = StreamAttention(torch.empty(1, 2, num_pages + 1, 1, 16, 64), shape, n, num_pages, 1)
+    work = tested.work(batch, shared)
+    assert work.shared is not None
+    for stream, parts in ((work.own, tested._own_parts), (work.shared, tested._shared_parts)):
+        blocks = stream.blocks[:-1]
+        assert (blocks[:, 5] + np.arange(len(blocks))).max() < len(parts[0])
+    tested.fill(work, np.arange(n))
 
 
 @pytest.mark.parametrize(
