@@ -21,10 +21,11 @@ from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 from kernels.handover import let_next_start, wait
 from kernels.transfer import StaticArrays
 
-# Numbers of a program's share, and of a block, as `Stream` lists them.
-SHARE_FIELDS, BLOCK_FIELDS = 3, 10
-
 _LOG2_E = 1.4426950408889634
+
+# Numbers of a program's share, and of a block, as `Stream` lists them.
+_SHARE_FIELDS, _BLOCK_FIELDS = 3, 10
+_TILE, _END, _PAGE, _KEYS, _FIRST, _LAST, _WHICH, _MEMBER, _SHARED_FIRST, _SHARED_LAST = range(_BLOCK_FIELDS)
 
 # Rows of queries (times heads a KV head) of a warp: what a product of tensor cores has.
 _WARP_ROWS = 16
@@ -54,8 +55,8 @@ _SHARED = _Kind(warps=4, keys=32, stages=6, begin=2, least=2)
 
 
 class Stream(NamedTuple):
-    """A stream as it was cut, int32. `shares` `[most programs a KV head, SHARE_FIELDS]`: each program's first tile, its
-    end, and the block of the first. `blocks` `[n + 1, BLOCK_FIELDS]`: each one's first tile and its end, the place of
+    """A stream as it was cut, int32. `shares` `[most programs a KV head, 3]`: each program's first tile, its
+    end, and the block of the first. `blocks` `[n + 1, 10]`: each one's first tile and its end, the place of
     its first page on the list of pages, its keys, the first and the last program that has some of it; of what is shared
     the place of its first query among the members and how many it has; of a sequence, the block that has what it
     shares, which of that block's queries is its own, and the first and the last program that has some of that block
@@ -102,10 +103,10 @@ class StreamAttention:
         self._arrived = torch.zeros(max_sequences, shape.num_kv_heads, dtype=torch.int32, device=kv.device)
         layout = {
             "rows": max_sequences,
-            "own_shares": self.programs[_OWN] * SHARE_FIELDS,
-            "own_blocks": (max_sequences + 1) * BLOCK_FIELDS,
-            "shared_shares": self.programs[_SHARED] * SHARE_FIELDS,
-            "shared_blocks": (max_sequences // 2 + 1) * BLOCK_FIELDS,
+            "own_shares": self.programs[_OWN] * _SHARE_FIELDS,
+            "own_blocks": (max_sequences + 1) * _BLOCK_FIELDS,
+            "shared_shares": self.programs[_SHARED] * _SHARE_FIELDS,
+            "shared_blocks": (max_sequences // 2 + 1) * _BLOCK_FIELDS,
             "members": max_sequences,
             "pages": max_pages + max_sequences,
         }
@@ -124,22 +125,22 @@ class StreamAttention:
         tables = ranges.tables(batch, together, self._page_size, repeat=False)
         skipped = together.pages_of(n)
         own = _columns(n + padding)
-        own[:n, 3] = batch.starts + 1 - skipped * self._page_size
-        own[:n, 2] = tables.chunks + skipped
-        own[n:, 3], own[n:, 2] = 1, len(tables.pages) + np.arange(padding)
-        own[:, 9] = -1
+        own[:n, _KEYS] = batch.starts + 1 - skipped * self._page_size
+        own[:n, _PAGE] = tables.chunks + skipped
+        own[n:, _KEYS], own[n:, _PAGE] = 1, len(tables.pages) + np.arange(padding)
+        own[:, _SHARED_LAST] = -1
         cut_groups = None
         if shared is not None:
             blocks = ranges.of_groups(shared, tables.groups, self._page_size, self._members)
             groups = _columns(len(blocks.counts))
-            groups[:, 2], groups[:, 3], groups[:, 6], groups[:, 7] = (
-                blocks.pages, blocks.last_keys, ~blocks.firsts, blocks.counts,
-            )  # fmt: skip
+            groups[:, _PAGE], groups[:, _KEYS] = blocks.pages, blocks.last_keys
+            groups[:, _WHICH], groups[:, _MEMBER] = ~blocks.firsts, blocks.counts
             cut_groups = _cut(groups, _SHARED, self.programs[_SHARED])
             block = np.repeat(np.arange(len(groups)), blocks.counts)
-            own[shared.members, 6] = block
-            own[shared.members, 7] = np.arange(len(block)) - groups[block, 6]
-            own[shared.members, 8:] = groups[block, 4:6]
+            own[shared.members, _WHICH] = block
+            own[shared.members, _MEMBER] = np.arange(len(block)) - groups[block, _WHICH]
+            own[shared.members, _SHARED_FIRST] = groups[block, _FIRST]
+            own[shared.members, _SHARED_LAST] = groups[block, _LAST]
         pages = np.append(tables.pages, np.full(padding, self._scratch, dtype=np.int32)) if padding else tables.pages
         return Work(_cut(own, _OWN, self.programs[_OWN]), cut_groups, together.members, pages)
 
@@ -211,8 +212,8 @@ class StreamAttention:
             triton.next_power_of_2(self._group),
             kind.keys,
             kind.stages,
-            SHARE_FIELDS,
-            BLOCK_FIELDS,
+            _SHARE_FIELDS,
+            _BLOCK_FIELDS,
             kind is _SHARED,
             has_shared,
             num_warps=kind.warps,
@@ -223,18 +224,18 @@ class StreamAttention:
 
 def _columns(count: int) -> np.ndarray:
     """For so many blocks: the fields that `_cut` does not fill are the caller's."""
-    return np.zeros((count, BLOCK_FIELDS), dtype=np.int32)
+    return np.zeros((count, _BLOCK_FIELDS), dtype=np.int32)
 
 
 def _cut(blocks: np.ndarray, kind: _Kind, most: int) -> Stream:
     """Fills in which tiles the blocks are and who has them, and cuts them for up to `most` programs a KV head."""
     n = len(blocks)
-    shares = np.zeros((most, SHARE_FIELDS), dtype=np.int32)
-    nobody = np.zeros((1, BLOCK_FIELDS), dtype=np.int32)
+    shares = np.zeros((most, _SHARE_FIELDS), dtype=np.int32)
+    nobody = np.zeros((1, _BLOCK_FIELDS), dtype=np.int32)
     if n == 0:
         return Stream(shares, nobody)
     ends = np.zeros(n + 1, dtype=np.int64)
-    np.cumsum(-(-blocks[:, 3].astype(np.int64) // kind.keys), out=ends[1:])
+    np.cumsum(-(-blocks[:, _KEYS].astype(np.int64) // kind.keys), out=ends[1:])
     costs = ends + kind.begin * np.arange(n + 1)
     programs = min(most, max(int(ends[-1]) // kind.least, 1))
     wanted = np.arange(programs) * (costs[-1] / programs)
@@ -246,9 +247,9 @@ def _cut(blocks: np.ndarray, kind: _Kind, most: int) -> Stream:
     used = shares[: len(bounds) - 1]
     used[:, 0], used[:, 1] = bounds[:-1], bounds[1:]
     used[:, 2] = np.searchsorted(ends, bounds[:-1], side="right") - 1
-    blocks[:, 0], blocks[:, 1] = ends[:-1], ends[1:]
-    blocks[:, 4] = np.searchsorted(bounds, ends[:-1], side="right") - 1
-    blocks[:, 5] = np.searchsorted(bounds, ends[1:], side="left") - 1
+    blocks[:, _TILE], blocks[:, _END] = ends[:-1], ends[1:]
+    blocks[:, _FIRST] = np.searchsorted(bounds, ends[:-1], side="right") - 1
+    blocks[:, _LAST] = np.searchsorted(bounds, ends[1:], side="left") - 1
     return Stream(shares, np.append(blocks, nobody, axis=0))
 
 
@@ -303,7 +304,7 @@ def _attend(
             is_query = row < GROUP
             token = block + tl.zeros([ROWS], tl.int32)
         target = ((token * HEADS + head * GROUP + row % GROUP) * HEAD_DIM)[:, None] + at[None, :]
-        mask = is_query[:, None] & (at < HEAD_DIM)[None, :]
+        mask = is_query[:, None]
         query = tl.load(q + target, mask=mask, other=0.0)
         first_key, last_key = (tile - begin) * KEYS, tl.minimum((stop - begin) * KEYS, context)
         # Not infinite: two of them would have no difference.
@@ -415,8 +416,7 @@ def _merge(
         top, total, sums, part_out, part_lse, block, head, first, last, 0, GROUP, GROUP, KV_HEADS, HEAD_DIM, ROWS
     )
     target = ((block * HEADS + head * GROUP + row) * HEAD_DIM)[:, None] + at[None, :]
-    mask = (row < GROUP)[:, None] & (at < HEAD_DIM)[None, :]
-    tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=(row < GROUP)[:, None])
 
 
 @triton.jit
@@ -448,7 +448,7 @@ def _with_parts(
         there = (program <= last)[:, None] & is_row[None, :]
         lse = tl.load(part_lse + place, mask=there, other=-1e30, cache_modifier=".cg")
         where = part_out + place[:, :, None] * HEAD_DIM + at[None, None, :]
-        part = tl.load(where, mask=there[:, :, None] & (at < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        part = tl.load(where, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(lse, 0))
         shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
         sums = sums * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
