@@ -53,6 +53,10 @@ class Tables:
 
 def tables(batch: AttentionBatch, shared: SharedPrefixes, page_size: int, *, repeat: bool) -> Tables:
     """The pages that a batch reads; with `repeat` each chunk's are all of its table's."""
+    if not len(shared.members):
+        counts = -(-(batch.starts + batch.lengths) // page_size)
+        pages = flat_pages(batch.tables, batch.rows, counts)
+        return Tables(pages, np.zeros(0, dtype=np.int64), np.cumsum(counts, dtype=np.int64) - counts)
     skipped = np.zeros(len(batch.rows), dtype=np.int64) if repeat else shared.pages_of(len(batch.rows)).astype(np.int64)
     own = -(-(batch.starts + batch.lengths) // page_size) - skipped
     leaders = batch.rows[shared.members[shared.ends[:-1]]]

@@ -123,14 +123,15 @@ class StreamAttention:
         """Of chunks of one token, and of `padding` more that see one token of the last page."""
         together, n = shared or SharedPrefixes.none(), len(batch.rows)
         tables = ranges.tables(batch, together, self._page_size, repeat=False)
-        skipped = together.pages_of(n)
         own = _columns(n + padding)
-        own[:n, _KEYS] = batch.starts + 1 - skipped * self._page_size
-        own[:n, _PAGE] = tables.chunks + skipped
+        own[:n, _KEYS], own[:n, _PAGE] = batch.starts + 1, tables.chunks
         own[n:, _KEYS], own[n:, _PAGE] = 1, len(tables.pages) + np.arange(padding)
         own[:, _SHARED_LAST] = -1
         cut_groups = None
         if shared is not None:
+            skipped = shared.pages_of(n)
+            own[:n, _KEYS] -= skipped * self._page_size
+            own[:n, _PAGE] += skipped
             blocks = ranges.of_groups(shared, tables.groups, self._page_size, self._members)
             groups = _columns(len(blocks.counts))
             groups[:, _PAGE], groups[:, _KEYS] = blocks.pages, blocks.last_keys
@@ -231,26 +232,30 @@ def _cut(blocks: np.ndarray, kind: _Kind, most: int) -> Stream:
     """Fills in which tiles the blocks are and who has them, and cuts them for up to `most` programs a KV head."""
     n = len(blocks)
     shares = np.zeros((most, _SHARE_FIELDS), dtype=np.int32)
-    nobody = np.zeros((1, _BLOCK_FIELDS), dtype=np.int32)
+    listed = np.zeros((n + 1, _BLOCK_FIELDS), dtype=np.int32)
     if n == 0:
-        return Stream(shares, nobody)
+        return Stream(shares, listed)
     ends = np.zeros(n + 1, dtype=np.int64)
-    np.cumsum(-(-blocks[:, _KEYS].astype(np.int64) // kind.keys), out=ends[1:])
+    np.cumsum(-(-blocks[:, _KEYS] // kind.keys), out=ends[1:])
+    total = int(ends[-1])
     costs = ends + kind.begin * np.arange(n + 1)
-    programs = min(most, max(int(ends[-1]) // kind.least, 1))
-    wanted = np.arange(programs) * (costs[-1] / programs)
-    block = np.searchsorted(costs, wanted, side="right") - 1
-    bounds = np.minimum(ends[block] + np.rint(wanted - costs[block]).astype(np.int64), ends[block + 1])
-    # A program without tiles would leave no part: there is none.
-    bounds = np.append(bounds[np.diff(bounds, append=ends[-1]) > 0], ends[-1])
-    shares[:] = ends[-1], ends[-1], n
+    programs = min(most, max(total // kind.least, 1))
+    wanted = np.arange(programs + 1) * (costs[-1] / programs)
+    block = costs.searchsorted(wanted[:-1], side="right") - 1
+    bounds = np.full(programs + 1, total)
+    np.minimum(ends[block] + np.rint(wanted[:-1] - costs[block]).astype(np.int64), ends[block + 1], out=bounds[:-1])
+    has_tiles = bounds[:-1] < bounds[1:]
+    if not has_tiles.all():  # a program that has none would leave no part: there is none
+        bounds = np.append(bounds[:-1][has_tiles], total)
+    shares[:] = total, total, n
     used = shares[: len(bounds) - 1]
     used[:, 0], used[:, 1] = bounds[:-1], bounds[1:]
-    used[:, 2] = np.searchsorted(ends, bounds[:-1], side="right") - 1
+    used[:, 2] = ends.searchsorted(bounds[:-1], side="right") - 1
     blocks[:, _TILE], blocks[:, _END] = ends[:-1], ends[1:]
-    blocks[:, _FIRST] = np.searchsorted(bounds, ends[:-1], side="right") - 1
-    blocks[:, _LAST] = np.searchsorted(bounds, ends[1:], side="left") - 1
-    return Stream(shares, np.append(blocks, nobody, axis=0))
+    blocks[:, _FIRST] = bounds.searchsorted(ends[:-1], side="right") - 1
+    blocks[:, _LAST] = bounds.searchsorted(ends[1:], side="left") - 1
+    listed[:n] = blocks
+    return Stream(shares, listed)
 
 
 @triton.jit
