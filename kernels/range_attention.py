@@ -246,12 +246,7 @@ def _attend_rows(
             v = tl.load(values + where[:, None] + at[None, :], mask=in_head[None, :], other=0.0)
         scores = tl.dot(query, k, input_precision="ieee") * scale
         scores = _seen_scores(scores, key, position, limit, softcap, window, WINDOW, CAPPED)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
-        top = new_top
+        top, total, sums = with_values(scores, v, top, total, sums)
     # 0 for a query that sees none of the range's keys; one that sees any has a total of 1 or more.
     result = sums / tl.maximum(total, 1.0)[:, None]
     if part < 0:
@@ -261,6 +256,17 @@ def _attend_rows(
         slot = (tl.load(slots + token, mask=is_query, other=0) + part).to(tl.int64) * HEADS + query_head
         tl.store(part_out + slot[:, None] * HEAD_DIM + at[None, :], result, mask=both)
         tl.store(part_lse + slot, top + tl.log2(total), mask=is_query)
+
+
+@triton.jit
+def with_values(scores, v, top, total, sums):
+    """What rows have attended to, and the values `v` of keys with these scores (to base 2) besides: the largest score
+    of each row, the sum of its weights, and of what they weigh."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    return new_top, total, tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
 
 
 @triton.jit

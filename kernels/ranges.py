@@ -53,7 +53,7 @@ class Tables:
 
 def tables(batch: AttentionBatch, shared: SharedPrefixes, page_size: int, *, repeat: bool) -> Tables:
     """The pages that a batch reads; with `repeat` each chunk's are all of its table's."""
-    if not len(shared.members):
+    if not len(shared.members):  # as most steps are, each of which the host plans while the GPU computes another
         counts = -(-(batch.starts + batch.lengths) // page_size)
         pages = flat_pages(batch.tables, batch.rows, counts)
         return Tables(pages, np.zeros(0, dtype=np.int64), np.cumsum(counts, dtype=np.int64) - counts)

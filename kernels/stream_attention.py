@@ -19,6 +19,7 @@ import triton.language as tl
 from kernels import handover, ranges
 from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 from kernels.handover import let_next_start, wait
+from kernels.range_attention import with_values
 from kernels.transfer import StaticArrays
 
 _LOG2_E = 1.4426950408889634
@@ -26,6 +27,9 @@ _LOG2_E = 1.4426950408889634
 # Numbers of a program's share, and of a block, as `Stream` lists them.
 _SHARE_FIELDS, _BLOCK_FIELDS = 3, 10
 _TILE, _END, _PAGE, _KEYS, _FIRST, _LAST, _WHICH, _MEMBER, _SHARED_FIRST, _SHARED_LAST = range(_BLOCK_FIELDS)
+
+# What a kernel reads of a work.
+_ARRAYS = "own_shares", "own_blocks", "pages", "shared_shares", "shared_blocks", "members"
 
 # Rows of queries (times heads a KV head) of a warp: what a product of tensor cores has.
 _WARP_ROWS = 16
@@ -94,18 +98,18 @@ class StreamAttention:
         self._page_size, self._scratch = kv.shape[4], kv.shape[2] - 1
         self._group = shape.num_heads // shape.num_kv_heads
         self._members = _SHARED.rows // self._group  # of a block, at most
-        self.programs = {
+        self._programs = {
             kind: max(_WARPS // kind.warps * multiprocessors // shape.num_kv_heads, 1) for kind in (_OWN, _SHARED)
         }
         # What is shared is so by two at least, and by as many as a block has room for.
-        self._own_parts = self._parts(self.programs[_OWN] + max_sequences, self._group)
-        self._shared_parts = self._parts(self.programs[_SHARED] + max_sequences // 2, _SHARED.rows)
+        self._own_parts = self._parts(self._programs[_OWN] + max_sequences, self._group)
+        self._shared_parts = self._parts(self._programs[_SHARED] + max_sequences // 2, _SHARED.rows)
         self._arrived = torch.zeros(max_sequences, shape.num_kv_heads, dtype=torch.int32, device=kv.device)
         layout = {
             "rows": max_sequences,
-            "own_shares": self.programs[_OWN] * _SHARE_FIELDS,
+            "own_shares": self._programs[_OWN] * _SHARE_FIELDS,
             "own_blocks": (max_sequences + 1) * _BLOCK_FIELDS,
-            "shared_shares": self.programs[_SHARED] * _SHARE_FIELDS,
+            "shared_shares": self._programs[_SHARED] * _SHARE_FIELDS,
             "shared_blocks": (max_sequences // 2 + 1) * _BLOCK_FIELDS,
             "members": max_sequences,
             "pages": max_pages + max_sequences,
@@ -136,37 +140,24 @@ class StreamAttention:
             groups = _columns(len(blocks.counts))
             groups[:, _PAGE], groups[:, _KEYS] = blocks.pages, blocks.last_keys
             groups[:, _WHICH], groups[:, _MEMBER] = ~blocks.firsts, blocks.counts
-            cut_groups = _cut(groups, _SHARED, self.programs[_SHARED])
+            cut_groups = _cut(groups, _SHARED, self._programs[_SHARED])
             block = np.repeat(np.arange(len(groups)), blocks.counts)
             own[shared.members, _WHICH] = block
             own[shared.members, _MEMBER] = np.arange(len(block)) - groups[block, _WHICH]
             own[shared.members, _SHARED_FIRST] = groups[block, _FIRST]
             own[shared.members, _SHARED_LAST] = groups[block, _LAST]
         pages = np.append(tables.pages, np.full(padding, self._scratch, dtype=np.int32)) if padding else tables.pages
-        return Work(_cut(own, _OWN, self.programs[_OWN]), cut_groups, together.members, pages)
+        return Work(_cut(own, _OWN, self._programs[_OWN]), cut_groups, together.members, pages)
 
     def fill(self, work: Work, rows: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """`rows` and the `arrays` of the work on the device, where graphs read them."""
-        nothing = work.members[:0]
-        self._static.fill(
-            {
-                "rows": rows,
-                "own_shares": work.own.shares.ravel(),
-                "own_blocks": work.own.blocks.ravel(),
-                "shared_shares": nothing if work.shared is None else work.shared.shares.ravel(),
-                "shared_blocks": nothing if work.shared is None else work.shared.blocks.ravel(),
-                "members": work.members,
-                "pages": work.pages,
-            }
-        )
-        names = ["own_shares", "own_blocks", "pages"]
-        if work.shared is not None:
-            names += ["shared_shares", "shared_blocks", "members"]
-        return self._static["rows"][: len(rows)], [self._static[name] for name in names]
+        arrays = dict(zip(_ARRAYS, (array.ravel() for array in self.arrays(work)), strict=False))
+        self._static.fill({"rows": rows, **dict.fromkeys(_ARRAYS, work.members[:0]), **arrays})
+        return self._static["rows"][: len(rows)], [self._static[name] for name in arrays]
 
     @staticmethod
     def arrays(work: Work) -> list[np.ndarray]:
-        """What `attend_into` takes of it, on the device."""
+        """What `attend_into` takes of it, on the device: those of `_ARRAYS`, the first three if nothing is shared."""
         own = [*work.own, work.pages]
         return own if work.shared is None else [*own, *work.shared, work.members]
 
@@ -191,7 +182,7 @@ class StreamAttention:
     ) -> None:
         shape = self._shape
         keys, values = self._kv[layer]
-        _attend[(shape.num_kv_heads * self.programs[kind],)](
+        _attend[(shape.num_kv_heads * self._programs[kind],)](
             q,
             keys,
             values,
@@ -325,11 +316,7 @@ def _attend(
             k = tl.load(keys + where[None, :] + at[:, None])
             v = tl.load(values + where[:, None] + at[None, :])
             scores = tl.where((key < last_key)[None, :], tl.dot(query, k) * scale, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(weights, 1)
-            sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None])
-            top = new_top
+            top, total, sums = with_values(scores, v, top, total, sums)
         slot = _slot(program, block, head, KV_HEADS)
         if IS_SHARED:
             place_out = slot * ROWS + row

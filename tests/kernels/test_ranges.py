@@ -38,6 +38,14 @@ def grouped(groups: list[tuple[int, list[int]]], page_size: int) -> tuple[Attent
     return AttentionBatch(tables, rows[order], starts[order], np.ones(n, dtype=np.int32)), num_pages
 
 
+def all_shared(batch: AttentionBatch, page_size: int) -> SharedPrefixes:
+    """Of a batch each of whose sequences begins as others do, and has one token more."""
+    first_pages = batch.tables[batch.rows, 0]
+    members = np.argsort(first_pages, kind="stable").astype(np.int32)
+    ends = np.append(np.flatnonzero(np.diff(first_pages[members], prepend=-1)), len(members)).astype(np.int32)
+    return SharedPrefixes(members, ends, batch.starts[members[ends[:-1]]] // page_size)
+
+
 def with_chunk(batch: AttentionBatch) -> AttentionBatch:
     """The first sequence is a chunk instead, of its whole context."""
     order = np.roll(np.arange(len(batch.rows)), -1)
@@ -54,10 +62,7 @@ def test_work_is_bounded(seed: int, kv_heads: int) -> None:
     sizes = generator.integers(2, int(generator.choice([3, 10, 60])), int(generator.integers(1, 20)))
     batch, _ = grouped([(16 * int(generator.integers(1, 200)), [1] * int(size)) for size in sizes], 16)
     n = len(batch.rows)
-    first_pages = batch.tables[batch.rows, 0]
-    members = np.argsort(first_pages, kind="stable").astype(np.int32)
-    ends = np.append(np.flatnonzero(np.diff(first_pages[members], prepend=-1)), n).astype(np.int32)
-    shared = SharedPrefixes(members, ends, batch.starts[members[ends[:-1]]] // 16)
+    shared = all_shared(batch, 16)
     shape = AttentionShape(4 * kv_heads, kv_heads, 128, 1.0, (None,))
     tested = TritonAttention(torch.empty(1, 2, 1, kv_heads, 16, 128), shape, n, int(1e5), 4000)
     mixed = with_chunk(batch)

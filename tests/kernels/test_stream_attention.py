@@ -6,7 +6,7 @@ import torch
 
 from kernels.attention import AttentionBatch, AttentionShape, SharedPrefixes
 from kernels.reference import ReferenceAttention
-from tests.kernels.test_ranges import DEVICE, GROUPS, ON_GPU, TOLERANCES, grouped
+from tests.kernels.test_ranges import DEVICE, GROUPS, ON_GPU, TOLERANCES, all_shared, grouped
 
 pytest.importorskip("triton")
 
@@ -142,13 +142,9 @@ def test_room_for_parts(size: int, group: int) -> None:
     """However many groups there are, what their programs leave has room."""
     batch, num_pages = grouped([(32, [1] * size)] * (40 // size), 16)
     n = len(batch.rows)
-    first_pages = batch.tables[batch.rows, 0]
-    members = np.argsort(first_pages, kind="stable").astype(np.int32)
-    ends = np.append(np.flatnonzero(np.diff(first_pages[members], prepend=-1)), n).astype(np.int32)
-    shared = SharedPrefixes(members, ends, np.full(len(ends) - 1, 2, dtype=np.int32))
     shape = AttentionShape(group, 1, 64, 1.0, (None,))
     tested = StreamAttention(torch.empty(1, 2, num_pages + 1, 1, 16, 64), shape, n, num_pages, 1)
-    work = tested.work(batch, shared)
+    work = tested.work(batch, all_shared(batch, 16))
     assert work.shared is not None
     for stream, parts in ((work.own, tested._own_parts), (work.shared, tested._shared_parts)):
         blocks = stream.blocks[:-1]
