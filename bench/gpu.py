@@ -7,9 +7,10 @@
     shoal bench gpu --model tiny --device cpu --scale 0.02 --workloads mini,bs1
 
 Random weights, greedy, every output to its full length, prompts as token ids, an empty cache before every round; the
-settings are the same for all workloads of a run. A figure is the median of the rounds. The result file is written anew
-after every workload: what was measured before an interruption is kept. `--link` measures what passes between two GPUs
-before the replica starts; with `sockets`, which stand for Ethernet between nodes, nothing else joins them.
+settings are the same for all workloads of a run, and the schedule is `offline`: all requests are there at once. A
+figure is the median of the rounds. The result file is written anew after every workload: what was measured before an
+interruption is kept. `--link` measures what passes between two GPUs before the replica starts; with `sockets`, which
+stand for Ethernet between nodes, nothing else joins them.
 """
 
 import argparse
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # imports torch: only where there is something to measure
 
 DEFAULT_JOBS = "mini,bs1,prefill,sharedprefix,sharedprefix_interleaved"
 CONTEXT_LENGTH = 8192
+SCHEDULE = "offline"  # unless another is asked for, which is then in the figures' names
 PRESSED_TOKENS = 20_000  # that the KV cache holds under `pressure`; of few sequences, half of what they need
 STEPS = 100
 TOP_KERNELS = 15
@@ -95,7 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.http and "mini" not in args.workloads:
         parser().error("--http compares mini through HTTP with mini: name it in --workloads")
-    settings = {"load_format": "dummy", "context_length": CONTEXT_LENGTH} | flags.given(args, WorkerConfig)
+    settings = {"load_format": "dummy", "context_length": CONTEXT_LENGTH, "schedule": SCHEDULE}
+    settings |= flags.given(args, WorkerConfig)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         folder = shapes.write(args.model, Path(scratch) / args.model)
         bench = Bench(args, folder, settings)
@@ -127,7 +130,8 @@ class Bench:
         """What is said of the ranks in a figure's name, and of the precision."""
         sizes = (("tp", self.config.tp), ("pp", self.config.pp))
         ranks = "".join(f"{way}{size}" for way, size in sizes if size > 1)
-        chosen = [self.settings.get(name) for name in ("schedule", "quantization")]
+        schedule = self.config.schedule_name
+        chosen = None if schedule == SCHEDULE else schedule, self.config.quantization
         return [part for part in (ranks, self.args.link, *chosen) if part]
 
     def failed(self, what: str, error: Exception) -> None:

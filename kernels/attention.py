@@ -48,6 +48,18 @@ class AttentionBatch:
         return int(self.lengths.sum())
 
     @property
+    def num_singles(self) -> int:
+        """Chunks of one token. Raises ValueError unless they come first."""
+        singles = int(np.count_nonzero(self.lengths == 1))
+        if not (self.lengths[:singles] == 1).all():
+            raise ValueError("chunks of one token must come first")
+        return singles
+
+    def part(self, first: int, last: int) -> "AttentionBatch":
+        """Chunks `first` to `last` alone."""
+        return AttentionBatch(self.tables, self.rows[first:last], self.starts[first:last], self.lengths[first:last])
+
+    @property
     def firsts(self) -> np.ndarray:
         """Index of each chunk's first token in q, k and v: int64 `[num_chunks]`."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths

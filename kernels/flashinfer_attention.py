@@ -1,6 +1,6 @@
 """Attention with FlashInfer's kernels, on GPUs: tensor cores for single tokens too, FlashAttention 3 for longer chunks.
 Single tokens of several sequences are ours where few heads read a KV head, or where they share what they begin with
-(`kernels.stream_attention`), and so are graphs of chunks of any length (`kernels.triton_attention`).
+(`kernels.stream_attention`), and so are graphs of chunks of any length (`kernels.triton_attention`, beside it).
 
 The kernels are called as FlashInfer's wrappers call them, without the wrappers: those keep buffers of their own for
 every batch size, and wait for some of their copies.
@@ -8,6 +8,7 @@ every batch size, and wait for some of their copies.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,14 +137,13 @@ class FlashInferAttention(GraphAttention):
         )
         self._parts: list[_Part] = []
         self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens)
-        self._ranges_end = 0  # of the tokens that are its own
+        # Ours, each for tokens up to its end.
+        self._ours: list[tuple[int, Callable[[int, torch.Tensor, torch.Tensor], None]]] = []
         self._stream: StreamAttention | None = None
         if stream_attention.can_run(shape, kv.dtype):
             sizes = max_sequences, max_pages, multiprocessors(self.device)
             self._stream = stream_attention.StreamAttention(kv, shape, *sizes)
         self._streams_plain = group <= _STREAM_GROUP
-        self._stream_end = 0  # of the tokens that are its own
-        self._streamed: list[torch.Tensor] = []
 
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
         return self._ranges.shared_prefixes(batch)
@@ -158,18 +158,16 @@ class FlashInferAttention(GraphAttention):
         chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
         rows = token_rows(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
         shared = self.shared_prefixes(batch)
-        singles = int((batch.lengths == 1).sum())
-        decodes = AttentionBatch(batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles])
-        self._ranges_end = self._stream_end = 0
+        singles = batch.num_singles
+        decodes = batch.part(0, singles)
         stream = self._stream_for(singles, shared)
-        if stream is not None:
-            self._stream_end = singles
-        elif shared is not None:
+        self._ours = []
+        if stream is None and shared is not None:
             self._ranges.plan_shared(decodes, shared)
-            self._ranges_end = singles
+            self._ours = [(singles, self._ranges.attend_into)]
         contexts = batch.starts + batch.lengths
         counts = -(-contexts // self.page_size)
-        ours = max(self._ranges_end, self._stream_end)
+        ours = 0 if stream is None and shared is None else singles
         parts = [part for part in ((ours, singles), (singles, len(counts))) if part[0] < part[1]]
         arrays = [rows]
         for first, last in parts:
@@ -182,7 +180,8 @@ class FlashInferAttention(GraphAttention):
         if stream is not None:
             arrays += stream.arrays(stream.work(decodes, shared))
         self.rows, *tensors = all_to_device(arrays, self.device)
-        self._streamed = tensors[4 * len(parts) :]
+        if stream is not None:
+            self._ours = [(singles, partial(stream.attend_into, tensors[4 * len(parts) :]))]
         self._parts, token = [], ours
         for index, (first, last) in enumerate(parts):
             end = token + int(batch.lengths[first:last].sum())
@@ -194,18 +193,22 @@ class FlashInferAttention(GraphAttention):
         self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None, *, chunks: bool = False
     ) -> None:
         own, num_kv_heads, scratch = len(batch.rows), self.shape.num_kv_heads, self.kv.shape[2] - 1
-        self._parts, self._ranges_end, self._stream_end = [], 0, 0
-        stream = None if chunks else self._stream_for(size, shared)
-        if stream is None and (chunks or shared is not None):
-            self._ranges.plan_graph(batch, size, shared, chunks=chunks)
-            self.rows, self._ranges_end = self._ranges.rows, size
+        self._parts = []
+        if chunks:
+            self._plan_chunks(batch, size, shared)
+            return
+        stream = self._stream_for(size, shared)
+        if stream is None and shared is not None:
+            self._ranges.plan_graph(batch, size, shared)
+            self.rows, self._ours = self._ranges.rows, [(size, self._ranges.attend_into)]
             return
         rows = np.full(size, scratch * num_kv_heads * self.page_size)
         rows[:own] = token_rows(batch, np.arange(own), batch.starts, num_kv_heads, self.page_size)
         if stream is not None:
-            self.rows, self._streamed = stream.fill(stream.work(batch, shared, size - own), rows)
-            self._stream_end = size
+            self.rows, streamed = stream.fill(stream.work(batch, shared, size - own), rows)
+            self._ours = [(size, partial(stream.attend_into, streamed))]
             return
+        self._ours = []
         # What fills the batch up is sequences of one token each, in the last page.
         contexts = np.ones(size, dtype=np.int32)
         contexts[:own] = batch.starts + batch.lengths
@@ -231,10 +234,8 @@ class FlashInferAttention(GraphAttention):
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
-        if self._ranges_end:
-            self._ranges.attend_into(layer, q[: self._ranges_end], out[: self._ranges_end])
-        if self._stream_end and self._stream is not None:
-            self._stream.attend_into(layer, q[: self._stream_end], out[: self._stream_end], self._streamed)
+        for end, attend_into in self._ours:
+            attend_into(layer, q[:end], out[:end])
         keys, values = self.kv[layer]
         for part in self._parts:
             part.module.paged_run(
@@ -257,6 +258,19 @@ class FlashInferAttention(GraphAttention):
                 *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
             )
         return out
+
+    def _plan_chunks(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
+        """A graph of ranges, for chunks, and of a stream, for the single tokens where these are many and share nothing.
+        Its kernels are always the same, whoever has nothing to do."""
+        singles = batch.num_singles
+        if self._stream is None or singles < _STREAM_FROM or (shared is not None and len(shared.members)):
+            singles = 0
+        self._ranges.plan_graph(batch, size, shared, chunks=True, first=singles)
+        self.rows, self._ours = self._ranges.rows, [(size, self._ranges.attend_into)]
+        if self._stream is not None:
+            work = self._stream.work(batch.part(0, singles), None)
+            _, arrays = self._stream.fill(work, np.empty(0, dtype=np.int64))
+            self._ours.append((size, partial(self._stream.attend_into, arrays)))
 
     def _stream_for(self, singles: int, shared: SharedPrefixes | None) -> "StreamAttention | None":
         """What attends for so many single tokens, if it is a stream."""

@@ -40,6 +40,14 @@ class Work:
     slots: np.ndarray
     counts: np.ndarray
 
+    def behind(self, tokens: int) -> "Work":
+        """The same for queries of which none is a member of a group, behind so many for which there is no work."""
+        if not tokens:
+            return self
+        items, nothing = self.items.copy(), np.zeros(tokens, dtype=np.int32)
+        items[:, 0] += tokens
+        return Work(items, np.concatenate((nothing, self.slots)), np.concatenate((nothing, self.counts)))
+
 
 @dataclass(frozen=True)
 class Tables:

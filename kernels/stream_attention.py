@@ -161,8 +161,9 @@ class StreamAttention:
         own = [*work.own, work.pages]
         return own if work.shared is None else [*own, *work.shared, work.members]
 
-    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor, arrays: list[torch.Tensor]) -> None:
-        """q, out: `[n, num_heads, head_dim]`, contiguous, of the sequences of a work in their order."""
+    def attend_into(self, arrays: list[torch.Tensor], layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """The work of these `arrays`. q, out: `[n, num_heads, head_dim]`, contiguous, of its sequences in their order,
+        which others may follow."""
         shares, blocks, pages, *shared = arrays
         if shared:
             self._launch(layer, _SHARED, q, out, shared[0], shared[1], pages, shared[2], True)

@@ -83,14 +83,8 @@ class TritonAttention(GraphAttention):
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
         if not self._shares_prefixes:
             return None
-        singles = int((batch.lengths == 1).sum())
-        if not (batch.lengths[:singles] == 1).all():
-            raise ValueError("chunks of one token must come first")
-        if singles < 2:
-            return None
-        return self._finder.find(
-            AttentionBatch(batch.tables, batch.rows[:singles], batch.starts[:singles], batch.lengths[:singles])
-        )
+        singles = batch.num_singles
+        return self._finder.find(batch.part(0, singles)) if singles > 1 else None
 
     def fits_graph(self, batch: AttentionBatch) -> bool:
         return True
@@ -110,9 +104,17 @@ class TritonAttention(GraphAttention):
             self._views[window] = _View(items, slots, counts, bool(work.counts.any()))
 
     def plan_graph(
-        self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None, *, chunks: bool = False
+        self,
+        batch: AttentionBatch,
+        size: int,
+        shared: SharedPrefixes | None,
+        *,
+        chunks: bool = False,
+        first: int = 0,
     ) -> None:
-        tables, works = self._work(batch, shared or SharedPrefixes.none(), size - batch.num_tokens)
+        """The `first` chunks, if any, are single tokens that share nothing and that somebody else attends for."""
+        rest = batch.part(first, len(batch.rows))
+        tables, works = self._work(rest, shared or SharedPrefixes.none(), size - batch.num_tokens)
         members = shared.members if shared is not None else np.zeros(0, dtype=np.int32)
         rows = self._rows(batch, size - batch.num_tokens)
         self._static.fill({"rows": rows, "members": members, "pages": tables.pages})
@@ -121,7 +123,8 @@ class TritonAttention(GraphAttention):
             self._static["members"],
             self._static["pages"],
         )
-        for window, work in works.items():
+        for window, own in works.items():
+            work = own.behind(first)
             static, most = self._static_views[window], self._most_items(size)
             # The kernels of a graph run over all the items that there is room for: those beyond have no queries.
             items = np.zeros((most, ranges.FIELDS), dtype=np.int32)

@@ -4,6 +4,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from pipeline.budget import Budget
 from pipeline.cost import CostModel
@@ -15,9 +18,9 @@ class Settings:
     """What a policy is told once.
 
     `token_budget`: the most tokens that a micro-batch may hold. `models`: one for each stage, where their costs differ
-    (`uniform` only). `tbt_slo_s`: the aim for the 99th percentile of the time between two tokens of a sequence.
-    `exposed_s`: what a micro-batch spends on its way through all stages without being computed (links, plans), in
-    which a stage would wait if there were no more micro-batches than stages.
+    (for policies that predict). `tbt_slo_s`: the aim for the 99th percentile of the time between two tokens of a
+    sequence. `exposed_s`: what a micro-batch spends on its way through all stages without being computed (links,
+    plans), in which a stage would wait if there were no more micro-batches than stages.
     """
 
     stages: int
@@ -25,6 +28,31 @@ class Settings:
     models: Sequence[CostModel] = ()
     tbt_slo_s: float | None = None
     exposed_s: float = 0.0
+
+
+class Horizon(NamedTuple):
+    """What is to come until all has ended that is there, if as much of it runs at once as can, and each sequence that
+    does gets a token a round.
+
+    `rounds`: the tokens of whoever gets the most. `tokens`: those of all prompts and outputs. `due`: the tokens of
+    prompts that each round has to compute so that none ends later than that one, if those with the most tokens to come
+    go first.
+    """
+
+    rounds: int = 1
+    tokens: int = 0
+    due: float = 0.0
+
+    @classmethod
+    def of(cls, missing: np.ndarray, to_come: np.ndarray) -> "Horizon":
+        """Of sequences that lack `missing` tokens of their prompts, and are to get `to_come`, at least one: integers
+        `[n]`."""
+        rounds = int(to_come.max())
+        waits = np.flatnonzero(missing > 0)
+        waits = waits[np.argsort(-to_come[waits], kind="stable")]
+        before = np.cumsum(missing[waits], dtype=np.int64)
+        due = (before / (rounds - to_come[waits] + 1)).max() if len(waits) else 0.0
+        return cls(rounds, int(missing.sum(dtype=np.int64) + to_come.sum(dtype=np.int64)), float(due))
 
 
 @dataclass
@@ -37,7 +65,8 @@ class View:
     `blocked_tokens`. `free_kv`: the part of all pages that is free or can be made so. `in_flight`: the micro-batches
     under way, oldest first. `ahead_s`: the predicted time until the first stage is done with what was sent to it.
     `returning_s`: the predicted time until the last stage is done with the oldest micro-batch, whose tokens the next
-    one may then take from there; infinity where it may not, or does so already.
+    one may then take from there; infinity where it may not, or does so already. `horizon`: of all that is there, while
+    prompts wait for nothing but this policy; for those that are `longest_first`.
     """
 
     decoding: int = 0
@@ -49,13 +78,16 @@ class View:
     in_flight: Sequence[BatchShape] = ()
     ahead_s: float = 0.0
     returning_s: float = math.inf
+    horizon: Horizon | None = None
 
 
 class Policy(ABC):
     """The base: as many micro-batches in flight as there are stages, each made as soon as there is a place for it."""
 
     name: str
+    predicts = False  # whether it needs the stages' models, and takes tokens from the last stage before they are known
     chunks_follow = False  # whether a sequence's next chunk may be sent while its last is in flight
+    longest_first = False  # whether of those that wait the ones with the most tokens to come go first
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

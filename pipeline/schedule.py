@@ -1,4 +1,4 @@
-"""Which work goes into the next micro-batch: five policies behind one interface.
+"""Which work goes into the next micro-batch: six policies behind one interface.
 
     policy = make_policy("uniform", Settings(stages=4, token_budget=8192, models=models, tbt_slo_s=0.2))
 
@@ -21,11 +21,12 @@ One stage and `fixed_chunk` is the schedule without a pipeline: every decode, th
 """
 
 from pipeline.baselines import FixedChunk, Hybrid, PrefillFirst, Throttle
+from pipeline.offline import Offline
 from pipeline.policy import Policy, Settings
 from pipeline.uniform import Uniform
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Uniform, FixedChunk, PrefillFirst, Hybrid, Throttle)
+    policy.name: policy for policy in (Uniform, Offline, FixedChunk, PrefillFirst, Hybrid, Throttle)
 }
 
 

@@ -41,6 +41,7 @@ class Uniform(Policy):
     """
 
     name = "uniform"
+    predicts = True
     chunks_follow = True
     LEAD_S = 0.003
     ROUNDS = 2
@@ -58,7 +59,7 @@ class Uniform(Policy):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if not settings.models:
-            raise ValueError("uniform micro-batches need the stages' cost models")
+            raise ValueError(f"schedule {self.name} needs the stages' cost models")
         if settings.stages > 1:
             self.most_in_flight = settings.stages + 1
         self._margin = 0.92
@@ -158,7 +159,11 @@ class Uniform(Policy):
             size = room
             if not view.blocked_tokens:
                 self._part = min(1.0, self._part * (1 + self.GROW))
-        full = self._whole(size + average.tokens)
+        return self._timed(average, self._whole(size + average.tokens), target_s)
+
+    def _timed(self, average: BatchShape, full: int, target_s: float) -> Budget:
+        """Decodes, somewhat more than their part at most, and chunks beside them."""
+        settings = self.settings
         decodes = max(full // 2, math.ceil(self.UNEVEN * average.tokens)) if settings.stages > 1 else UNLIMITED
         return Timed(settings.token_budget, settings.models, target_s, full, decodes)
 
@@ -166,14 +171,23 @@ class Uniform(Policy):
         """As many, up to whole tiles, or to the size of a graph."""
         return in_tiles(tokens, up=True) if tokens > TILED_FROM else self.settings.models[0].rows.mixed(tokens)
 
+    def _typical(self, view: View, in_flight: int) -> BatchShape | None:
+        """What each of so many micro-batches holds; None where that is as much as it may, so that more of them cost
+        nothing."""
+        return None if view.waiting_tokens else self._average(view, in_flight)
+
     def _in_flight(self, view: View) -> int:
-        """How many micro-batches there are to be. Where there are only decodes, one more than stages hides `exposed_s`
-        and costs the constant part of a step once more: whichever gives the shorter round."""
+        """How many micro-batches there are to be. Where there is little to fill them with, one more than stages hides
+        `exposed_s` and costs the constant part of a step once more: whichever gives the shorter round."""
+        settings, most = self.settings, self.most_in_flight
+        if settings.stages == 1:
+            return most
 
         def round_s(in_flight: int) -> float:
-            seconds = self._predict(self._average(view, in_flight))
-            return max(in_flight * seconds, self.settings.stages * seconds + self.settings.exposed_s)
+            if (shape := self._typical(view, in_flight)) is None:
+                return math.inf
+            seconds = self._predict(shape)
+            return max(in_flight * seconds, settings.stages * seconds + settings.exposed_s)
 
-        if view.waiting_tokens or self.settings.stages == 1:
-            return self.most_in_flight
-        return min(self.most_in_flight - 1, self.most_in_flight, key=round_s)
+        fewer_s, most_s = round_s(most - 1), round_s(most)
+        return most - 1 if fewer_s <= most_s < math.inf else most

@@ -21,8 +21,16 @@ class Admission:
     """The sequences without a slot, from their arrival or preemption until they start or are removed: those that wait
     in the queue, and those whose grammar compiles."""
 
-    def __init__(self, config: WorkerConfig, holdings: Holdings, counts: Counts, clock: Callable[[], float]) -> None:
-        self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens)
+    def __init__(
+        self,
+        config: WorkerConfig,
+        holdings: Holdings,
+        counts: Counts,
+        clock: Callable[[], float],
+        longest_first: bool = False,
+    ) -> None:
+        """`longest_first`: see `WaitingQueue`."""
+        self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens, longest_first)
         self.held: dict[str, Sequence] = {}  # not ready: their grammar compiles
         self.forecast = Forecast(holdings.page_size)
         self._holdings = holdings
@@ -48,6 +56,7 @@ class Admission:
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """With `ready` False it is not started until `release`."""
         self._num_changes += 1
+        seq.num_expected = seq.num_tokens + self.forecast.to_come(seq)
         if ready:
             self.queue.add(seq, step)
         else:

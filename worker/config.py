@@ -40,12 +40,13 @@ class WorkerConfig(BaseModel):
     token_budget: int = Field(
         512, ge=1, description="most tokens that one step computes, decodes included; on a GPU 8192 by default"
     )
-    schedule: Literal["uniform", "fixed_chunk", "prefill_first", "hybrid", "throttle"] | None = Field(
+    schedule: Literal["uniform", "offline", "fixed_chunk", "prefill_first", "hybrid", "throttle"] | None = Field(
         None,
         description="what goes into a step: uniform cuts prompts so that all steps take the same time on every stage; "
-        "fixed_chunk fills each up to token_budget; prefill_first and hybrid leave prompts whole, without decodes and "
-        "beside them; throttle goes by what waits and what is free; by default uniform for pipelines and where tbt_slo "
-        "is set, else fixed_chunk",
+        "offline is for requests that are there all at once, of which only the end of the last counts: it starts those "
+        "with the longest outputs first, and spreads prompts over the decodes; fixed_chunk fills each up to "
+        "token_budget; prefill_first and hybrid leave prompts whole, without decodes and beside them; throttle goes by "
+        "what waits and what is free; by default uniform for pipelines and where tbt_slo is set, else fixed_chunk",
     )
     tbt_slo: float | None = Field(
         None,

@@ -18,7 +18,7 @@ from pipeline.cost import CostModel
 from pipeline.policy import Policy, Settings
 from pipeline.roofline import DEVICES, LINKS, Device, Model, Stage
 from pipeline.rows import UNPADDED, Rows
-from pipeline.schedule import make_policy
+from pipeline.schedule import POLICIES, make_policy
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
 from worker.models.config import DecoderConfig, decoder_config, read_config
@@ -56,11 +56,12 @@ class Costs:
         return cls([_guess(model.stem, shard, config, name, rows) for shard in shards], folder)
 
     def policy(self, config: WorkerConfig, overlap: bool) -> Policy:
-        """The schedule that is configured. `uniform` asks these models. `overlap`: whether tokens pass from the last
-        stage to the first on the devices."""
-        ends_s = BETWEEN_S if overlap and config.schedule_name == "uniform" else ENDS_S
+        """The schedule that is configured. `overlap`: whether tokens pass from the last stage to the first on the
+        devices."""
+        predicts = POLICIES[config.schedule_name].predicts
+        ends_s = BETWEEN_S if overlap and predicts else ENDS_S
         exposed_s = ends_s + (config.pp - 1) * BETWEEN_S if config.pp > 1 else 0.0
-        models = self.models if config.schedule_name == "uniform" else ()
+        models = self.models if predicts else ()
         settings = Settings(config.pp, config.token_budget, models, config.tbt_slo, exposed_s)
         return make_policy(config.schedule_name, settings)
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from pipeline.meter import Meter
+from pipeline.schedule import POLICIES
 from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
@@ -77,7 +78,7 @@ def load_parts(
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
     grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
     costs = Costs()
-    if config.pp > 1 or config.schedule_name == "uniform":
+    if config.pp > 1 or POLICIES[config.schedule_name].predicts:
         costs = Costs.of(model_dir, config, runner.device, cost_folder)
     return Parts(runner, sampler, grammars, costs)
 

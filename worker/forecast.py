@@ -74,14 +74,17 @@ class Claim(NamedTuple):
     released: int
 
 
+def tokens_to_come(seq: Sequence, outputs: Outputs) -> int:
+    """How many more tokens to expect of a sequence."""
+    if seq.ends_at_limit:
+        return max(0, seq.token_limit - seq.num_tokens)
+    return outputs.to_come(seq.num_tokens - seq.num_prompt, seq.token_limit - seq.num_prompt)
+
+
 def claim_of(seq: Sequence, outputs: Outputs) -> Claim:
     """What a running sequence is expected to need. A locked node of the tree that no other sequence stands on counts as
     its own."""
-    tokens = seq.num_tokens
-    if seq.ends_at_limit:
-        to_come = max(0, seq.token_limit - tokens)
-    else:
-        to_come = outputs.to_come(tokens - seq.num_prompt, seq.token_limit - seq.num_prompt)
+    tokens, to_come = seq.num_tokens, tokens_to_come(seq, outputs)
     released = seq.num_pages - seq.num_shared
     node = seq.node
     while node is not None and node.locks == 1:
@@ -142,6 +145,10 @@ class Forecast:
         claims = [claim for priority, claim in self._claims if priority >= seq.priority]
         available += sum(claim.released for priority, claim in self._claims if priority < seq.priority)
         return most_pages([*claims, claim_of(seq, self._outputs)], self._page_size) <= available
+
+    def to_come(self, seq: Sequence) -> int:
+        """How many more tokens to expect of a sequence."""
+        return tokens_to_come(seq, self._outputs)
 
     def start(self, seq: Sequence) -> None:
         """`seq` runs now, and has the pages of its first chunk."""

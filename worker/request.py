@@ -68,6 +68,7 @@ class Sequence:
     num_computed = Count("computed")
     num_confirmed = Count("confirmed")
     num_pages = Count("pages")
+    num_expected = Count("expected")
     num_sent_pages = Count("sent")
     cached_estimate = Count("cached")
     last_token = Count("last_token")
@@ -128,7 +129,7 @@ class Sequence:
         self.row = counts.open(self)
         self.num_tokens = self.tokens_before.size
         self.num_prompt = counts.prompt[self.row] = len(request.prompt_ids)
-        self.token_limit = counts.limit[self.row] = token_limit
+        self.token_limit = counts.limit[self.row] = counts.expected[self.row] = token_limit
         counts.answered_s[self.row] = arrived_s
         self.last_token = int(self.tokens_before.values[-1])
 

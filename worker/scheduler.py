@@ -95,7 +95,7 @@ class Scheduler:
         self.running = Running(num_slots)
         self._sequences: dict[str, Sequence] = {}
         self._counts = Counts(config.max_waiting + num_slots)
-        self._waiting = Admission(config, self.holdings, self._counts, clock)
+        self._waiting = Admission(config, self.holdings, self._counts, clock, policy.longest_first)
         self._ends = Ends(vocab_size)
         self._outputs: list[Output] = []
         self._batch = Batch(Budget(0), self.page_size, self._counts)  # this step's
@@ -326,6 +326,8 @@ class Scheduler:
             else:
                 view.waiting += len(queue)
                 view.waiting_tokens += queued
+        if self.policy.longest_first and view.waiting_tokens and not view.blocked_tokens:
+            view.horizon = running.horizon(counts, queue)
         return view
 
     def _look_ahead(self, view: View) -> None:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.policy import View
+from pipeline.policy import Horizon, View
 from worker.counts import Counts
 
 
@@ -46,3 +46,10 @@ class Survey(NamedTuple):
             view.waiting = len(lacking) - int(np.count_nonzero(in_flight))
             view.waiting_tokens = int(lacking[~in_flight].sum())
         return view
+
+    def horizon(self, counts: Counts, queue: np.ndarray) -> Horizon:
+        """What is yet to come of them, and of those that wait in this order, whose rows in the counts are `queue`."""
+        rows = np.concatenate((self.rows, queue))
+        missing = np.concatenate((np.where(self.going, self.lacking, 0), counts.tokens[queue] - counts.cached[queue]))
+        to_come = np.maximum(counts.expected[rows] - counts.tokens[rows], 1)
+        return Horizon.of(missing, to_come)

@@ -1,5 +1,6 @@
 """The requests that wait for a slot and pages, and which of them goes next."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 
@@ -14,15 +15,17 @@ LOOKUP_EVERY_STEPS = 16
 
 class WaitingQueue:
     """Waiting sequences. Order: higher priority; then those that ran before and were preempted; then those that have
-    waited for longer than `starvation_s`, first come first; then by longest cached prefix.
+    waited for longer than `starvation_s`, first come first; then by longest cached prefix. With `longest_first` nobody
+    starves, and of those with as much of a cached prefix the one goes first that has the most tokens to come.
 
     What the tree holds changes with every step, and thousands may wait, so a sequence's cached prefix is an estimate:
     looked up when it arrives and then, for those in the window, every few steps, or when it is known to be out of date.
     """
 
-    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int]) -> None:
+    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int], longest_first: bool = False) -> None:
         """`look_up`: how many of a sequence's tokens the tree has now."""
-        self._starvation_s = starvation_s
+        self._starvation_s = math.inf if longest_first else starvation_s
+        self._longest_first = longest_first
         self._look_up = look_up
         self._queue: list[Sequence] = []  # by place
         self._rows: np.ndarray | None = None
@@ -64,13 +67,15 @@ class WaitingQueue:
         """By the next step the tree has more of a sequence than it had."""
         seq.estimated_at_step = step - LOOKUP_EVERY_STEPS
 
-    def _place(self, seq: Sequence) -> tuple[int, bool, int]:
+    def _place(self, seq: Sequence) -> tuple[int, bool, int, int]:
         """Ascending from the front, and the same for as long as it waits."""
-        return (-seq.priority, not seq.preempted, seq.arrival)
+        to_come = seq.num_expected - seq.num_tokens if self._longest_first else 0
+        return (-seq.priority, not seq.preempted, -to_come, seq.arrival)
 
-    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int]:
+    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int, int]:
         starved = seq.preempted or now_s - seq.arrived_s > self._starvation_s
-        return (-seq.priority, not seq.preempted, not starved, 0 if starved else -seq.cached_estimate, seq.arrival)
+        priority, is_new, to_come, arrival = self._place(seq)
+        return (priority, is_new, not starved, 0 if starved else -seq.cached_estimate, to_come, arrival)
 
     def _estimate(self, seq: Sequence, step: int) -> None:
         seq.cached_estimate = self._look_up(seq)

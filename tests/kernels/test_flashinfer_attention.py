@@ -74,3 +74,37 @@ def test_shared_prefixes(shape: AttentionShape, size: int | None, monkeypatch: p
             q = torch.randn(size or n, shape.num_heads, shape.head_dim).bfloat16()
             got = tested.attend(layer, q.cuda())[:n].cpu()
             torch.testing.assert_close(got, expected.attend(layer, q[:n]), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stream_from", [1, 1000])
+def test_graphs_of_chunks(shape: AttentionShape, stream_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single tokens beside chunks, those a stream's or all of it of ranges; the same graph, whatever it is to do."""
+    monkeypatch.setattr(flashinfer_attention, "_STREAM_FROM", stream_from)
+    every = sorted(MIXED, key=lambda chunk: chunk[1] > 1)
+    largest = random_batch(np.random.default_rng(1), every, 16)
+    size, pages = largest.num_tokens + 9, sum(-(-(start + length) // 16) for start, length in every)
+    kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, 16, shape.head_dim).bfloat16()
+    tested = flashinfer_attention.FlashInferAttention(kv.cuda(), shape, 64, 64 * largest.tables.shape[1], 2 * size)
+    q = torch.zeros(size, shape.num_heads, shape.head_dim).bfloat16().cuda()
+    outs = []
+
+    def attend() -> None:
+        outs[:] = [tested.attend(layer, q) for layer in range(len(shape.windows))]
+
+    tested.plan_graph(largest, size, SharedPrefixes.none(), chunks=True)
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    for chunks in (every, every[-1:], SINGLES, every[2:-1], every):
+        batch = random_batch(np.random.default_rng(2), chunks, 16)
+        expected = ReferenceAttention(kv.clone(), shape)
+        expected.plan(batch)
+        tested.plan_graph(batch, size, SharedPrefixes.none(), chunks=True)
+        fresh = torch.randn(size, shape.num_heads, shape.head_dim).bfloat16()
+        q.copy_(fresh)
+        graph.replay()
+        n = batch.num_tokens
+        for layer, got in enumerate(outs):
+            torch.testing.assert_close(got[:n].cpu(), expected.attend(layer, fresh[:n]), atol=0.02, rtol=0.02)

@@ -61,7 +61,7 @@ def check(
     for layer in (*range(len(shape.windows)), 0):
         q = torch.randn(n + (padding or 0), shape.num_heads, shape.head_dim, dtype=DTYPE)
         got = torch.full_like(q, float("nan")).to(DEVICE)
-        tested.attend_into(layer, q.to(DEVICE), got, arrays)
+        tested.attend_into(arrays, layer, q.to(DEVICE), got)
         wanted = expected.attend(layer, q[:n])
         torch.testing.assert_close(got[:n].cpu(), wanted, atol=TOLERANCES[DTYPE], rtol=TOLERANCES[DTYPE])
 

@@ -85,6 +85,25 @@ def test_graphs(name: str) -> None:
         check(batch, pages, 4, SHAPES[name], torch.float32, plans)
 
 
+@pytest.mark.parametrize("name", ["plain", "windows"])
+def test_graphs_leave_first_tokens_to_others(name: str) -> None:
+    shape, chunks = SHAPES[name], SINGLES + CHUNKS[:2]
+    batch = random_batch(np.random.default_rng(2), chunks, 4)
+    pages, n, first = sum(-(-(start + length) // 4) for start, length in chunks), batch.num_tokens, len(SINGLES)
+    kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, 4, shape.head_dim)
+    expected, tested = ReferenceAttention(kv.clone(), shape), TritonAttention(kv.to(DEVICE), shape, 40, 5000, 500)
+    expected.plan(batch)
+    tested.plan_graph(batch, n + 4, SharedPrefixes.none(), chunks=True, first=first)
+    assert len(tested.rows) == n + 4
+    for layer in range(len(shape.windows)):
+        q = torch.randn(n + 4, shape.num_heads, shape.head_dim)
+        got = torch.full_like(q, 7.0).to(DEVICE)
+        tested.attend_into(layer, q.to(DEVICE), got)
+        assert (got[:first] == 7).all() and got.isfinite().all()
+        wanted = expected.attend(layer, q[:n])[first:]
+        torch.testing.assert_close(got[first:n].cpu(), wanted, atol=TOLERANCES[torch.float32], rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if ON_GPU else [])])
 def test_narrow(dtype: torch.dtype) -> None:
     batch = random_batch(np.random.default_rng(1), SINGLES + CHUNKS[:1], 16)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pipeline.rows import UNPADDED, Rows, ladder, token_ladder
+from pipeline.rows import MOST_TOKENS, UNPADDED, Rows, ladder, token_ladder
 from pipeline.shape import BatchShape
 
 
@@ -22,10 +22,10 @@ def test_ladders():
 @pytest.mark.parametrize("token_budget", [100, 8192])
 def test_a_step_has_the_rows_of_the_next_graph(token_budget):
     rows = Rows.of_graphs(512, token_budget)
-    graphs = token_ladder(min(256, token_budget))
+    graphs = token_ladder(min(MOST_TOKENS, token_budget))
     for n in (1, 2, 3, 61, 64, 65, 80, 81, 256, 257, 512):
         assert rows.of(BatchShape([(700, 1)] * n)) == min(size for size in ladder(512) if size >= n)
-    for n in (2, 16, 17, 99, 100, 101, 130, 256, 257, 300):
+    for n in (2, 16, 17, 99, 100, 101, 130, 256, 257, 300, 511, 513, 600):
         assert rows.of(BatchShape([(0, n)])) == rows.mixed(n) == min([size for size in graphs if size >= n], default=n)
         below = [size for size in graphs if size <= n] if n <= graphs[-1] else [n]
         assert rows.whole(n) == max(below, default=0)
