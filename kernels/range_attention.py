@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import handover
 from kernels.attention import AttentionShape
+from kernels.handover import let_next_start, wait
 from kernels.ranges import FIELDS
 
 # Programs for each multiprocessor that work is cut into: as many as there is room for. With more of them they end
@@ -110,6 +112,7 @@ def attend(
         window is not None,
         shape.softcap is not None,
         num_warps=tiles.warps,
+        **handover.OPTIONS,
     )
 
 
@@ -128,6 +131,7 @@ def merge(out: torch.Tensor, parts: Parts) -> None:
         min(_MERGED_HEADS, triton.next_power_of_2(num_heads)),
         triton.next_power_of_2(head_dim),
         num_warps=4,
+        **handover.OPTIONS,
     )
 
 
@@ -162,10 +166,12 @@ def _attend(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
+    let_next_start()
     # Heads of an item are neighbours in memory too.
     head = tl.program_id(0) % KV_HEADS
     item = items + tl.program_id(0) // KV_HEADS * FIELDS
     count = tl.load(item + 1)
+    wait()
     if count == 0:
         return
     if count * (HEADS // KV_HEADS) <= NARROW:
@@ -304,8 +310,10 @@ def _merge(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
+    let_next_start()
     token = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + token)
+    wait()
     if count == 0:
         return
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

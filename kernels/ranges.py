@@ -96,10 +96,11 @@ def of_chunks(
     return Blocks(firsts, counts, pages[chunk], first_keys, positions + counts, positions)
 
 
-def work(shared: SharedPrefixes, groups: Blocks, chunks: Blocks, most: int, step: int) -> Work:
-    """Items of ranges of about the same size, `step` keys or a multiple: `most`, and one more a block, at most."""
+def work(shared: SharedPrefixes, groups: Blocks, chunks: Blocks, most: int, step: int, least: int = 1) -> Work:
+    """Items of ranges of about the same size, `step` keys or a multiple, but no block in ranges of fewer than `least`:
+    `most`, and one more a block, at most."""
     blocks = Blocks(*(np.concatenate(pair) for pair in zip(_columns(groups), _columns(chunks), strict=True)))
-    counts, sizes = cut(blocks, most, step)
+    counts, sizes = cut(blocks, most, step, least)
     of_group, of_chunk = np.split(counts, [len(groups.firsts)])
     before = np.zeros(int(chunks.counts.sum()), dtype=np.int64)
     # The members are single tokens, which come first: each is the token of its own number, and a block.
@@ -112,13 +113,13 @@ def work(shared: SharedPrefixes, groups: Blocks, chunks: Blocks, most: int, step
     return Work(_items(blocks, counts, sizes, first_part), slots.astype(np.int32), parts.astype(np.int32))
 
 
-def cut(blocks: Blocks, most: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many ranges of how many keys each block is cut into, all but the last ones of `step` keys or a multiple.
-    These are `most + num_blocks` items at most, in ranges of about the same size. Those of blocks that are cut at all
-    are `2 * most` at most. int64 `[num_blocks]` each.
+def cut(blocks: Blocks, most: int, step: int, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """How many ranges of how many keys each block is cut into, all but the last ones of `step` keys or a multiple, and
+    of about `least` or more. These are `most + num_blocks` items at most, in ranges of about the same size. Those of
+    blocks that are cut at all are `2 * most` at most. int64 `[num_blocks]` each.
     """
     lengths = blocks.last_keys.astype(np.int64) - blocks.first_keys
-    even = max(step, -(-int(lengths.sum()) // most))
+    even = max(step, least, -(-int(lengths.sum()) // most))
     sizes = -(-lengths // (-(-lengths // even) * step)) * step
     return -(-lengths // sizes), sizes
 

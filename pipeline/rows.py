@@ -8,7 +8,7 @@ from pipeline.shape import BatchShape
 
 # Tokens of a step from which on what it computes takes longer than to start its kernels one by one, which may then be
 # faster ones: on an H200 a step of 385 tokens of an 8B model took 16.8 ms as a graph, 15.9 ms without.
-MOST_TOKENS = 512
+MOST_TOKENS = 256
 
 
 def ladder(most: int) -> list[int]:
@@ -40,10 +40,6 @@ class Rows:
         """Those of a step."""
         n, table = shape.tokens, self._mixed if shape.chunks else self._decodes
         return table[n] if n < len(table) else n
-
-    def most_mixed(self, otherwise: int) -> int:
-        """Tokens of the largest graph of a step that is not decodes alone, if there are such graphs."""
-        return self._sizes[-1] if self._sizes else otherwise
 
     def mixed(self, tokens: int) -> int:
         """Those of a step that is not decodes alone."""

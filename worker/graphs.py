@@ -20,8 +20,8 @@ Progress = Callable[[int, int], None]
 
 
 class Kind(Enum):
-    """What a graph computes. `PLAIN`: decodes, to the likeliest tokens. `ALIKE`: the same, where attention has another
-    kind of graph for what sequences begin with alike. `MIXED`: chunks of any length, to what the logits are made of."""
+    """What a graph computes, to the likeliest tokens. `PLAIN`: decodes. `ALIKE`: the same, where attention has another
+    kind of graph for what sequences begin with alike. `MIXED`: chunks of any length."""
 
     PLAIN = auto()
     ALIKE = auto()
@@ -58,12 +58,10 @@ class StepGraphs:
         most = max(len(logits), max_tokens)
         config = decoder.config
         self._is_last = config.is_last
-        rows = len(logits) if config.is_last else 0
-        self._hidden = logits.new_empty(rows, config.hidden_size, dtype=decoder.dtype)
         # Of every token, what the stage before made of it, and then what this one makes of that.
         rows = 0 if config.is_first and config.is_last else most
         self._passed = logits.new_zeros(rows, config.hidden_size, dtype=decoder.dtype)
-        names = ("wanted", "token_ids", "positions", "slots")
+        names = ("wanted", "owners", "token_ids", "positions", "slots")
         self._inputs = StaticArrays(logits.device, dict.fromkeys(names, (torch.int64, most)))
         decodes = np.array(ladder(len(logits)))
         self._sizes = {Kind.PLAIN: decodes, Kind.MIXED: np.array(token_ladder(max_tokens))}
@@ -104,31 +102,38 @@ class StepGraphs:
         fits = batch.num_tokens <= self._sizes[Kind.MIXED][-1] and num_logits <= len(self._logits)
         return fits and self._attention.fits_graph(batch)
 
-    def run(self, batch: AttentionBatch, token_ids: np.ndarray, wanted: np.ndarray) -> torch.Tensor:
-        """The logits after the tokens at `wanted` (int64 `[m]`) of the batch, `[m, vocab_size]`, or what is passed on
-        of all tokens, `[n, hidden_size]`: a part of the tensor that the next run writes into. token_ids: int64 `[n]`,
-        below 0 where the device has the token."""
-        self._replay(Kind.MIXED, batch, token_ids, wanted)
-        if not self._is_last:
-            return self._passed[: len(token_ids)]
-        return self._decoder.logits(self._hidden[: len(wanted)], self._logits[: len(wanted)])
-
-    def run_decodes(self, batch: AttentionBatch, token_ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `run`, for a batch of chunks of one token, with the logits of all; and, where there are any, the likeliest
-        tokens, as `kernels.likeliest` has them, which the slots' last tokens become. Those too the next run
-        overwrites."""
-        self._replay(Kind.PLAIN, batch, token_ids, None)
+    def run(
+        self,
+        batch: AttentionBatch,
+        token_ids: np.ndarray,
+        wanted: np.ndarray | None = None,
+        owners: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits after the tokens at `wanted` (int64 `[m]`) of the batch, `[m, vocab_size]`, and the likeliest
+        tokens, as `kernels.likeliest` has them, which the last tokens of the slots `owners` (int64 `[m]`, -1 for
+        nobody's) become. Without those the batch is of chunks of one token, and it is all of them. From a stage that is
+        not the last, what is passed on of all tokens, `[n, hidden_size]`, and None. These are parts of tensors that the
+        next run writes into. token_ids: int64 `[n]`, below 0 where the device has the token."""
+        self._replay(Kind.PLAIN if wanted is None else Kind.MIXED, batch, token_ids, wanted, owners)
         if not self._is_last:
             return self._passed[: len(token_ids)], None
-        return self._logits[: len(token_ids)], self._likeliest[: len(token_ids)]
+        rows = len(token_ids) if wanted is None else len(wanted)
+        return self._logits[:rows], self._likeliest[:rows]
 
-    def _replay(self, kind: Kind, batch: AttentionBatch, token_ids: np.ndarray, wanted: np.ndarray | None) -> None:
+    def _replay(
+        self,
+        kind: Kind,
+        batch: AttentionBatch,
+        token_ids: np.ndarray,
+        wanted: np.ndarray | None,
+        owners: np.ndarray | None,
+    ) -> None:
         sizes = self._sizes[kind]
         size = int(sizes[np.searchsorted(sizes, len(token_ids))])
         shared = self._attention.shared_prefixes(batch) if size > 1 else None
         if kind is Kind.PLAIN and shared is not None and Kind.ALIKE in self._sizes:
             kind = Kind.ALIKE
-        self._fill(kind, batch, token_ids, size, shared, wanted)
+        self._fill(kind, batch, token_ids, size, shared, wanted, owners)
         if (passed := self._begin()) is not None:
             self._passed[: len(passed)].copy_(passed)
             self._passed[len(passed) : size].zero_()
@@ -142,6 +147,7 @@ class StepGraphs:
         size: int,
         shared: SharedPrefixes | None,
         wanted: np.ndarray | None = None,
+        owners: np.ndarray | None = None,
     ) -> None:
         if shared is None and not (kind is Kind.PLAIN and self._attention.has_plain_graphs):
             # The graph is one that reads together what is shared, be that nothing.
@@ -149,11 +155,15 @@ class StepGraphs:
         self._attention.plan_graph(batch, size, shared, chunks=kind is Kind.MIXED)
         # All that comes of what is beyond the batch goes into the last page, into rows that nobody reads, and becomes
         # the last token of nobody.
-        slots = np.full(size, len(self._last_tokens) - 1)
+        nobody = len(self._last_tokens) - 1
+        slots, takers = np.full(size, nobody), np.full(size, nobody)
         slots[: len(token_ids)] = np.repeat(batch.rows, batch.lengths)
+        if owners is not None:
+            takers[: len(owners)] = np.where(owners < 0, nobody, owners)
         self._inputs.fill(
             {
                 "wanted": np.zeros(0, dtype=np.int64) if wanted is None else wanted,
+                "owners": takers,
                 "token_ids": token_ids,
                 "positions": token_positions(batch),
                 "slots": slots,
@@ -173,12 +183,12 @@ class StepGraphs:
             hidden = self._decoder.hidden(given, positions, self._attention)
             if hidden.data_ptr() != passed.data_ptr():
                 passed.copy_(hidden)
-        elif kind is Kind.MIXED:
+            return
+        wanted, rows = None, size
+        if kind is Kind.MIXED:
             # Of more tokens than may be wanted the last layer computes those alone.
-            wanted = inputs["wanted"][: min(size, len(self._hidden))]
-            hidden = self._decoder.hidden(given, positions, self._attention, wanted)
-            self._hidden[: len(wanted)].copy_(hidden)
-        else:
-            hidden = self._decoder.hidden(given, positions, self._attention)
-            logits = self._decoder.logits(hidden, self._logits[:size])
-            take_likeliest(logits, self._likeliest[:size], slots, self._last_tokens)
+            rows = min(size, len(self._logits))
+            wanted, slots = inputs["wanted"][:rows], inputs["owners"][:rows]
+        hidden = self._decoder.hidden(given, positions, self._attention, wanted)
+        logits = self._decoder.logits(hidden, self._logits[:rows])
+        take_likeliest(logits, self._likeliest[:rows], slots, self._last_tokens)

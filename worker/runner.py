@@ -170,7 +170,7 @@ class Runner:
         """The plan's logits, or what is to be passed on."""
         if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
             batch = AttentionBatch(self._tables.rows, plan.slots, plan.starts, plan.lengths)
-            out, self.likeliest = self._graphs.run_decodes(batch, plan.token_ids)
+            out, self.likeliest = self._graphs.run(batch, plan.token_ids)
             return out
         self.likeliest = None
         # Chunks of one token first, for the attention; their logits come out in the plan's order all the same.
@@ -183,7 +183,11 @@ class Runner:
         shares = np.cumsum(plan.num_logits)
         rows = np.repeat(ends - shares, plan.num_logits) + np.arange(plan.num_logits.sum())
         if self._graphs is not None and self._graphs.fits(batch, len(rows)):
-            return self._graphs.run(batch, token_ids, rows)
+            owners = np.full(len(rows), -1)
+            gives = plan.num_logits > 0
+            owners[shares[gives] - 1] = plan.slots[gives]  # the last row of each chunk may give a token
+            out, self.likeliest = self._graphs.run(batch, token_ids, rows, owners)
+            return out
         return self._step(batch, token_ids.astype(np.int64), rows, self._attention, self._begin)
 
     def _begin(self) -> torch.Tensor | None:
