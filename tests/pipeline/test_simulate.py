@@ -197,3 +197,15 @@ def test_the_models_of_the_stages_learn_as_they_run():
     shape = BatchShape([*[(4000, 1)] * 16, (2000, 512)])
     assert models[0].error() < 0.05
     assert models[0].predict(shape) == pytest.approx(STAGES[0].seconds(shape), rel=0.06)
+
+
+def test_jobs_end_sooner_when_prompts_are_spread_over_decodes():
+    """Longest outputs first: as many rounds as the longest has tokens. Stages that read weights for few tokens."""
+    rng = np.random.default_rng(3)
+    sizes = rng.integers(100, 1024, (96, 2)).tolist()
+    requests = [Request(i, 0.0, prompt, output) for i, (prompt, output) in enumerate(sizes)]
+    offline, uniform = (run(requests, name, sockets(), token_budget=8192) for name in ("offline", "uniform"))
+    assert offline.seconds < 0.97 * uniform.seconds
+    rounds = max(output for _, output in sizes)
+    assert offline.quantile("tbt", 0.5) * rounds > 0.97 * offline.seconds
+    assert offline.quantile("tbt", 0.99) < 1.5 * offline.quantile("tbt", 0.5)

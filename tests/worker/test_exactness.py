@@ -117,6 +117,7 @@ def test_preempted(engine, crowded, prompts, expected, page_size, overlap):
     [
         (2, 1, True, "uniform"),
         (2, 1, True, "hybrid"),
+        (2, 1, True, "offline"),
         (4, 1, False, "prefill_first"),
         (4, 1, True, "throttle"),
         (2, 2, False, "fixed_chunk"),

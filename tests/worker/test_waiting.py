@@ -1,6 +1,7 @@
 """Which of the waiting sequences goes next."""
 
 from tests.worker.driver import Driver, prompt
+from worker.messages import SamplingParams
 
 
 def order_of(d: Driver) -> list[str]:
@@ -58,3 +59,24 @@ def test_thousands_wait_without_a_look_up_each_step(drive, monkeypatch):
     for _ in range(20):
         d.step()
     assert len(looked_up) < 20 * 12
+
+
+def test_longest_outputs_first_for_jobs(drive):
+    """Whoever waits how long; what is cached goes before."""
+    d = drive(max_running=1, schedule="offline", starvation_s=0.0)
+    d.add("warm", prompt(8), max_tokens=1)
+    d.run()
+    d.now_s = 100.0
+    for name, seed, most in (("a", 1, 3), ("b", 2, 9), ("c", 3, 5), ("d", 4, 9)):
+        d.add(name, prompt(6, seed=seed), max_tokens=most)
+    d.add("cached", prompt(8) + prompt(3, seed=5), max_tokens=2)
+    d.add("first", prompt(6, seed=6), priority=1, max_tokens=1)
+    assert order_of(d) == ["warm", "first", "cached", "b", "d", "c", "a"]
+
+
+def test_outputs_are_as_long_as_others_were(drive):
+    """Where an end token may come: the limit says little."""
+    d = drive(max_running=1, schedule="offline", eos=(7,))
+    d.add("known", prompt(6, seed=1), sampling=SamplingParams(max_tokens=90, temperature=0, ignore_eos=True))
+    d.add("guessed", prompt(6, seed=2), max_tokens=100)  # of which 7 in 10 are expected at first
+    assert order_of(d) == ["known", "guessed"]
