@@ -83,10 +83,10 @@ def configured(**settings) -> WorkerConfig:
     return WorkerConfig(device="cpu", dtype="float32", page_size=4, max_running=MAX_RUNNING, **settings)
 
 
-def check(folder: Path, engine: Engine, batch: list[list[int]], times: int = 1) -> None:
-    """Greedy tokens are those of transformers."""
+def check(folder: Path, engine: Engine, batch: list[list[int]], times: int = 1, **wants) -> None:
+    """Greedy tokens are those of transformers, whatever else is wanted."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, **wants)
     for _ in range(times):
         said = [finished.token_ids for finished in engine.generate(batch, sampling)]
     for prompt, tokens in zip(batch, said, strict=True):
@@ -126,6 +126,17 @@ def test_mixed(token_budget: int, overlap: bool, tiny_model: Callable[[str], Pat
     check(folder, engine, batch[:2] if token_budget == 1 else batch)
     mixed = {size for kind, size, _ in graphs.ran if kind is Kind.MIXED}
     assert mixed and mixed <= set(token_ladder(token_budget)), graphs.ran
+    engine.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logits_of_prompts_are_nobodys_tokens(overlap: bool, tiny_model: Callable[[str], Path], triton_engine) -> None:
+    """But the last one's of each."""
+    folder = tiny_model("qwen3")
+    engine, graphs = triton_engine(folder, token_budget=5, overlap=overlap)
+    check(folder, engine, prompts(3, 7, 4, 2), prompt_logprobs=0)
+    assert any(kind is Kind.MIXED for kind, *_ in graphs.ran)
     engine.close()
 
 
