@@ -1,16 +1,17 @@
 """Pipelines of several stages: what their stages wait for, and what load they carry, by layout and by schedule.
 
     shoal bench pipeline --model llama-70b --layouts pp4,tp4,tp2pp2 --link sockets --name pipeline.sockets
-    shoal bench pipeline --model llama-70b --layouts pp4,tp4 --schedules uniform --max-running 1024 --jobs mini_1024
+    shoal bench pipeline --model llama-70b --layouts pp4,tp4 --traffic '' --max-running 1024 --jobs mini_1024
     shoal bench pipeline --device cpu --layouts pp2,tp2 --shrink 64 --requests 40 --jobs mini_half
     shoal bench pipeline --device cpu --layouts pp2 --nodes 2 --shrink 64 --requests 20
     shoal bench pipeline --plan falcon-180b --objectives strict,relaxed
 
 Random weights, greedy, every output to its full length. Requests arrive as a Poisson process with the lengths of
-Sarathi-Serve's two workloads (chat and long), or as in a trace. Capacity is the highest rate at which the 99th
-percentile of the time between tokens stays within 5 (strict) or 25 (relaxed) times one decode iteration of the first
-layout, and half of the requests are scheduled within 2 seconds; it is found by bisection, from where the simulator,
-with the costs that were measured, says that it is. Other schedules and layouts are searched down to an eighth of it.
+Sarathi-Serve's two workloads (chat and long), or as in a trace; those of --jobs are there all at once, and run by the
+schedule `offline`. Capacity is the highest rate at which the 99th percentile of the time between tokens stays within 5
+(strict) or 25 (relaxed) times one decode iteration of the first layout, and half of the requests are scheduled within
+2 seconds; it is found by bisection, from where the simulator, with the costs that were measured, says that it is.
+Other schedules and layouts are searched down to an eighth of it.
 
 Every load is written to the result file as soon as it has been measured: a run that is interrupted goes on where it
 was when the same command is given again. Time lines of the stages, as pictures and for https://ui.perfetto.dev, go to

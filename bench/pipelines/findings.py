@@ -168,19 +168,18 @@ class Findings:
 
     def offline(self, traffic: Traffic) -> None:
         """All requests at once: throughput, beside the layout without a pipeline, and the bubble of decoding."""
-        setting = Setting(OURS, self.study.budget)
         is_prefill = traffic.name.startswith("prefill")
         key, kind = ("input_tok_s", "prefill_heavy") if is_prefill else ("output_tok_s", "decode_heavy")
 
         def rate(study: Study, layout: Layout) -> float:
-            return float(study.flood(layout, setting, traffic)[key])
+            return float(study.flood(layout, traffic)[key])
 
-        point = self.study.flood(self.layout, setting, traffic)
+        point = self.study.flood(self.layout, traffic)
         self.add(f"{traffic.name}.{key}", point[key], "tokens/s", True, point, lambda study: rate(study, self.layout))
         if not is_prefill:
 
             def decode_bubble(study: Study) -> float:
-                return float(study.flood(self.layout, setting, traffic)["decode_bubble"])
+                return float(study.flood(self.layout, traffic)["decode_bubble"])
 
             name = "decode_bubble" if traffic.name == "mini_512" else f"decode_bubble.{traffic.name}"
             self.add(name, point["decode_bubble"], "ratio", False, point, decode_bubble)
@@ -201,7 +200,7 @@ class Findings:
     def meter(self, loads: Sequence[Traffic]) -> None:
         """What it costs to know all this, and how well the time of a micro-batch is predicted: the worst of loads that
         all came at once."""
-        points = [self.study.flood(self.layout, Setting(OURS, self.study.budget), load) for load in loads]
+        points = [self.study.flood(self.layout, load) for load in loads]
         self._add(Figure(f"{self.base}.meter.overhead", max(map(meter_overhead, points)), "ratio", False))
         errors = [point["model_error"] for point in points if point["model_error"] is not None]
         if errors:
@@ -213,10 +212,9 @@ class Findings:
         study = self.twin.study(self.study)
         measured: dict[str, float] = {}
         predicted: dict[str, float] = {}
-        setting = Setting(OURS, self.study.budget)
         for load in loads:
             for found, of in ((measured, self.study), (predicted, study)):
-                found[f"{load.name}/{setting}"] = of.flood(self.layout, setting, load)["requests_per_s"]
+                found[f"{load.name}/{study.setting_of(load)}"] = of.flood(self.layout, load)["requests_per_s"]
         off = errors(measured, predicted)
         self._add(Figure(f"{self.base}.simulator.throughput_error", max(map(abs, off.values())), "ratio", False))
         return {"measured_requests_per_s": measured, "simulated_requests_per_s": predicted, "errors": off}

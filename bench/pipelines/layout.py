@@ -6,7 +6,8 @@ from typing import Any
 
 from pipeline.schedule import POLICIES
 
-SCHEDULES = tuple(POLICIES)
+# Those for requests that arrive on their own.
+SCHEDULES = tuple(name for name, policy in POLICIES.items() if not policy.longest_first)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pipeline.capacity import RELAXED, STEP, STRICT, capacity
 
 OBJECTIVES = {"strict": STRICT, "relaxed": RELAXED}
 DECODES, DECODE_CONTEXT = 32, 4096  # the decode iteration that objectives are multiples of
-OURS = "uniform"
+OURS, FOR_JOBS = "uniform", "offline"
 # Of what comes through a second when all requests arrive at once, which they leave with a long tail: where the search
 # for a capacity begins, and where it ends.
 GUESS, MOST = 1.0, 4.0
@@ -99,10 +99,15 @@ class Study:
         load = Load(traffic.name, traffic.at(rate, self.seconds), rate, objective)
         return self._point(key, layout, setting, load)
 
-    def flood(self, layout: Layout, setting: Setting, traffic: Traffic) -> dict[str, Any]:
+    def flood(self, layout: Layout, traffic: Traffic) -> dict[str, Any]:
         """All requests at once: what can be carried at most."""
+        setting = self.setting_of(traffic)
         key = f"{layout}/{traffic.name}/{setting}/flood"
         return self._point(key, layout, setting, Load(traffic.name, traffic.at_once()))
+
+    def setting_of(self, traffic: Traffic) -> Setting:
+        """Ours, where all of this comes at once."""
+        return Setting(FOR_JOBS if traffic.is_job else OURS, self.budget)
 
     def decode_s(self, layout: Layout) -> float:
         """One decode iteration of DECODES sequences with DECODE_CONTEXT tokens each, prompts gone."""
@@ -154,7 +159,7 @@ class Study:
             return _Search(expected, MOST * expected, least, 1 + NEAR * self.precision)
         if least is not None:
             return _Search(least, math.inf, least)
-        at_once = self.flood(layout, Setting(OURS, self.budget), traffic)["requests_per_s"]
+        at_once = self.flood(layout, traffic)["requests_per_s"]
         return _Search(GUESS * at_once, MOST * at_once)
 
     def _highest(

@@ -45,7 +45,7 @@ class Survey:
         """Measures everything that is not there yet."""
         for layout in self.layouts:
             for load in self.floods if layout == self.layouts[0] else self.jobs:
-                self.study.flood(layout, Setting(OURS, self.study.budget), load)
+                self.study.flood(layout, load)
             for traffic in self.traffics:
                 for name in self.objectives:
                     self._carried(layout, traffic, self.objective(name))

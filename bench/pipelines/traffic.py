@@ -52,10 +52,11 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests, one turn each, with the times of their arrival at a rate of 1 a second."""
+    """Requests, one turn each, with the times of their arrival at a rate of 1 a second. A job is there all at once."""
 
     name: str
     sessions: tuple[Session, ...]
+    is_job: bool = False
 
     def at(self, rate: float, seconds: float = math.inf) -> list[Session]:
         """The same at `rate` requests a second: those that arrive within `seconds`, but no fewer than FEWEST."""
@@ -103,7 +104,7 @@ def offline(name: str, shrink: int = 1) -> Traffic:
     job, scale = OFFLINE[name]
     prompts, outputs = JOBS[job](scale)
     rows = [Row(len(prompt), output) for prompt, output in zip(prompts, outputs, strict=True)]
-    return Traffic(name, tuple(from_trace(trace.shrink(rows, shrink), None)))
+    return Traffic(name, tuple(from_trace(trace.shrink(rows, shrink), None)), is_job=True)
 
 
 def _arriving(name: str, rows: Sequence[Row], seed: int) -> Traffic:
