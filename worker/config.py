@@ -59,7 +59,10 @@ class WorkerConfig(BaseModel):
     )
     max_waiting: int = Field(4096, ge=1, description="most requests that may wait; more are refused with 429")
     starvation_s: float = Field(
-        5.0, ge=0, description="seconds after which a waiting request goes before those with longer cached prefixes"
+        5.0,
+        ge=0,
+        description="seconds after which a waiting request goes before those with longer cached prefixes; of schedule "
+        "offline, whose requests nobody waits for one by one, none does",
     )
     cpu_threads: int | None = Field(
         None, ge=1, description="threads of one rank on a CPU; by default torch's own choice"

@@ -48,7 +48,7 @@ class Survey(NamedTuple):
         return view
 
     def horizon(self, counts: Counts, queue: np.ndarray) -> Horizon:
-        """What is yet to come of them, and of those that wait in this order, whose rows in the counts are `queue`."""
+        """What is yet to come of them, and of those that wait, whose rows in the counts are `queue`."""
         rows = np.concatenate((self.rows, queue))
         missing = np.concatenate((np.where(self.going, self.lacking, 0), counts.tokens[queue] - counts.cached[queue]))
         to_come = np.maximum(counts.expected[rows] - counts.tokens[rows], 1)
