@@ -8,7 +8,7 @@ the corner is round on real devices).
 from dataclasses import dataclass
 
 from pipeline.rows import UNPADDED, Rows
-from pipeline.shape import TILE, BatchShape
+from pipeline.shape import BatchShape, unused_rows
 from pipeline.stages import split_layers
 
 # How round the corner of the roofline is: max(a, b) ~ (a^p + b^p)^(1/p). Fitted to the linear layers of Llama-3.1-8B at
@@ -128,7 +128,7 @@ class Stage:
         """The time of one step."""
         model, device = self.model, self.device
         n = self.rows.of(shape)
-        whole = n if n <= TILE else -(-n // TILE) * TILE
+        whole = n + unused_rows(n)
         seconds = self.layers * self._product_s(model.layer_weights, whole)
         layer_s = device.mixed_layer_s if shape.chunks else device.layer_s
         small = n * model.element_bytes * (HIDDEN_PASSES * model.hidden + INNER_PASSES * model.inner / self.ranks)
