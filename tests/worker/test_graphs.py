@@ -130,12 +130,11 @@ def test_mixed(token_budget: int, overlap: bool, tiny_model: Callable[[str], Pat
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
-@pytest.mark.parametrize("overlap", [False, True])
-def test_logits_of_prompts_are_nobodys_tokens(overlap: bool, tiny_model: Callable[[str], Path], triton_engine) -> None:
+def test_logits_of_prompts_are_nobodys_tokens(tiny_model: Callable[[str], Path], triton_engine) -> None:
     """But the last one's of each."""
     folder = tiny_model("qwen3")
-    engine, graphs = triton_engine(folder, token_budget=5, overlap=overlap)
-    check(folder, engine, prompts(3, 7, 4, 2), prompt_logprobs=0)
+    engine, graphs = triton_engine(folder, token_budget=5, overlap=True)
+    check(folder, engine, prompts(3, 7, 4), prompt_logprobs=0)
     assert any(kind is Kind.MIXED for kind, *_ in graphs.ran)
     engine.close()
 
