@@ -15,10 +15,9 @@ import torch
 
 from bench.jobs import Job, fresh, scaled
 from bench.results import Figure
-from pipeline.schedule import POLICIES
 from worker import kv_cache
 from worker.config import WorkerConfig
-from worker.costs import Costs
+from worker.costs import Costs, predicts
 from worker.engine import Engine, Parts
 from worker.messages import SamplingParams
 from worker.plan import Plan
@@ -68,7 +67,7 @@ def again(folder: Path, config: WorkerConfig, parts: Parts) -> Iterator[Engine]:
     runner.num_pages = kv_cache.num_pages(config.kv_tokens, runner.page_size)
     runner.context_length = min(runner.context_length, config.context_length or runner.context_length)
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-    costs = Costs.of(folder, config, runner.device) if POLICIES[config.schedule_name].predicts else Costs()
+    costs = Costs.of(folder, config, runner.device) if predicts(config) else Costs()
     try:
         engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler, costs=costs))
         yield engine

@@ -31,6 +31,7 @@ class Admission:
     ) -> None:
         """`longest_first`: see `WaitingQueue`."""
         self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens, longest_first)
+        self._longest_first = longest_first
         self.held: dict[str, Sequence] = {}  # not ready: their grammar compiles
         self.forecast = Forecast(holdings.page_size)
         self._holdings = holdings
@@ -56,7 +57,8 @@ class Admission:
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """With `ready` False it is not started until `release`."""
         self._num_changes += 1
-        seq.num_expected = seq.num_tokens + self.forecast.to_come(seq)
+        if self._longest_first:  # nobody else asks
+            seq.num_expected = seq.num_tokens + self.forecast.to_come(seq)
         if ready:
             self.queue.add(seq, step)
         else:

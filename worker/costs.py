@@ -58,10 +58,9 @@ class Costs:
     def policy(self, config: WorkerConfig, overlap: bool) -> Policy:
         """The schedule that is configured. `overlap`: whether tokens pass from the last stage to the first on the
         devices."""
-        predicts = POLICIES[config.schedule_name].predicts
-        ends_s = BETWEEN_S if overlap and predicts else ENDS_S
+        ends_s = BETWEEN_S if overlap and predicts(config) else ENDS_S
         exposed_s = ends_s + (config.pp - 1) * BETWEEN_S if config.pp > 1 else 0.0
-        models = self.models if predicts else ()
+        models = self.models if predicts(config) else ()
         settings = Settings(config.pp, config.token_budget, models, config.tbt_slo, exposed_s)
         return make_policy(config.schedule_name, settings)
 
@@ -109,6 +108,11 @@ class Costs:
         of = model.identity
         parts = (of["model"], of["device"], of["dtype"], f"tp{of['tp']}", f"pp{of['pp']}", f"stage{of['stage']}")
         return folder / (re.sub(r"[^A-Za-z0-9.]+", "_", "-".join(parts)) + ".json")
+
+
+def predicts(config: WorkerConfig) -> bool:
+    """Whether the configured schedule goes by what steps are going to cost."""
+    return POLICIES[config.schedule_name].predicts
 
 
 def rows_of(config: WorkerConfig, device: torch.device) -> Rows:

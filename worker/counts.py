@@ -14,9 +14,10 @@ class Counts:
 
     Of its `tokens`, which are the prompt's and the outputs', the last `pending` are being sampled by steps in flight:
     they count, and their values are not known yet. `computed` of them have their KV, by steps in flight too; steps that
-    have ended computed `confirmed`. It ends when it has `limit` tokens, and is likely to with `expected`. It holds
-    `pages` pages, of which the ranks know the first `sent`. `slots` is -1 while it waits; the tree had `cached` of its
-    tokens when it was last asked then. It got its last token at `answered_s` of the scheduler's clock, or came then.
+    have ended computed `confirmed`. It ends when it has `limit` tokens, and is likely to with `expected` (where a
+    policy asks). It holds `pages` pages, of which the ranks know the first `sent`. `slots` is -1 while it waits; the
+    tree had `cached` of its tokens when it was last asked then. It got its last token at `answered_s` of the
+    scheduler's clock, or came then.
     """
 
     def __init__(self, capacity: int) -> None:

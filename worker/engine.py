@@ -23,13 +23,12 @@ import numpy as np
 import torch
 
 from pipeline.meter import Meter
-from pipeline.schedule import POLICIES
 from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
 from worker.batch import Step
 from worker.config import WorkerConfig
-from worker.costs import Costs
+from worker.costs import Costs, predicts
 from worker.grammar import Awaited, GrammarCompiler, GrammarState
 from worker.logprobs import PendingLogprobs, prompt_logprobs
 from worker.messages import Failure, Generate, Load, Output, SamplingParams, TokenLogprobs
@@ -78,7 +77,7 @@ def load_parts(
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
     grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
     costs = Costs()
-    if config.pp > 1 or POLICIES[config.schedule_name].predicts:
+    if config.pp > 1 or predicts(config):
         costs = Costs.of(model_dir, config, runner.device, cost_folder)
     return Parts(runner, sampler, grammars, costs)
 

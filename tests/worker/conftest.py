@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.schedule import POLICIES
 from tests.worker.driver import Driver
 from tests.worker.fakes import FakeGrammars, FakeParts, FakeRunner, pages_now
 from worker.config import WorkerConfig
-from worker.costs import Costs
+from worker.costs import Costs, predicts
 from worker.engine import Parts
 from worker.parallel import Group
 from worker.plan import Chunk, Plan
@@ -188,8 +187,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_grammars(model_dir: Path, config: WorkerConfig, runner: Runner | Leader) -> Parts:
     """The real parts but for the grammars' compiler, a process that most tests have no use for."""
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-    predicts = POLICIES[config.schedule_name].predicts
-    costs = Costs.of(model_dir, config, runner.device) if predicts else Costs()
+    costs = Costs.of(model_dir, config, runner.device) if predicts(config) else Costs()
     return Parts(runner, sampler, FakeGrammars(), costs)
 
 
