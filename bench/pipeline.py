@@ -192,9 +192,8 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         targets = _targets(args, folder, settings, layouts, on_gpu)
         try:
             site = Measured(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name)
-            study = Study(
-                sweep, site, config.token_budget, args.chunk_budgets, args.shrink, args.precision, args.seconds
-            )
+            most, how = (config.token_budget, args.chunk_budgets, config.max_running), (args.precision, args.seconds)
+            study = Study(sweep, site, *most, args.shrink, *how)
             known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
             learned = sweep.point("calibration", lambda: site.calibrate(layouts[0], ours, known))
@@ -248,7 +247,8 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         rows,
         traces=args.traces / sweep.name,
     )
-    study = Study(sweep, site, PLANNED_BUDGET, args.chunk_budgets, args.shrink, args.precision, args.seconds)
+    most, how = (PLANNED_BUDGET, args.chunk_budgets, max_running), (args.precision, args.seconds)
+    study = Study(sweep, site, *most, args.shrink, *how)
     survey = _survey(args, study, layouts, least=0.0)
     survey.run()
     sweep.raw["validation"] = validations(args.out)

@@ -32,8 +32,8 @@ class Offline(Uniform):
     longest_first = True
     LEAST = TILE // 4  # tokens of prompts in a micro-batch that has any: to be a little early costs nothing
 
-    def counts_as_ended(self, view: View) -> bool:
-        return view.returning_s <= self.LEAD_S
+    def _hands_over(self, view: View) -> bool:
+        return True  # also while prompts wait: they fill up what decodes are in, and no micro-batch of their own
 
     def _refresh(self) -> None:
         super()._refresh()

@@ -81,11 +81,15 @@ class Uniform(Policy):
             return math.inf
         due_s = view.ahead_s
         if is_idle or self._is_full(view):  # until tokens come back
-            due_s = max(due_s, math.inf if view.waiting_tokens else view.returning_s)
+            due_s = max(due_s, view.returning_s if self._hands_over(view) else math.inf)
         return max(0.0, due_s - self.LEAD_S)
 
     def counts_as_ended(self, view: View) -> bool:
-        return not view.waiting_tokens and view.returning_s <= self.LEAD_S
+        return self._hands_over(view) and view.returning_s <= self.LEAD_S
+
+    def _hands_over(self, view: View) -> bool:
+        """Whether the next micro-batch may set out with the tokens of the oldest before these are known."""
+        return not view.waiting_tokens
 
     def finished(self, gap_s: float) -> None:
         objective = self.settings.tbt_slo_s

@@ -167,7 +167,7 @@ class Findings:
         )
 
     def offline(self, traffic: Traffic) -> None:
-        """All requests at once: throughput, beside the layout without a pipeline, and the bubble of decoding."""
+        """All requests at once: throughput, beside the layout without a pipeline."""
         is_prefill = traffic.name.startswith("prefill")
         key, kind = ("input_tok_s", "prefill_heavy") if is_prefill else ("output_tok_s", "decode_heavy")
 
@@ -176,13 +176,6 @@ class Findings:
 
         point = self.study.flood(self.layout, traffic)
         self.add(f"{traffic.name}.{key}", point[key], "tokens/s", True, point, lambda study: rate(study, self.layout))
-        if not is_prefill:
-
-            def decode_bubble(study: Study) -> float:
-                return float(study.flood(self.layout, traffic)["decode_bubble"])
-
-            name = "decode_bubble" if traffic.name == "mini_512" else f"decode_bubble.{traffic.name}"
-            self.add(name, point["decode_bubble"], "ratio", False, point, decode_bubble)
         if self.whole is not None:
             whole = rate(self.study, self.whole)
 
@@ -191,6 +184,14 @@ class Findings:
 
             name = f"{kind}.vs_{self.whole}" if traffic.name in HEAVY else f"{traffic.name}.vs_{self.whole}"
             self.add(name, point[key] / whole, "ratio", True, point, ratio)
+
+    def decoding(self) -> None:
+        """The bubble of decoding, with as many sequences as may run."""
+
+        def bubble(study: Study) -> float:
+            return float(study.decoding(self.layout)["decode_bubble"])
+
+        self.add("decode_bubble", bubble(self.study), "ratio", False, self.study.decoding(self.layout), bubble)
 
     def link(self, speed: dict[str, Any]) -> None:
         """What was measured of the ways between stages (`bench.link.Speed`)."""

@@ -21,6 +21,7 @@ OURS, FOR_JOBS = "uniform", "offline"
 GUESS, MOST = 1.0, 4.0
 NEAR = 2  # times the precision: the first step of a search from a rate that was expected
 DECODE_TOKENS = 64  # out of each, when it is timed
+DECODERS_PROMPT, DECODERS_TOKENS = 256, 256  # of each sequence, where as many decode as may run
 
 
 Expected = Callable[[Layout, str, Traffic, Objective], float]
@@ -72,7 +73,8 @@ class _Search:
 @dataclass
 class Study:
     """Finds `points` out at `site`. `budget`: the most tokens in a micro-batch; `fixed_chunk` is tried with
-    each of `chunk_budgets`. `shrink` divides the context of the decode iteration, as it does the lengths of requests.
+    each of `chunk_budgets`; `most_running` is the most sequences at once. `shrink` divides the lengths of what decodes,
+    as it does those of requests.
     Requests of a load arrive within `seconds`. Rates are found to within `precision`, from what is `expected` of a
     layout and a schedule, where that is known: 0 where it is not."""
 
@@ -80,6 +82,7 @@ class Study:
     site: Site
     budget: int
     chunk_budgets: list[int]
+    most_running: int
     shrink: int = 1
     precision: float = 0.05
     seconds: float = 120.0
@@ -115,6 +118,13 @@ class Study:
         load = Load("decode_iteration", sessions)
         point = self._point(f"{layout}/{load.name}", layout, Setting("fixed_chunk", self.budget), load)
         return float(point["tbt_s"]["p50"])
+
+    def decoding(self, layout: Layout) -> dict[str, Any]:
+        """As many sequences as may run at once, which end together: once their prompts are gone, nothing but decodes. A
+        job that spreads its prompts over its decodes has few of those alone, when most of its requests have ended."""
+        prompt, output = (max(1, tokens // self.shrink) for tokens in (DECODERS_PROMPT, DECODERS_TOKENS))
+        load = Load("decodes", together(self.most_running, prompt, output))
+        return self._point(f"{layout}/{load.name}", layout, Setting(OURS, self.budget), load)
 
     def _point(self, key: str, layout: Layout, setting: Setting, load: Load) -> dict[str, Any]:
         def make() -> dict[str, Any]:

@@ -46,6 +46,8 @@ class Survey:
         for layout in self.layouts:
             for load in self.floods if layout == self.layouts[0] else self.jobs:
                 self.study.flood(layout, load)
+            if self.jobs and layout == self.layouts[0]:
+                self.study.decoding(layout)
             for traffic in self.traffics:
                 for name in self.objectives:
                     self._carried(layout, traffic, self.objective(name))
@@ -74,6 +76,8 @@ class Survey:
             findings.add("decode_iteration.seconds", self.study.decode_s(self.layouts[0]), "s", False)
         for job in self.jobs:
             findings.offline(job)
+        if self.jobs:
+            findings.decoding()
         for traffic in self.traffics:
             for name in self.objectives:
                 objective = self.objective(name)

@@ -102,7 +102,10 @@ def test_stages_share_a_round():
     five = View(64, 32_000, 1, 5000, in_flight=flight * 4, horizon=horizon)
     assert offline(stages=4).begin(five) is None
     assert offline(stages=4, exposed_s=0.05).begin(five) is not None
-    assert offline(stages=4).counts_as_ended(View(64, 32_000, 1, 5000, returning_s=0.001))
+    back = View(64, 32_000, 1, 5000, in_flight=flight * 5, horizon=horizon, ahead_s=0.001, returning_s=0.010)
+    policy = offline(stages=4)
+    assert policy.ask_again_s(back, False) == pytest.approx(0.010 - policy.LEAD_S), "prompts wait, and nobody for them"
+    assert policy.counts_as_ended(View(64, 32_000, 1, 5000, returning_s=0.001))
     # Not those that decide how many there are where the time is short.
     assert chunk(offline(stages=4), 16, Horizon(10, 400_000, 4000.0), waiting=5000)[1] > TILED_FROM
 
