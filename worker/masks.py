@@ -28,6 +28,8 @@ class Masks:
             self._host = self._host.pin_memory()
             self._there = torch.empty_like(self._host, device=device)
             self._stream = torch.cuda.Stream(device)
+            # Whoever had this memory before may yet have to write into it, in steps that were launched.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def fill(self, states: Sequence[GrammarState], rows: Sequence[int]) -> dict[int, GrammarError]:
         """Masks of these states in these rows. Errors, by place in `states`, as `fill_masks` has them. The device must

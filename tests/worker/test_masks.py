@@ -26,3 +26,24 @@ def test_slow_masks_are_filled_on_several_threads(monkeypatch: pytest.MonkeyPatc
     for _ in takes_s:
         assert own.fill([], []) == {}
     assert asked == [1, 1, 4, 4, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which computes later")
+def test_steps_under_way_do_not_write_into_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that they get may have been another's, who has yet to write into it."""
+
+    def fill(states: Sequence[object], bitmask: torch.Tensor, rows: Sequence[int], threads: int) -> dict[int, object]:
+        bitmask.fill_(1)
+        return {}
+
+    monkeypatch.setattr(masks, "fill_masks", fill)
+    device = torch.device("cuda")
+    before = torch.empty(64, 4096, dtype=torch.int32, device=device)
+    work = torch.ones(8192, 8192, device=device)
+    for _ in range(20):
+        work = work @ work
+    before.fill_(-1)
+    del before
+    own = masks.Masks(64, 4096 * 32, device)
+    own.fill([], [])
+    assert own.on_device(64).eq(1).all()
