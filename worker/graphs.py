@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs in all) after each one."""
 
+_ROWS_APART = 64
+
 
 class Kind(Enum):
     """What a graph computes, to the likeliest tokens. `PLAIN`: decodes. `ALIKE`: the same, where attention has another
@@ -32,6 +34,13 @@ def product_sizes(max_running: int, max_tokens: int) -> list[int]:
     """Steps for which it pays to look for the fastest products: where each token costs as much as any other the sizes
     between these are served as well."""
     return sorted({*ladder(max_running), *(size for size in (320, 384, 448) if size <= max_tokens)})
+
+
+def logit_rows(size: int, most: int) -> list[int]:
+    """Numbers of tokens whose logits may be wanted, up to `most`, of a step of `size` tokens with chunks: a graph for
+    each. The head is the largest matrix of all, and costs more with every `_ROWS_APART` rows."""
+    size = min(size, most)
+    return [*range(_ROWS_APART, size, _ROWS_APART), size]
 
 
 class StepGraphs:
@@ -67,29 +76,40 @@ class StepGraphs:
         self._sizes = {Kind.PLAIN: decodes, Kind.MIXED: np.array(token_ladder(max_tokens))}
         if attention.has_plain_graphs:
             self._sizes[Kind.ALIKE] = decodes[decodes > 1]
-        self._graphs: dict[tuple[Kind, int], torch.cuda.CUDAGraph] = {}
+        # By kind, tokens, and of a step with chunks as many of these as may be wanted.
+        self._graphs: dict[tuple[Kind, int, int], torch.cuda.CUDAGraph] = {}
+
+    @property
+    def shapes(self) -> list[tuple[Kind, int, int]]:
+        """Of all graphs, the largest first."""
+        shapes = [
+            (kind, size, rows)
+            for kind, sizes in self._sizes.items()
+            for size in sizes.tolist()
+            for rows in self._rows(kind, size)
+        ]
+        return sorted(shapes, key=lambda shape: -shape[1])
 
     def capture(self, tables: np.ndarray, progress: Progress | None = None) -> None:
         """Make all graphs, the largest first, whose memory the others fit into. `tables` are the runner's."""
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
-        graphs = [(kind, size) for kind, sizes in self._sizes.items() for size in sizes.tolist()]
-        graphs.sort(key=lambda graph: -graph[1])
-        for index, (kind, size) in enumerate(graphs):
+        shapes = self.shapes
+        for index, (kind, size, rows) in enumerate(shapes):
             chunks = np.zeros(1, dtype=np.int32)
             batch = AttentionBatch(tables, chunks, chunks, chunks + 1)
             self._fill(kind, batch, np.zeros(1, dtype=np.int64), size, None)
             # Whatever is compiled, loaded or allocated at first use is so before the capture.
-            self._forward(kind, size)
+            self._forward(kind, size, rows)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._forward(kind, size)
-            self._graphs[kind, size] = graph
+                self._forward(kind, size, rows)
+            self._graphs[kind, size, rows] = graph
             if progress is not None:
-                progress(index + 1, len(graphs))
+                progress(index + 1, len(shapes))
         torch.cuda.synchronize()
-        logger.info("Captured %d CUDA graphs in %.1f s", len(graphs), time.monotonic() - began_s)
+        logger.info("Captured %d CUDA graphs in %.1f s", len(shapes), time.monotonic() - began_s)
 
     def close(self) -> None:
         """Give them up. A communicator of NCCL's that is used in one does not end before it is gone."""
@@ -137,7 +157,12 @@ class StepGraphs:
         if (passed := self._begin()) is not None:
             self._passed[: len(passed)].copy_(passed)
             self._passed[len(passed) : size].zero_()
-        self._graphs[kind, size].replay()
+        rows = size if wanted is None else next(rows for rows in self._rows(kind, size) if rows >= len(wanted))
+        self._graphs[kind, size, rows].replay()
+
+    def _rows(self, kind: Kind, size: int) -> list[int]:
+        """Those of logits in graphs of so many tokens, growing."""
+        return logit_rows(size, len(self._logits)) if kind is Kind.MIXED and self._is_last else [size]
 
     def _fill(
         self,
@@ -170,7 +195,7 @@ class StepGraphs:
             }
         )
 
-    def _forward(self, kind: Kind, size: int) -> None:
+    def _forward(self, kind: Kind, size: int, rows: int) -> None:
         # Imported only on a GPU: a machine without one does without Triton.
         from kernels.likeliest import take_likeliest
 
@@ -184,10 +209,8 @@ class StepGraphs:
             if hidden.data_ptr() != passed.data_ptr():
                 passed.copy_(hidden)
             return
-        wanted, rows = None, size
+        wanted = None
         if kind is Kind.MIXED:
-            # Of more tokens than may be wanted the last layer computes those alone.
-            rows = min(size, len(self._logits))
             wanted, slots = inputs["wanted"][:rows], inputs["owners"][:rows]
         hidden = self._decoder.hidden(given, positions, self._attention, wanted)
         logits = self._decoder.logits(hidden, self._logits[:rows])

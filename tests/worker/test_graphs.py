@@ -40,13 +40,12 @@ class Uncaptured(StepGraphs):
 
     def capture(self, tables: np.ndarray, progress: Progress | None = None) -> None:
         self.ran: list[tuple[Kind, int, bool]] = []
-        for kind, sizes in self._sizes.items():
-            for size in sizes.tolist():
-                self._graphs[kind, size] = Again(lambda kind=kind, size=size: self._run(kind, size))
+        for shape in self.shapes:
+            self._graphs[shape] = Again(partial(self._run, *shape))
 
-    def _run(self, kind: Kind, size: int) -> None:
+    def _run(self, kind: Kind, size: int, rows: int) -> None:
         self.ran.append((kind, size, bool(self._attention._members.any())))
-        self._forward(kind, size)
+        self._forward(kind, size, rows)
 
 
 @pytest.fixture
