@@ -7,6 +7,7 @@ contiguous: whoever reads one head of a sequence reads long runs of memory.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -63,6 +64,13 @@ class AttentionBatch:
     def firsts(self) -> np.ndarray:
         """Index of each chunk's first token in q, k and v: int64 `[num_chunks]`."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+
+class Places(Protocol):
+    """Where keys and values go, for whoever writes them in a backend's place: see `AttentionBackend`."""
+
+    kv: torch.Tensor
+    rows: torch.Tensor
 
 
 class AttentionBackend(ABC):
@@ -134,6 +142,15 @@ class GraphAttention(AttentionBackend):
     that read so, and plain ones, which do not."""
 
     has_plain_graphs: bool
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.attend_into(layer, q, out)
+        return out
+
+    @abstractmethod
+    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """`attend` that leaves its result in `out`, contiguous."""
 
     @abstractmethod
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:

@@ -232,8 +232,7 @@ class FlashInferAttention(GraphAttention):
         ]
         self._parts = [self._planned(host, device, contexts, 0, size, graph=True)]
 
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q)
+    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         for end, attend_into in self._ours:
             attend_into(layer, q[:end], out[:end])
         keys, values = self.kv[layer]
@@ -257,7 +256,6 @@ class FlashInferAttention(GraphAttention):
                 True,  # may start while the kernel before it ends
                 *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
             )
-        return out
 
     def _plan_chunks(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
         """A graph of ranges, for chunks, and of a stream, for the single tokens where these are many and share nothing.

@@ -58,6 +58,7 @@ def rotate_and_store(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """All that stands between the product with the fused QKV weight and attention, in one pass.
 
@@ -65,11 +66,11 @@ def rotate_and_store(
     if `q_norm` and `k_norm` (`[head_dim]`) are given, then turned by row `positions[i]` of `angles` (`Rope.table`).
     pages: `[2, num_pages, num_kv_heads, page_size, head_dim]`; keys and values of token i go to row `rows[i]` of
     `[num_pages * num_kv_heads * page_size, head_dim]`, head h `h * page_size` rows further. positions, rows: int64.
-    Returns the queries `[n, num_heads, head_dim]`.
+    Returns the queries `[n, num_heads, head_dim]`, in `out` if that is given.
     """
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     n, half = len(qkv), head_dim // 2
-    q = qkv.new_empty(n, num_heads, head_dim)
+    q = qkv.new_empty(n, num_heads, head_dim) if out is None else out
     keys, values = pages
     programs = triton.cdiv(num_heads, _HEADS_A_PROGRAM) + 2 * triton.cdiv(num_kv_heads, _HEADS_A_PROGRAM)
     _rotate_and_store[(n, programs)](

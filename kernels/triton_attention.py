@@ -138,13 +138,7 @@ class TritonAttention(GraphAttention):
             on_device = static["items"].view(-1, ranges.FIELDS)[:most]
             self._views[window] = _View(on_device, static["slots"][:size], static["counts"][:size], True)
 
-    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.attend_into(layer, q, out)
-        return out
-
     def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """`attend` that leaves its result in `out`, contiguous."""
         window = self.shape.windows[layer]
         view = self._views[window]
         parts = Parts(self._part_out, self._part_lse, view.slots, view.counts)

@@ -23,6 +23,7 @@ from worker.graphs import StepGraphs, product_sizes
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
+from worker.pieces import Pieces, Trial, step_sizes
 from worker.plan import Plan
 from worker.stage import Stage
 from worker.stopwatch import Stopwatch
@@ -92,6 +93,7 @@ class Runner:
         # The last one is for what fills a batch up to a graph's size.
         self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
         self.likeliest: torch.Tensor | None = None
+        self._pieces: Pieces | None = None
         self._logits = torch.empty(0, device=self.device)
         self._waits = False  # whether the step has tokens that only devices know
         self._working_bytes = 0  # what the largest step takes, if it was tried
@@ -113,6 +115,9 @@ class Runner:
             self._graphs = StepGraphs(*shared, self._graph_tokens, self._begin)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
+        if isinstance(self._attention, GraphAttention) and config.num_ranks == 1:
+            # Several ranks would have to agree on what is faster, and have larger models.
+            self._pieces = self._in_pieces(self._attention)
         if self.device.type == "cuda":
             self._reserve(pages_per_row)
 
@@ -164,6 +169,8 @@ class Runner:
         """Leave the other ranks. Nothing can be run afterwards."""
         if self._graphs is not None:
             self._graphs.close()
+        if self._pieces is not None:
+            self._pieces.close()
         self.stage.close()
 
     def _computed(self, plan: Plan) -> torch.Tensor:
@@ -225,7 +232,30 @@ class Runner:
             given = torch.where(given < 0, self.last_tokens[slots[0]], given)
         if not self.stage.is_last:
             return self.decoder.hidden(given, positions, attention)
-        return self.decoder.logits(self.decoder.hidden(given, positions, attention, wanted))
+        layers = self.decoder if self._pieces is None else self._pieces
+        return self.decoder.logits(layers.hidden(given, positions, attention, wanted))
+
+    @torch.inference_mode()
+    def _in_pieces(self, attention: GraphAttention) -> Pieces | None:
+        """Long steps in pieces, if that gains something."""
+        most = min(self._token_budget, self.num_pages * self.page_size)
+        pieces = Pieces(self.decoder, attention, most)
+        pieces.capture(step_sizes(self._graph_tokens, most), self._trial)
+        return pieces if pieces.most else None
+
+    def _trial(self, tokens: int) -> Trial:
+        """Whole sequences as long as may be, wherever in the pages."""
+        length = min(tokens, self.context_length)
+        count, last = -(-tokens // length), (tokens - 1) % length + 1
+        pages = -(-length // self.page_size)
+        tables = np.arange(count * pages, dtype=np.int32).reshape(count, pages) % self.num_pages
+        rows = np.arange(count, dtype=np.int32)
+        lengths = np.full(count, length, dtype=np.int32)
+        lengths[-1] = last
+        order = np.argsort(lengths > 1, kind="stable")
+        batch = AttentionBatch(tables, rows[order], np.zeros_like(rows), lengths[order])
+        given = torch.zeros(tokens, dtype=torch.int64, device=self.device)
+        return Trial(batch, given, torch.from_numpy(token_positions(batch)).to(self.device))
 
     def _num_pages(self, config: WorkerConfig) -> int:
         """What fits every rank: all have the same page tables."""

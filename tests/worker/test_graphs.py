@@ -17,6 +17,7 @@ from worker.config import WorkerConfig
 from worker.engine import Engine, load_parts
 from worker.graphs import Kind, Progress, StepGraphs
 from worker.messages import SamplingParams
+from worker.pieces import Pieces, Trial, step_sizes
 from worker.ranks import Follower, Leader, find_store, open_store
 from worker.runner import Runner
 
@@ -195,3 +196,70 @@ def test_pipeline(tiny_model: Callable[[str], Path], triton_engine, monkeypatch:
     ran = [[graph for graph in one.ran if graph[0] is not Kind.ALIKE] for one in graphs]
     assert {kind for kind, *_ in ran[0]} == {Kind.PLAIN, Kind.MIXED}
     assert all(others == ran[0] for others in ran)
+
+
+# ---------------------------------------------------------------- long steps, in pieces
+
+
+class UncapturedPieces(Pieces):
+    """Notes the sizes of what it runs."""
+
+    ran: set[int]
+
+    def _captured(self, size: int, pool: object) -> list[Callable[[], None]]:
+        return [partial(self._run, index, size) for index in range(self._decoder.config.num_layers)]
+
+    def _run(self, index: int, size: int) -> None:
+        self.ran.add(size)
+        self._piece(index, size)
+
+
+def pieces_of(runner: Runner, most: int) -> UncapturedPieces:
+    runner.decoder.prepare(runner.context_length)
+    pieces = UncapturedPieces(runner.decoder, runner._attention, most)
+    pieces.ran = set()
+    return pieces
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("name", ["gemma2", "llama_biased_tied", "qwen3"])
+def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine) -> None:
+    folder = tiny_model(name)
+    engine, _ = triton_engine(folder, token_budget=24, overlap=True)
+    runner = engine.runner
+    runner._graphs, runner._pieces = None, pieces_of(runner, 16)
+    for size in (sizes := step_sizes(4, 16)):
+        runner._pieces._graphs[size] = runner._pieces._captured(size, None)
+    # The longest step is longer than all pieces.
+    check(folder, engine, prompts(21, 3, 9, 1, 14), times=2)
+    assert {5, 8} <= runner._pieces.ran <= set(sizes)
+    engine.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+def test_pieces_are_kept_where_they_gain(
+    tiny_model: Callable[[str], Path], triton_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = triton_engine(tiny_model("llama"))
+    pieces = pieces_of(engine.runner, 256)
+    tried: list[int] = []
+
+    def trial(tokens: int) -> Trial:
+        tried.append(tokens)
+        return engine.runner._trial(tokens)
+
+    seconds = iter([1.0, 0.5, 1.0, 0.85, 1.0, 0.95])  # without and with, of 32, of 64 and of 128 tokens
+    monkeypatch.setattr(pieces, "_seconds", lambda step: (step(), next(seconds))[1])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    with torch.inference_mode():
+        pieces.capture(step_sizes(16, 256), trial)
+    assert tried == [32, 64, 128] and pieces.most == 64
+    assert list(pieces._graphs) == [64, 56, 48, 40, 32, 28, 24, 20] and pieces.ran == {32, 64, 128}
+    pieces.close()
+    assert not pieces.most
+    engine.close()
+
+
+def test_sizes_of_pieces() -> None:
+    assert step_sizes(256, 700) == [320, 384, 448, 512, 640, 700]
+    assert step_sizes(16, 16) == [] and step_sizes(1, 9) == [2, 3, 4, 5, 7, 9]

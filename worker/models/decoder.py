@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.activation import gelu_tanh_and_mul, silu_and_mul
-from kernels.attention import AttentionBackend
+from kernels.attention import AttentionBackend, Places
 from kernels.fp8_linear import Fp8Linear, Fp8Weight
 from kernels.linear import Linear
 from kernels.norm import add_rms_norm, rms_norm
@@ -160,20 +160,42 @@ class Decoder:
             x = self._hidden_of_one(x, positions, attention)
             return x if wanted is None else x[wanted]
         angles = {} if self.is_on_gpu else {rope: rope.angles(positions, x.dtype) for rope in set(self.config.ropes)}
-        # From here on x lacks what the last sublayer adds, unless the product has added it: the sum of all ranks'
-        # `added`. Where the next norm reads x, it is added.
-        added: torch.Tensor | None = None
+        attended: torch.Tensor | None = None
         # Of the last layer few tokens are left.
         begun = len(self.layers) - 1 if self._goes_in_halves(x) else 0
         if begun:
             self._in_halves(begun, x, positions, angles, attention)
         for index, layer in enumerate(self.layers[begun:], begun):
-            normed = self._add_and_norm(added, x, layer.input_norm)
-            attended = self._attend(index, layer, layer.qkv(normed), positions, angles, attention)
-            if wanted is not None and index == len(self.layers) - 1:
-                # Of the other tokens nothing is read any more but the keys and values, which the pages have now.
-                x, attended = x[wanted], attended[wanted]
-            added = self._after_attention(layer, attended, x)
+            qkv = self._to_attention(index, x, attended)
+            attended = self._attend(index, layer, qkv, positions, angles, attention)
+        assert attended is not None, "there is a layer"
+        return self.finish(x, attended, wanted)
+
+    def piece(
+        self,
+        index: int,
+        given: torch.Tensor,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        positions: torch.Tensor,
+        places: Places,
+        queries: torch.Tensor,
+    ) -> None:
+        """What `hidden` does, on a GPU, between attention of the layer before `index`, whose output is `attended`, and
+        that of this one, which gets `queries`, `[n, num_heads, head_dim]`, and keys and values in their `places`. x,
+        `[n, hidden_size]`, holds the tokens from one piece to the next; the first begins it with `given`, which the
+        others leave alone."""
+        if index == 0:
+            x.copy_(self._embed(given))
+        qkv = self._to_attention(index, x, attended if index else None)
+        self._stored(index, self.layers[index], qkv, positions, places, queries)
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        """The rest of `hidden`, after the last layer's attention."""
+        if wanted is not None:
+            # Of the other tokens nothing is read any more but the keys and values, which the pages have now.
+            x, attended = x[wanted], attended[wanted]
+        added = self._after_attention(self.layers[-1], attended, x)
         return x if added is None else x.add_(self._summed(added))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -205,6 +227,15 @@ class Decoder:
     def _place(self, x: torch.Tensor, turn: int) -> torch.Tensor | None:
         """Where this rank's part of what is added for the tokens of x is to be computed."""
         return self.group.place(len(x), self.config.hidden_size, x.dtype, turn)
+
+    def _to_attention(self, index: int, x: torch.Tensor, attended: torch.Tensor | None) -> torch.Tensor:
+        """Queries, keys and values of a layer, before they are turned. x becomes its input: `attended` is of the layer
+        before, or None where that is in x."""
+        # x lacks what a sublayer adds, unless the product has added it: the sum of all ranks' `added`. Where the next
+        # norm reads x, it is added.
+        added = None if attended is None else self._after_attention(self.layers[index - 1], attended, x)
+        layer = self.layers[index]
+        return layer.qkv(self._add_and_norm(added, x, layer.input_norm))
 
     def _attend(
         self,
@@ -253,9 +284,15 @@ class Decoder:
         return q, k, v
 
     def _stored(
-        self, index: int, layer: _Layer, qkv: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        index: int,
+        layer: _Layer,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        places: Places,
+        queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`_turned` on a GPU: the keys and values go to their pages, the queries come back."""
+        """`_turned` on a GPU: the keys and values go to their pages, the queries come back, in `queries` if given."""
         from kernels.fused import rotate_and_store
 
         return rotate_and_store(
@@ -263,11 +300,12 @@ class Decoder:
             self.config.num_heads,
             self._turns[self.config.ropes[index]],
             positions,
-            attention.rows,
-            attention.kv[index],
+            places.rows,
+            places.kv[index],
             layer.q_norm,
             layer.k_norm,
             self.config.norm_eps,
+            queries,
         )
 
     def _goes_in_halves(self, x: torch.Tensor) -> bool:
