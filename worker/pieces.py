@@ -53,11 +53,11 @@ class _Places:
 
 
 class Pieces:
-    """`Decoder.hidden` by graphs, for one rank that is the only stage, where these are faster. All sizes share what
-    they read and leave."""
+    """`Decoder.hidden` by graphs, for one rank that is the only stage. All sizes share what they read and leave."""
 
     def __init__(self, decoder: Decoder, attention: GraphAttention, most: int) -> None:
-        """For up to `most` tokens."""
+        """For up to `most` tokens. Until some sizes are captured, `hidden` is the decoder's own."""
+        self.most = most
         self._decoder, self._attention = decoder, attention
         config, device = decoder.config, decoder.device
         heads = most, config.num_heads, config.head_dim
@@ -69,26 +69,40 @@ class Pieces:
         self._queries, self._attended = (torch.zeros(heads, dtype=decoder.dtype, device=device) for _ in range(2))
         self._graphs: dict[int, list[Callable[[], None]]] = {}
 
-    def capture(self, sizes: list[int], make: Callable[[int], Trial]) -> None:
-        """Graphs of those of these sizes, growing, that gain something. `make` gives a batch of so many tokens, whose
-        pages are written to."""
+    @classmethod
+    def where_they_gain(
+        cls, decoder: Decoder, attention: GraphAttention, sizes: list[int], make: Callable[[int], Trial]
+    ) -> "Pieces | None":
+        """Those of the `sizes`, growing, with which steps are measured to take less time, if there are any. `make`
+        gives a batch of so many tokens, whose pages are written to."""
         began_s = time.monotonic()
         most = 0
         for size in (*sizes[3:-1:4], *sizes[-1:]):
-            if not self._gains(size, make):
+            if not cls(decoder, attention, size).gains(make(size)):
                 break
             most = size
-        # The largest first, whose memory the others fit into.
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed([size for size in sizes if size <= most]):
-            self._graphs[size] = self._captured(size, pool)
-        if most:
-            log.info("Captured steps of up to %d tokens in pieces in %.1f s", most, time.monotonic() - began_s)
+        if not most:
+            return None
+        pieces = cls(decoder, attention, most)
+        pieces.capture([size for size in sizes if size <= most])
+        log.info("Captured steps of up to %d tokens in pieces in %.1f s", most, time.monotonic() - began_s)
+        return pieces
 
-    @property
-    def most(self) -> int:
-        """Tokens of the longest step that goes in pieces."""
-        return max(self._graphs, default=0)
+    def gains(self, trial: Trial) -> bool:
+        """Whether a step of the most tokens takes less time so."""
+        batch, given, positions = trial
+        self._attention.plan(batch)
+        tokens = given, positions, self._attention, given[:1]
+        without_s = self._seconds(lambda: self._decoder.hidden(*tokens))
+        self.capture([self.most])
+        with_s = self._seconds(lambda: self.hidden(*tokens))
+        return with_s < (1 - LEAST_GAIN) * without_s
+
+    def capture(self, sizes: list[int]) -> None:
+        """Make the graphs of steps of these sizes, growing."""
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(sizes):  # the largest first, whose memory the others fit into
+            self._graphs[size] = self._captured(size, pool)
 
     def close(self) -> None:
         """Give the graphs up."""
@@ -119,17 +133,6 @@ class Pieces:
         places = _Places(self._attention.kv, self._rows[:size])
         of_tokens = self._given[:size], self._x[:size], self._attended[:size].flatten(1), self._positions[:size]
         self._decoder.piece(index, *of_tokens, places, self._queries[:size])
-
-    def _gains(self, size: int, make: Callable[[int], Trial]) -> bool:
-        batch, given, positions = make(size)
-        self._attention.plan(batch)
-        tokens = given, positions, self._attention, given[:1]
-        without_s = self._seconds(lambda: self._decoder.hidden(*tokens))
-        self._graphs[size] = self._captured(size, torch.cuda.graph_pool_handle())
-        with_s = self._seconds(lambda: self.hidden(*tokens))
-        del self._graphs[size]
-        log.debug("A step of %d tokens takes %.2f ms, in pieces %.2f", size, 1e3 * without_s, 1e3 * with_s)
-        return with_s < (1 - LEAST_GAIN) * without_s
 
     def _captured(self, size: int, pool: Any) -> list[Callable[[], None]]:
         replays = []

@@ -239,9 +239,7 @@ class Runner:
     def _in_pieces(self, attention: GraphAttention) -> Pieces | None:
         """Long steps in pieces, if that gains something."""
         most = min(self._token_budget, self.num_pages * self.page_size)
-        pieces = Pieces(self.decoder, attention, most)
-        pieces.capture(step_sizes(self._graph_tokens, most), self._trial)
-        return pieces if pieces.most else None
+        return Pieces.where_they_gain(self.decoder, attention, step_sizes(self._graph_tokens, most), self._trial)
 
     def _trial(self, tokens: int) -> Trial:
         """Whole sequences as long as may be, wherever in the pages."""

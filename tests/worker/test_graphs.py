@@ -17,7 +17,7 @@ from worker.config import WorkerConfig
 from worker.engine import Engine, load_parts
 from worker.graphs import Kind, Progress, StepGraphs
 from worker.messages import SamplingParams
-from worker.pieces import Pieces, Trial, step_sizes
+from worker.pieces import Pieces, step_sizes
 from worker.ranks import Follower, Leader, find_store, open_store
 from worker.runner import Runner
 
@@ -204,7 +204,7 @@ def test_pipeline(tiny_model: Callable[[str], Path], triton_engine, monkeypatch:
 class UncapturedPieces(Pieces):
     """Notes the sizes of what it runs."""
 
-    ran: set[int]
+    ran: set[int] = set()
 
     def _captured(self, size: int, pool: object) -> list[Callable[[], None]]:
         return [partial(self._run, index, size) for index in range(self._decoder.config.num_layers)]
@@ -214,22 +214,22 @@ class UncapturedPieces(Pieces):
         self._piece(index, size)
 
 
-def pieces_of(runner: Runner, most: int) -> UncapturedPieces:
-    runner.decoder.prepare(runner.context_length)
-    pieces = UncapturedPieces(runner.decoder, runner._attention, most)
-    pieces.ran = set()
-    return pieces
+@pytest.fixture
+def uncaptured_pieces(monkeypatch: pytest.MonkeyPatch) -> type[UncapturedPieces]:
+    monkeypatch.setattr(UncapturedPieces, "ran", set())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return UncapturedPieces
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("name", ["gemma2", "llama_biased_tied", "qwen3"])
-def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine) -> None:
+def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine, uncaptured_pieces) -> None:
     folder = tiny_model(name)
     engine, _ = triton_engine(folder, token_budget=24, overlap=True)
     runner = engine.runner
-    runner._graphs, runner._pieces = None, pieces_of(runner, 16)
-    for size in (sizes := step_sizes(4, 16)):
-        runner._pieces._graphs[size] = runner._pieces._captured(size, None)
+    runner.decoder.prepare(runner.context_length)
+    runner._graphs, runner._pieces = None, uncaptured_pieces(runner.decoder, runner._attention, 16)
+    runner._pieces.capture(sizes := step_sizes(4, 16))
     # The longest step is longer than all pieces.
     check(folder, engine, prompts(21, 3, 9, 1, 14), times=2)
     assert {5, 8} <= runner._pieces.ran <= set(sizes)
@@ -237,26 +237,27 @@ def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine) -> 
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize(("seconds", "most"), [([1.0, 0.5, 1.0, 0.85, 1.0, 0.95], 64), ([1.0, 0.95], 0)])
 def test_pieces_are_kept_where_they_gain(
-    tiny_model: Callable[[str], Path], triton_engine, monkeypatch: pytest.MonkeyPatch
+    seconds: list[float], most: int, tiny_model, triton_engine, uncaptured_pieces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What steps take without and with them, of 32, of 64 and of 128 tokens."""
     engine, _ = triton_engine(tiny_model("llama"))
-    pieces = pieces_of(engine.runner, 256)
-    tried: list[int] = []
-
-    def trial(tokens: int) -> Trial:
-        tried.append(tokens)
-        return engine.runner._trial(tokens)
-
-    seconds = iter([1.0, 0.5, 1.0, 0.85, 1.0, 0.95])  # without and with, of 32, of 64 and of 128 tokens
-    monkeypatch.setattr(pieces, "_seconds", lambda step: (step(), next(seconds))[1])
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    runner, left = engine.runner, iter(seconds)
+    runner.decoder.prepare(runner.context_length)
+    monkeypatch.setattr(uncaptured_pieces, "_seconds", lambda _, step: (step(), next(left))[1])
     with torch.inference_mode():
-        pieces.capture(step_sizes(16, 256), trial)
-    assert tried == [32, 64, 128] and pieces.most == 64
-    assert list(pieces._graphs) == [64, 56, 48, 40, 32, 28, 24, 20] and pieces.ran == {32, 64, 128}
-    pieces.close()
-    assert not pieces.most
+        pieces = uncaptured_pieces.where_they_gain(
+            runner.decoder, runner._attention, step_sizes(16, 256), runner._trial
+        )
+    assert next(left, None) is None, "no more is tried than what gains, and what does not"
+    if most:
+        assert pieces.most == most and list(pieces._graphs) == [64, 56, 48, 40, 32, 28, 24, 20]
+        assert pieces.ran == {32, 64, 128}
+        pieces.close()
+        assert not pieces._graphs
+    else:
+        assert pieces is None
     engine.close()
 
 
