@@ -1,8 +1,8 @@
 """Long steps as CUDA graphs of what lies between one layer's attention and the next one's.
 
 A host that starts a layer's kernels one by one takes longer for them than a GPU does, up to a number of tokens that
-depends on the model: some hundreds of an 8B one, all that a step may have of the smallest. A graph starts them at once.
-Attention, whose kernels depend on the batch, stays outside. What such graphs gain is measured before they are used.
+depends on the model: some hundreds of an 8B one, some thousands of a 0.6B one. A graph starts them at once. Attention,
+whose kernels depend on the batch, stays outside. What such graphs gain is measured before they are used.
 """
 
 import logging
@@ -53,7 +53,7 @@ class _Places:
 
 
 class Pieces:
-    """`Decoder.hidden` by graphs, for one rank that is the only stage. All sizes share what they read and leave."""
+    """`Decoder.hidden` by graphs, for a stage that is the only one. All sizes share what they read and leave."""
 
     def __init__(self, decoder: Decoder, attention: GraphAttention, most: int) -> None:
         """For up to `most` tokens. Until some sizes are captured, `hidden` is the decoder's own."""
@@ -78,8 +78,8 @@ class Pieces:
         began_s = time.monotonic()
         most = 0
         for size in (*sizes[3:-1:4], *sizes[-1:]):
-            if not cls(decoder, attention, size).gains(make(size)):
-                break
+            if not decoder.group.least(int(cls(decoder, attention, size).gains(make(size)))):
+                break  # on one rank at least
             most = size
         if not most:
             return None

@@ -115,8 +115,7 @@ class Runner:
             self._graphs = StepGraphs(*shared, self._graph_tokens, self._begin)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
-        if isinstance(self._attention, GraphAttention) and config.num_ranks == 1:
-            # Several ranks would have to agree on what is faster, and have larger models.
+        if isinstance(self._attention, GraphAttention) and self.stage.count == 1:
             self._pieces = self._in_pieces(self._attention)
         if self.device.type == "cuda":
             self._reserve(pages_per_row)
