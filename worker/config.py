@@ -61,8 +61,8 @@ class WorkerConfig(BaseModel):
     starvation_s: float = Field(
         5.0,
         ge=0,
-        description="seconds after which a waiting request goes before those with longer cached prefixes; of schedule "
-        "offline, whose requests nobody waits for one by one, none does",
+        description="seconds after which a waiting request goes before those with longer cached prefixes; with "
+        "schedule offline, requests that come within so many seconds are a job, and jobs go one after the other",
     )
     cpu_threads: int | None = Field(
         None, ge=1, description="threads of one rank on a CPU; by default torch's own choice"

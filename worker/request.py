@@ -83,6 +83,7 @@ class Sequence:
         "estimated_at_step",
         "fresh",
         "grammar",
+        "job",
         "node",
         "num_prompt",
         "num_shared",
@@ -121,6 +122,7 @@ class Sequence:
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
         self.ends_at_limit = not self.stop_ids and self.sampling.grammar is None  # and never before
         self.preempted = False  # ever: it ran before, if it waits
+        self.job = 0  # see `WaitingQueue`
         self.grammar: GrammarState | None = None
 
         self.tokens_before = IntRow(request.prompt_ids + request.output_ids)

@@ -15,8 +15,9 @@ LOOKUP_EVERY_STEPS = 16
 
 class WaitingQueue:
     """Waiting sequences. Order: higher priority; then those that ran before and were preempted; then those that have
-    waited for longer than `starvation_s`, first come first; then by longest cached prefix. With `longest_first` nobody
-    starves, and of those with as much of a cached prefix the one goes first that has the most tokens to come.
+    waited for longer than `starvation_s`, first come first; then by longest cached prefix. With `longest_first` those
+    that come within `starvation_s` are a job, and jobs go one after the other: of one, those with as much of a cached
+    prefix in the order of the tokens to come, the most first.
 
     What the tree holds changes with every step, and thousands may wait, so a sequence's cached prefix is an estimate:
     looked up when it arrives and then, for those in the window, every few steps, or when it is known to be out of date.
@@ -24,8 +25,9 @@ class WaitingQueue:
 
     def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int], longest_first: bool = False) -> None:
         """`look_up`: how many of a sequence's tokens the tree has now."""
-        self._starvation_s = math.inf if longest_first else starvation_s
+        self._starvation_s = starvation_s
         self._longest_first = longest_first
+        self._job, self._job_began_s = 0, -math.inf  # the newest
         self._look_up = look_up
         self._queue: list[Sequence] = []  # by place
         self._rows: np.ndarray | None = None
@@ -47,6 +49,10 @@ class WaitingQueue:
         """A sequence waits from before this step on."""
         self._estimate(seq, step)
         self._rows = None
+        if self._longest_first and not seq.preempted:
+            if seq.arrived_s - self._job_began_s > self._starvation_s:
+                self._job, self._job_began_s = self._job + 1, seq.arrived_s
+            seq.job = self._job
         insort(self._queue, seq, key=self._place)
 
     def remove(self, seq: Sequence) -> None:
@@ -67,15 +73,16 @@ class WaitingQueue:
         """By the next step the tree has more of a sequence than it had."""
         seq.estimated_at_step = step - LOOKUP_EVERY_STEPS
 
-    def _place(self, seq: Sequence) -> tuple[int, bool, int, int]:
+    def _place(self, seq: Sequence) -> tuple[int, bool, int, int, int]:
         """Ascending from the front, and the same for as long as it waits."""
         to_come = seq.num_expected - seq.num_tokens if self._longest_first else 0
-        return (-seq.priority, not seq.preempted, -to_come, seq.arrival)
+        return (-seq.priority, not seq.preempted, seq.job, -to_come, seq.arrival)
 
-    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int, int]:
-        starved = seq.preempted or now_s - seq.arrived_s > self._starvation_s
-        priority, is_new, to_come, arrival = self._place(seq)
-        return (priority, is_new, not starved, 0 if starved else -seq.cached_estimate, to_come, arrival)
+    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int, int, int]:
+        is_old = now_s - seq.arrived_s > self._starvation_s and not self._longest_first
+        starved = seq.preempted or is_old
+        priority, is_new, job, to_come, arrival = self._place(seq)
+        return (priority, is_new, not starved, job, 0 if starved else -seq.cached_estimate, to_come, arrival)
 
     def _estimate(self, seq: Sequence, step: int) -> None:
         seq.cached_estimate = self._look_up(seq)

@@ -74,6 +74,15 @@ def test_longest_outputs_first_for_jobs(drive):
     assert order_of(d) == ["warm", "first", "cached", "b", "d", "c", "a"]
 
 
+def test_no_request_is_overtaken_by_later_jobs(drive):
+    """What comes within a time is one job."""
+    d = drive(max_running=1, schedule="offline", starvation_s=5.0)
+    for now_s, name, most in ((0.0, "a", 2), (4.0, "b", 9), (6.0, "c", 30), (11.0, "d", 40), (12.0, "e", 20)):
+        d.now_s = now_s
+        d.add(name, prompt(6, seed=most), max_tokens=most)
+    assert order_of(d) == ["b", "a", "d", "c", "e"]
+
+
 def test_outputs_are_as_long_as_others_were(drive):
     """Where an end token may come: the limit says little."""
     d = drive(max_running=1, schedule="offline", eos=(7,))
