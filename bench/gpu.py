@@ -15,6 +15,7 @@ stand for Ethernet between nodes, nothing else joins them.
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import link, results, shapes
 from bench.child import ServerFailed
-from bench.jobs import JOBS
+from bench.jobs import JOBS, fresh
 from bench.results import Figure
 from bench.targets import print_table
 from shoal import flags
@@ -38,6 +39,7 @@ SCHEDULE = "offline"  # unless another is asked for, which is then in the figure
 PRESSED_TOKENS = 20_000  # that the KV cache holds under `pressure`; of few sequences, half of what they need
 STEPS = 100
 TOP_KERNELS = 15
+FIRST_TOKEN_ROUNDS = 9
 
 
 @dataclass
@@ -69,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=2, help="of each workload, that count (default 2)")
     p.add_argument("--warm-rounds", type=int, default=1, help="of each workload before those (default 1)")
     p.add_argument("--profile", type=_sizes, default=[], metavar="N,M", help="trace decoding at these batch sizes")
+    p.add_argument(
+        "--first-token", type=_sizes, default=[], metavar="N,M", help="time it after prompts of such lengths"
+    )
     p.add_argument("--http", action="store_true", help="mini through `shoal serve` too")
     p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: the server's own)")
     p.add_argument("--link", choices=("nvlink", "sockets"), help="what joins the ranks, which is measured (GPUs)")
@@ -89,7 +94,7 @@ def _sizes(text: str) -> list[int]:
     try:
         return [int(size) for size in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no batch sizes: use 64,256") from None
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 64,256") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,6 +203,8 @@ class Bench:
             replica.warm_up(engine, self.args.scale)
             for job in self.args.workloads:
                 self._pressure(engine) if job == "pressure" else self._time(engine, job)
+            for length in self.args.first_token:
+                self._first_token(engine, length)
             for batch in self.args.profile:
                 for grammar in (False, True):
                     self._decode(engine, batch, grammar)
@@ -227,6 +234,18 @@ class Bench:
             Figure(f"{name}.same", found.same, "ratio", True),
             Figure(f"{name}.recomputed", found.recomputed, "ratio", False),
         )
+
+    def _first_token(self, engine: "Engine", length: int) -> None:
+        """Of a prompt that is alone."""
+        from bench import replica
+
+        seconds = [
+            replica.generate(engine, ([fresh(length, number)], [1])).seconds for number in range(FIRST_TOKEN_ROUNDS)
+        ]
+        middle = statistics.median(seconds)
+        print(f"  first token of {length:<11,d} {1e3 * middle:9.2f} ms", flush=True)
+        figure = Figure(f"{self.model}.first_token.t{length}.seconds", middle, "s", False)
+        self.report.add(f"first_token.t{length}", {"seconds": [round(each, 6) for each in seconds]}, figure)
 
     def _decode(self, engine: "Engine", batch: int, grammar: bool) -> None:
         from bench.decoding import observe

@@ -30,7 +30,8 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 def test_every_workload_gives_its_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    status, found = run(tmp_path, "--workloads", "mini,bs1,prefill", "--scale", "0.004", "--token-budget", "2048")
+    asked = ["--workloads", "mini,bs1,prefill", "--scale", "0.004", "--first-token", "16,300"]
+    status, found = run(tmp_path, *asked, "--token-budget", "2048")
     assert status == 0
     figures = {figure["name"]: figure["value"] for figure in found["figures"]}
     assert figures.keys() == {
@@ -38,6 +39,8 @@ def test_every_workload_gives_its_figure(
         "cpu.tiny.mini_x0.004.output_tok_s",
         "cpu.tiny.bs1_x0.004.decode_tok_s",
         "cpu.tiny.prefill_x0.004.input_tok_s",
+        "cpu.tiny.first_token.t16.seconds",
+        "cpu.tiny.first_token.t300.seconds",
     }
     assert all(value > 0 for value in figures.values())
     assert found["mini"]["output_tokens"] / found["mini"]["seconds"][0] == pytest.approx(
