@@ -144,6 +144,8 @@ class _Launch:
         # No live line yet: a download has its own.
         folder = resolve(self._config.model, progress=self._print, weights=has_weights)
         self._tell_defaults(folder)
+        if self._config.num_ranks > 1:
+            self._check_cut(folder)
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
@@ -159,6 +161,19 @@ class _Launch:
             self._print(problem)
         if defaults.values:
             self._print(f"where a request does not say how to sample, the model does ({FILE}): {defaults}")
+
+    def _check_cut(self, folder: Path) -> None:
+        """Raises LaunchError for a model that has not so many layers or heads: the ranks would fail over it, but later,
+        and again and again."""
+        # Imported only where it is needed: it takes seconds.
+        from worker.models.config import decoder_config, read_config
+        from worker.models.shard import Shard
+
+        config = self._config
+        try:
+            Shard(decoder_config(read_config(folder)), size=config.tp, stages=config.pp, cut=config.cut)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
 
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")

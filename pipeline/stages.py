@@ -1,6 +1,7 @@
 """Which layers a stage holds."""
 
 import itertools
+from collections.abc import Sequence
 
 
 def split_layers(layers: int, stages: int, head: float) -> list[range]:
@@ -30,6 +31,10 @@ def split_layers(layers: int, stages: int, head: float) -> list[range]:
         most = max(of_stages)
         return max(most, last + head) / (layers + head) + most / layers, sum(count * count for count in of_stages)
 
-    best = min(range(1, layers - stages + 2), key=loss)
-    ends = itertools.accumulate(counts(best), initial=0)
+    return contiguous(counts(min(range(1, layers - stages + 2), key=loss)))
+
+
+def contiguous(counts: Sequence[int]) -> list[range]:
+    """So many layers each, one stage after the other."""
+    ends = itertools.accumulate(counts, initial=0)
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]

@@ -26,6 +26,11 @@ class WorkerConfig(BaseModel):
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks in a stage")
     pp: int = Field(1, ge=1, description="pipeline stages in a replica")
+    stage_layers: str | None = Field(
+        None,
+        description="layers of each stage, as in 20,20,21,19, for devices that differ or work that is all of one kind; "
+        "by default cut so that stages take about as long, the last with its head, for prompts and for decodes",
+    )
     page_size: int = Field(16, ge=1, le=64, description="tokens in a KV page; prefixes are shared in whole pages")
     kv_tokens: int | None = Field(
         None, ge=16, description="tokens that the KV cache holds; by default as many as fit in the memory that is free"
@@ -76,6 +81,22 @@ class WorkerConfig(BaseModel):
         if self.tbt_slo is not None and self.schedule not in (None, "uniform"):
             raise ValueError(f"tbt_slo={self.tbt_slo} needs schedule uniform: {self.schedule} keeps to no time")
         return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        if self.stage_layers is None:
+            return self
+        counts = self.stage_layers.split(",")
+        if not all(count.isdecimal() and int(count) > 0 for count in counts):
+            raise ValueError(f"stage_layers={self.stage_layers} are no numbers of layers, as in 20,20,21,19")
+        if len(counts) != self.pp:
+            raise ValueError(f"stage_layers={self.stage_layers} is of {len(counts)} stages, and pp={self.pp}")
+        return self
+
+    @property
+    def cut(self) -> tuple[int, ...] | None:
+        """`stage_layers` as numbers."""
+        return None if self.stage_layers is None else tuple(map(int, self.stage_layers.split(",")))
 
     @property
     def schedule_name(self) -> str:

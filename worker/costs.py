@@ -52,7 +52,7 @@ class Costs:
         whole = decoder_config(read_config(model))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         rows = rows_of(config, device)
-        shards = [Shard(whole, stage=stage, stages=config.pp) for stage in range(config.pp)]
+        shards = [Shard(whole, stage=stage, stages=config.pp, cut=config.cut) for stage in range(config.pp)]
         return cls([_guess(model.stem, shard, config, name, rows) for shard in shards], folder)
 
     def policy(self, config: WorkerConfig, overlap: bool) -> Policy:

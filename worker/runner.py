@@ -78,7 +78,8 @@ class Runner:
         if self._samples:
             _say_place(config, self.device, self.dtype)
         hf = read_config(model)
-        shard = Shard(decoder_config(hf), self.group.rank, self.group.size, self.stage.index, self.stage.count)
+        ranks, stages = (self.group.rank, self.group.size), (self.stage.index, self.stage.count)
+        shard = Shard(decoder_config(hf), *ranks, *stages, config.cut)
         self.config = shard.config
         self.page_size = config.page_size
         self.vocab_size = self.config.vocab_size

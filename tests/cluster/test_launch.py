@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -18,6 +19,7 @@ import pytest
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
+from bench import shapes
 from cluster import launch
 from cluster.config import Config
 
@@ -161,6 +163,23 @@ def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) 
     assert told("{}") == told(said, sampling_defaults="openai") == ""
     with pytest.raises(launch.LaunchError, match=r"generation_config\.json is no JSON object"):
         told("{")
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"pp": 3}, "pp=3 is more than the model's 2 layers: lower pp"),
+        ({"tp": 8}, "tp=8 is more than the model's 4 attention heads: lower tp"),
+        ({"pp": 2, "stage_layers": "2,2"}, "stage_layers=2,2 are 4 layers: the model has 2"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_an_error_before_anything_starts(
+    settings: dict[str, Any], wrong: str, tmp_path: Path
+) -> None:
+    folder = shapes.write("tiny", tmp_path / "tiny")
+    launch._Launch(Config(pp=2, stage_layers="1,1"), Console())._check_cut(folder)
+    with pytest.raises(launch.LaunchError, match=f"^{wrong}$"):
+        launch._Launch(Config(**settings), Console())._check_cut(folder)
 
 
 def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, free_port: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipeline.meter import Span
 from pipeline.schedule import POLICIES
@@ -209,9 +210,16 @@ def test_the_slot_of_one_that_is_preempted_may_be_anothers_before_its_step_ends(
 # ---------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3"])
-def test_each_stage_has_its_layers_weights(name: str, load_format: str, tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("name", "load_format", "cut"),
+    [
+        *((name, load, None) for name in ("llama_biased_tied", "qwen3", "gemma3") for load in ("auto", "dummy")),
+        ("qwen3", "auto", (1, 1, 2)),
+    ],
+)
+def test_each_stage_has_its_layers_weights(
+    name: str, load_format: str, cut: tuple[int, ...] | None, tiny_model: Callable[[str], Path]
+) -> None:
     folder = tiny_model(name)
     whole_config = decoder_config(read_config(folder))
 
@@ -221,7 +229,8 @@ def test_each_stage_has_its_layers_weights(name: str, load_format: str, tiny_mod
     whole = loaded(Shard(whole_config))
     seen: set[str] = set()
     for stage in range(3):
-        shard = Shard(whole_config, stage=stage, stages=3)
+        shard = Shard(whole_config, stage=stage, stages=3, cut=cut)
+        assert cut is None or len(shard.layers) == shard.config.num_layers == cut[stage]
         own = {
             f"layers.{int(key.split('.')[1]) + shard.layers.start}.{key.split('.')[2]}" if "." in key else key: value
             for key, value in loaded(shard).items()
@@ -236,6 +245,15 @@ def test_each_stage_has_its_layers_weights(name: str, load_format: str, tiny_mod
 def test_more_stages_than_layers(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="pp=5 is more than the model's 4 layers: lower pp"):
         Shard(decoder_config(read_config(tiny_model("llama"))), stages=5)
+
+
+def test_a_cut_that_does_not_fit(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="stage_layers=2,3 are 5 layers: the model has 4"):
+        Shard(decoder_config(read_config(tiny_model("llama"))), stages=2, cut=(2, 3))
+    with pytest.raises(ValidationError, match="stage_layers=1,2,1 is of 3 stages, and pp=2"):
+        WorkerConfig(pp=2, stage_layers="1,2,1")
+    with pytest.raises(ValidationError, match="stage_layers=4,0 are no numbers of layers, as in 20,20,21,19"):
+        WorkerConfig(pp=2, stage_layers="4,0")
 
 
 # ---------------------------------------------------------------- the same tokens
@@ -300,6 +318,7 @@ def test_every_architecture(name: str, tiny_model: Callable[[str], Path], alone:
         (4, 1, {}),
         (4, 1, {"overlap": True}),
         (2, 2, {}),
+        (2, 1, {"stage_layers": "3,1"}),
         *((2, 1, {"schedule": name, "token_budget": 40}) for name in POLICIES if name != "uniform"),
         (2, 1, {"tbt_slo": 0.004, "token_budget": 40}),
     ],

@@ -8,21 +8,23 @@ ranks have the same shapes; KV heads that are fewer than the ranks are kept by s
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeline.stages import split_layers
+from pipeline.stages import contiguous, split_layers
 from worker.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
 class Shard:
     """The part of rank `rank` of `size` in stage `stage` of `stages` of the model `whole`. Ranges are in elements of
-    the whole model; the rank's own sizes, in `config`, may be larger than its ranges, by the padding. Raises ValueError
-    for ranks without a head or stages without a layer."""
+    the whole model; the rank's own sizes, in `config`, may be larger than its ranges, by the padding. `cut`: the layers
+    of each stage, if they are not to be shared out by cost. Raises ValueError for ranks without a head, stages without
+    a layer, or a cut of another number of layers."""
 
     whole: DecoderConfig
     rank: int = 0
     size: int = 1
     stage: int = 0
     stages: int = 1
+    cut: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.size > self.whole.num_heads:
@@ -31,6 +33,9 @@ class Shard:
             )
         if self.stages > self.whole.num_layers:
             raise ValueError(f"pp={self.stages} is more than the model's {self.whole.num_layers} layers: lower pp")
+        if self.cut is not None and sum(self.cut) != self.whole.num_layers:
+            said = ",".join(map(str, self.cut))
+            raise ValueError(f"stage_layers={said} are {sum(self.cut)} layers: the model has {self.whole.num_layers}")
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -60,6 +65,8 @@ class Shard:
     def layers(self) -> range:
         """Those of the stage. Of the embedding a step reads next to nothing, so it counts on none."""
         whole = self.whole
+        if self.cut is not None:
+            return contiguous(self.cut)[self.stage]
         attention = 2 * (whole.num_heads + whole.num_kv_heads) * whole.head_dim
         # Weights for each number of a token's hidden state.
         head = whole.vocab_size / (attention + 3 * whole.intermediate_size)
