@@ -164,11 +164,21 @@ def test_it_takes_no_longer_than_pays():
         near = uniform.begin(view([4000] * 5, [100_000]))
         assert fill(near, [4000] * 5, [(1000, 50_000)]) == (5, [size - 5])
         deep = uniform.begin(view([4000] * 5, [100_000]))
-        taken, sizes = fill(deep, [4000] * 5, [(10_000, 50_000)])
+        taken, sizes = fill(deep, [4000] * 5, [(40_000, 50_000)])
         assert taken == 5 and sizes[0] < size - TILE
         assert MODEL.predict(deep.shape) < MODEL.predict(budget.shape) * (Uniform.SLACK + 0.01)
     small = policy("uniform", token_budget=512)
     assert fill(small.begin(view([], [100_000])), prompts=[(0, 50_000)])[1] == [512]
+
+
+@pytest.mark.parametrize("tokens", [512, 768])
+def test_an_objective_leaves_halves_of_waves(tokens):
+    """It has time for a tile more than 512 tokens, or than 768."""
+    time_s = MODEL.predict(BatchShape([(0, tokens + TILE)]))
+    assert time_s < MODEL.predict(BatchShape([(0, tokens + 2 * TILE)]))
+    uniform = policy("uniform", token_budget=8192, slo_s=time_s * 1.001 * 5 / 0.92)
+    for start in (0, 2000):
+        assert fill(uniform.begin(view([], [100_000])), prompts=[(start, 50_000)])[1] == [tokens]
 
 
 def size_on_one_stage(model):
