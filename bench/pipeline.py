@@ -36,7 +36,7 @@ from bench.pipelines.findings import Findings, Twin
 from bench.pipelines.layout import SCHEDULES, Layout, Setting
 from bench.pipelines.metered import draw_kept
 from bench.pipelines.simulated import PLANS, Simulated
-from bench.pipelines.study import OBJECTIVES, OURS, Study
+from bench.pipelines.study import OBJECTIVES, OURS, Site, Study
 from bench.pipelines.survey import LEAST, Survey, print_rows
 from bench.pipelines.sweep import Sweep, say
 from bench.pipelines.traffic import OFFLINE, PUBLISHED, Traffic, offline, published, traced
@@ -144,6 +144,10 @@ def _traffics(args: argparse.Namespace) -> list[Traffic]:
     return made
 
 
+def _study(args: argparse.Namespace, sweep: Sweep, site: Site, budget: int, most_running: int) -> Study:
+    return Study(sweep, site, budget, args.chunk_budgets, most_running, args.shrink, args.precision, args.seconds)
+
+
 def _survey(args: argparse.Namespace, study: Study, layouts: list[Layout], least: float) -> Survey:
     jobs = [offline(name, args.shrink) for name in args.jobs]
     return Survey(study, layouts, args.schedules, _traffics(args), jobs, args.objectives, least)
@@ -192,8 +196,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         targets = _targets(args, folder, settings, layouts, on_gpu)
         try:
             site = Measured(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name)
-            most, how = (config.token_budget, args.chunk_budgets, config.max_running), (args.precision, args.seconds)
-            study = Study(sweep, site, *most, args.shrink, *how)
+            study = _study(args, sweep, site, config.token_budget, config.max_running)
             known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
             learned = sweep.point("calibration", lambda: site.calibrate(layouts[0], ours, known))
@@ -247,8 +250,7 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         rows,
         traces=args.traces / sweep.name,
     )
-    most, how = (PLANNED_BUDGET, args.chunk_budgets, max_running), (args.precision, args.seconds)
-    study = Study(sweep, site, *most, args.shrink, *how)
+    study = _study(args, sweep, site, PLANNED_BUDGET, max_running)
     survey = _survey(args, study, layouts, least=0.0)
     survey.run()
     sweep.raw["validation"] = validations(args.out)
