@@ -8,6 +8,7 @@ Python proxy costs more there than in the router.
 
 import logging
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class _Router:
     def __init__(self, config: Config, handle: DeploymentHandle) -> None:
         self._config = config
         fleet = Fleet(config.placement)
-        metrics = Metrics(config.replicas)
+        metrics = Metrics(config.replicas, router=uuid.uuid4().hex[:8] if config.num_routers > 1 else "")
         replicas = Replicas(fleet, metrics)
         folder = resolve(config.model, weights=config.load_format != "dummy")
         defaults = SamplingDefaults.read(folder, config.sampling_defaults)

@@ -39,6 +39,7 @@ _STAGE_SECONDS = (
     "Time of a replica's pipeline stages: compute, or what they waited for: communication, host, nothing_to_do, "
     "clumped, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
 )
+_REPORTED = {name for name, _ in (*_COUNTERS.values(), _STAGE_SECONDS)}  # by replicas, to every router
 
 
 class ReplicaTimes:
@@ -54,9 +55,11 @@ class ReplicaTimes:
 class Metrics:
     """One router's metrics, in a registry of their own. `loads`: the last report of every replica that is connected."""
 
-    def __init__(self, replicas_wanted: int = 0) -> None:
-        """`replicas_wanted`: how many there are when all is well."""
+    def __init__(self, replicas_wanted: int = 0, router: str = "") -> None:
+        """`replicas_wanted`: how many there are when all is well. `router`: a name of its own for each of several, any
+        of which may be asked: what one has counted would else seem to go back when the next one is."""
         self.loads: dict[str, Load] = {}
+        self._router = router
         self._registry = CollectorRegistry()
         self._replicas: dict[str, ReplicaTimes] = {}
 
@@ -104,7 +107,16 @@ class Metrics:
 
     def page(self) -> bytes:
         """Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them; those that this router has counted, under its name if it has one."""
+        for metric in self._registry.collect():
+            if self._router and metric.type in ("counter", "histogram") and metric.name not in _REPORTED:
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, "router": self._router}) for sample in metric.samples
+                ]
+            yield metric
 
 
 class _Loads(Collector):

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.metrics import Metrics
 from worker.messages import Load
 
 Make = Callable[..., Any]
@@ -114,3 +115,29 @@ def test_an_answer_that_nobody_expected_is_counted(make_stack: Make, make_replic
     stack.service.tokenizer = None
     assert httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 500
     assert samples(stack)["shoal_http_responses_total", (("path", "/v1/completions"), ("status", "500"))] == 1
+
+
+def test_several_routers_count_under_their_names() -> None:
+    """And tell what replicas report as one would."""
+    pages = []
+    for router in ("a", "b"):
+        metrics = Metrics(replicas_wanted=2, router=router)
+        metrics.loads["r0"] = Load(incarnation="one", output_tokens=90, stage_seconds=[{"compute": 1.0}])
+        metrics.replica("r0").first_token.observe(0.2)
+        metrics.sequences.labels("stop").inc()
+        pages.append(
+            {
+                (sample.name, tuple(sorted(sample.labels.items())))
+                for family in text_string_to_metric_families(metrics.page().decode())
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            }
+        )
+    both, own = pages[0] & pages[1], pages[0] - pages[1]
+    assert {name.rpartition("_")[0] for name, _ in own} == {
+        "shoal_sequences",
+        *(f"shoal_{of}_seconds" for of in ("time_to_first_token", "inter_token_latency", "request", "queue")),
+    }
+    assert all(("router", "a") in labels for _, labels in own)
+    assert ("shoal_output_tokens_total", (("replica", "r0"),)) in both
+    assert ("shoal_replicas_wanted", ()) in both and not any("router" in dict(labels) for _, labels in both)
