@@ -1,5 +1,5 @@
 """How many rows a step computes. On a GPU short steps are graphs of certain sizes, padded to the next
-(`worker.graphs`); on a CPU, and in long steps, rows are tokens."""
+(`worker.graphs`); on a CPU rows are tokens, and long steps, which may be padded too (`worker.pieces`), count so."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -21,6 +21,16 @@ def token_ladder(most: int) -> list[int]:
     """Numbers of tokens up to `most`. From some 200 on each more costs as much as any other."""
     sizes = [*range(16, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
     return [size for size in sizes if size < most] + [most]
+
+
+def quarters(least: int, most: int) -> list[int]:
+    """Numbers of tokens above `least` up to `most`, four to each doubling: what long steps in pieces are padded to."""
+    sizes: list[int] = []
+    size = least
+    while size < most:
+        size = min(size + (max(1, least // 4) << len(sizes) // 4), most)
+        sizes.append(size)
+    return sizes
 
 
 class Rows:

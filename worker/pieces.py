@@ -30,20 +30,6 @@ class Trial(NamedTuple):
     positions: torch.Tensor
 
 
-def step_sizes(least: int, most: int) -> list[int]:
-    """Numbers of tokens above `least` up to `most`, four to each doubling: what a step is padded to."""
-    found, step = [], max(least // 4, 1)
-    size = least
-    while size < most:
-        for _ in range(4):
-            size = min(size + step, most)
-            found.append(size)
-            if size == most:
-                break
-        step *= 2
-    return found
-
-
 @dataclass
 class _Places:
     """`kernels.attention.Places` for a graph."""
@@ -73,8 +59,8 @@ class Pieces:
     def where_they_gain(
         cls, decoder: Decoder, attention: GraphAttention, sizes: list[int], make: Callable[[int], Trial]
     ) -> "Pieces | None":
-        """Those of the `sizes`, growing, with which steps are measured to take less time, if there are any. `make`
-        gives a batch of so many tokens, whose pages are written to."""
+        """Those of the `sizes`, growing, with which steps are measured to take less time, if there are any; one in four
+        is tried. `make` gives a batch of so many tokens, whose pages are written to."""
         began_s = time.monotonic()
         most = 0
         for size in (*sizes[3:-1:4], *sizes[-1:]):

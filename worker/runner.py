@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from kernels.attention import AttentionBackend, AttentionBatch, GraphAttention, 
 from kernels.torch_attention import TorchAttention
 from kernels.transfer import all_to_device, reserve_pinned
 from pipeline.meter import Span
-from pipeline.rows import MOST_TOKENS
+from pipeline.rows import MOST_TOKENS, quarters
 from worker import kv_cache
 from worker.batch import PROMPT_LOGIT_ROWS
 from worker.config import WorkerConfig
@@ -23,7 +24,7 @@ from worker.graphs import StepGraphs, product_sizes
 from worker.models.config import decoder_config, read_config
 from worker.models.decoder import Decoder
 from worker.models.shard import Shard
-from worker.pieces import Pieces, Trial, step_sizes
+from worker.pieces import Pieces, Trial
 from worker.plan import Plan
 from worker.stage import Stage
 from worker.stopwatch import Stopwatch
@@ -78,8 +79,8 @@ class Runner:
         if self._samples:
             _say_place(config, self.device, self.dtype)
         hf = read_config(model)
-        ranks, stages = (self.group.rank, self.group.size), (self.stage.index, self.stage.count)
-        shard = Shard(decoder_config(hf), *ranks, *stages, config.cut)
+        group, own = self.group, self.stage
+        shard = Shard(decoder_config(hf), group.rank, group.size, own.index, own.count, config.cut)
         self.config = shard.config
         self.page_size = config.page_size
         self.vocab_size = self.config.vocab_size
@@ -116,8 +117,8 @@ class Runner:
             self._graphs = StepGraphs(*shared, self._graph_tokens, self._begin)
             with torch.inference_mode():
                 self._graphs.capture(self._tables.rows, _show_capture)
-        if isinstance(self._attention, GraphAttention) and self.stage.count == 1:
-            self._pieces = self._in_pieces(self._attention)
+            if self.stage.count == 1:
+                self._pieces = self._in_pieces(self._attention)
         if self.device.type == "cuda":
             self._reserve(pages_per_row)
 
@@ -239,19 +240,12 @@ class Runner:
     def _in_pieces(self, attention: GraphAttention) -> Pieces | None:
         """Long steps in pieces, if that gains something."""
         most = min(self._token_budget, self.num_pages * self.page_size)
-        return Pieces.where_they_gain(self.decoder, attention, step_sizes(self._graph_tokens, most), self._trial)
+        return Pieces.where_they_gain(self.decoder, attention, quarters(self._graph_tokens, most), self._trial)
 
     def _trial(self, tokens: int) -> Trial:
-        """Whole sequences as long as may be, wherever in the pages."""
-        length = min(tokens, self.context_length)
-        count, last = -(-tokens // length), (tokens - 1) % length + 1
-        pages = -(-length // self.page_size)
-        tables = np.arange(count * pages, dtype=np.int32).reshape(count, pages) % self.num_pages
-        rows = np.arange(count, dtype=np.int32)
-        lengths = np.full(count, length, dtype=np.int32)
-        lengths[-1] = last
-        order = np.argsort(lengths > 1, kind="stable")
-        batch = AttentionBatch(tables, rows[order], np.zeros_like(rows), lengths[order])
+        """A step of so many, wherever in the pages."""
+        batch = _sequences(tokens, self.context_length, self.page_size)
+        batch = replace(batch, tables=batch.tables % self.num_pages)
         given = torch.zeros(tokens, dtype=torch.int64, device=self.device)
         return Trial(batch, given, torch.from_numpy(token_positions(batch)).to(self.device))
 
@@ -274,19 +268,15 @@ class Runner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before_bytes = torch.cuda.memory_allocated(self.device)
         length = min(self._token_budget, self.config.context_length)
-        count = -(-self._token_budget // length)
-        pages = -(-length // self.page_size)
-        chunks = np.arange(count, dtype=np.int32)
-        tables = np.arange(count * pages, dtype=np.int32).reshape(count, pages)
-        batch = AttentionBatch(tables, chunks, np.zeros_like(chunks), np.full_like(chunks, length))
-        rows = np.arange(min(PROMPT_LOGIT_ROWS + self._max_running, count * length))
-        token_ids = np.zeros(count * length, dtype=np.int64)
+        batch = _sequences(-(-self._token_budget // length) * length, length, self.page_size)
+        rows = np.arange(min(PROMPT_LOGIT_ROWS + self._max_running, batch.num_tokens))
+        token_ids = np.zeros(batch.num_tokens, dtype=np.int64)
         passed = torch.empty(0, device=self.device)
         if self.stage.count > 1:  # as much may be on its way
             shape = (self.stage.count + 1, len(token_ids), self.config.hidden_size)
             passed = torch.zeros(shape, dtype=self.dtype, device=self.device)
         before = None if self.stage.before is None else passed[0]
-        self._step(batch, token_ids, rows, self._backend(count * pages, pages), lambda: before)
+        self._step(batch, token_ids, rows, self._backend(batch.tables.size, batch.tables.shape[1]), lambda: before)
         torch.cuda.synchronize(self.device)
         self._working_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
         torch.cuda.empty_cache()
@@ -340,6 +330,17 @@ class Runner:
                 "lower it, or set kv_tokens"
             )
         return config.context_length
+
+
+def _sequences(tokens: int, longest: int, page_size: int) -> AttentionBatch:
+    """A step of so many tokens: sequences from their beginning, as long as may be, each in pages of its own."""
+    count = -(-tokens // longest)
+    length = min(tokens, longest)
+    pages = -(-length // page_size)
+    rows = np.arange(count, dtype=np.int32)
+    lengths = np.full_like(rows, length)
+    lengths[0] = tokens - (count - 1) * length  # the shortest first: it may be one token
+    return AttentionBatch(rows[:, None] * pages + np.arange(pages, dtype=np.int32), rows, np.zeros_like(rows), lengths)
 
 
 def _show_capture(done: int, total: int) -> None:

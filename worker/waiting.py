@@ -79,8 +79,7 @@ class WaitingQueue:
         return (-seq.priority, not seq.preempted, seq.job, -to_come, seq.arrival)
 
     def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, int, int, int]:
-        is_old = now_s - seq.arrived_s > self._starvation_s and not self._longest_first
-        starved = seq.preempted or is_old
+        starved = seq.preempted or (not self._longest_first and now_s - seq.arrived_s > self._starvation_s)
         priority, is_new, job, to_come, arrival = self._place(seq)
         return (priority, is_new, not starved, job, 0 if starved else -seq.cached_estimate, to_come, arrival)
 

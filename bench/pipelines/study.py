@@ -74,9 +74,8 @@ class _Search:
 class Study:
     """Finds `points` out at `site`. `budget`: the most tokens in a micro-batch; `fixed_chunk` is tried with
     each of `chunk_budgets`; `most_running` is the most sequences at once. `shrink` divides the lengths of what decodes,
-    as it does those of requests.
-    Requests of a load arrive within `seconds`. Rates are found to within `precision`, from what is `expected` of a
-    layout and a schedule, where that is known: 0 where it is not."""
+    as it does those of requests. Requests of a load arrive within `seconds`. Rates are found to within `precision`,
+    from what is `expected` of a layout and a schedule, where that is known: 0 where it is not."""
 
     points: Points
     site: Site

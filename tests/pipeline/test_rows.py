@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pipeline.rows import MOST_TOKENS, UNPADDED, Rows, ladder, token_ladder
+from pipeline.rows import MOST_TOKENS, UNPADDED, Rows, ladder, quarters, token_ladder
 from pipeline.shape import BatchShape
 
 
@@ -36,3 +36,8 @@ def test_nothing_is_padded_without_graphs():
     for n in (1, 3, 65, 257):
         shape = BatchShape([(50, 1)] * n)
         assert UNPADDED.of(shape) == UNPADDED.mixed(n) == UNPADDED.whole(n) == n
+
+
+def test_sizes_of_pieces() -> None:
+    assert quarters(256, 700) == [320, 384, 448, 512, 640, 700]
+    assert quarters(16, 16) == [] and quarters(1, 9) == [2, 3, 4, 5, 7, 9]

@@ -16,9 +16,13 @@ HELLO = [{"role": "user", "content": "Hello"}]
 def samples(stack: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     response = httpx.get(f"{stack.url}/metrics")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
+    return parsed(response.text)
+
+
+def parsed(page: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(response.text)
+        for family in text_string_to_metric_families(page)
         for sample in family.samples
         if not sample.name.endswith("_created")
     }
@@ -125,14 +129,7 @@ def test_several_routers_count_under_their_names() -> None:
         metrics.loads["r0"] = Load(incarnation="one", output_tokens=90, stage_seconds=[{"compute": 1.0}])
         metrics.replica("r0").first_token.observe(0.2)
         metrics.sequences.labels("stop").inc()
-        pages.append(
-            {
-                (sample.name, tuple(sorted(sample.labels.items())))
-                for family in text_string_to_metric_families(metrics.page().decode())
-                for sample in family.samples
-                if not sample.name.endswith("_created")
-            }
-        )
+        pages.append(parsed(metrics.page().decode()).keys())
     both, own = pages[0] & pages[1], pages[0] - pages[1]
     assert {name.rpartition("_")[0] for name, _ in own} == {
         "shoal_sequences",

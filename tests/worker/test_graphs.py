@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.rows import token_ladder
+from pipeline.rows import quarters, token_ladder
 from worker.config import WorkerConfig
 from worker.engine import Engine, load_parts
 from worker.graphs import Kind, Progress, StepGraphs
 from worker.messages import SamplingParams
-from worker.pieces import Pieces, step_sizes
+from worker.pieces import Pieces
 from worker.ranks import Follower, Leader, find_store, open_store
 from worker.runner import Runner
 
@@ -229,7 +229,7 @@ def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine, unc
     runner = engine.runner
     runner.decoder.prepare(runner.context_length)
     runner._graphs, runner._pieces = None, uncaptured_pieces(runner.decoder, runner._attention, 16)
-    runner._pieces.capture(sizes := step_sizes(4, 16))
+    runner._pieces.capture(sizes := quarters(4, 16))
     # The longest step is longer than all pieces.
     check(folder, engine, prompts(21, 3, 9, 1, 14), times=2)
     assert {5, 8} <= runner._pieces.ran <= set(sizes)
@@ -247,9 +247,7 @@ def test_pieces_are_kept_where_they_gain(
     runner.decoder.prepare(runner.context_length)
     monkeypatch.setattr(uncaptured_pieces, "_seconds", lambda _, step: (step(), next(left))[1])
     with torch.inference_mode():
-        pieces = uncaptured_pieces.where_they_gain(
-            runner.decoder, runner._attention, step_sizes(16, 256), runner._trial
-        )
+        pieces = uncaptured_pieces.where_they_gain(runner.decoder, runner._attention, quarters(16, 256), runner._trial)
     assert next(left, None) is None, "no more is tried than what gains, and what does not"
     if most:
         assert pieces.most == most and list(pieces._graphs) == [64, 56, 48, 40, 32, 28, 24, 20]
@@ -259,8 +257,3 @@ def test_pieces_are_kept_where_they_gain(
     else:
         assert pieces is None
     engine.close()
-
-
-def test_sizes_of_pieces() -> None:
-    assert step_sizes(256, 700) == [320, 384, 448, 512, 640, 700]
-    assert step_sizes(16, 16) == [] and step_sizes(1, 9) == [2, 3, 4, 5, 7, 9]
