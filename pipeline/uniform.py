@@ -15,7 +15,10 @@ class Uniform(Policy):
 
     How long that is: a token comes back when its micro-batch has been through S stages, and the next one has a place
     at once where S + 1 are in flight (S on stages, one on links or about to begin). So each may take 1/(S + 1) of the
-    objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late.
+    objective for the time between tokens, less a margin, which moves until one micro-batch in a hundred is late. Where
+    that is too short for a `WAVE` of tokens, and 1/S, less the ways between stages, is not, only S are in flight: a
+    part of a wave wastes more than stages lose that wait for those ways. The fewer the stages, the more there is
+    between the two.
 
     Where that leaves more time than pays, it holds the fewest tokens whose cost each is near the least (`NEAR`), of
     many a multiple of `WAVE`: more would only make tokens late, pages scarce, and the difference to micro-batches
@@ -68,16 +71,19 @@ class Uniform(Policy):
         self._margin = 0.92
         self._part = 1.0  # of the time that the objective allows
         self._num_begun = 0
+        self._filled_in_flight = self.most_in_flight  # while there are prompts to fill micro-batches with
         self._most_tokens = self._least_chunk = TILE
         self._refresh()
 
-    @property
-    def objective_s(self) -> float:
-        """The time that the objective leaves a micro-batch on a stage, infinite without one."""
-        objective, stages = self.settings.tbt_slo_s, self.settings.stages
-        if objective is None:
+    def objective_s(self, in_flight: int) -> float:
+        """The time that the objective leaves each of so many micro-batches on a stage, infinite without one."""
+        settings = self.settings
+        if settings.tbt_slo_s is None:
             return math.inf
-        return objective * self._margin / (stages + 1 if stages > 1 else 1)
+        round_s = settings.tbt_slo_s * self._margin
+        if settings.stages == 1:
+            return round_s
+        return round_s / in_flight if in_flight > settings.stages else (round_s - settings.exposed_s) / in_flight
 
     def ask_again_s(self, view: View, is_idle: bool) -> float:
         if self.settings.stages == 1:
@@ -92,7 +98,7 @@ class Uniform(Policy):
 
     def _hands_over(self, view: View) -> bool:
         """Whether the next micro-batch may set out with the tokens of the oldest before these are known."""
-        return not view.waiting_tokens
+        return not view.waiting_tokens or self._in_flight(view) < self.most_in_flight
 
     def finished(self, gap_s: float) -> None:
         objective = self.settings.tbt_slo_s
@@ -111,6 +117,7 @@ class Uniform(Policy):
         self._num_begun += 1
         if self._num_begun % self.REFRESH_EVERY == 0:
             self._refresh()
+            self._filled_in_flight = self._holding_a_wave(view)
         if view.blocked_tokens:
             self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
         if view.waiting_tokens:
@@ -152,10 +159,10 @@ class Uniform(Policy):
         return BatchShape.decoding(-(-view.decoding // in_flight), view.decoding_context // in_flight)
 
     def _fill(self, view: View) -> Budget:
-        settings = self.settings
-        average = self._average(view, self.most_in_flight)
-        largest = self._largest(average)
-        target_s = min(self.objective_s, self._predict(largest) * self.SLACK) * self._part
+        settings, in_flight = self.settings, self._in_flight(view)
+        average, objective_s = self._average(view, in_flight), self.objective_s(in_flight)
+        largest = self._largest(average, objective_s)
+        target_s = min(objective_s, self._predict(largest) * self.SLACK) * self._part
         # What a micro-batch has room for, and its part of all that waits.
         room = largest.tokens - average.tokens
         most = tokens_within(settings.models, average, 0, target_s, min(room, settings.token_budget - average.tokens))
@@ -167,14 +174,29 @@ class Uniform(Policy):
                 self._part = min(1.0, self._part * (1 + self.GROW))
         return self._timed(average, self._whole(size + average.tokens), target_s)
 
-    def _largest(self, average: BatchShape) -> BatchShape:
+    def _holding_a_wave(self, view: View) -> int:
+        """The most micro-batches in flight, or one less where that makes the difference for holding a `WAVE`."""
+        most = self.most_in_flight
+        if self.settings.stages == 1:
+            return most
+        # To the end of prompts that are as long as those that came.
+        start = view.decoding_context // max(1, view.decoding)
+
+        def hold(in_flight: int) -> bool:
+            shape = self._average(view, in_flight)
+            shape.add(start, max(self._least_chunk, WAVE - shape.tokens))
+            return self._predict(shape) <= self.objective_s(in_flight)
+
+        return most - 1 if not hold(most) and hold(most - 1) else most
+
+    def _largest(self, average: BatchShape, objective_s: float) -> BatchShape:
         """What a micro-batch is to hold at most: as many tokens as pay, or as many halves of a `WAVE` less as the
         objective leaves no time for. A quarter of one takes nearly as long as a half."""
         tokens = self._most_tokens
         while True:
             shape = average.copy()
             shape.add(0, max(self._least_chunk, tokens - average.tokens))
-            if tokens <= WAVE or self._predict(shape) <= self.objective_s:
+            if tokens <= WAVE or self._predict(shape) <= objective_s:
                 return shape
             tokens = max(WAVE, (tokens - 1) // (WAVE // 2) * (WAVE // 2))
 
@@ -207,4 +229,6 @@ class Uniform(Policy):
             return max(in_flight * seconds, settings.stages * seconds + settings.exposed_s)
 
         fewer_s, most_s = round_s(most - 1), round_s(most)
-        return most - 1 if fewer_s <= most_s < math.inf else most
+        if most_s == math.inf:
+            return self._filled_in_flight
+        return most - 1 if fewer_s <= most_s else most

@@ -13,7 +13,7 @@ from pipeline.policy import Settings, View
 from pipeline.roofline import DEVICES, MODELS, Stage
 from pipeline.rows import Rows
 from pipeline.schedule import POLICIES, make_policy
-from pipeline.shape import TILE, BatchShape
+from pipeline.shape import TILE, WAVE, BatchShape
 from pipeline.uniform import Uniform
 
 STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
@@ -147,7 +147,7 @@ def test_whatever_is_in_a_micro_batch_it_takes_the_same_time():
         taken, sizes = fill(budget, decodes, [(start, 20000), (0, 80000)])
         assert taken == len(decodes) and sizes[0] > TILE
         times.append(MODEL.predict(budget.shape))
-    assert max(times) <= uniform.objective_s == pytest.approx(0.25 * 0.92 / 5)
+    assert max(times) <= uniform.objective_s(5) == pytest.approx(0.25 * 0.92 / 5)
     assert max(times) - min(times) < TILE * 60e-6  # what a tile costs over a deep prefix
 
 
@@ -289,12 +289,37 @@ def test_decodes_that_came_together_part_where_prompts_cannot_even_them_out():
     assert fill(uniform.begin(view(many, [4000])), many, [(0, 4000)])[0] < 700
 
 
+def test_as_many_are_in_flight_as_each_may_hold_a_wave():
+    """A wave takes a stage some 30 ms here. Three may be in flight where a third of the objective is as long, two where
+    only a half is; where that is not enough either, the stages need not wait for each other beside it."""
+
+    def after_a_while(slo_s, waiting=100_000):
+        uniform = policy("uniform", stages=2, token_budget=8192, slo_s=slo_s, exposed_s=0.001)
+        loaded = view([4000] * 8, [waiting])
+        for _ in range(Uniform.REFRESH_EVERY):
+            budget = uniform.begin(loaded)
+        back = view([4000] * 8, [waiting], in_flight=[budget.shape] * 2, ahead_s=0.001, returning_s=0.002)
+        return uniform, budget, back
+
+    for slo_s, is_third in ((None, True), (0.2, True), (0.085, False), (0.05, True)):
+        uniform, _, back = after_a_while(slo_s)
+        assert (uniform.begin(back) is not None) == is_third, slo_s
+        # The place of the oldest is the next one's as soon as that one's tokens are about to be there.
+        assert uniform.counts_as_ended(back) != is_third
+        assert uniform.ask_again_s(view([4000] * 8, [5000], ahead_s=0.001, returning_s=0.02), False) == 0
+    uniform, budget, _ = after_a_while(0.085)
+    fill(budget, [4000] * 8, [(2000, 100_000)])
+    assert budget.shape.tokens >= WAVE
+    assert uniform.objective_s(3) < MODEL.predict(budget.shape) < uniform.objective_s(2)
+    assert uniform.objective_s(2) == pytest.approx((0.085 * 0.92 - 0.001) / 2)
+
+
 def test_late_tokens_shorten_the_time_until_one_in_a_hundred_is_late():
     uniform = policy("uniform", token_budget=8192, slo_s=0.2)
     rng = np.random.default_rng(0)
     late = 0
     for i in range(40_000):
-        gap_s = 5.6 * uniform.objective_s * rng.lognormal(0, 0.02)  # rounds take longer than they should
+        gap_s = 5.6 * uniform.objective_s(5) * rng.lognormal(0, 0.02)  # rounds take longer than they should
         uniform.finished(gap_s)
         late += gap_s > 0.2 and i >= 10_000
     assert 0.005 < late / 30_000 < 0.02
