@@ -195,7 +195,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         folder = shapes.write(args.model, Path(scratch) / args.model)
         targets = _targets(args, folder, settings, layouts, on_gpu)
         try:
-            site = Measured(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name)
+            site = Measured(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name, on_gpu)
             study = _study(args, sweep, site, config.token_budget, config.max_running)
             known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)

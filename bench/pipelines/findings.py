@@ -114,6 +114,8 @@ class Findings:
         reasons = []
         if point is not None:
             reasons.append(f"the stages of {self.layout} waited for {causes(point['parts'])}")
+            if "watts" in point:
+                reasons.append(f"their GPUs drew {number(point['watts'])} of {number(point['limit_watts'])} W")
         if simulated is not None and self.twin is not None:
             reasons.append(
                 self.twin.needed(self.study, simulated, lambda other: bool(reached(replace(figure, value=other))))

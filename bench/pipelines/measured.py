@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.energy import Energy
 from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.metered import keep, metered
 from bench.pipelines.offered import Load, Replica, offer, summary
@@ -42,11 +43,12 @@ class Targets(Protocol):
 
 @dataclass
 class Measured:
-    """A site of real ranks. Traces are written into a folder."""
+    """A site of real ranks, `on_gpu` or not. Traces are written into a folder."""
 
     targets: Targets
     vocabulary: Vocabulary
     traces: Path
+    on_gpu: bool = False
     num_loads: int = 0
 
     def offer(self, layout: Layout, setting: Setting, load: Load) -> dict[str, Any]:
@@ -55,11 +57,13 @@ class Measured:
         if is_new:
             self._warm(target, load.sessions)
         target.settle()
+        energy = Energy(layout.devices if self.on_gpu else 0)
         offered = offer(target, load.sessions, self._fresh(), load.objective, _progress(len(load.sessions)))
+        drawn = energy.read()
         meter, models = target.observed()
         keep(meter, self.traces, layout, setting, load)
         errors = [model.error() for model in models if model.num_observed]
-        return summary(offered, load.rate) | metered(meter) | {"model_error": max(errors, default=None)}
+        return summary(offered, load.rate) | metered(meter) | drawn | {"model_error": max(errors, default=None)}
 
     def calibrate(self, layout: Layout, setting: Setting, sessions: list[Session]) -> dict[str, Any]:
         """What a simulation needs to know of a layout: offers a load and gives what was learned of its stages' costs,

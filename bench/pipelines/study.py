@@ -189,6 +189,8 @@ def line(point: dict[str, Any]) -> str:
     for key, name in (("ttft_s", "TTFT"), ("tbt_s", "TBT")):
         if point[key]:
             parts.append(f"{name} {number(point[key]['p50'])} / {number(point[key]['p99'])} s")
+    if "watts" in point:
+        parts.append(f"{number(point['watts'])} of {number(point['limit_watts'])} W")
     if point["given_up"]:
         parts.append(f"ended early: {point['given_up']}")
     return ", ".join(parts)
