@@ -30,6 +30,7 @@ class Offline(Uniform):
 
     name = "offline"
     longest_first = True
+    NEAR = 1.01  # nobody minds the delay
     LEAST = TILE // 4  # tokens of prompts in a micro-batch that has any: to be a little early costs nothing
 
     def _hands_over(self, view: View) -> bool:

@@ -150,7 +150,8 @@ class Findings:
             )
 
     def bubble(self, ours: Carried, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
-        """Ours beside that of fixed chunks, at the rate that those carry, or somewhat above."""
+        """Ours beside that of fixed chunks, at the rate that those carry, or somewhat above; and what a user sees of
+        it."""
         if fixed.point is None or not (theirs := fixed.point["bubble"]):
             return
         setting, rate = Setting(OURS, self.study.budget, objective.tbt_s), self.study.beside(ours, fixed)
@@ -167,6 +168,10 @@ class Findings:
             point,
             lambda study: float(of_ours(study)["bubble"] / theirs),
         )
+        # A capacity does not say it: whoever takes several prompts in turns begins each early, and ends it late.
+        if ttft_s := point["ttft_s"]:
+            waited = ttft_s["p50"] / fixed.point["ttft_s"]["p50"]
+            self.add(self._of(traffic, "ttft_p50.vs_fixed_chunk"), waited, "ratio", False)
 
     def offline(self, traffic: Traffic) -> None:
         """All requests at once: throughput, beside the layout without a pipeline."""

@@ -177,7 +177,9 @@ class Counting:
             "requests_per_s": 1.0,
             "output_tok_s": 100.0 * most,
             "input_tok_s": 1000.0 * most,
-            "ttft_s": {"p50": 0.5, "p99": 1.0},
+            "ttft_s": {"p50": 0.5 if setting.schedule == "uniform" else 2.0, "p99": 3.0},
+            "watts": 1400.0,
+            "limit_watts": 2800.0,
             "tbt_s": {"p50": 0.02, "p99": 0.2 if late else 0.03},
             "delay_s": {"p50": 0.1},
             "bubble": 0.1 if setting.schedule == "uniform" else 0.4,
@@ -246,10 +248,11 @@ def test_figures_compare_ours_with_the_others(tmp_path: Path, capsys: pytest.Cap
     assert values["sockets.capacity_strict.vs_tp4"] == pytest.approx(4.0, rel=0.06)
     assert values["sockets.bubble.vs_fixed_chunk"] == pytest.approx(0.25)
     assert values["sockets.mini_512.output_tok_s"] == 200.0 and values["sockets.mini_512.vs_tp4"] == 4.0
+    assert values["sockets.ttft_p50.vs_fixed_chunk"] == 0.25
     assert values["cost_model.median_error"] == 0.03 and 0 < values["meter.overhead"] < 0.5
     # What is not reached says why.
     reason = found.reasons["pipeline.sockets.decode_bubble"]
-    assert reason == "the stages of pp4 waited for communication 15.0%, host 5.0%"
+    assert reason == "the stages of pp4 waited for communication 15.0%, host 5.0%; their GPUs drew 1,400 of 2,800 W"
     print_table(found.figures, tmp_path / "found.json", found.reasons)
     said = capsys.readouterr().out
     assert "pipeline.sockets.decode_bubble is missed: the stages" in said and "reached" in said

@@ -191,9 +191,9 @@ def size_on_one_stage(model):
 def test_one_stage_takes_more_at_once():
     """Its prompts have as much attention in however many steps; and it wants to know what twice as much takes."""
     model = CostModel(STAGE.seconds)
-    assert size_on_one_stage(model) == 5120
+    assert size_on_one_stage(model) == 3072
     model.observe(BatchShape([(0, 5120)]), STAGE.seconds(BatchShape([(0, 5120)])))
-    assert size_on_one_stage(model) == 2560
+    assert size_on_one_stage(model) == 1536
 
 
 def test_one_stage_finds_out_that_long_steps_are_cheap():
