@@ -1,7 +1,6 @@
 """One process of a replica: the GPU (or the share of the CPU) that one rank of one stage computes on."""
 
 import copy
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from worker.engine import Engine
     from worker.ranks import Follower
     from worker.server import Server
-
-POLL_S = 0.01
 
 
 class Rank:
@@ -65,20 +62,24 @@ class Rank:
     def observed(self) -> tuple[Any, Any, int]:
         """Of the leading rank, when it has nothing to do any more: the meter of the stages' time, which then begins
         anew; the models of what steps cost; and how many tokens the KV cache holds."""
-        assert self._loop is not None
-        engine: Engine = self._loop.engine  # type: ignore[union-attr]
-        while engine.has_work:
-            time.sleep(POLL_S)
-        meter = engine.meter()
-        observed = copy.deepcopy(meter)
-        meter.reset()
-        return observed, engine.costs.models, engine.runner.num_pages * engine.runner.page_size
+        from worker.server import Server
+
+        assert isinstance(self._loop, Server)
+        observed: tuple[Any, Any, int] = self._loop.at_rest(_observed)
+        return observed
 
     def run(self) -> None:
         """The rank's loop. Raises what it cannot go on after."""
         if self._loop is None:
             raise RuntimeError("load comes first")
         self._loop.run()
+
+
+def _observed(engine: "Engine") -> tuple[Any, Any, int]:
+    meter = engine.meter()
+    observed = copy.deepcopy((meter, engine.costs.models))
+    meter.reset()
+    return *observed, engine.runner.num_pages * engine.runner.page_size
 
 
 def _host(config: Config) -> str:

@@ -225,7 +225,7 @@ class CostModel:
     def _follow_clock(self, seconds: float, row: list[float]) -> None:
         terms = [value * times for value, times in zip(self._learned.values, row, strict=True)]
         predicted, arithmetic = sum(terms), sum(terms[feature] for feature in _ARITHMETIC)
-        if arithmetic < self.MOSTLY * predicted:
+        if arithmetic <= 0.0 or arithmetic < self.MOSTLY * predicted:  # a fit of noise may give a kind of step no time
             return
         self._slower.append((seconds - predicted + arithmetic) / arithmetic)
         if len(self._slower) < self.CLOCK_STEPS[0]:

@@ -3,13 +3,17 @@
 One loop in one thread: take what arrived, step, send. It blocks when there is nothing to compute.
 """
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import msgspec
 import zmq
@@ -61,6 +65,7 @@ class Server:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._stopping = threading.Event()
+        self._questions: SimpleQueue[tuple[Callable[[Engine], Any], Future[Any]]] = SimpleQueue()
         self.engine = Engine(model_dir, config, on_event=self._events.append, on_ready=self._wake, load=load)
         self._page_size = config.page_size
 
@@ -91,6 +96,8 @@ class Server:
                             self._load_due = True
                     self._publish()
                     self._probe()
+                    if not self.engine.has_work:
+                        self._answer()
         finally:
             self.close()
 
@@ -98,6 +105,17 @@ class Server:
         """Ends `run` after the step that it is in. From any thread."""
         self._stopping.set()
         self._wake()
+
+    def at_rest(self, read: Callable[[Engine], Any]) -> Any:
+        """What `read` gives of the engine when there is nothing to compute: in the thread of `run`, since nobody else
+        may touch it. From any other one. Raises what `read` does, and RuntimeError if `run` ends before."""
+        asked: Future[Any] = Future()
+        self._questions.put((read, asked))
+        if self._socket.closed:
+            self._dismiss()  # nobody else is going to
+        else:
+            self._wake()
+        return asked.result()
 
     def close(self) -> None:
         """Gives back the port, the model and the compiler's thread. Not while another thread is in `run`."""
@@ -107,6 +125,23 @@ class Server:
             self.engine.close()
             self._wake_in.close()
             self._wake_out.close()
+        self._dismiss()
+
+    def _answer(self) -> None:
+        for read, asked in self._asked():
+            try:
+                asked.set_result(read(self.engine))
+            except Exception as error:
+                asked.set_exception(error)
+
+    def _dismiss(self) -> None:
+        for _, asked in self._asked():
+            asked.set_exception(RuntimeError("the replica has ended"))
+
+    def _asked(self) -> Iterator[tuple[Callable[[Engine], Any], Future[Any]]]:
+        with contextlib.suppress(Empty):
+            while True:
+                yield self._questions.get_nowait()
 
     # ------------------------------------------------------------ in
 

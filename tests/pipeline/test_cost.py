@@ -252,6 +252,15 @@ def test_nothing_is_learned_from_an_empty_batch_or_no_time():
     assert model.num_observed == 0 and math.isnan(model.error())
 
 
+def test_a_fit_that_gives_a_step_no_time_is_survived():
+    """Noise can make it: nothing of such a step is arithmetic, and there is no clock to be read of it."""
+    model = CostModel(STAGE.seconds)
+    nothing = Coefficients([0.0] * len(FEATURES))
+    model._learned = model.coefficients = nothing
+    model.observe(BatchShape.decoding(3, 30), 0.02)
+    assert model.num_observed == 1 and model.coefficients is nothing
+
+
 def test_predicting_takes_microseconds():
     model = CostModel(STAGE.seconds)
     shape = BatchShape([*[(1000, 1)] * 30, (4000, 500)])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -337,6 +338,27 @@ def test_a_lost_device_ends_the_loop_with_its_name(serve, monkeypatch):
     router.generate("x", [49])
     s.thread.join(20)
     assert isinstance(s.error, DeviceLost)
+
+
+def test_what_is_asked_of_the_engine_is_answered_by_its_thread_at_rest(serve):
+    running = serve()
+    steps = gate(running.parts.runner)
+    begun, forward = threading.Event(), running.parts.runner.forward
+    running.parts.runner.forward = lambda plan: begun.set() or forward(plan)
+    router = running.router()
+    router.generate("a", [1, 2, 3], max_tokens=4)
+    with ThreadPoolExecutor(1) as other:
+        assert begun.wait(20)
+        asked = other.submit(running.server.at_rest, lambda engine: (threading.current_thread(), engine.has_work))
+        steps.release(OPEN)
+        router.until(lambda: router.finished("a"))
+        assert asked.result(20) == (running.thread, False)
+        with pytest.raises(ZeroDivisionError):
+            running.server.at_rest(lambda engine: 1 / 0)
+        running.server.stop()
+        running.thread.join(20)
+        with pytest.raises(RuntimeError, match="the replica has ended"):
+            running.server.at_rest(lambda engine: None)
 
 
 def test_stops_though_nobody_ever_spoke(serve):
