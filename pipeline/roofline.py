@@ -5,7 +5,7 @@ matrix products follow a smooth maximum of what memory and arithmetic allow (S. 
 the corner is round on real devices).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import BatchShape, unused_rows
@@ -24,13 +24,18 @@ class Device:
     """Rates that a device reaches, not those of its data sheet."""
 
     name: str
-    flops: float  # a second, of matrix products
+    flops: float  # a second, of matrix products, for a moment
+    sustained_flops: float  # the same for minutes: as many as its power limit allows
     attention_flops: float  # a second, of attention over long prompts
     bytes_per_s: float  # of weights and activations
     attention_bytes_per_s: float  # of KV
     memory_bytes: float
     layer_s: float  # launches and small kernels of a layer, whatever the batch
     mixed_layer_s: float  # the same where a batch has chunks of prompts
+
+    def sustained(self) -> "Device":
+        """The same under load for minutes."""
+        return replace(self, flops=self.sustained_flops)
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,13 @@ class Model:
 
 
 DEVICES = {
-    # H200: measured (device copy, matrix products, FlashInfer's attention). H100, A100: scaled by their data sheets.
-    # CPU: the order of magnitude of a core, which is all that a first guess needs.
-    "h200": Device("h200", 800e12, 540e12, 3.6e12, 4.2e12, 141e9, 6e-6, 12e-6),
-    "h100": Device("h100", 800e12, 540e12, 2.5e12, 2.9e12, 80e9, 6e-6, 12e-6),
-    "a100": Device("a100", 255e12, 170e12, 1.6e12, 1.8e12, 80e9, 8e-6, 16e-6),
-    "cpu": Device("cpu", 5e10, 2e10, 1e10, 5e9, 8e9, 5e-5, 8e-5),
+    # H200: measured (device copy, matrix products, also at 692 of its 700 W, FlashInfer's attention). H100, A100: scaled
+    # by their data sheets; an A100's products stay within its power. CPU: the order of magnitude of a core, which is
+    # all that a first guess needs.
+    "h200": Device("h200", 800e12, 670e12, 540e12, 3.6e12, 4.2e12, 141e9, 6e-6, 12e-6),
+    "h100": Device("h100", 800e12, 670e12, 540e12, 2.5e12, 2.9e12, 80e9, 6e-6, 12e-6),
+    "a100": Device("a100", 255e12, 255e12, 170e12, 1.6e12, 1.8e12, 80e9, 8e-6, 16e-6),
+    "cpu": Device("cpu", 5e10, 5e10, 2e10, 1e10, 5e9, 8e9, 5e-5, 8e-5),
 }
 LINKS = {
     # H200s: NCCL, measured over NVLink, and with everything but sockets switched off.
@@ -114,7 +120,7 @@ MODELS = {
 @dataclass(frozen=True)
 class Stage:
     """`layers` of a model on `ranks` devices joined by `link` (none for one rank), with the head or without. `rows`:
-    those that it computes of a step."""
+    those that it computes of a step. Of ranks that are more than the model's KV heads, several keep the same."""
 
     model: Model
     device: Device
@@ -144,7 +150,12 @@ class Stage:
         model = self.model
         weights = self.layers * model.layer_weights + (model.head_weights if self.has_head else 0)
         free = self.device.memory_bytes * used - weights * model.element_bytes / self.ranks - reserved_bytes
-        return max(0, int(free * self.ranks / (self.layers * model.kv_bytes)))
+        return max(0, int(free * self._kv_parts / (self.layers * model.kv_bytes)))
+
+    @property
+    def _kv_parts(self) -> int:
+        """Into so many parts the ranks divide KV."""
+        return min(self.ranks, self.model.kv_heads)
 
     def _product_s(self, weights: int, tokens: int) -> float:
         memory = weights * self.model.element_bytes / self.ranks / self.device.bytes_per_s
@@ -154,11 +165,11 @@ class Stage:
     def _attention_s(self, shape: BatchShape) -> float:
         """One layer's."""
         model, device = self.model, self.device
-        seconds = shape.decode_context * model.kv_bytes / self.ranks / device.attention_bytes_per_s
+        seconds = shape.decode_context * model.kv_bytes / self._kv_parts / device.attention_bytes_per_s
         if shape.chunks:
             pairs = shape.prefix_products + shape.squares / 2
             seconds += 4.0 * pairs * model.heads * model.head_dim / self.ranks / device.attention_flops
-            seconds += shape.prefixes * model.kv_bytes / self.ranks / device.attention_bytes_per_s
+            seconds += shape.prefixes * model.kv_bytes / self._kv_parts / device.attention_bytes_per_s
         return seconds
 
 

@@ -36,7 +36,7 @@ class Machines:
         if layout.devices > self.nodes * self.per_node:
             raise ValueError(f"{layout} needs {layout.devices} devices: there are {self.nodes * self.per_node}")
         sums = self.inside if layout.tp <= self.per_node else self.between
-        stages = make_stages(self.model, self.device, layout.pp, layout.tp, sums, rows)
+        stages = make_stages(self.model, self.device.sustained(), layout.pp, layout.tp, sums, rows)
         link = self.between if layout.devices > self.per_node else self.inside
         return Hardware([stage.seconds for stage in stages], link, self.model.token_bytes, jitter=0.02)
 

@@ -50,6 +50,21 @@ def test_ranks_share_the_work_and_pay_for_sums():
     assert joined - free == pytest.approx(40 * LINKS["nvlink"].sum_s(1000 * 16384))
 
 
+def test_more_ranks_than_kv_heads_keep_the_same_several_times():
+    eight, sixteen = (Stage(MODELS["llama-405b"], H200, 126, ranks=ranks) for ranks in (8, 16))
+    weights = 126 * MODELS["llama-405b"].layer_weights * 2
+    of_rank = 126 * MODELS["llama-405b"].kv_bytes / 8
+    assert sixteen.kv_tokens() == int((141e9 * 0.9 - weights / 16 - 4e9) / of_rank)
+    read_s = [stage._attention_s(BatchShape([(5000, 1)] * 100)) for stage in (eight, sixteen)]
+    assert read_s[0] == read_s[1]
+
+
+def test_under_load_products_keep_within_the_power_limit():
+    shape = BatchShape([(0, 4096)])
+    moment, minutes = (Stage(MODELS["llama-70b"], device, 20).seconds(shape) for device in (H200, H200.sustained()))
+    assert 1.12 * moment < minutes < 1.2 * moment
+
+
 def test_the_kv_of_a_quarter_of_a_70b_model():
     """Another engine finds room for 1.06 million tokens on the same devices, in four stages."""
     tokens = Stage(MODELS["llama-70b"], H200, 20, has_head=True).kv_tokens()
