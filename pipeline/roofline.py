@@ -93,9 +93,9 @@ class Model:
 
 
 DEVICES = {
-    # H200: measured (device copy, matrix products, also at 692 of its 700 W, FlashInfer's attention). H100, A100: scaled
-    # by their data sheets; an A100's products stay within its power. CPU: the order of magnitude of a core, which is
-    # all that a first guess needs.
+    # H200: measured (device copy, matrix products for a moment and at 692 of its 700 W, FlashInfer's attention). H100,
+    # A100: scaled by their data sheets; an A100's products stay within its power. CPU: the order of magnitude of a
+    # core, which is all that a first guess needs.
     "h200": Device("h200", 800e12, 670e12, 540e12, 3.6e12, 4.2e12, 141e9, 6e-6, 12e-6),
     "h100": Device("h100", 800e12, 670e12, 540e12, 2.5e12, 2.9e12, 80e9, 6e-6, 12e-6),
     "a100": Device("a100", 255e12, 255e12, 170e12, 1.6e12, 1.8e12, 80e9, 8e-6, 16e-6),
