@@ -20,6 +20,7 @@ that runs on real ones.
 """
 
 import argparse
+import hashlib
 import math
 import os
 import sys
@@ -53,6 +54,11 @@ if TYPE_CHECKING:
     from bench.pipelines.measured import Targets
 
 LINKS = ("nvlink", "sockets")
+MEASURED = {
+    "model": "tiny",
+    "link": "nvlink",
+    "nodes": 0,
+}  # options for machines that are there alone, and their defaults
 CHUNK_BUDGETS = [256, 512, 1024, 2048]
 VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
 PLANNED_BUDGET, PLANNED_RUNNING = 8192, 256
@@ -68,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
     )
     what = p.add_argument_group("what is measured")
     what.add_argument("--plan", choices=sorted(PLANS), help="simulate these machines instead")
-    what.add_argument("--model", choices=sorted(shapes.SHAPES), default="tiny", help="shape (default: tiny)")
-    what.add_argument("--layouts", type=_list(Layout.parse), metavar="A,B", help="tp4,pp4,tp2pp2 (default: pp2)")
+    what.add_argument("--model", choices=sorted(shapes.SHAPES), help="shape (default: tiny)")
+    what.add_argument("--layouts", type=_some(Layout.parse), metavar="A,B", help="tp4,pp4,tp2pp2 (default: pp2)")
     what.add_argument(
         "--schedules", type=_among(SCHEDULES), default=",".join(SCHEDULES), metavar="A,B", help="default: all"
     )
@@ -84,12 +90,12 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=positive, default=120.0, metavar="S", help="in which they arrive (default: 120)"
     )
     what.add_argument("--shrink", type=count, default=1, metavar="N", help="divide all lengths by N (default: 1)")
-    what.add_argument("--chunk-budgets", type=_list(int), default=CHUNK_BUDGETS, metavar="N,M", help="of fixed_chunk")
+    what.add_argument("--chunk-budgets", type=_some(count), default=CHUNK_BUDGETS, metavar="N,M", help="of fixed_chunk")
     what.add_argument("--precision", type=positive, default=0.05, metavar="X", help="of a capacity (default: 0.05)")
     what.add_argument("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
     where = p.add_argument_group("where")
-    where.add_argument("--link", choices=LINKS, default="nvlink", help="what NCCL may use (default: nvlink)")
-    where.add_argument("--nodes", type=int, default=0, metavar="N", help="through Ray, on N nodes of this machine")
+    where.add_argument("--link", choices=LINKS, help="what NCCL may use (default: nvlink)")
+    where.add_argument("--nodes", type=_none_or_count, metavar="N", help="through Ray, on N nodes of this machine")
     out = p.add_argument_group("what comes of it")
     out.add_argument("--name", help="of the result (default: as its figures' names begin)")
     out.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
@@ -100,13 +106,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Each once: what is named twice would have every figure twice."""
+
     def parse_all(text: str) -> list[Any]:
         try:
-            return [parse(word) for word in text.split(",") if word]
+            return list(dict.fromkeys(parse(word) for word in text.split(",") if word))
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse_all
+
+
+def _some(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def parse_some(text: str) -> list[Any]:
+        if not (found := _list(parse)(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} names none")
+        return found
+
+    return parse_some
+
+
+def _none_or_count(text: str) -> int:
+    return 0 if text == "0" else count(text)
 
 
 def _among(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -123,34 +144,62 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         settings = flags.given(args, WorkerConfig)
-        if args.trace:
-            args.trace.open().close()  # not after minutes of measuring
+        _complete(args, settings)
         return plan(args, settings) if args.plan else measure(args, settings)
     except (RuntimeError, ValueError, OSError) as error:
         print(f"bench.pipeline: {error}", file=sys.stderr)
         return 1
 
 
+def _complete(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Fills in the defaults of MEASURED. Raises ValueError for what was given and does nothing beside --plan."""
+    given = [name for name in MEASURED if getattr(args, name) is not None]
+    if args.plan and (idle := [*given, *sorted(settings.keys() - {"max_running"})]):
+        flag = f"--{idle[0].replace('_', '-')}"
+        raise ValueError(
+            f"{flag} does nothing with --plan, whose machines, models and replicas are given: leave it out"
+        )
+    for name in MEASURED.keys() - given:
+        setattr(args, name, MEASURED[name])
+
+
 def _described(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What points depend on and their keys do not say."""
     same = ("requests", "seconds", "shrink", "seed")
+    if args.trace:
+        more["trace"] = hashlib.sha256(args.trace.read_bytes()).hexdigest()
     return {name: getattr(args, name) for name in same} | more
 
 
-def _traffics(args: argparse.Namespace) -> list[Traffic]:
-    made = [published(name, args.requests, args.seed, args.shrink) for name in args.traffic]
+def _loads(args: argparse.Namespace) -> tuple[list[Traffic], list[Traffic]]:
+    """What arrives on its own, and the jobs. Raises ValueError where there is nothing, or a trace cannot be used."""
+    traffics = [published(name, args.requests, args.seed, args.shrink) for name in args.traffic]
     if args.trace:
-        made.append(traced(args.trace, args.requests, args.seed, args.shrink, LONGEST // args.shrink))
-    return made
+        traffics.append(traced(args.trace, args.requests, args.seed, args.shrink, LONGEST // args.shrink))
+    jobs = [offline(name, args.shrink) for name in args.jobs]
+    if not traffics and not jobs:
+        raise ValueError("there is nothing to offer: name some --traffic, a --trace or --jobs")
+    return traffics, jobs
+
+
+def _sweep(args: argparse.Namespace, name: str, about: dict[str, Any]) -> Sweep:
+    """That of `--name`, or else of `name`. Raises ValueError where nothing can be written."""
+    _make(args.out, "--out")
+    sweep = Sweep(args.name or name, args.out, about, args.fresh)
+    _make(args.traces / sweep.name, "--traces")
+    return sweep
+
+
+def _make(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"nothing can be written there: {error}; name another folder with {option}") from error
 
 
 def _study(args: argparse.Namespace, sweep: Sweep, site: Site, budget: int, most_running: int) -> Study:
     return Study(sweep, site, budget, args.chunk_budgets, most_running, args.shrink, args.precision, args.seconds)
-
-
-def _survey(args: argparse.Namespace, study: Study, layouts: list[Layout], least: float) -> Survey:
-    jobs = [offline(name, args.shrink) for name in args.jobs]
-    return Survey(study, layouts, args.schedules, _traffics(args), jobs, args.objectives, least)
 
 
 def _conclude(args: argparse.Namespace, sweep: Sweep, survey: Survey, findings: Findings) -> int:
@@ -178,9 +227,11 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
 
     layouts = args.layouts or [Layout(1, 2)]
     settings = {"load_format": "dummy", "context_length": max(1024, LONGEST // args.shrink)} | settings
-    config = settled(WorkerConfig(**settings))
+    configs = [settled(WorkerConfig(**settings, tp=layout.tp, pp=layout.pp)) for layout in layouts]
+    config = configs[0]
     device, dtype = place(config)
     on_gpu = device.type == "cuda"
+    traffics, jobs = _loads(args)
     if on_gpu and args.link == "sockets":
         os.environ.update(link.SOCKETS)
     prefix, base = (f"pipeline.{args.link}", "pipeline") if on_gpu else ("cpu.pipeline", "cpu.pipeline")
@@ -188,11 +239,12 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         prefix += f".{args.model}.{layouts[0]}"
     where = {"link": args.link if on_gpu else "gloo", "nodes": args.nodes}
     about = _described(args, model=args.model, replica=settings, features=FEATURES, **where)
-    sweep = Sweep(args.name or prefix, args.out, about, args.fresh)
-    speed = sweep.point("link", lambda: asdict(link.measure(device.type)))
-    say(f"link: {number(speed['bytes_per_s'] / 1e9)} GB/s, {number(speed['latency_s'] * 1e6)} us")
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         folder = shapes.write(args.model, Path(scratch) / args.model)
+        _check(folder, configs, on_gpu)
+        sweep = _sweep(args, prefix, about)
+        speed = sweep.point("link", lambda: asdict(link.measure(device.type)))
+        say(f"link: {number(speed['bytes_per_s'] / 1e9)} GB/s, {number(speed['latency_s'] * 1e6)} us")
         targets = _targets(args, folder, settings, layouts, on_gpu)
         try:
             site = Measured(targets, Vocabulary(args.seed, 0, HIGHEST_ID), args.traces / sweep.name, on_gpu)
@@ -204,7 +256,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             token_bytes = shapes.SHAPES[args.model].config["hidden_size"] * dtype.itemsize
             twin = Twin.of(learned, between, token_bytes, config.max_running, rows_of(config, device))
             study.expected = twin.expected(study, layouts[0])
-            survey = _survey(args, study, layouts, LEAST)
+            survey = Survey(study, layouts, args.schedules, traffics, jobs, args.objectives, LEAST)
             survey.run()
             findings = Findings(study, layouts[0], survey.whole, prefix, base, twin)
             findings.link(speed)
@@ -213,6 +265,20 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             return _conclude(args, sweep, survey, findings)
         finally:
             targets.close()
+
+
+def _check(folder: Path, configs: list[WorkerConfig], on_gpu: bool) -> None:
+    """Raises ValueError for ranks that the model in `folder` has no layers or heads for, or this machine no GPUs."""
+    import torch
+
+    from worker.models.config import decoder_config, read_config
+    from worker.models.shard import Shard
+
+    whole = decoder_config(read_config(folder))
+    for config in configs:
+        Shard(whole, size=config.tp, stages=config.pp, cut=config.cut)
+        if on_gpu and (gpus := torch.cuda.device_count()) < config.num_ranks:
+            raise ValueError(f"tp={config.tp}, pp={config.pp}, but this machine has {gpus} GPUs: name other --layouts")
 
 
 def _targets(
@@ -236,13 +302,18 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     max_running = settings.get("max_running", PLANNED_RUNNING)
     devices = machines.nodes * machines.per_node
     layouts = args.layouts or [Layout(machines.per_node, machines.nodes), Layout(devices, 1)]
-    sweep = Sweep(
-        args.name or f"simulated.{args.plan}",
-        args.out,
-        _described(args, plan=args.plan, max_running=max_running),
-        args.fresh,
-    )
     rows = Rows.of_graphs(max_running, PLANNED_BUDGET)
+    traffics, jobs = _loads(args)
+    for layout in layouts:
+        machines.hardware(layout, rows)
+        if (held := machines.kv_tokens(layout)) < LONGEST // args.shrink:
+            raise ValueError(
+                f"{layout}: beside the weights of {args.plan}, {layout.devices} devices have room for {held} tokens, "
+                f"and a request has up to {LONGEST // args.shrink}: name --layouts of more devices"
+            )
+    validated = validations(args.out)
+    prefix = f"simulated.{args.plan}"
+    sweep = _sweep(args, prefix, _described(args, plan=args.plan, max_running=max_running))
     site = Simulated(
         lambda layout: machines.hardware(layout, rows),
         machines.kv_tokens,
@@ -251,13 +322,12 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         traces=args.traces / sweep.name,
     )
     study = _study(args, sweep, site, PLANNED_BUDGET, max_running)
-    survey = _survey(args, study, layouts, least=0.0)
+    survey = Survey(study, layouts, args.schedules, traffics, jobs, args.objectives, least=0.0)
     survey.run()
-    sweep.raw["validation"] = validations(args.out)
-    for name, said in sweep.raw["validation"].items():
+    sweep.raw["validation"] = validated
+    for name, said in validated.items():
         off = max(map(abs, said["errors"].values()))
         say(f"{name}: loads that were measured had a throughput at most {off:.0%} from what the simulator says of them")
-    prefix = f"simulated.{args.plan}"
     return _conclude(args, sweep, survey, Findings(study, layouts[0], survey.whole, prefix, prefix))
 
 

@@ -51,8 +51,7 @@ def write(
     name. `command` is by default the one that this process was started with. Raises ValueError for a name that is
     no plain file name, a figure twice, or a figure that is not a finite number.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"result name {name!r}: use letters, digits, '.', '_' and '-'")
+    check_name(name)
     figures = list(figures)
     names = [figure.name for figure in figures]
     if twice := sorted({figure for figure in names if names.count(figure) > 1}):
@@ -76,6 +75,12 @@ def write(
     partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     partial.replace(path)
     return path
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for a name of a result that is no plain file name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(f"result name {name!r}: use letters, digits, '.', '_' and '-'")
 
 
 def typed(argv: Sequence[str]) -> str:

@@ -29,8 +29,10 @@ class Sweep(Points):
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any], fresh: bool = False) -> None:
         """`settings`: all that a point depends on and its key does not say, as JSON holds it. With `fresh`, what an
-        earlier run made is not looked at."""
+        earlier run made is not looked at. Raises ValueError for a name that no result can have, and for a file that was
+        made with other settings, or cannot be read."""
         super().__init__()
+        results.check_name(name)
         self.name, self.folder = name, folder
         self.path = folder / f"{name}.json"
         self.settings = json.loads(json.dumps(settings))
@@ -61,8 +63,8 @@ class Sweep(Points):
         if different := sorted(
             key for key in there.keys() | self.settings.keys() if there.get(key) != self.settings.get(key)
         ):
-            say(f"{self.path.name} was made with another {', '.join(different)}: it is made anew")
-            return
+            made = f"{self.path} was made with another {', '.join(different)}"
+            raise ValueError(f"{made}: --name makes a file beside it, --fresh replaces it")
         self.points = saved.get("points", {})
         if self.points:
             say(f"{len(self.points)} points of {self.path.name} are there already")

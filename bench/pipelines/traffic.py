@@ -81,13 +81,18 @@ def published(name: str, count: int, seed: int, shrink: int = 1) -> Traffic:
 
 def traced(path: Path, count: int, seed: int, shrink: int = 1, most: int | None = None) -> Traffic:
     """The first `count` requests of a trace, those of more than `most` tokens (after `shrink`) left out, with the
-    pattern of the trace's own arrivals, or a Poisson process where it has no times. Raises as `trace.read`, and
-    ValueError where no request is left."""
-    rows = trace.shrink(trace.read(path), shrink)
+    pattern of the trace's own arrivals, or a Poisson process where it has no times. `trace_` is before the file's name,
+    which may be that of a workload. Raises as `trace.read`, and ValueError where no request is left or the trace cannot
+    be shrunk."""
+    rows = trace.read(path)
+    try:
+        rows = trace.shrink(rows, shrink)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: use another --shrink") from error
     rows = [row for row in rows if most is None or row.prompt_tokens + row.output_tokens <= most][:count]
     if not rows:
         raise ValueError(f"{path}: no request has {most} tokens or fewer")
-    return _arriving(path.stem, rows, seed)
+    return _arriving(f"trace_{path.stem}", rows, seed)
 
 
 # Workloads of `bench.jobs` and their scales: with 1,024 and 512 sequences, and half of what is usual.

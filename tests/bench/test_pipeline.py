@@ -64,9 +64,11 @@ def test_a_trace_keeps_its_rhythm(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     traffic = traced(path, 10, seed=0, most=1000)
-    assert traffic.name == "calls" and [session.arrival_s for session in traffic.at(2.0)] == [0.0, 0.125, 1.0]
+    assert traffic.name == "trace_calls" and [session.arrival_s for session in traffic.at(2.0)] == [0.0, 0.125, 1.0]
     with pytest.raises(ValueError, match="has 20 tokens or fewer"):
         traced(path, 10, seed=0, most=20)
+    with pytest.raises(ValueError, match="does not divide by 3: use another --shrink"):
+        traced(path, 10, seed=0, shrink=3)
 
 
 def test_offline_workloads_have_their_lengths() -> None:
@@ -233,7 +235,8 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixt
     survey(study(Sweep("found", tmp_path, {"model": "m"}), again)).run()
     assert len(again.asked) == 1, "only what is missing"
     assert "points of found.json are there already" in capsys.readouterr().err
-    assert not Sweep("found", tmp_path, {"model": "other"}).points, "another model's are not these"
+    with pytest.raises(ValueError, match="made with another model: --name"):
+        Sweep("found", tmp_path, {"model": "other"})  # whose first point would throw these away
     assert not Sweep("found", tmp_path, {"model": "m"}, fresh=True).points
 
 
@@ -425,8 +428,46 @@ def test_a_number_that_makes_no_sense_is_refused(flag: str, capsys: pytest.Captu
     assert f"argument {flag}: '0' is no " in capsys.readouterr().err
 
 
-def test_a_trace_that_is_not_there_is_said_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--nodes -1", "'-1' is no whole number"),
+        ("--chunk-budgets 512,0", "'0' is no whole number"),
+        ("--chunk-budgets ,", "',' names none"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pipeline.main(["--trace", str(tmp_path / "none"), "--out", str(tmp_path)]) == 1
-    assert "No such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pipeline.main(arguments.split())
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--layouts pp2,pp9", "pp=9 is more than the model's 2 layers"),
+        ("--layouts pp2 --traffic ,", "there is nothing to offer"),
+        ("--trace {folder}/none", "No such file"),
+        ("--name a/b", "result name 'a/b'"),
+        ("--out {folder}/file", "name another folder with --out"),
+        ("--traces {folder}/file", "name another folder with --traces"),
+        ("--plan falcon-180b --layouts pp2", "have room for 0 tokens"),
+        ("--plan falcon-180b --layouts tp9pp2", "there are 16"),
+        ("--plan falcon-180b --link sockets", "--link does nothing with --plan"),
+        ("--plan falcon-180b --cpu-threads 1", "--cpu-threads does nothing with --plan"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_measured(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for measures in ((link, "measure"), (pipeline.Simulated, "offer")):
+        monkeypatch.setattr(*measures, lambda *_: pytest.fail("something was measured"))
+    folders = {"--out": tmp_path, "--traces": tmp_path / "traces"}
+    given = arguments.format(folder=tmp_path).split()
+    others = [str(word) for option in folders.items() if option[0] not in given for word in option]
+    where = [] if "--plan" in given else ["--device", "cpu"]
+    assert pipeline.main([*given, *others, *where]) == 1
+    assert said in capsys.readouterr().err
