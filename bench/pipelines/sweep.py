@@ -38,18 +38,21 @@ class Sweep(Points):
         self.settings = json.loads(json.dumps(settings))
         self.figures: list[Figure] = []
         self.raw: dict[str, Any] = {}
+        self.commit = results.commit() or "unknown"
+        self.commits: dict[str, str] = {}  # under which each point was made
         if not fresh:
             self._resume()
 
     def point(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self.points:
             self.points[key] = _rounded(make())
+            self.commits[key] = self.commit
             self.write()
         return self.points[key]
 
     def write(self) -> Path:
         """The result file, with all that there is so far."""
-        raw = {"settings": self.settings, **self.raw, "points": self.points}
+        raw = {"settings": self.settings, **self.raw, "points": self.points, "commits": self.commits}
         return results.write(self.name, self.figures, raw, folder=self.folder)
 
     def _resume(self) -> None:
@@ -66,8 +69,13 @@ class Sweep(Points):
             made = f"{self.path} was made with another {', '.join(different)}"
             raise ValueError(f"{made}: --name makes a file beside it, --fresh replaces it")
         self.points = saved.get("points", {})
+        made = saved.get("commits", {})
+        self.commits = {key: made.get(key) or saved.get("commit") or "unknown" for key in self.points}
         if self.points:
             say(f"{len(self.points)} points of {self.path.name} are there already")
+        # Two that have changes on top need not be the same code.
+        if others := sorted({of for of in self.commits.values() if of != self.commit or of.endswith("-dirty")}):
+            say(f"  they were made at {', '.join(others)}, and this is {self.commit}: --fresh measures them again")
 
 
 def _rounded(made: Any) -> Any:
