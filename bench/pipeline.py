@@ -11,12 +11,14 @@ Sarathi-Serve's two workloads (chat and long), or as in a trace; those of --jobs
 schedule `offline`. Capacity is the highest rate at which the 99th percentile of the time between tokens stays within 5
 (strict) or 25 (relaxed) times one decode iteration of the first layout, and half of the requests are scheduled within
 2 seconds; it is found by bisection, from where the simulator, with the costs that were measured, says that it is.
-Other schedules and layouts are searched down to an eighth of it.
+Other schedules and layouts are searched down to an eighth of it. Where even the highest rate that was to be tried is
+carried (>=), no figure is made of it: more --requests find it out.
 
 Every load is written to the result file as soon as it has been measured: a run that is interrupted goes on where it
-was when the same command is given again. Time lines of the stages, as pictures and for https://ui.perfetto.dev, go to
-the folder of --traces. With --plan nothing is measured: machines that are not there are simulated, with the scheduler
-that runs on real ones.
+was when the same command is given again. A file of loads that were made otherwise is left alone: --name makes another,
+--fresh replaces it. Time lines of the stages, as pictures and for https://ui.perfetto.dev, go to the folder of
+--traces. With --plan nothing is measured: machines that are not there are simulated, with the scheduler that runs on
+real ones.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +39,7 @@ from bench.pipelines.findings import Findings, Twin
 from bench.pipelines.layout import SCHEDULES, Layout, Setting
 from bench.pipelines.metered import draw_kept
 from bench.pipelines.simulated import PLANS, Simulated
-from bench.pipelines.study import OBJECTIVES, OURS, Site, Study
+from bench.pipelines.study import OBJECTIVES, OURS, SIMULATED, Site, Study
 from bench.pipelines.survey import LEAST, Survey, print_rows
 from bench.pipelines.sweep import Sweep, say
 from bench.pipelines.traffic import OFFLINE, PUBLISHED, Traffic, offline, published, traced
@@ -199,20 +201,23 @@ def _make(folder: Path, option: str) -> None:
 
 
 def _study(args: argparse.Namespace, sweep: Sweep, site: Site, budget: int, most_running: int) -> Study:
-    return Study(sweep, site, budget, args.chunk_budgets, most_running, args.shrink, args.precision, args.seconds)
+    made = Study(sweep, site, budget, args.chunk_budgets, most_running, args.shrink, args.precision, args.seconds)
+    return replace(made, progress=SIMULATED) if args.plan else made
 
 
 def _conclude(args: argparse.Namespace, sweep: Sweep, survey: Survey, findings: Findings) -> int:
     """Writes, prints and draws what was found."""
     survey.report(findings)
     sweep.figures = findings.figures
-    sweep.raw |= {"capacities": survey.rows(), "missed": findings.reasons}
+    sweep.raw |= {"capacities": survey.rows(), "missed": findings.reasons, "bounds": findings.bounds}
     path = sweep.write()
     print_rows(survey.rows())
     print_table(findings.figures, path, findings.reasons)
+    for figure, why in findings.bounds.items():
+        print(f"{figure} is a bound, {why}")
     picture = args.traces / sweep.name / "stages.png"
-    draw_kept(picture.parent, picture, sweep.name)
-    print(f"time lines of the stages: {picture}, and beside it traces for https://ui.perfetto.dev")
+    if draw_kept(picture.parent, survey.time_lines(), picture, sweep.name):
+        print(f"time lines of the stages: {picture}, and beside it traces for https://ui.perfetto.dev")
     return 0
 
 

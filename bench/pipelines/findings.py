@@ -9,7 +9,7 @@ from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.metered import causes
 from bench.pipelines.offered import Objective
 from bench.pipelines.simulated import Simulated
-from bench.pipelines.study import OURS, Carried, Expected, Study, unknown
+from bench.pipelines.study import MORE_REQUESTS, OURS, SIMULATED, Carried, Expected, Study, unknown
 from bench.pipelines.sweep import Points
 from bench.pipelines.traffic import Traffic
 from bench.results import Figure, number
@@ -47,7 +47,7 @@ class Twin:
         """A study in the simulator, of loads like another one's, maybe with other hardware."""
         simulated = hardware or self.hardware
         site = Simulated(lambda _: simulated, lambda _: self.kv_tokens, self.max_running, self.rows)
-        return replace(like, points=Points(), site=site, expected=unknown)
+        return replace(like, points=Points(), site=site, expected=unknown, progress=SIMULATED)
 
     def expected(self, like: Study, layout: Layout) -> Expected:
         """What the simulator says that schedules carry on the layout that was measured, roughly."""
@@ -79,7 +79,8 @@ class Twin:
 class Findings:
     """Figures of a study on `layout`, whose names begin with `prefix`, or with `base` where they do not depend on the
     links; `whole` is the layout without a pipeline on as many devices, if that was measured. `twin` is None where
-    nothing was measured."""
+    nothing was measured. `reasons`: why figures are not what they should be, or not there; `bounds`: which of them are
+    no more than that, and why."""
 
     study: Study
     layout: Layout
@@ -89,6 +90,7 @@ class Findings:
     twin: Twin | None = None
     figures: list[Figure] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    bounds: dict[str, str] = field(default_factory=dict)
 
     def add(
         self,
@@ -127,8 +129,9 @@ class Findings:
         return name if traffic.name == "long" else f"{traffic.name}.{name}"
 
     def capacities(self, carried: Mapping[tuple[Layout, str], Carried], traffic: Traffic, objective: Objective) -> None:
-        """Ours beside each other schedule, and beside the layout without a pipeline. Where only a bound of the other's
-        is known, so is that of the ratio: it is at least as high."""
+        """Ours beside each other schedule, and beside the layout without a pipeline. Where it is only known what the
+        other carries at most, the ratio is a bound: it is at least as high. Where it is only known what one carries at
+        least, there is no figure."""
         ours = carried.get((self.layout, OURS))
         if ours is None:
             return
@@ -136,22 +139,39 @@ class Findings:
         others = {schedule: other for (layout, schedule), other in carried.items() if layout == self.layout}
         if self.whole is not None:
             best = [other for (layout, _), other in carried.items() if layout == self.whole]
-            others[str(self.whole)] = max(best, key=_most)
-        self.add(f"{traffic.name}.{name}", ours.rate, "requests/s", True)
+            others[str(self.whole)] = max(best, key=lambda other: (other.at_least, _most(other)))
+        if ours.at_least:
+            self._leave_out(f"{traffic.name}.{name}", ours)
+        else:
+            self.add(f"{traffic.name}.{name}", ours.rate, "requests/s", True)
         for against, other in others.items():
             if against == OURS or not (theirs := _most(other)):
                 continue
+            ratio = self._of(traffic, f"{name}.vs_{against}")
+            if ours.at_least or other.at_least:
+                self._leave_out(ratio, ours if ours.at_least else other)
+                continue
+            if not other.rate:
+                self.bounds[f"{self.prefix}.{ratio}"] = (
+                    f"at least: {against} does not carry {number(theirs)} requests/s, the lowest rate that was tried"
+                )
 
             def simulated(study: Study, theirs: float = theirs) -> float:
                 return study.carried(self.layout, OURS, traffic, objective).rate / theirs
 
-            self.add(
-                self._of(traffic, f"{name}.vs_{against}"), ours.rate / theirs, "ratio", True, ours.point, simulated
-            )
+            self.add(ratio, ours.rate / theirs, "ratio", True, ours.point, simulated)
+
+    def _leave_out(self, name: str, carried: Carried) -> None:
+        why = f"{carried.setting} carries at least {number(carried.rate)} requests/s: {MORE_REQUESTS}"
+        self.reasons[f"{self.prefix}.{name}"] = f"it is not known, since {why}"
 
     def bubble(self, ours: Carried, fixed: Carried, traffic: Traffic, objective: Objective) -> None:
         """Ours beside that of fixed chunks, at the rate that those carry, or somewhat above; and what a user sees of
         it."""
+        name = self._of(traffic, "bubble.vs_fixed_chunk")
+        if fixed.at_least:
+            self._leave_out(name, fixed)
+            return
         if fixed.point is None or not (theirs := fixed.point["bubble"]):
             return
         setting, rate = Setting(OURS, self.study.budget, objective.tbt_s), self.study.beside(ours, fixed)
@@ -160,8 +180,14 @@ class Findings:
             return study.at(self.layout, setting, traffic, rate, objective)
 
         point = of_ours(self.study)
+        if point["given_up"]:
+            self.reasons[f"{self.prefix}.{name}"] = (
+                f"it is not known, since {setting} does not carry the {number(rate)} requests/s of {fixed.setting}: "
+                f"its load was ended early ({point['given_up']})"
+            )
+            return
         self.add(
-            self._of(traffic, "bubble.vs_fixed_chunk"),
+            name,
             point["bubble"] / theirs,
             "ratio",
             False,

@@ -61,9 +61,10 @@ class Measured:
         offered = offer(target, load.sessions, self._fresh(), load.objective, _progress(len(load.sessions)))
         drawn = energy.read()
         meter, models = target.observed()
-        keep(meter, self.traces, layout, setting, load)
         errors = [model.error() for model in models if model.num_observed]
-        return summary(offered, load.rate) | metered(meter) | drawn | {"model_error": max(errors, default=None)}
+        point = summary(offered, load.rate)
+        keep(meter, self.traces, load, point)
+        return point | metered(meter) | drawn | {"model_error": max(errors, default=None)}
 
     def calibrate(self, layout: Layout, setting: Setting, sessions: list[Session]) -> dict[str, Any]:
         """What a simulation needs to know of a layout: offers a load and gives what was learned of its stages' costs,

@@ -1,10 +1,10 @@
 """What a pipeline's meter says of a load, as a result file holds it."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.pipelines.layout import Layout, Setting
 from bench.pipelines.offered import Load
 from pipeline.meter import CAUSES, Meter
 
@@ -49,16 +49,23 @@ def _or_zero(value: float) -> float:
     return value if value == value else 0.0
 
 
-def keep(meter: Meter, folder: Path, layout: Layout, setting: Setting, load: Load) -> None:
-    """Writes the meter's trace of a load: of one that arrives at a rate, at the newest of its rates."""
-    name = f"{layout}.{load.name}.{setting.schedule}.{'rate' if load.rate else 'flood'}"
+def keep(meter: Meter, folder: Path, load: Load, point: dict[str, Any]) -> None:
+    """Writes the meter's trace of a load, of which `point` says what became; not of one that was too much for its
+    objective, as half of the loads of a search are."""
+    if load.objective is not None and not load.objective.holds(point):
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.trace.json").write_text(json.dumps(meter.trace(meter.num_batches)))
+    _trace(folder, load.key).write_text(json.dumps(meter.trace(meter.num_batches)))
 
 
-def draw_kept(folder: Path, picture: Path, title: str) -> None:
-    """A picture of the traces in a folder."""
+def draw_kept(folder: Path, keys: Mapping[str, str], picture: Path, title: str) -> bool:
+    """A picture of the traces that are in a folder of some points, whose keys are by the titles of their time lines.
+    Returns whether there are any."""
     from bench.pipelines.picture import draw
 
-    traces = {path.name.removesuffix(".trace.json"): path for path in sorted(folder.glob("*.trace.json"))}
-    draw({name.replace(".", " "): json.loads(path.read_text()) for name, path in traces.items()}, picture, title)
+    traces = {name: path for name, key in keys.items() if (path := _trace(folder, key)).exists()}
+    return draw({name: json.loads(path.read_text()) for name, path in traces.items()}, picture, title)
+
+
+def _trace(folder: Path, key: str) -> Path:
+    return folder / f"{key.replace('/', '.')}.trace.json"

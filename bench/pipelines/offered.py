@@ -50,9 +50,9 @@ class Objective:
 @dataclass(frozen=True)
 class Load:
     """What is offered: `sessions` of one turn each, `rate` of them a second or, where that is 0, all at once. It may be
-    ended early where it cannot keep to `objective` any more."""
+    ended early where it cannot keep to `objective` any more. `key` is that of the point which it is going to be."""
 
-    name: str
+    key: str
     sessions: list[Session]
     rate: float = 0.0
     objective: Objective | None = None

@@ -1,6 +1,5 @@
 """A picture of a pipeline at work: what each stage computes and what it waits for, over time."""
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from matplotlib.patches import Patch
 
 from pipeline.meter import CAUSES
 
-SHOWN = 24
+SHOWN = 24  # micro-batches
+PAUSES = 4.0  # times what those take together: the longest stretch of time
 KINDS = {"decode": "#2a6f97", "mixed": "#5fa8d3", "prefill": "#a9d6e5"}
 WAITS = dict(
     zip(
@@ -22,19 +22,18 @@ WAITS = dict(
 )
 
 
-def draw(traces: dict[str, dict[str, Any]], path: Path, title: str) -> None:
-    """Write a PNG of the traces that meters gave (`Meter.trace`), by name, one below the other on one scale of time: of
-    each its middle, as long as SHOWN micro-batches take in the median trace."""
+def draw(traces: dict[str, dict[str, Any]], path: Path, title: str) -> bool:
+    """Write a PNG of the traces that meters gave (`Meter.trace`), by name, one below the other, each on a scale of its
+    own: what is around its middle micro-batch. Returns whether any of them has something to draw."""
     named = {name: _spans(trace) for name, trace in traces.items()}
-    named = {name: spans for name, spans in named.items() if spans}
+    named = {name: spans for name, spans in named.items() if any(kind in KINDS for _, kind, _, _ in spans)}
     if not named:
-        return
-    window_s = statistics.median(map(_window_s, named.values()))
+        return False
     stages = 1 + max(stage for spans in named.values() for stage, *_ in spans)
     figure = Figure(figsize=(13, 1.2 + len(named) * (0.7 + 0.28 * stages)), dpi=120, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     for axes, (name, spans) in zip(figure.subplots(len(named), 1, squeeze=False)[:, 0], named.items(), strict=True):
-        _lines(axes, name, spans, window_s)
+        _lines(axes, name, spans)
     present = {kind for spans in named.values() for _, kind, _, _ in spans}
     colours = {kind: colour for kind, colour in (KINDS | WAITS).items() if kind in present}
     figure.legend(
@@ -46,6 +45,7 @@ def draw(traces: dict[str, dict[str, Any]], path: Path, title: str) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+    return True
 
 
 def _spans(trace: dict[str, Any]) -> list[tuple[int, str, float, float]]:
@@ -57,18 +57,23 @@ def _spans(trace: dict[str, Any]) -> list[tuple[int, str, float, float]]:
     ]
 
 
-def _window_s(spans: Sequence[tuple[int, str, float, float]]) -> float:
-    computes = sorted(begin for stage, kind, begin, _ in spans if stage == 0 and kind in KINDS)
-    if not computes:
-        return 1e-3
+def _window(spans: Sequence[tuple[int, str, float, float]]) -> tuple[float, float]:
+    """Where the SHOWN micro-batches begin that are in the middle of the last stage's, and how long they take, in
+    seconds. Where they pause for long, less than that around the middle one, or nothing would be seen."""
+    last = max(stage for stage, *_ in spans)
+    computes = sorted((begin, seconds) for stage, kind, begin, seconds in spans if stage == last and kind in KINDS)
     first = max(0, len(computes) // 2 - SHOWN // 2)
-    return max(1e-3, computes[min(len(computes) - 1, first + SHOWN)] - computes[first])
+    shown = computes[first : first + SHOWN]
+    begin_s, whole_s = shown[0][0], shown[-1][0] + shown[-1][1] - shown[0][0]
+    longest_s = PAUSES * sum(seconds for _, seconds in shown)
+    if whole_s <= longest_s:
+        return begin_s, whole_s
+    middle_s = shown[len(shown) // 2][0]
+    return middle_s - longest_s / 2, longest_s
 
 
-def _lines(axes: Axes, name: str, spans: Sequence[tuple[int, str, float, float]], window_s: float) -> None:
-    ends = [begin + seconds for _, _, begin, seconds in spans]
-    begins = [begin for _, _, begin, _ in spans]
-    start = max(min(begins), (min(begins) + max(ends)) / 2 - window_s / 2)
+def _lines(axes: Axes, name: str, spans: Sequence[tuple[int, str, float, float]]) -> None:
+    start, window_s = _window(spans)
     stages = 1 + max(stage for stage, *_ in spans)
     for kind, colour in (KINDS | WAITS).items():
         for stage in range(stages):

@@ -94,6 +94,7 @@ class Simulated:
             config, costs, clock, lambda request: self.vocabulary.ids(sessions[request.number].turns[0].spans)
         )
         run = simulate(requests, replica, hardware, clock)
+        point = summary(Offered(run.lives, run.seconds), load.rate)
         if self.traces is not None:
-            keep(run.meter, self.traces, layout, setting, load)
-        return summary(Offered(run.lives, run.seconds), load.rate) | metered(run.meter)
+            keep(run.meter, self.traces, load, point)
+        return point | metered(run.meter)

@@ -63,7 +63,7 @@ class Survey:
             self.carried[layout, schedule, traffic.name, objective.name] = carried
         fixed = self._of(layout, "fixed_chunk", traffic, objective)
         ours = self._of(layout, OURS, traffic, objective)
-        if layout == self.layouts[0] and fixed is not None and fixed.rate and ours is not None:
+        if layout == self.layouts[0] and fixed is not None and fixed.rate and not fixed.at_least and ours:
             setting, rate = Setting(OURS, self.study.budget, objective.tbt_s), self.study.beside(ours, fixed)
             self.study.at(layout, setting, traffic, rate, objective)
 
@@ -95,6 +95,21 @@ class Survey:
                 ):
                     findings.bubble(ours, fixed, traffic, objective)
 
+    def time_lines(self) -> dict[str, str]:
+        """Titles of what is drawn, and the keys of these points: what came at once, and what each carries."""
+        shown = {}
+        for layout in self.layouts:
+            for load in self.floods if layout == self.layouts[0] else self.jobs:
+                name = f"{layout} {load.name}: {self.study.setting_of(load)}, all at once"
+                shown[name] = self.study.flood_key(layout, load)
+        if self.jobs:
+            shown[f"{self.layouts[0]}: decodes alone"] = self.study.decoding_key(self.layouts[0])
+        for (layout, _, traffic, objective), carried in self.carried.items():
+            name = f"{layout} {traffic} {objective}: {carried.setting}, {number(carried.rate)} requests/s"
+            if carried.key:
+                shown[name] = carried.key
+        return shown
+
     def rows(self) -> list[dict[str, Any]]:
         """What each layout and schedule carries, for the table and the result file."""
         rows = []
@@ -108,6 +123,8 @@ class Survey:
                 "less_than": carried.below,
                 "setting": str(carried.setting),
             }
+            if carried.at_least:
+                row["at_least"] = True
             if carried.point is not None:
                 row |= {key: carried.point[key] for key in ("output_tok_s", "bubble", "ttft_s", "tbt_s", "parts")}
             rows.append(row)
@@ -124,6 +141,8 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(heading, justify="right")
     for row in rows:
         rate = number(row["requests_per_s"]) if not row["less_than"] else f"< {number(row['less_than'])}"
+        if row.get("at_least"):
+            rate = f">= {rate}"
         cells = [row["layout"], row["schedule"], row["traffic"], row["objective"], rate]
         if "bubble" in row:
             ttft, tbt = row["ttft_s"], row["tbt_s"]

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import link, pipeline
+from bench import link, pipeline, results
 from bench.pipelines.findings import Findings, Twin, meter_overhead
 from bench.pipelines.layout import Layout, Setting
-from bench.pipelines.metered import causes, decode_bubble, metered
+from bench.pipelines.metered import causes, decode_bubble, draw_kept, keep, metered
 from bench.pipelines.offered import Load, Objective, offer, summary
-from bench.pipelines.picture import draw
+from bench.pipelines.picture import _window, draw
 from bench.pipelines.study import Carried, Study, together
 from bench.pipelines.survey import Survey, print_rows
 from bench.pipelines.sweep import Points, Sweep
 from bench.pipelines.traffic import PUBLISHED, Traffic, offline, published, traced
+from bench.results import number
 from bench.targets import TARGETS, Target, print_table
 from bench.workload import Session, Vocabulary
 from pipeline.cost import CostModel
@@ -209,8 +210,8 @@ def study(points: Points, site: Counting) -> Study:
 
 
 def survey(found: Study, **more: Any) -> Survey:
-    loads: dict[str, Any] = {"traffics": [published("long", 4, 0)], "jobs": [offline("mini_512")]}
-    return Survey(found, [PP4, TP4], ["uniform", "fixed_chunk"], objectives=["strict"], **loads | more)
+    asked = {"layouts": [PP4, TP4], "traffics": [published("long", 4, 0)], "jobs": [offline("mini_512")]}
+    return Survey(found, schedules=["uniform", "fixed_chunk"], objectives=["strict"], **asked | more)
 
 
 def test_the_best_setting_of_a_schedule_counts() -> None:
@@ -238,6 +239,17 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(ValueError, match="made with another model: --name"):
         Sweep("found", tmp_path, {"model": "other"})  # whose first point would throw these away
     assert not Sweep("found", tmp_path, {"model": "m"}, fresh=True).points
+
+
+def test_a_sweep_says_under_which_commits_its_points_were_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for commit, said in (("aaa", False), ("aaa", False), ("bbb", True)):
+        monkeypatch.setattr(results, "commit", lambda commit=commit: commit)
+        sweep = Sweep("found", tmp_path, {})
+        assert ("made at aaa, and this is bbb: --fresh measures" in capsys.readouterr().err) is said
+        sweep.point(commit, lambda: 1)
+    assert json.loads((tmp_path / "found.json").read_text())["commits"] == {"aaa": "aaa", "bbb": "bbb"}
 
 
 def test_figures_compare_ours_with_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,8 +304,44 @@ def test_others_are_searched_down_to_a_part_of_ours(capsys: pytest.CaptureFixtur
     asked.report(found)
     values = {figure.name: figure.value for figure in found.figures}
     assert values["pipeline.sockets.capacity_strict.vs_hybrid"] == pytest.approx(8.0)
+    why = f"at least: hybrid does not carry {number(ours / 8)} requests/s, the lowest rate that was tried"
+    assert found.bounds == {"pipeline.sockets.capacity_strict.vs_hybrid": why}
     print_rows(asked.rows())
     assert "< 0.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("more", "less"), [("uniform/8192", "fixed_chunk/512"), ("fixed_chunk/512", "uniform/8192")])
+def test_what_carries_all_that_is_tried_is_in_no_figure(
+    more: str, less: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = survey(study(Points(), Counting({f"pp4 {more}": 1e9, f"pp4 {less}": 1.6})), layouts=[PP4])
+    asked.run()
+    rows = {row["schedule"]: row for row in asked.rows()}
+    assert [name for name in rows if "at_least" in rows[name]] == [more.partition("/")[0]]
+    found = Findings(asked.study, PP4, None, "x", "x")
+    asked.report(found)
+    values = {figure.name for figure in found.figures}
+    assert not any("vs_fixed_chunk" in name for name in values if "capacity" in name)
+    assert ("x.long.capacity_strict" in values) is ("uniform" in less)
+    name = "x.capacity_strict.vs_fixed_chunk"
+    assert "carries at least" in found.reasons[name] and "--requests" in found.reasons[name]
+    print_rows(asked.rows())
+    assert ">= " in capsys.readouterr().out
+
+
+def test_a_search_from_below_ends() -> None:
+    site = Counting({"tp4 hybrid/8192": math.inf})
+    found = study(Points(), site).carried(TP4, "hybrid", published("long", 4, 0), Objective("strict", 0.1), least=0.2)
+    assert found.at_least and found.rate == pytest.approx(12.8)
+
+
+def test_a_load_that_was_ended_early_is_beside_nothing() -> None:
+    asked = survey(study(Points(), Counting(CARRIES | {"pp4 uniform/8192": 1.0})), layouts=[PP4])
+    asked.run()
+    found = Findings(asked.study, PP4, None, "x", "x")
+    asked.report(found)
+    assert not {"x.bubble.vs_fixed_chunk", "x.ttft_p50.vs_fixed_chunk"} & {figure.name for figure in found.figures}
+    assert "its load was ended early (tbt)" in found.reasons["x.bubble.vs_fixed_chunk"]
 
 
 @pytest.fixture
@@ -304,13 +352,15 @@ def twin() -> Twin:
     return Twin.of(learned, LINKS["sockets"], MODELS["llama-8b"].token_bytes, 64, UNPADDED)
 
 
-def test_a_search_begins_where_the_simulator_says(twin: Twin) -> None:
+def test_a_search_begins_where_the_simulator_says(twin: Twin, capsys: pytest.CaptureFixture[str]) -> None:
     pp2, objective = Layout(1, 2), Objective("strict", 10.0, 0.05)
     site = Counting({"pp2 uniform/8192": 1e9})
     asked = study(Points(), site)
     asked.expected = twin.expected(asked, pp2)
     traffic = Traffic("few", tuple(together(8, 200, 12)))
     rate = asked.expected(pp2, "uniform", traffic, objective)
+    said = capsys.readouterr().err.splitlines()
+    assert said and all(line.lstrip().startswith("simulated: ") for line in said)
     assert rate > 0 and asked.expected(PP4, "uniform", traffic, objective) == 0 and not site.asked
     asked.carried(pp2, "uniform", traffic, objective)
     assert site.asked[0] == f"pp2 uniform {float(f'{rate:.4g}'):.3g}"
@@ -364,8 +414,36 @@ def test_the_bubble_of_decoding_leaves_prompts_out(meter: Meter) -> None:
 
 
 def test_time_lines_are_drawn(meter: Meter, tmp_path: Path) -> None:
-    draw({"uniform": meter.trace(), "nothing": Meter(2).trace()}, tmp_path / "stages.png", "Stages")
+    assert draw({"uniform": meter.trace(), "nothing": Meter(2).trace()}, tmp_path / "stages.png", "Stages")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
+    assert not draw({"nothing": Meter(2).trace()}, tmp_path / "none.png", "Nothing")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_a_time_line_shows_its_middle_however_idle_it_is() -> None:
+    busy = [(0, "decode", 0.1 * i, 0.1) for i in range(100)]
+    assert _window(busy) == (pytest.approx(3.8), pytest.approx(2.4))
+    idle = [(0, "decode", 10.0 * i, 0.1) for i in range(100)] + [(0, "nothing_to_do", 0.1, 9.9)]
+    begin, seconds = _window(idle)
+    assert begin < 500 < 500.1 < begin + seconds and seconds == pytest.approx(9.6)
+
+
+def test_the_time_lines_of_a_survey_are_those_of_its_own_points(meter: Meter, tmp_path: Path) -> None:
+    asked = survey(study(Points(), Counting(CARRIES)), layouts=[PP4])
+    asked.run()
+    titles = asked.time_lines()
+    assert set(titles.values()) <= set(asked.study.points.points)
+    ours = asked.carried[PP4, "uniform", "long", "strict"]
+    title = f"pp4 long strict: uniform/8192@100ms, {number(ours.rate)} requests/s"
+    assert asked.study.points.points[titles[title]] is ours.point
+    keep(meter, tmp_path, Load("pp4/long/of/another/sweep", []), {})
+    assert not draw_kept(tmp_path, titles, tmp_path / "stages.png", "Stages")
+    held = {"tbt_s": {"p99": 0.1}, "given_up": None, "delay_s": {"p50": 0.1}}
+    load = Load(titles[title], [], 1.0, Objective("strict", 0.1))
+    keep(meter, tmp_path, load, held | {"given_up": "tbt"})
+    assert not draw_kept(tmp_path, titles, tmp_path / "stages.png", "Stages"), "it is not what is carried"
+    keep(meter, tmp_path, load, held)
+    assert draw_kept(tmp_path, titles, tmp_path / "stages.png", "Stages")
 
 
 def test_what_the_meter_takes_is_a_part_of_the_time() -> None:
@@ -391,13 +469,13 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
-    few = ["--requests", "6", "--precision", "0.5", "--chunk-budgets", "512", "--schedules", "uniform,fixed_chunk"]
-    found = run(tmp_path, "--plan", "falcon-180b", "--layouts", "tp8pp2", "--shrink", "16", *few)
+    few = ["--requests", "16", "--precision", "0.5", "--chunk-budgets", "512", "--schedules", "uniform,fixed_chunk"]
+    found = run(tmp_path, "--plan", "falcon-180b", "--layouts", "tp8pp2", *few)
     names = {figure["name"] for figure in found["figures"]}
     assert "simulated.falcon-180b.capacity_strict.vs_fixed_chunk" in names
     assert {row["schedule"] for row in found["capacities"]} == {"uniform", "fixed_chunk"}
     kept = {path.name for path in (tmp_path / "traces" / "found").iterdir()}
-    assert "stages.png" in kept and "tp8pp2.long.uniform.flood.trace.json" in kept, kept
+    assert "stages.png" in kept and "tp8pp2.long.uniform.8192.flood.trace.json" in kept, kept
 
 
 def test_all_of_it_on_a_tiny_model(
@@ -412,7 +490,9 @@ def test_all_of_it_on_a_tiny_model(
     found = run(tmp_path, *arguments.split())
     figures = {figure["name"]: figure["value"] for figure in found["figures"]}
     assert [row["schedule"] for row in found["capacities"]] == ["uniform", "fixed_chunk"]
-    assert figures["cpu.pipeline.long.capacity_relaxed"] >= 0
+    capacity, ours = "cpu.pipeline.long.capacity_relaxed", found["capacities"][0]
+    assert capacity in (found["missed"] if ours.get("at_least") else figures)
+    assert set(found["commits"]) == set(found["points"]) and set(found["commits"].values()) == {found["commit"]}
     assert figures["cpu.pipeline.link.bytes_per_s"] == 2e9
     assert math.isfinite(figures["cpu.pipeline.simulator.throughput_error"])
     flood = next(point for key, point in found["points"].items() if key.endswith("/flood"))
