@@ -7,7 +7,7 @@ health check fails and Serve puts a new replica, with new processes, in this one
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -54,9 +54,10 @@ class Replica:
         assert group is not None, "the deployment has placement_group_bundles"
         self._ranks = start_ranks(config, group)
         # The scheduler is on the leading rank; the others meet it where it says.
-        meeting = await self._gather([self._ranks[config.leading_rank].open.remote(config)])
-        loads = [rank.load.remote(config, index, *meeting) for index, rank in enumerate(self._ranks)]
-        self._published: dict[str, Any] = (await self._gather(loads))[config.leading_rank]
+        leading, within_s = config.leading_rank, config.start_timeout_s
+        meeting = (await _gather({leading: self._ranks[leading].open.remote(config)}, within_s))[leading]
+        loads = {index: rank.load.remote(config, index, meeting) for index, rank in enumerate(self._ranks)}
+        self._published: dict[str, Any] = (await _gather(loads, within_s))[leading]
         self._runs: list[ObjectRef] = [rank.run.remote() for rank in self._ranks]
         self._watcher = asyncio.create_task(self._watch())
 
@@ -81,14 +82,24 @@ class Replica:
         for left in self._ranks:
             ray.kill(left)
 
-    async def _gather(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
-        """The ranks' answers. Raises ReplicaError as soon as one fails: the others may wait for it for ever."""
-        futures = [asyncio.ensure_future(ref) for ref in refs]
-        await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-        for rank, future in enumerate(futures):
-            if future.done() and (error := future.exception()) is not None:
-                raise ReplicaError(f"rank {rank}: {_reason(error)}") from None
-        return [future.result() for future in futures]
+
+async def _gather(refs: Mapping[int, ObjectRef], within_s: float) -> dict[int, Any]:
+    """The ranks' answers, by rank. Raises ReplicaError as soon as one fails, for the others may wait for it for ever,
+    and when one has not answered in time; the reason is in the log too."""
+    futures = {rank: asyncio.ensure_future(ref) for rank, ref in refs.items()}
+    _, late = await asyncio.wait(futures.values(), timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+    failed = [
+        f"rank {rank}: {_reason(error)}"
+        for rank, future in futures.items()
+        if future.done() and (error := future.exception()) is not None
+    ]
+    if late and not failed:
+        ranks = ", ".join(str(rank) for rank, future in futures.items() if future in late)
+        failed = [f"rank {ranks}: not loaded within start_timeout_s={within_s:g}; raise it if nothing hangs there"]
+    if failed:
+        log.error("replica does not start: %s", failed[0])
+        raise ReplicaError(failed[0])
+    return {rank: future.result() for rank, future in futures.items()}
 
 
 async def _end(rank: ActorHandle, run: ObjectRef) -> str:

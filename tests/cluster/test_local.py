@@ -66,7 +66,14 @@ def test_why_replicas_ended_is_in_their_logs(tmp_path: Path) -> None:
         "INFO 2026-01-01 00:00:00,000 shoal_Replica a -- replica at rest\n"
         "ERROR 2026-01-01 00:00:01,000 shoal_Replica a -- replica at tcp://127.0.0.1:1: rank 0: ValueError: no\nmore\n"
     )
-    assert local.reasons(tmp_path) == ["replica at tcp://127.0.0.1:1: rank 0: ValueError: no"]
+    for name in "bc":  # one attempt after the other
+        (logs / f"replica_shoal_Replica_{name}.log").write_text(
+            f"ERROR 2026-01-01 00:00:02,000 shoal_Replica {name} -- replica does not start: rank 0: OSError: no file\n"
+        )
+    assert local.reasons(tmp_path) == [
+        "replica at tcp://127.0.0.1:1: rank 0: ValueError: no",
+        "replica does not start: rank 0: OSError: no file",
+    ]
     assert local.reasons(tmp_path / "session_latest") == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from cluster import replica as replica_module
-from cluster.replica import Replica, ReplicaError, _end_of_process
+from cluster.replica import Replica, ReplicaError, _end_of_process, _gather
 
 pytestmark = pytest.mark.anyio
 
@@ -110,6 +110,20 @@ async def test_ranks_that_answer_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.wait_for(rank.asked_often.wait(), 5)
     replica.check_health()
     replica._watcher.cancel()
+
+
+async def test_a_start_that_does_not_end_names_the_ranks_that_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    futures = {rank: asyncio.get_running_loop().create_future() for rank in range(3)}
+    futures[1].set_result("loaded")
+    with pytest.raises(ReplicaError, match=r"^rank 0, 2: not loaded within start_timeout_s=0\.01; raise it"):
+        await _gather(futures, within_s=0.01)  # type: ignore[arg-type]
+    assert caplog.messages[-1].startswith("replica does not start: rank 0, 2: not loaded")  # as cluster.local reads it
+    futures[2].set_exception(RayTaskError("load", "a long traceback", OSError("no such file")))
+    with pytest.raises(ReplicaError, match=r"^rank 2: OSError: no such file$"):
+        await _gather(futures, within_s=60)  # type: ignore[arg-type]
+    assert caplog.messages[-1] == "replica does not start: rank 2: OSError: no such file"
+    del futures[0], futures[2]
+    assert await _gather(futures, within_s=60) == {1: "loaded"}  # type: ignore[arg-type]
 
 
 def test_of_a_process_that_has_gone_the_advice_is_left_out() -> None:
