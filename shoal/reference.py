@@ -117,9 +117,11 @@ def _lines() -> Iterator[str]:
     yield "`router`; `sum without (router)` adds them up. One that is started anew has a new name."
     yield ""
     yield "To wake somebody for: `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes,"
-    yield "`shoal_waiting_requests` or `shoal_queue_seconds` that grow, and"
-    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` above 0. Many `shoal_preemptions_total`: the KV cache'
-    yield "is too small. (`shoal_failed_requests_total` has clients' own mistakes in it, such as a wrong grammar.)"
+    yield "`shoal_waiting_requests` or `shoal_queue_seconds` that grow,"
+    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` above 0, and, for streams that had begun with a 200,'
+    yield '`rate(shoal_sequences_total{finish_reason="failed"}[5m])` above 0. Many `shoal_preemptions_total`: the KV'
+    yield "cache is too small. (`shoal_failed_requests_total` has clients' own mistakes in it, such as a wrong"
+    yield "grammar.)"
     yield ""
     yield from _table(
         ("metric", "kind", "labels", "meaning"),

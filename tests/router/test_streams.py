@@ -157,7 +157,7 @@ def test_a_request_that_kills_replicas_does_not_travel_for_ever(make_stack: Make
     with pytest.raises(openai.InternalServerError):
         stack.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=13)
     assert sum(bool(fake.requests()) for fake in fakes) == 3
-    assert stack.metric('shoal_sequences_total{finish_reason="error"}') == 1
+    assert stack.metric('shoal_sequences_total{finish_reason="failed"}') == 1
     answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
     assert answer.choices[0].message.content == REPLY
 
@@ -182,19 +182,26 @@ def test_replicas_that_are_taken_away_do_not_count_as_dead(make_stack: Make, mak
         fake.die()
 
 
-def test_a_failure_in_the_middle_is_an_error_event(make_stack: Make, make_replica: Make) -> None:
+@pytest.mark.parametrize(
+    ("kind", "code", "ending"), [("internal", "internal_error", "failed"), ("invalid", "invalid_value", "error")]
+)
+def test_a_failure_in_the_middle_is_an_error_event(
+    make_stack: Make, make_replica: Make, kind: Any, code: str, ending: str
+) -> None:
     fake = make_replica().hold()
     stack = make_stack(fake)
     fake.allow(1)
     with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
         next(stream)
         (request,) = fake.requests()
-        failure = Failure("internal", "the GPU is on fire")
+        failure = Failure(kind, "the GPU is on fire")
         fake.tell(Outputs([Output(request_id=request.request_id, finish_reason="error", failure=failure)]))
         with pytest.raises(openai.APIError) as error:
             list(stream)
     assert not isinstance(error.value, openai.APIStatusError)
-    assert error.value.code == "internal_error" and "fire" not in str(error.value)
+    assert error.value.code == code and ("fire" in str(error.value)) == (kind == "invalid")
+    endings = {name: stack.metric(f'shoal_sequences_total{{finish_reason="{name}"}}') for name in ("error", "failed")}
+    assert endings == {"error": 0, "failed": 0} | {ending: 1}
 
 
 def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> None:
@@ -207,6 +214,7 @@ def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> 
         with pytest.raises(openai.APIError) as error:
             list(stream)
     assert error.value.code == "no_replica"
+    assert stack.metric('shoal_sequences_total{finish_reason="failed"}') == 1
     assert httpx.get(f"{stack.url}/ready").status_code == 503
     assert httpx.get(f"{stack.url}/health").status_code == 200
 
