@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 from rich.console import Console
 
-from cluster import local  # before ray: it sets what Ray reads when it is imported
+from cluster import local
 from cluster.app import APP, DRAIN_S, application, settle
 from cluster.config import Config
 from cluster.conversion import ModelError

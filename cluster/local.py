@@ -13,8 +13,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported
-
 import psutil
 import ray
 

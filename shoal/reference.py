@@ -38,6 +38,8 @@ ENVIRONMENT = {
     "NCCL_P2P_NET_CHUNKSIZE": "bytes that pass between stages at a time, 1 MiB unless it is set",
     "NCCL_SOCKET_NTHREADS": "threads of NCCL for a connection over sockets, 4 unless it is set",
     "OPENAI_API_KEY": "the key that `shoal chat`, `status` and `bench serve` show to a server",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "lines of Ray's that `shoal serve` keeps from the terminal: the raylet's on a process "
+    "that died, unless it is set",
     "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",
     "SHOAL_CACHE": "folder of converted models; by default `$XDG_CACHE_HOME/shoal`",
     "XDG_CACHE_HOME": "where caches are kept; by default `~/.cache`",

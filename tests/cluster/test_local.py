@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,15 @@ def test_a_ray_that_lost_its_heart_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     del there[1:]
     with pytest.raises(RuntimeError, match="its gcs_server and raylet ended"):
         local.check()
+
+
+def test_ray_is_told_to_be_quiet_before_it_is_imported() -> None:
+    code = (
+        "import cluster.launch; from ray._private import ray_constants; print(ray_constants.RAY_DEDUP_LOGS_SKIP_REGEX)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("A worker died")
 
 
 def test_why_replicas_ended_is_in_their_logs(tmp_path: Path) -> None:
