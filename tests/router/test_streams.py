@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from router import replicas as connections
+from router import service
 from router.sse import Emit, EventStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Outputs, SamplingParams
@@ -217,6 +218,25 @@ def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> 
     assert stack.metric('shoal_sequences_total{finish_reason="failed"}') == 1
     assert httpx.get(f"{stack.url}/ready").status_code == 503
     assert httpx.get(f"{stack.url}/health").status_code == 200
+
+
+def test_a_placer_that_names_replicas_that_are_gone_is_asked_so_often_however_long_it_takes(
+    make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PLACE_TRIES", 3)
+    monkeypatch.setattr(service, "PLACE_RETRY_S", 0)
+    stack = make_stack(make_replica())
+    excluded: list[frozenset[str]] = []
+
+    async def place(request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
+        excluded.append(exclude)
+        return f"gone{len(excluded)}"
+
+    stack.placer.place = place
+    with pytest.raises(openai.InternalServerError) as error:
+        stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    assert error.value.status_code == 503 and error.value.code == "no_replica"
+    assert excluded == [frozenset(), {"gone1"}, {"gone1", "gone2"}]
 
 
 # ---------------------------------------------------------------- slow readers
