@@ -5,3 +5,10 @@ replica's placement group and its rank processes (`replica.py`, `rank.py`), mode
 teardown (`launch.py`, on one machine `local.py`) and the `ray up` files (`ray/`). Ray starts, places, watches and
 restarts processes here; it carries no tokens. Read `app.py` first.
 """
+
+import os
+
+# Before any module here imports Ray, which reads them then.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# The raylet's page about a process that died, which `log_to_driver` lets through: `shoal serve` says it in one line.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed while executing a task")

@@ -115,7 +115,7 @@ class _Router:
         self._service = Service(
             Tokenizer.from_folder(folder),
             replicas,
-            ServePlacer(handle, fleet, replicas),
+            ServePlacer(handle, fleet, replicas, config.replica_wait_s),
             fleet,
             metrics,
             model=config.served_model_name or model_name(config.model),

@@ -63,7 +63,10 @@ class Config(WorkerConfig, RouterConfig):
         description="seconds between health checks of a replica or a router; it is replaced after three that fail",
     )
     start_timeout_s: float = Field(
-        600.0, gt=0, description="longest time that `shoal serve` waits until the server can answer, in seconds"
+        600.0,
+        gt=0,
+        description="longest time that a replica may load, what it has to download included, and that `shoal serve` "
+        "waits until the server can answer, in seconds",
     )
 
     @model_validator(mode="after")

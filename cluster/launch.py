@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client as get_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 from rich.console import Console
 
-from cluster import local  # before ray: it sets what Ray reads when it is imported
+from cluster import local
 from cluster.app import APP, DRAIN_S, application, settle
 from cluster.config import Config
 from cluster.conversion import ModelError
@@ -188,12 +188,12 @@ class _Launch:
     def _deploy(self) -> None:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        self._say("starting Ray Serve")
         self._config, note = settle(self._config, gpus=ray.cluster_resources().get("GPU", 0))
         if note:
             self._print(note)
         if self._config.device == "cuda":
             self._check_gpus(ray.cluster_resources().get("GPU", 0))
+        self._say("starting Ray Serve")
         self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
         ray_serve.start(
             proxy_location=ProxyLocation.Disabled,  # the routers listen

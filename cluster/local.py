@@ -13,8 +13,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported
-
 import psutil
 import ray
 
@@ -104,9 +102,10 @@ def check() -> None:
 
 
 def reasons(folder: Path) -> list[str]:
-    """Why replicas have ended so far, as `cluster.replica` logs it."""
+    """Why replicas have ended so far, or did not start, as `cluster.replica` logs it; each text once."""
     logs = sorted(folder.glob("session_latest/logs/serve/replica_*.log"))
-    return [found for log in logs for found in re.findall(r"^ERROR .* -- (replica at .+)", log.read_text(), re.M)]
+    texts = [re.findall(r"^ERROR .* -- (replica (?:at|does not start:) .+)", log.read_text(), re.M) for log in logs]
+    return list(dict.fromkeys(text for found in texts for text in found))
 
 
 def end() -> None:

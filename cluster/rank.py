@@ -1,6 +1,7 @@
 """One process of a replica: the GPU (or the share of the CPU) that one rank of one stage computes on."""
 
 import copy
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,10 @@ class Rank:
         assert isinstance(self._loop, Server)
         observed: tuple[Any, Any, int] = self._loop.at_rest(_observed)
         return observed
+
+    def alive(self) -> str:
+        """Who answers, for people: at once, whatever `run` is doing, unless the whole process hangs."""
+        return f"pid: {os.getpid()}, ip: {ray.util.get_node_ip_address()}"
 
     def run(self) -> None:
         """The rank's loop. Raises what it cannot go on after."""

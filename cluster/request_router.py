@@ -24,7 +24,6 @@ from router.errors import NoReplica
 from router.fleet import Fleet
 from router.replicas import Replicas
 
-WAIT_S = 20.0  # for a replica to come (back) before a request is refused
 RETRY_S = 0.1
 
 Listener = Callable[[dict[str, dict[str, Any]]], None]
@@ -82,15 +81,17 @@ class PlacementRouter(RequestRouter):
 class ServePlacer:
     """`router.service.Placer` by Serve's request router. To be made in the event loop that serves."""
 
-    def __init__(self, handle: DeploymentHandle, fleet: Fleet, connections: Replicas) -> None:
+    def __init__(self, handle: DeploymentHandle, fleet: Fleet, connections: Replicas, wait_s: float) -> None:
+        """`wait_s`: how long a request waits for a replica where none can take it."""
         self._handle = handle
         self._fleet = fleet
         self._connections = connections
+        self._wait_s = wait_s
         handle._init(_run_router_in_separate_loop=False)
 
     async def place(self, request_id: str, prompt_ids: Sequence[int], exclude: Collection[str]) -> str:
-        """The id of the replica that the request is booked on. Waits up to WAIT_S for one, then raises NoReplica."""
-        deadline = time.monotonic() + WAIT_S
+        """The id of the replica that the request is booked on. Waits up to `wait_s` for one, then raises NoReplica."""
+        deadline = time.monotonic() + self._wait_s
         while True:
             # One that is excluded may be back: the caller looked before the wait.
             ask = Ask(self._fleet, request_id, prompt_ids, set(exclude) - self._connections.ready)

@@ -45,7 +45,7 @@ KUBERNETES = ("1.27", "1.37")  # the oldest that the chart names, and the newest
 
 # Keys of the configuration that are values of the chart's own, and those that the chart settles.
 OWN_KEYS = ("model", "replicas", "routers", "device", "tp", "pp")
-TAKEN_KEYS = ("host", "port", "address", "replica_host", "api_key", "api_key_file", "start_timeout_s")
+TAKEN_KEYS = ("host", "port", "address", "replica_host", "api_key", "api_key_file")
 
 # What is wrong, the values, and a part of what helm must say.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

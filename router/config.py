@@ -17,6 +17,12 @@ class RouterConfig(BaseModel):
     placement: Literal["cache_aware", "least_load", "round_robin"] = Field(
         "cache_aware", description="how a replica is chosen for a request"
     )
+    replica_wait_s: float = Field(
+        60.0,
+        ge=0,
+        description="seconds that a request, or a stream that lost its replica, waits where there is no other, before "
+        "it ends with no_replica",
+    )
     api_key: SecretStr | None = Field(None, description="clients must send this key; without one the server is open")
     api_key_file: Path | None = Field(None, description="a file with one accepted key a line")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")

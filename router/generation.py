@@ -110,9 +110,14 @@ class Generation:
                     if piece.finish_reason is not None:
                         break
         except ApiError as error:
-            ending = "error"
+            ending = "error" if error.status < 500 else "failed"
             if error.param == "prompt":  # as replicas call it
                 error.param = job.prompt_param
+            raise
+        except OSError:  # of the client's connection
+            raise
+        except Exception:
+            ending = "failed"
             raise
         finally:
             self._service.metrics.sequences.labels(ending).inc()

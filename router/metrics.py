@@ -77,10 +77,12 @@ class Metrics:
         )
         self.sequences = Counter(
             "shoal_sequences",
-            "Sequences by how they ended: stop, length, error, or abandoned by the client",
+            "Sequences by how they ended: stop, length, error (the request's: a 4xx), failed (the server's: a 5xx), or "
+            "abandoned by the client",
             ("finish_reason",),
             registry=self._registry,
         )
+        self.sequences.labels("failed")  # from 0 on: the rate of a counter that begins with 1 misses that one
         self.resumed = Counter(
             "shoal_resumed_sequences",
             "Sequences that went on after their replica was lost, or after their reader was too slow",

@@ -32,11 +32,14 @@ ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels",
 
 # What Shoal itself reads, or sets for what it starts.
 ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "the GPUs that Ray may give out on a machine, and whose power `shoal bench pipeline` reads",
     "NCCL_BUFFSIZE": "bytes of NCCL's buffers, 8 MiB in a pipeline unless it is set",
     "NCCL_P2P_DISABLE": "1: the GPUs of a replica do not use each other's memory, neither through NCCL nor without it",
     "NCCL_P2P_NET_CHUNKSIZE": "bytes that pass between stages at a time, 1 MiB unless it is set",
     "NCCL_SOCKET_NTHREADS": "threads of NCCL for a connection over sockets, 4 unless it is set",
     "OPENAI_API_KEY": "the key that `shoal chat`, `status` and `bench serve` show to a server",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "lines of Ray's that `shoal serve` keeps from the terminal: the raylet's on a process "
+    "that died, unless it is set",
     "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",
     "SHOAL_CACHE": "folder of converted models; by default `$XDG_CACHE_HOME/shoal`",
     "XDG_CACHE_HOME": "where caches are kept; by default `~/.cache`",
@@ -44,7 +47,6 @@ ENVIRONMENT = {
 }
 # What the libraries under it read, where that matters here.
 ENVIRONMENT_OF_OTHERS = {
-    "CUDA_VISIBLE_DEVICES": "the GPUs that Ray may give out on a machine",
     "HF_HOME": "where models from the hub are kept; by default `~/.cache/huggingface`",
     "HF_TOKEN": "the hub's token, for models that ask for one",
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",
@@ -117,9 +119,11 @@ def _lines() -> Iterator[str]:
     yield "`router`; `sum without (router)` adds them up. One that is started anew has a new name."
     yield ""
     yield "To wake somebody for: `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes,"
-    yield "`shoal_waiting_requests` or `shoal_queue_seconds` that grow, and"
-    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` above 0. Many `shoal_preemptions_total`: the KV cache'
-    yield "is too small. (`shoal_failed_requests_total` has clients' own mistakes in it, such as a wrong grammar.)"
+    yield "`shoal_waiting_requests` or `shoal_queue_seconds` that grow,"
+    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` above 0, and, for streams that had begun with a 200,'
+    yield '`rate(shoal_sequences_total{finish_reason="failed"}[5m])` above 0. Many `shoal_preemptions_total`: the KV'
+    yield "cache is too small. (`shoal_failed_requests_total` has clients' own mistakes in it, such as a wrong"
+    yield "grammar.)"
     yield ""
     yield from _table(
         ("metric", "kind", "labels", "meaning"),

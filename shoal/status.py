@@ -32,7 +32,8 @@ examples:
 
 exit code: 0 when the server can answer, 1 when it cannot or is not there.
 """
-WANTED = "shoal_replicas_wanted"
+# Of the server as a whole, for the fields of Status.
+READY, WANTED = "shoal_replicas_ready", "shoal_replicas_wanted"
 # The server's metric for each field of Replica that is one.
 METRICS = {
     "running": "shoal_running_requests",
@@ -75,45 +76,49 @@ class Replica:
 
 @dataclass
 class Status:
-    """One look at a server. `problem` says why it cannot answer, None when it can. `wanted`: how many replicas there
-    should be, None where the server does not say."""
+    """One look at a server. `problem` says why it cannot answer, None when it can. `ready` replicas can answer, of
+    `wanted` that there should be; None where the server does not say."""
 
     url: str
     problem: str | None
     models: list[str]
     replicas: list[Replica]
+    ready: int | None = None
     wanted: int | None = None
 
 
 def look(client: Client) -> Status:
     """Ask the server. Raises ServerError when there is none, or it wants a key."""
-    ready = client.get("/ready")
+    answer = client.get("/ready")
     problem = None
-    if ready.status_code == 404:
+    if answer.status_code == 404:
         problem = "this server has no /ready: it is not Shoal's"
-    elif ready.status_code != 200:
-        problem = "not ready" + (f": {reason}" if (reason := _reason(ready.text)) else "")
+    elif answer.status_code != 200:
+        problem = "not ready" + (f": {reason}" if (reason := _reason(answer.text)) else "")
     metrics = client.get("/metrics")
-    found, wanted = replicas(metrics.text) if metrics.status_code == 200 else ([], None)
-    return Status(client.url, problem, list(client.models()), found, wanted)
+    found, ready, wanted = replicas(metrics.text) if metrics.status_code == 200 else ([], None, None)
+    return Status(client.url, problem, list(client.models()), found, ready, wanted)
 
 
-def replicas(page: str) -> tuple[list[Replica], int | None]:
-    """The replicas on a page of Prometheus metrics, by name, and how many there should be; metrics that are not Shoal's
-    are passed over."""
+def replicas(page: str) -> tuple[list[Replica], int | None, int | None]:
+    """The replicas on a page of Prometheus metrics, by name, how many can answer, and how many there should be; metrics
+    that are not Shoal's are passed over. Of a replica that is lost only times are left: it is none."""
     fields = {metric: name for name, metric in METRICS.items()}
     found: dict[str, Replica] = {}
-    wanted = None
+    reporting: set[str] = set()
+    whole: dict[str, int] = {}
     try:
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                if sample.name == WANTED:
-                    wanted = int(sample.value)
+                if sample.name in (READY, WANTED):
+                    whole[sample.name] = int(sample.value)
                 elif sample.name in fields and (name := sample.labels.get("replica")):
                     setattr(found.setdefault(name, Replica(name)), fields[sample.name], sample.value)
+                    if sample.name == METRICS["running"]:
+                        reporting.add(name)
     except ValueError:
         raise ServerError("/metrics is no page of Prometheus metrics") from None
-    return [found[name] for name in sorted(found)], wanted
+    return [found[name] for name in sorted(reporting)], whole.get(READY), whole.get(WANTED)
 
 
 def _reason(text: str) -> str:
@@ -127,8 +132,8 @@ def _reason(text: str) -> str:
 def render(status: Status) -> RenderableType:
     """The status for a terminal."""
     state = Text("ready", "bold green") if status.problem is None else Text(status.problem, "bold red")
-    if status.wanted is not None and len(status.replicas) < status.wanted:
-        state.append(f", {len(status.replicas)} of {status.wanted} replicas", "bold red")
+    if status.ready is not None and status.wanted is not None and status.ready < status.wanted:
+        state.append(f", {status.ready} of {status.wanted} replicas", "bold red")
     head = Text.assemble((", ".join(status.models) or "no model", "bold"), (f"  {status.url}  ", "dim"), state)
     if not status.replicas:
         return Group(head, Text("no replica has reported yet", "dim"))

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,15 @@ def test_a_ray_that_lost_its_heart_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         local.check()
 
 
+def test_ray_is_told_to_be_quiet_before_it_is_imported() -> None:
+    code = (
+        "import cluster.launch; from ray._private import ray_constants; print(ray_constants.RAY_DEDUP_LOGS_SKIP_REGEX)"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("A worker died")
+
+
 def test_why_replicas_ended_is_in_their_logs(tmp_path: Path) -> None:
     logs = tmp_path / "session_latest" / "logs" / "serve"
     logs.mkdir(parents=True)
@@ -66,7 +77,14 @@ def test_why_replicas_ended_is_in_their_logs(tmp_path: Path) -> None:
         "INFO 2026-01-01 00:00:00,000 shoal_Replica a -- replica at rest\n"
         "ERROR 2026-01-01 00:00:01,000 shoal_Replica a -- replica at tcp://127.0.0.1:1: rank 0: ValueError: no\nmore\n"
     )
-    assert local.reasons(tmp_path) == ["replica at tcp://127.0.0.1:1: rank 0: ValueError: no"]
+    for name in "bc":  # one attempt after the other
+        (logs / f"replica_shoal_Replica_{name}.log").write_text(
+            f"ERROR 2026-01-01 00:00:02,000 shoal_Replica {name} -- replica does not start: rank 0: OSError: no file\n"
+        )
+    assert local.reasons(tmp_path) == [
+        "replica at tcp://127.0.0.1:1: rank 0: ValueError: no",
+        "replica does not start: rank 0: OSError: no file",
+    ]
     assert local.reasons(tmp_path / "session_latest") == []
 
 

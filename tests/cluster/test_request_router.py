@@ -130,11 +130,13 @@ class FakeHandle:
         yield Selection(ranks[0][0].replica_id.unique_id)
 
 
-def make_placer(replicas: list[FakeReplica]) -> tuple[ServePlacer, FakeHandle, Fleet, FakeConnections]:
+def make_placer(
+    replicas: list[FakeReplica], wait_s: float = 20
+) -> tuple[ServePlacer, FakeHandle, Fleet, FakeConnections]:
     router = make_router()
     router.update_replicas(replicas)  # type: ignore[arg-type]
     handle, fleet, connections = FakeHandle(router), fleet_of(TWO), FakeConnections()
-    return ServePlacer(handle, fleet, connections), handle, fleet, connections  # type: ignore[arg-type]
+    return ServePlacer(handle, fleet, connections, wait_s), handle, fleet, connections  # type: ignore[arg-type]
 
 
 async def test_a_placed_request_is_booked() -> None:
@@ -168,9 +170,8 @@ async def test_an_excluded_replica_that_came_back_is_taken() -> None:
 
 @pytest.mark.parametrize("replicas", [[], TWO[:1]])
 async def test_no_replica_in_time_is_an_error(replicas: list[FakeReplica], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_router, "WAIT_S", 0.0)
     monkeypatch.setattr(request_router, "RETRY_S", 0.01)
-    placer, _, fleet, _ = make_placer(replicas)
+    placer, _, fleet, _ = make_placer(replicas, wait_s=0)
     with pytest.raises(NoReplica):
         await placer.place("1", [1], frozenset("a"))
     assert booked_on(fleet, "1") is None

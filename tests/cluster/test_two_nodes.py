@@ -3,6 +3,7 @@
 The one module of this room's tests that starts Ray in its own process; the cluster is shared by all of its tests.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +25,10 @@ from ray.exceptions import RayTaskError
 from ray.serve.context import _get_global_client
 from ray.util.placement_group import placement_group_table
 
+from cluster import replica as replica_module
 from cluster.app import APP, build
 from cluster.config import Config
-from cluster.replica import bundles, start_ranks
+from cluster.replica import Replica, ReplicaError, bundles, start_ranks
 from worker.engine import Engine
 from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
 
@@ -146,6 +148,32 @@ def test_ranks_meet_say_what_one_says_and_end_together(nodes: Path, tiny_model: 
     finally:
         for rank in actors:
             ray.kill(rank)
+        ray.util.remove_placement_group(group)
+
+
+def test_a_rank_that_hangs_is_the_end_of_its_replica(
+    nodes: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control actor's watch over a real rank, in this process: a stopped process holds its connections open."""
+    monkeypatch.setattr(replica_module, "ASK_S", 0.1)
+    monkeypatch.setattr(replica_module, "HANG_S", 5.0)
+    config = Config(model=str(tiny_model), device="cpu", kv_tokens=1024, cpu_threads=1, cpus_per_rank=1)
+    group = ray.util.placement_group(bundles(config), strategy="PACK")
+    replica = Replica.__new__(Replica)
+    try:
+        ray.get(group.ready(), timeout=WAIT_S)
+        replica._ranks = start_ranks(config, group)
+        (rank,) = replica._ranks
+        replica._published = ray.get(rank.load.remote(config), timeout=WAIT_S)
+        replica._runs = [rank.run.remote()]
+        who = ray.get(rank.alive.remote(), timeout=WAIT_S)
+        (process,) = (process for process in ranks() if who.startswith(f"pid: {process.pid}, ip: "))
+        process.suspend()
+        asyncio.run(asyncio.wait_for(replica._watch(), WAIT_S))
+        with pytest.raises(ReplicaError, match=r"^rank 0: its process hangs .*: no answer for 5 s$"):
+            replica.check_health()
+        process.wait(WAIT_S)
+    finally:
         ray.util.remove_placement_group(group)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
@@ -119,6 +120,18 @@ def test_an_answer_that_nobody_expected_is_counted(make_stack: Make, make_replic
     stack.service.tokenizer = None
     assert httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 500
     assert samples(stack)["shoal_http_responses_total", (("path", "/v1/completions"), ("status", "500"))] == 1
+
+
+def test_a_sequence_that_ends_in_a_mistake_of_ours_has_failed(
+    make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = make_stack(make_replica())
+    monkeypatch.setattr("router.generation.Transcript.push", None)
+    assert httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 500
+    got = samples(stack)
+    assert {labels: value for (name, labels), value in got.items() if name == "shoal_sequences_total"} == {
+        (("finish_reason", "failed"),): 1
+    }
 
 
 def test_several_routers_count_under_their_names() -> None:

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from router import replicas as connections
+from router import service
 from router.sse import Emit, EventStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Outputs, SamplingParams
@@ -157,7 +158,7 @@ def test_a_request_that_kills_replicas_does_not_travel_for_ever(make_stack: Make
     with pytest.raises(openai.InternalServerError):
         stack.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=13)
     assert sum(bool(fake.requests()) for fake in fakes) == 3
-    assert stack.metric('shoal_sequences_total{finish_reason="error"}') == 1
+    assert stack.metric('shoal_sequences_total{finish_reason="failed"}') == 1
     answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
     assert answer.choices[0].message.content == REPLY
 
@@ -182,19 +183,26 @@ def test_replicas_that_are_taken_away_do_not_count_as_dead(make_stack: Make, mak
         fake.die()
 
 
-def test_a_failure_in_the_middle_is_an_error_event(make_stack: Make, make_replica: Make) -> None:
+@pytest.mark.parametrize(
+    ("kind", "code", "ending"), [("internal", "internal_error", "failed"), ("invalid", "invalid_value", "error")]
+)
+def test_a_failure_in_the_middle_is_an_error_event(
+    make_stack: Make, make_replica: Make, kind: Any, code: str, ending: str
+) -> None:
     fake = make_replica().hold()
     stack = make_stack(fake)
     fake.allow(1)
     with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
         next(stream)
         (request,) = fake.requests()
-        failure = Failure("internal", "the GPU is on fire")
+        failure = Failure(kind, "the GPU is on fire")
         fake.tell(Outputs([Output(request_id=request.request_id, finish_reason="error", failure=failure)]))
         with pytest.raises(openai.APIError) as error:
             list(stream)
     assert not isinstance(error.value, openai.APIStatusError)
-    assert error.value.code == "internal_error" and "fire" not in str(error.value)
+    assert error.value.code == code and ("fire" in str(error.value)) == (kind == "invalid")
+    endings = {name: stack.metric(f'shoal_sequences_total{{finish_reason="{name}"}}') for name in ("error", "failed")}
+    assert endings == {"error": 0, "failed": 0} | {ending: 1}
 
 
 def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> None:
@@ -207,8 +215,28 @@ def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> 
         with pytest.raises(openai.APIError) as error:
             list(stream)
     assert error.value.code == "no_replica"
+    assert stack.metric('shoal_sequences_total{finish_reason="failed"}') == 1
     assert httpx.get(f"{stack.url}/ready").status_code == 503
     assert httpx.get(f"{stack.url}/health").status_code == 200
+
+
+def test_a_placer_that_names_replicas_that_are_gone_is_asked_so_often_however_long_it_takes(
+    make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PLACE_TRIES", 3)
+    monkeypatch.setattr(service, "PLACE_RETRY_S", 0)
+    stack = make_stack(make_replica())
+    excluded: list[frozenset[str]] = []
+
+    async def place(request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
+        excluded.append(exclude)
+        return f"gone{len(excluded)}"
+
+    stack.placer.place = place
+    with pytest.raises(openai.InternalServerError) as error:
+        stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    assert error.value.status_code == 503 and error.value.code == "no_replica"
+    assert excluded == [frozenset(), {"gone1"}, {"gone1", "gone2"}]
 
 
 # ---------------------------------------------------------------- slow readers

@@ -30,6 +30,7 @@ def page() -> bytes:
     metrics.replica("a").first_token.observe(0.2)
     metrics.replica("a").first_token.observe(0.4)
     metrics.replica("a").inter_token.observe(0.05)
+    metrics.replica("lost").first_token.observe(0.3)  # it answered, and does not report any more
     return metrics.page()
 
 
@@ -37,15 +38,17 @@ def test_every_metric_that_is_read_is_one_that_the_router_writes() -> None:
     written = page().decode()
     for metric in status.METRICS.values():
         assert f"\n{metric}{{" in written, metric
+    for metric in (status.READY, status.WANTED):
+        assert f"\n{metric} " in written, metric
 
 
 def test_replicas_of_a_page() -> None:
-    (a, b), wanted = replicas(page().decode())
-    assert wanted == 3
+    (a, b), ready, wanted = replicas(page().decode())
+    assert (ready, wanted) == (2, 3)
     assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished) == ("a", 400, 100, 70, 5)
     assert (a.ttft_count, a.tbt_count) == (2, 1) and a.ttft_sum_s == pytest.approx(0.6)
     assert (b.running, b.waiting, b.kv_tokens, b.kv_tokens_used, b.kv_tokens_cached) == (3, 2, 1000, 250, 500)
-    assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == ([], None)
+    assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == ([], None, None)
     with pytest.raises(ServerError, match="no page of Prometheus"):
         replicas("<html>")
 
@@ -57,9 +60,9 @@ def shown(value: Status) -> str:
 
 
 def test_the_table() -> None:
-    found, wanted = replicas(page().decode())
-    text = shown(Status("http://x", None, ["m"], found, wanted))
-    assert "ready, 2 of 3 replicas" in text and " of " not in shown(Status("http://x", None, ["m"], found, 2))
+    found, ready, wanted = replicas(page().decode())
+    text = shown(Status("http://x", None, ["m"], found, ready, wanted))
+    assert "ready, 2 of 3 replicas" in text and " of " not in shown(Status("http://x", None, ["m"], found, 2, 2))
     assert "ready" in text and "25%" in text and "300 ms" in text and "50 ms" in text
     assert "…" not in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["a", "b", "all"]
