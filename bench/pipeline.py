@@ -49,6 +49,7 @@ from bench.workload import Vocabulary
 from pipeline.roofline import Link
 from pipeline.rows import Rows
 from pipeline.shape import FEATURES
+from pipeline.simulate import errors
 from shoal import flags
 from worker.config import WorkerConfig
 
@@ -56,11 +57,9 @@ if TYPE_CHECKING:
     from bench.pipelines.measured import Targets
 
 LINKS = ("nvlink", "sockets")
-MEASURED = {
-    "model": "tiny",
-    "link": "nvlink",
-    "nodes": 0,
-}  # options for machines that are there alone, and their defaults
+# Options for machines that are there alone, and their defaults.
+MEASURED = {"model": "tiny", "link": "nvlink", "nodes": 0}
+PLANNED_AND_MEASURED = "simulated.llama-70b", "pipeline.sockets"  # results on the same machines
 CHUNK_BUDGETS = [256, 512, 1024, 2048]
 VARIED = {"tp", "pp", "schedule", "tbt_slo", "load_format"}
 PLANNED_BUDGET, PLANNED_RUNNING = 8192, 256
@@ -332,14 +331,27 @@ def plan(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     sweep.raw["validation"] = validated
     for name, said in validated.items():
         off = max(map(abs, said["errors"].values()))
-        say(f"{name}: loads that were measured had a throughput at most {off:.0%} from what the simulator says of them")
+        say(f"{name}: what was measured is at most {off:.0%} from what the simulator says, with {said['costs']}")
     return _conclude(args, sweep, survey, Findings(study, layouts[0], survey.whole, prefix, prefix))
 
 
 def validations(folder: Path) -> dict[str, Any]:
-    """What measured results say of the simulator, by the name of the result."""
-    found = {name: result.get("simulator") for name, result in results.read(folder).items()}
-    return {name: said for name, said in found.items() if said}
+    """What measured results say of simulations, by name: of those whose steps cost what was learned on the machines
+    themselves, and of a plan of machines that were measured too, whose rates are guesses as in all plans."""
+    found = results.read(folder)
+    told = {name: result["simulator"] for name, result in found.items() if result.get("simulator")}
+    validated = {name: {"costs": "the costs that were learned there", **said} for name, said in told.items()}
+    planned, measured = (_throughputs(found.get(name, {}), name) for name in PLANNED_AND_MEASURED)
+    if off := errors(measured, planned):
+        said = {"costs": f"the rates of {PLANNED_AND_MEASURED[0]}", "measured": measured, "planned": planned}
+        validated[PLANNED_AND_MEASURED[1] + " as planned"] = {**said, "errors": off}
+    return validated
+
+
+def _throughputs(result: dict[str, Any], prefix: str) -> dict[str, float]:
+    """Of jobs, in tokens a second, by what follows the prefix in their figures' names."""
+    figures = ((figure["name"].removeprefix(f"{prefix}."), figure) for figure in result.get("figures", ()))
+    return {name: figure["value"] for name, figure in figures if figure["unit"] == "tokens/s"}
 
 
 if __name__ == "__main__":

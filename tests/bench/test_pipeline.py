@@ -18,7 +18,7 @@ from bench.pipelines.study import Carried, Study, together
 from bench.pipelines.survey import Survey, print_rows
 from bench.pipelines.sweep import Points, Sweep
 from bench.pipelines.traffic import PUBLISHED, Traffic, offline, published, traced
-from bench.results import number
+from bench.results import Figure, number
 from bench.targets import TARGETS, Target, print_table
 from bench.workload import Session, Vocabulary
 from pipeline.cost import CostModel
@@ -470,10 +470,18 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
     few = ["--requests", "16", "--precision", "0.5", "--chunk-budgets", "512", "--schedules", "uniform,fixed_chunk"]
+    for name, value in (("simulated.llama-70b", 90.0), ("pipeline.sockets", 100.0)):
+        figures = [Figure(f"{name}.mini_half.output_tok_s", value, "tokens/s", True)]
+        results.write(
+            name, figures, {"simulator": {"errors": {"mini_half": 0.02}}} if value == 100 else {}, folder=tmp_path
+        )
     found = run(tmp_path, "--plan", "falcon-180b", "--layouts", "tp8pp2", *few)
     names = {figure["name"] for figure in found["figures"]}
     assert "simulated.falcon-180b.capacity_strict.vs_fixed_chunk" in names
     assert {row["schedule"] for row in found["capacities"]} == {"uniform", "fixed_chunk"}
+    validated = {name: said["errors"] for name, said in found["validation"].items()}
+    assert validated["pipeline.sockets"] == {"mini_half": 0.02}
+    assert validated["pipeline.sockets as planned"] == {"mini_half.output_tok_s": pytest.approx(-0.1)}
     kept = {path.name for path in (tmp_path / "traces" / "found").iterdir()}
     assert "stages.png" in kept and "tp8pp2.long.uniform.8192.flood.trace.json" in kept, kept
 
