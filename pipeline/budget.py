@@ -58,18 +58,20 @@ class Budget:
         return min(len(contexts), self._decodes)
 
     def _limit(self, start: int, most: int) -> int:
-        return min(self.tokens_left, self._prompt_tokens_left)
+        # The token after a prompt, whose last chunk is in flight, is none of a prompt.
+        return self.tokens_left if most == 1 else min(self.tokens_left, self._prompt_tokens_left)
 
 
 class WholePrompts(Budget):
-    """Prompts are not cut, but for those that no micro-batch could hold."""
+    """Prompts are not cut, but for those that no micro-batch could hold beside the decodes of this one."""
 
     def __init__(self, tokens: int, *, decodes: int = UNLIMITED) -> None:
         super().__init__(tokens, decodes=decodes)
         self._tokens = tokens
 
     def _limit(self, start: int, most: int) -> int:
-        return self.tokens_left if most <= self.tokens_left or most > self._tokens else 0
+        whole = self._tokens - self.shape.decodes
+        return self.tokens_left if most <= self.tokens_left or most > whole else 0
 
 
 class Timed(Budget):

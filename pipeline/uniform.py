@@ -179,7 +179,7 @@ class Uniform(Policy):
     def _holding_a_wave(self, view: View) -> int:
         """The most micro-batches in flight, or one less where that makes the difference for holding a `WAVE`."""
         most = self.most_in_flight
-        if self.settings.stages == 1:
+        if self.settings.stages == 1 or self._most_tokens < WAVE:  # fewer pay, or no more may go
             return most
         # To the end of prompts that are as long as those that came.
         start = view.decoding_context // max(1, view.decoding)

@@ -44,6 +44,8 @@ class Step:
     def withdraw(self) -> None:
         """Takes out of the plan, before it runs, whoever has gone since it was made."""
         stay = ~self.gone
+        for start, length in zip(self.plan.starts[self.gone], self.plan.lengths[self.gone], strict=True):
+            self.shape.remove(int(start), int(length))
         places = np.cumsum(stay) - 1
         self.plan = self.plan.only(stay)
         self.prompted = [int(places[i]) for i in self.prompted if stay[i]]

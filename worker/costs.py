@@ -53,7 +53,8 @@ class Costs:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         rows = rows_of(config, device)
         shards = [Shard(whole, stage=stage, stages=config.pp, cut=config.cut) for stage in range(config.pp)]
-        return cls([_guess(model.stem, shard, config, name, rows) for shard in shards], folder)
+        called = model.stem if model.is_file() else model.name  # a folder's has dots of its own: Llama-3.1-8B
+        return cls([_guess(called, shard, config, name, rows) for shard in shards], folder)
 
     def policy(self, config: WorkerConfig, overlap: bool) -> Policy:
         """The schedule that is configured. `overlap`: whether tokens pass from the last stage to the first on the

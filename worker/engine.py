@@ -226,7 +226,8 @@ class Engine:
         with heap_at_rest():
             try:
                 while num_done < len(prompts):
-                    room = self.scheduler.config.max_waiting - self.scheduler.num_waiting
+                    # Those that are preempted wait too, beyond what may.
+                    room = max(0, self.scheduler.config.max_waiting - self.scheduler.num_waiting)
                     for name, prompt, params in islice(arrivals, room):
                         self.add(Generate(request_id=name, prompt_ids=prompt, sampling=params))
                     if not self.has_work:
@@ -308,7 +309,7 @@ class Engine:
 
     def _returning_s(self, step: Step) -> float:
         """Of a pipeline, the time until the tokens of a step lie on the last stage's device."""
-        if self.scheduler.config.pp == 1 or self._sampled is None or self._sampled.step is not step:
+        if self._sampled is None or self._sampled.step is not step:
             return math.inf
         return self.timeline.returning_s(step) if self._sampled.ended is not None else 0.0
 

@@ -313,12 +313,6 @@ class Scheduler:
         counts, queue = self._counts, self._waiting.queue.rows
         view = running.view(counts)
         view.free_kv = self.holdings.num_available / self.num_pages
-        view.in_flight = [step.shape for step in self._in_flight]
-        self._returning = None
-        self._look_ahead(view)
-        if self._in_flight and self.policy.counts_as_ended(view):
-            self._returning = self._in_flight[0]
-            view.in_flight = view.in_flight[1:]
         if len(queue):
             queued = int((counts.tokens[queue] - counts.cached[queue]).sum())
             if not self.running.has_room or self._waiting.is_blocked(self._step):
@@ -326,6 +320,12 @@ class Scheduler:
             else:
                 view.waiting += len(queue)
                 view.waiting_tokens += queued
+        view.in_flight = [step.shape for step in self._in_flight]
+        self._returning = None
+        self._look_ahead(view)
+        if self._in_flight and self.policy.counts_as_ended(view):
+            self._returning = self._in_flight[0]
+            view.in_flight = view.in_flight[1:]
         if self.policy.longest_first and view.waiting_tokens and not view.blocked_tokens:
             view.horizon = running.horizon(counts, queue)
         return view
@@ -333,7 +333,7 @@ class Scheduler:
     def _look_ahead(self, view: View) -> None:
         """What the policy is shown of times to come."""
         view.ahead_s = self._ahead_s()
-        is_away = self._in_flight and self._returning is None
+        is_away = self.config.pp > 1 and self._in_flight and self._returning is None
         view.returning_s = self._returning_s(self._in_flight[0]) if is_away else math.inf
 
     def _go_on(self, running: Survey) -> list[Sequence]:

@@ -129,6 +129,20 @@ def test_throttled_prompts_move_where_nothing_else_does():
     assert fill(policy("throttle").begin(view([], [3000], free_kv=0.0)), prompts=[(0, 3000)]) == (0, [32])
 
 
+def test_what_does_not_fit_beside_the_decodes_is_cut():
+    """Or the rest of a long prompt would wait for as long as others decode."""
+    hybrid = policy("hybrid", token_budget=512)
+    assert fill(hybrid.begin(view([50] * 40, [488])), [50] * 40, [(512, 488), (0, 100)]) == (40, [472, 0])
+    assert fill(hybrid.begin(view([50] * 40, [470])), [50] * 40, [(0, 300), (0, 470)]) == (40, [300, 0])
+
+
+@pytest.mark.parametrize("name", ["prefill_first", "uniform"])
+def test_the_token_after_a_prompt_needs_no_room_for_prompts(name):
+    """Nothing waits, and the last chunk of a prompt is in flight."""
+    budget = policy(name, stages=1).begin(view([500]))
+    assert fill(budget, [500], [(30, 1), (0, 2)]) == (1, [1, 0])
+
+
 def test_throttled_decodes_are_a_part_of_all_and_what_is_left_over_goes_round():
     throttle = policy("throttle")
     taken = [fill(throttle.begin(view([50] * 30)), [50] * 30)[0] for _ in range(8)]
@@ -293,12 +307,12 @@ def test_as_many_are_in_flight_as_each_may_hold_a_wave():
     """A wave takes a stage some 30 ms here. Three may be in flight where a third of the objective is as long, two where
     only a half is; where that is not enough either, the stages need not wait for each other beside it."""
 
-    def after_a_while(slo_s, waiting=100_000):
-        uniform = policy("uniform", stages=2, token_budget=8192, slo_s=slo_s, exposed_s=0.001)
-        loaded = view([4000] * 8, [waiting])
+    def after_a_while(slo_s, token_budget=8192):
+        uniform = policy("uniform", stages=2, token_budget=token_budget, slo_s=slo_s, exposed_s=0.001)
+        loaded = view([4000] * 8, [100_000])
         for _ in range(Uniform.REFRESH_EVERY):
             budget = uniform.begin(loaded)
-        back = view([4000] * 8, [waiting], in_flight=[budget.shape] * 2, ahead_s=0.001, returning_s=0.002)
+        back = view([4000] * 8, [100_000], in_flight=[budget.shape] * 2, ahead_s=0.001, returning_s=0.002)
         return uniform, budget, back
 
     for slo_s, is_third in ((None, True), (0.2, True), (0.085, False), (0.05, True)):
@@ -307,6 +321,8 @@ def test_as_many_are_in_flight_as_each_may_hold_a_wave():
         # The place of the oldest is the next one's as soon as that one's tokens are about to be there.
         assert uniform.counts_as_ended(back) != is_third
         assert uniform.ask_again_s(view([4000] * 8, [5000], ahead_s=0.001, returning_s=0.02), False) == 0
+    uniform, _, back = after_a_while(0.085, token_budget=256)
+    assert uniform.begin(back) is not None, "no step may hold a wave"
     uniform, budget, _ = after_a_while(0.085)
     fill(budget, [4000] * 8, [(2000, 100_000)])
     assert budget.shape.tokens >= WAVE

@@ -76,6 +76,16 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(
     assert caplog.text.count("is not kept") == 1
 
 
+def test_models_whose_names_begin_alike_are_kept_apart(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    config, kept = WorkerConfig(pp=2), tmp_path / "costs"
+    for name in ("Llama-3.1-8B", "Llama-3.2-3B"):
+        (tmp_path / name).symlink_to(tiny_model("llama"))
+        learned(Costs.of(tmp_path / name, config, torch.device("cpu"), kept))
+    assert len(list(kept.iterdir())) == 4
+    again = Costs.of(tmp_path / "Llama-3.1-8B", config, torch.device("cpu"), kept)
+    assert [model.num_observed for model in again.models] == [20, 20]
+
+
 def test_which_schedule() -> None:
     assert WorkerConfig().schedule_name == "fixed_chunk"
     assert WorkerConfig(pp=2).schedule_name == WorkerConfig(tbt_slo=0.1).schedule_name == "uniform"

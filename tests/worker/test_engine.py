@@ -81,6 +81,16 @@ def test_generate_answers_in_order(make):
     assert [f.cached_tokens for f in again] == [4] * 20
 
 
+def test_generate_goes_on_where_more_wait_than_may(make, crowded):
+    """Those that were preempted wait beside as many as may."""
+    engine, parts = make({"max_running": 8, "max_waiting": 8, "token_budget": 64}, num_pages=24)
+    prompts = [[4 + i % 40, i % 7] for i in range(60)]
+    greedy = SamplingParams(max_tokens=40, temperature=0)
+    finished = engine.generate(prompts, greedy)
+    assert [f.token_ids for f in finished] == [parts.runner.generate(prompt, 40) for prompt in prompts]
+    assert engine.load().preemptions > 0
+
+
 def test_generate_reports_a_prompt_that_cannot_run(make):
     engine, parts = make()
     bad, good = engine.generate([[], [1, 2]], GREEDY)
@@ -155,6 +165,20 @@ def test_one_that_the_sampler_cannot_take_fails_alone(make):
     (output,) = outputs["bad"]
     assert output.failure is not None and output.failure.kind == "internal"
     assert tokens(outputs["good"]) == parts.runner.generate([1, 2, 3], 5)
+
+
+def test_what_is_learned_of_a_step_is_without_those_that_were_withdrawn(make, monkeypatch):
+    engine, parts = make()
+    planned, computed = {}, {}
+    remember, forward = engine.timeline.planned, parts.runner.forward
+    monkeypatch.setattr(engine.timeline, "planned", lambda s: planned.update({s.plan.step: s.shape}) or remember(s))
+    monkeypatch.setattr(parts.runner, "forward", lambda p: computed.update({p.step: p.num_tokens}) or forward(p))
+    parts.sampler.refuse = 9
+    engine.add(request("bad", [9] * 40))
+    engine.add(request("good", [1, 2, 3]))
+    run(engine)
+    assert planned[1].tokens == computed[1] == 3 and planned[1].chunks == 1
+    assert {step: shape.tokens for step, shape in planned.items()} == computed
 
 
 def test_one_that_cannot_be_sampled_fails_alone(make):

@@ -126,6 +126,21 @@ def test_the_oldest_step_counts_as_ended_when_its_tokens_are_about_to_come(piped
     assert sum(plan.num_tokens for plan in plans) == sum(5 + 5 + i for i in range(4)), "no token is computed twice"
 
 
+def test_whether_the_oldest_counts_as_ended_is_asked_with_all_that_waits(
+    piped: Callable[..., Piped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = piped(pp=2, schedule="uniform", hands_back=True, max_running=2)
+    policy, asked, begun = d.scheduler.policy, [], []
+    counts, begin = policy.counts_as_ended, policy.begin
+    of = lambda view: (view.waiting, view.waiting_tokens, view.blocked_tokens)  # noqa: E731
+    monkeypatch.setattr(policy, "counts_as_ended", lambda view: asked.append(of(view)) or counts(view))
+    monkeypatch.setattr(policy, "begin", lambda view: begun.append(of(view)) or begin(view))
+    for i in range(4):
+        d.add(str(i), prompt(5, seed=i), max_tokens=4 + i)
+    d.run()
+    assert {(0, 0, 10), (2, 10, 0)} <= set(asked) <= set(begun)
+
+
 @pytest.mark.parametrize(("schedule", "share"), [("throttle", 3), ("uniform", 2)])
 def test_decodes_are_spread_over_the_steps_in_flight(schedule: str, share: int, piped: Callable[..., Piped]) -> None:
     d = piped(pp=4, num_pages=400, schedule=schedule)
