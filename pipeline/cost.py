@@ -286,8 +286,13 @@ class CostModel:
             prior = np.array(self._prior.values)
             rows = [(int(number), float(seconds), [float(x) for x in row]) for number, seconds, row in saved["window"]]
             ratios = [seconds / float(prior @ row) for _, seconds, row in rows]
-            coefficients, num_observed = Coefficients(saved["coefficients"], self.rows), int(saved["num_observed"])
-        except (KeyError, TypeError) as error:
+            learned, num_observed = [float(x) for x in saved["coefficients"]], int(saved["num_observed"])
+            if not np.isfinite([*learned, *ratios, *(x for _, _, row in rows for x in row)]).all() or num_observed < 1:
+                raise ValueError("it has numbers in it that are none")
+            if min(ratios, default=1.0) <= 0.0:
+                raise ValueError("it has steps in it that took no time")
+            coefficients = Coefficients(learned, self.rows)
+        except (KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"it is no saved cost model ({type(error).__name__}: {error})") from error
         for row in rows:
             self._window.add(*row)

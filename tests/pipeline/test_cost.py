@@ -1,6 +1,7 @@
 """The cost model against synthetic devices: it starts right, learns, and cannot be led astray."""
 
 import itertools
+import json
 import math
 import time
 
@@ -240,6 +241,18 @@ def test_what_was_learned_is_saved_and_read_again(tmp_path):
     other = CostModel(STAGE.seconds, {**identity, "device": "a100"})
     with pytest.raises(ValueError, match="was measured on"):
         other.load(tmp_path / "cost.json")
+    for name, value in (
+        ("coefficients", [math.nan] * len(FEATURES)),
+        ("num_observed", math.inf),
+        ("window", [[1, -0.5, [1.0] * len(FEATURES)]]),
+        ("window", [[1, 0.5, [0.0] * len(FEATURES)]]),
+        ("window", [[1, 0.5, [math.nan] * len(FEATURES)]]),
+    ):
+        (tmp_path / "odd.json").write_text(json.dumps(json.loads((tmp_path / "cost.json").read_text()) | {name: value}))
+        before = again.num_observed
+        with pytest.raises(ValueError, match=r"it (has|is)"):
+            again.load(tmp_path / "odd.json")
+        assert again.num_observed == before
     (tmp_path / "old.json").write_text('{"version": 0}')
     with pytest.raises(ValueError, match="another version"):
         again.load(tmp_path / "old.json")
