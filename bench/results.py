@@ -180,6 +180,7 @@ def _section(name: str, result: Mapping[str, Any]) -> str:
     where = [f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"]
     where += machine["gpus"] or ["no GPU"]
     versions = ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items()))
+    bounds = result.get("bounds", {})  # what is known of some figures, by name
     lines = [
         f"## {name}\n",
         f"    {result['command']}\n",
@@ -189,7 +190,8 @@ def _section(name: str, result: Mapping[str, Any]) -> str:
     ]
     for figure in sorted(result["figures"], key=lambda figure: figure["name"]):
         better = "higher" if figure["higher_is_better"] else "lower"
-        lines.append(f"| {figure['name']} | {number(figure['value'])} | {figure['unit']} | {better} |")
+        value = f"{'>= ' if figure['name'] in bounds else ''}{number(figure['value'])}"
+        lines.append(f"| {figure['name']} | {value} | {figure['unit']} | {better} |")
     return "\n".join(lines) + "\n"
 
 

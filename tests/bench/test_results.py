@@ -72,11 +72,13 @@ def test_numbers_for_people(value: float, text: str) -> None:
 
 def test_the_page_is_sorted_and_depends_on_the_files_alone(tmp_path: Path) -> None:
     for name in ("z", "a"):
-        results.write(name, FIGURES, command="cmd", folder=tmp_path)
+        bounds = {"bounds": {"b.speed": "at least"}} if name == "z" else {}
+        results.write(name, FIGURES, bounds, command="cmd", folder=tmp_path)
     page = results.page(results.read(tmp_path))
     assert page == results.page(results.read(tmp_path))
     assert page.index("## a") < page.index("## z")
     assert page.index("| a.wait | 0.25 | s | lower |") < page.index("| b.speed | 1,235 | tokens/s | higher |")
+    assert page.count("| b.speed | >= 1,235 | tokens/s | higher |") == 1
 
 
 def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
