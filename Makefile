@@ -13,12 +13,18 @@ test: env lint types check-docs unit  ## everything that CI runs
 
 env: $(STAMP)
 
-# torch first and by itself: every later step finds it there and leaves it alone.
+# torch first and by itself: every later step finds it there and leaves it alone. What installers print is noise as long
+# as they succeed, and would hide what the server says after it.
 $(STAMP): pyproject.toml requirements.lock
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable ".[dev]"
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	"Shoal needs Python 3.11 or 3.12, and this is " + sys.version.split()[0] + ": make PYTHON=python3.12, for example")'
+	@echo "Making the environment in $(VENV): once, and it takes some minutes"
+	@mkdir -p $(VENV)
+	@{ { test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } \
+	&& $(BIN)/python -m pip install --upgrade "pip>=24" \
+	&& $(BIN)/python -m pip install "torch==2.13.0" \
+	&& $(BIN)/python -m pip install --constraint requirements.lock --editable ".[dev]"; \
+	} > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log >&2; exit 1; }
 	@touch $@
 
 lint: env
@@ -39,8 +45,9 @@ unit: env
 helm-test: env  ## lint, render and validate the chart
 	$(BIN)/python helm/check.py
 
-lock:  ## after a change of dependencies: pin all that is installed
-	$(BIN)/python -m pip freeze --exclude-editable --exclude torch > requirements.lock
+lock:  ## after a change of dependencies: pin all that is installed, and what the extra gpu would bring
+	$(BIN)/python .ci/lock.py > $(VENV)/requirements.lock
+	@mv $(VENV)/requirements.lock requirements.lock
 
 clean:
 	rm -rf $(VENV) .helm-bin .pytest_cache .mypy_cache .ruff_cache .hypothesis

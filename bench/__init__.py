@@ -1,7 +1,14 @@
-"""Every number that the README quotes, one command each.
+"""The benchmarks, one command each, and the modules that they share.
 
-Owns: the benchmarks (`serve.py`, `offline.py`, `gpu.py`, `host.py`, `exactness.py`, `router.py`, and `pipeline.py` with
-its parts in `pipelines/`), and what they share: workloads and traces, the load and its metrics, models of known shapes.
-Every benchmark writes `bench/results/NAME.json` through `results.py`; `python -m bench.results` makes `RESULTS.md` of
-them. Read `serve.py` first.
+| folder | commands | measures |
+| --- | --- | --- |
+| `load/` | `serve` | any server that speaks OpenAI's protocol, under load |
+| `replica/` | `offline`, `gpu`, `online`, `host`, `streams` | one replica, from its GPUs to its HTTP clients |
+| | `compare` | any of these in this checkout and in an older one |
+| `pipeline/` | `pipeline` | pipelines of several stages, measured and simulated |
+| `placement/` | `router` | placement policies, on a trace with shared prefixes |
+| `correctness/` | `exactness`, `quality` | whether outputs equal those of transformers, and their quality |
+
+Every benchmark writes `bench/results/NAME.json` through `results.py`. `python -m bench.results` makes `RESULTS.md` from
+these files. `targets.py` holds the target of each figure. Read `load/serve.py` first.
 """

@@ -1,6 +1,6 @@
-"""Results of benchmarks: one JSON file a run in `bench/results/`, and `bench/RESULTS.md` made from all of them.
+"""Results of benchmarks: one JSON file per run in `bench/results/`, and `bench/RESULTS.md` made from all of them.
 
-`write` is called by every benchmark; `python -m bench.results` makes the page and `--check` says whether it is stale.
+Every benchmark calls `write`. `python -m bench.results` makes the page; `--check` says whether the page is stale.
 """
 
 import argparse
@@ -28,8 +28,8 @@ SECRET_OPTIONS = ("--api-key",)
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a result. `name` is dotted and never changes its meaning, for example `cpu.router.hit_rate`;
-    `unit` is "s", "tokens/s", "ratio" and the like."""
+    """A number of a result. `name` is dotted, for example `cpu.router.hit_rate`, and never changes its meaning. `unit`
+    is "s", "tokens/s", "ratio" or the like."""
 
     name: str
     value: float
@@ -45,11 +45,13 @@ def write(
     command: str | None = None,
     folder: Path = FOLDER,
 ) -> Path:
-    """Write `folder/NAME.json` and return its path. A file of that name is replaced.
+    """Write `folder/NAME.json` and return its path. An existing file of that name is replaced.
 
-    `raw` joins the top level beside `when`, `command`, `commit`, `machine`, `versions` and `figures`, which it may not
-    name. `command` is by default the one that this process was started with. Raises ValueError for a name that is
-    no plain file name, a figure twice, or a figure that is not a finite number.
+    The keys of `raw` are added to the top level of the file, next to `when`, `command`, `commit`, `machine`, `versions`
+    and `figures`, and must differ from these. `command` defaults to the command line of this process.
+
+    Raises ValueError if `name` is not a plain file name, if two figures have the same name, if a figure is not a finite
+    number, or if `raw` has one of the reserved keys.
     """
     check_name(name)
     figures = list(figures)
@@ -78,17 +80,18 @@ def write(
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name of a result that is no plain file name."""
+    """Raises ValueError if the name of a result is not a plain file name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"result name {name!r}: use letters, digits, '.', '_' and '-'")
 
 
 def typed(argv: Sequence[str]) -> str:
-    """The command of `argv` as one would type it, fit to publish: secrets are starred out, and a path that is absolute
-    or leaves the working folder is cut to its last name."""
+    """The command line of `argv` as a user would type it, fit to publish. Secrets are replaced by `***`. A path that is
+    absolute or leads out of the working folder is cut to its last component."""
     program = Path(argv[0])
-    if program.parent.name in {"bench", "shoal"} and program.suffix == ".py":
-        words = ["python", "-m", f"{program.parent.name}.{program.stem}"]
+    room = next((at for at in (1, 2) if program.parts[-at - 1 : -at] in (("bench",), ("shoal",))), None)
+    if room is not None and program.suffix == ".py":
+        words = ["python", "-m", ".".join(program.with_suffix("").parts[-room - 1 :])]
     else:
         words = [program.name]
     secret = False
@@ -108,17 +111,17 @@ def _short(word: str) -> str:
     return Path(word).name if word.startswith(("/", "~", "../")) and len(word) > 1 else word
 
 
-def commit() -> str | None:
-    """The repository's commit, "-dirty" when tracked files other than results differ from it; None outside git."""
-    root = Path(__file__).parent.parent
-    results = [f":!{path.relative_to(root)}" for path in (FOLDER, PAGE)]
+def commit(root: Path = PAGE.parents[1]) -> str | None:
+    """The repository's commit, with "-dirty" appended if tracked files other than results have changed. None outside
+    git."""
+    results = [f":!{path.relative_to(PAGE.parents[1])}" for path in (FOLDER, PAGE)]
     head = _output("git", "-C", str(root), "rev-parse", "--short=10", "HEAD")
     changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "--", ".", *results)
     return f"{head}-dirty" if head and changed else head
 
 
 def machine() -> dict[str, Any]:
-    """What the run had: CPU model, cores that this process may use, memory in bytes, GPUs with their memory."""
+    """The machine of the run: CPU model, cores that this process may use, memory in bytes, GPUs with their memory."""
     model = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader") or ""
@@ -132,7 +135,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, Shoal and the installed packages that a figure depends on. Imports none of them."""
+    """Versions of Python, Shoal and those installed packages on which figures depend. The packages are not imported."""
     found = {"python": platform.python_version()}
     for package in ("shoal", *PACKAGES):
         try:
@@ -143,7 +146,7 @@ def versions() -> dict[str, str]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, stripped; None when it is not there or fails."""
+    """The output of a command, stripped. None if the command does not exist, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -164,7 +167,7 @@ def _read(path: str) -> str:
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """RESULTS.md of results by name. The same results give the same page, byte for byte."""
+    """The text of RESULTS.md, from results by name. Equal results give equal pages, byte for byte."""
     parts = [
         "# Results\n",
         "Made by `python -m bench.results` from the files in `bench/results/`; never edited by hand.\n",
@@ -180,7 +183,7 @@ def _section(name: str, result: Mapping[str, Any]) -> str:
     where = [f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"]
     where += machine["gpus"] or ["no GPU"]
     versions = ", ".join(f"{package} {version}" for package, version in sorted(result["versions"].items()))
-    bounds = result.get("bounds", {})  # what is known of some figures, by name
+    bounds = result.get("bounds", {})  # by figure name: figures of which only a lower bound is known
     lines = [
         f"## {name}\n",
         f"    {result['command']}\n",
@@ -196,7 +199,8 @@ def _section(name: str, result: Mapping[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """A figure for people: four significant digits, thousands grouped, no exponent for what a reader can hold."""
+    """A figure as people read it: four significant digits, grouped thousands, an exponent only for very small or very
+    large values."""
     if value == 0 or 1e-4 <= abs(value) < 1e9:
         digits = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
         text = f"{value:,.{digits}f}"
@@ -205,7 +209,7 @@ def number(value: float) -> str:
 
 
 def read(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """All results in `folder` by name. Raises ValueError for a file that is no result."""
+    """All results in `folder` by name. Raises ValueError for a file that is not a result."""
     results = {}
     for path in sorted(folder.glob("*.json")):
         try:
@@ -218,9 +222,9 @@ def read(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write RESULTS.md, or with --check say whether it is as it would be written. Returns the exit code."""
+    """Write RESULTS.md, or with --check only say whether it is up to date. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.results", description="Make bench/RESULTS.md of the files in bench/results/."
+        prog="python -m bench.results", description="Make bench/RESULTS.md from the files in bench/results/."
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is stale")
     args = parser.parse_args(argv)

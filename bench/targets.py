@@ -1,4 +1,4 @@
-"""What the figures of one replica are held against, all on H200: another engine's, the hardware's floor, the aim."""
+"""Reference values for the figures of one replica, all on H200: vLLM's figure, the hardware's limit, and the target."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,14 @@ from bench.results import Figure, number
 
 @dataclass(frozen=True)
 class Target:
-    """`vllm` was measured (0.22.1, its defaults, same machine and workload), `floor` follows from the copy and matrix
-    rates measured there, `aim` is what Shoal wants to reach; None where there is none."""
+    """Reference values of one figure, in the figure's unit.
+
+    | field | meaning |
+    | --- | --- |
+    | `vllm` | measured with vLLM 0.22.1, its defaults, on the same machine and workload; None if not measured |
+    | `floor` | the best value that the copy and matrix rates measured on the hardware allow; None if not known |
+    | `aim` | the value that Shoal is to reach |
+    """
 
     vllm: float | None
     floor: float | None
@@ -33,7 +39,7 @@ TARGETS: dict[str, Target] = {
     "gpu.idle_fraction.grammar.b64": Target(None, 0, 0.08),
     "gpu.idle_fraction.grammar.b256": Target(None, 0, 0.08),
     "gpu.http.mini.vs_offline": Target(None, 1, 0.95),
-    # 70B shape in four stages, 4 H200; over sockets, that stand for Ethernet between nodes, and over NVLink.
+    # The 70B shape in four stages on 4 H200, over NVLink and over sockets, which stand for Ethernet between nodes.
     "pipeline.sockets.mini_512.output_tok_s": Target(1714, 5500, 5000),
     "pipeline.sockets.mini_half.output_tok_s": Target(1081, 1780, 1650),
     "pipeline.sockets.prefill_half.input_tok_s": Target(4357, 21000, 16000),
@@ -52,7 +58,7 @@ TARGETS: dict[str, Target] = {
 
 
 def reached(figure: Figure) -> bool | None:
-    """Whether a figure is what it should be; None where it is held against nothing."""
+    """Whether a figure reaches its target. None if there is no target."""
     target = TARGETS.get(figure.name)
     if target is None:
         return None
@@ -60,7 +66,7 @@ def reached(figure: Figure) -> bool | None:
 
 
 def print_table(figures: Sequence[Figure], path: Path | None, reasons: Mapping[str, str] | None = None) -> None:
-    """Every figure with what it is held against; below them, why some are not what they should be."""
+    """Print every figure with its reference values, then the known reasons why figures miss their targets."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,9 +1,11 @@
-"""The Serve application: routers in front, replicas behind, the same from every way of starting but for who listens.
+"""The Serve application: routers in front, replicas behind. The same for every way to start it, except for who listens.
 
-`build` is what `serve run cluster.app:build` and a RayService's `import_path` name; its arguments are the keys of the
-configuration. There Serve's proxies listen, on every node that takes part, and pass requests on to the routers.
-`shoal serve` calls `application` itself, for routers that listen on its own machine: every token that passes Serve's
-Python proxy costs more there than in the router.
+- `build` is for `serve run cluster.app:build` and for a RayService's `import_path`; its arguments are the keys of the
+  configuration. Serve's proxies listen, on every node that takes part, and pass requests on to the routers. A
+  RayService sets the numbers of replicas and routers in its `deployments`, because Serve restarts all of them when an
+  argument changes.
+- `application` is for `shoal serve`, with routers that listen on its own machine: a token that passes Serve's Python
+  proxy costs more there than in the router.
 """
 
 import logging
@@ -20,9 +22,9 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import Config, load
-from cluster.models import resolve
+from cluster.models import context_length, resolve
 from cluster.replica import CONTROL_CPUS, Replica, bundles
-from cluster.request_router import ServePlacer, listen
+from cluster.request_router import ServePlacer, listen, watch_size
 from router.api import create_app
 from router.defaults import SamplingDefaults
 from router.fleet import Fleet
@@ -35,22 +37,24 @@ from router.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 APP = "shoal"  # the application's name in Serve
-UNLIMITED = 1 << 20  # requests that Serve lets through at once: admission is the scheduler's, in tokens
-DRAIN_S = 20.0  # what the streams of a router that is taken away get to finish
+UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
+DRAIN_S = 20.0  # how long the streams of a removed router may take to finish
 PLACEMENT = RequestRouterConfig(
-    request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # their mistake
+    request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
-NODE_SHARE = 0.001  # of the resource that stands for a node: whoever asks for any of it runs there
+NODE_SHARE = 0.001  # of the resource that stands for a node: an actor that asks for some of it runs there
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application for a configuration's keys. Raises ConfigError. Ray must be running: it knows the GPUs."""
+    """The application for a configuration's keys. Raises ConfigError. Ray must be running: its GPUs decide the
+    device."""
     config, _ = settle(load(overrides=args), gpus=ray.cluster_resources().get("GPU", 0))
     return application(config)
 
 
 def settle(config: Config, gpus: float) -> tuple[Config, str | None]:
-    """Fills in what depends on the cluster, so that all processes agree, and what there is to say about it."""
+    """The configuration with everything filled in that depends on the cluster, so that all processes agree; and a note
+    about it for the user, or None."""
     note = None
     device = config.device
     if device == "auto":
@@ -61,7 +65,7 @@ def settle(config: Config, gpus: float) -> tuple[Config, str | None]:
 
 
 def model_name(model: str) -> str:
-    """A hub id as it is; of a path the last part."""
+    """The name under which a model is served: a hub id as it is, the last part of a path."""
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).exists():
         return model
     path = Path(model).expanduser().resolve()
@@ -69,8 +73,8 @@ def model_name(model: str) -> str:
 
 
 def application(config: Config, node: str | None = None) -> Application:
-    """With a `node` (its address in Ray) the routers run on that machine and listen on `host` and `port` themselves;
-    without one they are behind Serve's proxies, and run anywhere. Raises nothing: `config` is settled."""
+    """The application. With a `node` (its address in Ray) the routers run on that machine and listen on `host` and
+    `port` themselves. Without one they run anywhere, behind Serve's proxies. `config` must be settled."""
     replicas = serve.deployment(
         num_replicas=config.replicas,
         ray_actor_options={"num_cpus": CONTROL_CPUS},
@@ -80,12 +84,12 @@ def application(config: Config, node: str | None = None) -> Application:
         health_check_period_s=config.health_check_period_s,
         graceful_shutdown_wait_loop_s=0.1,  # nothing runs in the control actor
         graceful_shutdown_timeout_s=1.0,
-    )(Replica).bind(config)
+    )(Replica).bind(unscaled(config))
     return routers(config, replicas, node)
 
 
 def routers(config: Config, replicas: Application, node: str | None = None) -> Application:
-    """The routers of `application`, in front of a deployment that publishes what `Replica` does."""
+    """The routers of `application`, in front of a deployment that publishes the same metadata as `Replica`."""
     actor: dict[str, Any] = {"num_cpus": config.cpus_per_router}
     if node is not None:
         actor["resources"] = {f"node:{node}": NODE_SHARE}
@@ -97,18 +101,24 @@ def routers(config: Config, replicas: Application, node: str | None = None) -> A
         health_check_period_s=config.health_check_period_s,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=DRAIN_S + 1.0,
-    )(Router if node is None else ListeningRouter).bind(config, replicas)
+    )(Router if node is None else ListeningRouter).bind(unscaled(config), replicas)
+
+
+def unscaled(config: Config) -> Config:
+    """The configuration without the numbers of replicas and routers, which may change while processes that hold it
+    run."""
+    return config.model_copy(update={name: Config.model_fields[name].default for name in ("replicas", "routers")})
 
 
 class _Router:
-    """One process of routing: OpenAI's API, this process's view of the fleet, and its connections to the replicas."""
+    """A router process: OpenAI's API, its own view of the fleet, and its connections to the replicas."""
 
     def __init__(self, config: Config, handle: DeploymentHandle) -> None:
         self._config = config
         fleet = Fleet(config.placement)
-        metrics = Metrics(config.replicas, router=uuid.uuid4().hex[:8] if config.num_routers > 1 else "")
+        self._metrics = metrics = Metrics(router=uuid.uuid4().hex[:8])
         replicas = Replicas(fleet, metrics)
-        folder = resolve(config.model, weights=config.load_format != "dummy")
+        folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
         defaults = SamplingDefaults.read(folder, config.sampling_defaults)
         for problem in defaults.problems:
             log.warning("%s", problem)
@@ -119,15 +129,19 @@ class _Router:
             fleet,
             metrics,
             model=config.served_model_name or model_name(config.model),
-            context_length=config.context_length or UNLIMITED,
+            context_length=config.context_length or context_length(folder) or UNLIMITED,
             defaults=defaults,
         )
         listen(self._take)
+        self._size = watch_size(handle, metrics.wanted.set)
 
     def _take(self, replicas: dict[str, dict[str, Any]]) -> None:
-        """What Serve says of the replicas that run: id to what each published (`Replica.record_replica_metadata`)."""
+        """Takes over Serve's view of the running replicas: id to what each has published
+        (`Replica.record_replica_metadata`)."""
         if replicas:
             self._service.context_length = min(replica["context_length"] for replica in replicas.values())
+        self._metrics.attention.clear()
+        self._metrics.attention.update({name: replica["attention"] for name, replica in replicas.items()})
         self._service.replicas.set_replicas({name: replica["address"] for name, replica in replicas.items()})
 
 
@@ -136,24 +150,24 @@ class Router(_Router):
     """A router behind Serve's proxies."""
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._service, self._config)
+        return create_app(self._service, self._config, answers_id=False)  # Serve's proxy adds it
 
 
 class ListeningRouter(_Router):
-    """A router that listens itself, on the port that it shares with the other routers of its machine."""
+    """A router that listens itself, on a port that it shares with the other routers of its machine."""
 
     async def __init__(self, config: Config, handle: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         super().__init__(config, handle)
-        self._listener = Listener(create_app(self._service, config), config.host, config.port, DRAIN_S)
+        self._listener = Listener(create_app(self._service, config), config.host, config.port, DRAIN_S, config)
         await self._service.start()
         await self._listener.start()
 
     def check_health(self) -> None:
-        """Raises RuntimeError once nobody listens any more."""
+        """Raises RuntimeError once the HTTP server has ended."""
         if not self._listener.alive:
             raise RuntimeError("the HTTP server has ended")
 
     async def __del__(self) -> None:
-        """Serve calls it when it takes the router away, and waits for it."""
+        """Closes the router. Serve calls this when it removes the router, and waits for it."""
         await self._listener.close()
         await self._service.close()

@@ -1,6 +1,6 @@
 """The configuration: one flat, frozen table, from a YAML file, the command line, or Serve's application arguments.
 
-Every way of starting Shoal ends here, so a name means the same in a file, after `--` and in the Helm chart's values.
+Every way of starting Shoal uses it, so a name means the same in a file, as a flag and in the Helm chart's values.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -17,7 +17,7 @@ from worker.config import WorkerConfig
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, one line for each key. The message is for the user as it stands."""
+    """Everything that is wrong with a configuration, one line per key. The message is shown to the user unchanged."""
 
 
 class Config(WorkerConfig, RouterConfig):
@@ -26,47 +26,45 @@ class Config(WorkerConfig, RouterConfig):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field(
-        "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a hub id"
+        "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a Hugging Face id"
     )
-    replicas: int = Field(2, ge=1, description="copies of the model, each with a cache of its own")
+    replicas: int = Field(2, ge=1, description="copies of the model, each with its own KV cache")
     routers: int | None = Field(
         None,
         ge=1,
-        description="HTTP processes in front of the replicas, sharing one port; by default one for every two replicas",
+        description="HTTP processes in front of the replicas, sharing one port; by default one per two replicas",
     )
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every network interface"
-    )
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
     address: str | None = Field(
         None,
-        description="the Ray cluster to join: host:port, or auto; by default one is started on this machine",
+        description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
     )
     replica_host: str | None = Field(
         None,
-        description="address that replicas listen on for routers; by default 127.0.0.1 where Ray is started here, else "
+        description="address that replicas listen on for routers; by default 127.0.0.1 if Ray is started here, else "
         "the node's own",
     )
     cpus_per_rank: float | None = Field(
         None,
         gt=0,
-        description="Ray CPUs that one rank asks for, and its threads; by default this machine's cores shared out, "
-        "and 1 on a cluster that is joined",
+        description="Ray CPUs that one rank reserves, and its number of threads; by default an equal share of this "
+        "machine's cores, or 1 on a cluster that is joined",
     )
     gpus_per_rank: float = Field(
-        1.0, gt=0, le=1, description="Ray GPUs that one rank asks for where the model runs on GPUs"
+        1.0, gt=0, le=1, description="Ray GPUs that one rank reserves when the model runs on GPUs"
     )
-    cpus_per_router: float = Field(1.0, gt=0, description="Ray CPUs that one router asks for")
+    cpus_per_router: float = Field(1.0, gt=0, description="Ray CPUs that one router reserves")
     health_check_period_s: float = Field(
         0.5,
         ge=0.1,
-        description="seconds between health checks of a replica or a router; it is replaced after three that fail",
+        description="seconds between health checks of a replica or a router, which is replaced after three failed ones",
     )
     start_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="longest time that a replica may load, what it has to download included, and that `shoal serve` "
-        "waits until the server can answer, in seconds",
+        description="seconds that a replica may take to load, downloads included, and that `shoal serve` waits until "
+        "the server can answer",
     )
 
     @model_validator(mode="after")
@@ -84,20 +82,21 @@ class Config(WorkerConfig, RouterConfig):
 
     @property
     def num_routers(self) -> int:
-        """A router sends some 20,000 chunks a second, more tokens only in longer ones; a fast replica makes 10,000."""
+        """`routers`, or one per two replicas: a router sends some 20,000 chunks per second (at higher rates, longer
+        chunks), and a fast replica makes 10,000 tokens per second."""
         return self.routers or -(-self.replicas // 2)
 
     def to_yaml(self) -> str:
-        """The effective configuration as YAML, one key a line, this class's fields first; secrets as asterisks."""
+        """The effective configuration as YAML, one key per line: own fields first, secrets as asterisks."""
         values = self.model_dump(mode="json")
         own = {key: values.pop(key) for key in Config.__annotations__ if key in values}
         return yaml.safe_dump({**own, **values}, sort_keys=False, allow_unicode=True, width=120)
 
 
 def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Reads a YAML file (or nothing), puts `overrides` over it, and checks the result.
+    """Reads a YAML file (or nothing), applies `overrides` on top, and checks the result.
 
-    Raises ConfigError: every unknown key and every wrong value in one message.
+    Raises ConfigError, with every unknown key and every wrong value in one message.
     """
     settings = {**(_read(path) if path is not None else {}), **(overrides or {})}
     source = f"{path}" if path is not None else "configuration"
@@ -125,7 +124,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets a later key win over an earlier one of the same name; in a configuration that is a mistake."""
+    """A YAML loader that refuses duplicate keys, which are a mistake here. In plain YAML the last one wins."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

@@ -1,7 +1,7 @@
-"""What a GGUF file was converted to, in the cache.
+"""Converted GGUF files in the cache.
 
-A folder there has a manifest of what was written and what it was made of. It appears by a rename, under a lock: it is
-whole or not there, however many processes make it at once or die halfway.
+A converted model is a folder with a manifest of its files and of what they were made from. The folder appears by a
+rename, under a lock: it is complete or absent, however many processes make it at once or die halfway.
 """
 
 import fcntl
@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +21,41 @@ from cluster.folders import cache_folder
 Progress = Callable[[str], None]
 
 _MANIFEST = "manifest.json"
-_FORMAT = 1  # raised when the conversion changes: older results are then made anew
+_FORMAT = 1  # raised when the conversion changes, so that older results are made again
 
 
 class ModelError(Exception):
-    """The model is not to be had; the message says why and what is possible."""
+    """The model is not available. The message says why, and what is possible."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The folder of the cache that is, or will be, made of one GGUF file.
+    """The folder of the cache that is, or will be, made from one GGUF file.
 
-    `source` identifies the file; `fetch` gets it, into the empty folder that it is given or from elsewhere; fetching
-    and converting need at most `disk_bytes`, if that is known before.
+    | field | meaning |
+    | --- | --- |
+    | `source` | identifies the file |
+    | `fetch` | returns the path of the file, which it may fetch into the empty folder that it is given |
+    | `disk_bytes` | most bytes of disk that fetching and converting need; 0 if unknown |
+    | `weights` | false: the folder has configuration and tokenizer alone |
     """
 
     name: str
     source: dict[str, str | int]
     fetch: Callable[[Path], Path]
     disk_bytes: int = 0
+    weights: bool = True
+
+    def for_router(self) -> "Conversion":
+        """The same file's configuration and tokenizer, in a folder of their own."""
+        return replace(self, name=f"{self.name}.tokenizer", disk_bytes=0, weights=False)
 
     @property
     def folder(self) -> Path:
         return cache_folder() / "models" / self.name
 
     def make(self, progress: Progress) -> Path:
-        """Fetch and convert under the lock, unless another process has just done so. Returns `folder`. Raises
+        """Fetches and converts under the lock, unless another process has just done so. Returns `folder`. Raises
         ModelError."""
         folder = self.folder
         try:
@@ -55,7 +64,7 @@ class Conversion:
                 if self.damage(thorough=True) is None:
                     return folder
                 work = folder.parent / f".{self.name}.partial"
-                shutil.rmtree(work, ignore_errors=True)  # of a process that died: the lock is ours
+                shutil.rmtree(work, ignore_errors=True)  # left by a process that died: this one has the lock
                 try:
                     self._fill(work, progress)
                     _swap(work / "model", folder)
@@ -70,7 +79,7 @@ class Conversion:
         return folder
 
     def damage(self, thorough: bool = False) -> str | None:
-        """What is wrong with the folder, None if nothing. Sizes are compared always, checksums if `thorough`."""
+        """Why the folder cannot be used; None if it can. Compares sizes, and with `thorough` checksums too."""
         folder = self.folder
         if not folder.is_dir():
             return "there is no such folder"
@@ -90,20 +99,20 @@ class Conversion:
         return None
 
     def _fill(self, work: Path, progress: Progress) -> None:
-        """Put the converted model, with its manifest, into `work/model`."""
+        """Puts the converted model, with its manifest, into `work/model`."""
         work.mkdir(parents=True)
         self._check_disk(work, self.disk_bytes)
         gguf = self.fetch(work)
         model = work / "model"
         model.mkdir()
         try:
-            convert(gguf, model, progress)
-        except Exception as error:  # transformers raises of all kinds, OSError without a number among them
+            convert(gguf, model, progress, self.weights)
+        except Exception as error:  # transformers raises many types, OSError without errno among them
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ModelError(f"{gguf} could not be converted: {type(error).__name__}: {error}") from error
         for file in model.iterdir():
-            file.chmod(0o666 & ~_umask())  # safetensors writes files that nobody else may read
+            file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner may read
         files = sorted(model.iterdir())
         manifest = {
             "name": self.name,
@@ -124,7 +133,7 @@ class Conversion:
 
 @contextmanager
 def _locked(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
-    """Hold the file's lock; the kernel frees it when this process dies."""
+    """Holds the file's lock. The kernel frees it when this process dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,8 +144,8 @@ def _locked(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
 
 
 def _swap(made: Path, folder: Path) -> None:
-    """Put `made` where `folder` is. What was there goes away after, not before: it is missing for no longer than
-    between two renames."""
+    """Puts `made` where `folder` is. The old folder is deleted afterwards, so the model is missing only between two
+    renames."""
     old = made.parent / "old"
     if folder.exists():
         folder.rename(old)
@@ -149,7 +158,8 @@ def _sha256(file: Path) -> str:
 
 
 def _umask() -> int:
-    """Reading it means setting it; this runs in a command, before any thread that makes files."""
+    """The umask of this process. Reading it means setting it, which is safe here: this runs in a command, before any
+    thread that makes files."""
     umask = os.umask(0o022)
     os.umask(umask)
     return umask

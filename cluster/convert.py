@@ -1,7 +1,7 @@
-"""A GGUF file into a Hugging Face folder: float32 safetensors, configuration, tokenizer, chat template.
+"""Converts a GGUF file into a Hugging Face folder: float32 safetensors, configuration, tokenizer, chat template.
 
-`transformers` reads GGUF but cannot save what it read, and parsing and dequantising takes it a quarter of a minute:
-too long for every start of every replica. So it is done once and the folder is loaded from then on.
+`transformers` reads GGUF but cannot save what it read, and parsing and dequantising take it a quarter of a minute: too
+long for every start of every replica. So a file is converted once, and its folder is loaded from then on.
 """
 
 import io
@@ -12,16 +12,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# What to split text on before BPE, by the GGUF's `tokenizer.ggml.pre`. transformers gives every Llama GGUF a plain
-# ByteLevel, which for these models is not what they were trained with: "  1" would become other tokens.
+# Values of the GGUF's `tokenizer.ggml.pre` that split numbers into digits before BPE. transformers gives every Llama
+# GGUF a plain ByteLevel instead, which these models were not trained with: "  1" would become other tokens.
 _DIGITS_ALONE = {"smollm"}
 
 
-def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the GGUF file, of an architecture that transformers knows, as float32 into the empty `folder`.
+def convert(path: Path, folder: Path, say: Callable[[str], None], weights: bool = True) -> None:
+    """Writes the GGUF file, whose architecture transformers must know, as float32 into the empty `folder`. Without
+    `weights` nothing is dequantised: only configuration and tokenizer are written.
 
     `say` is called with a line before each step. Raises whatever transformers raises for a file that it cannot read.
     """
+    if not weights:
+        say(f"reading the tokenizer of {path.name}")
+        from transformers import AutoConfig, GenerationConfig
+
+        with _parsed_once(), _bars_on_terminals_only():
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = _tokenizer(path, config.max_position_embeddings)
+        _write(folder, config, GenerationConfig.from_model_config(config), tokenizer)
+        return
     say(f"reading {path.name} and dequantising it to float32")
     import torch
     from safetensors.torch import save_file
@@ -34,21 +44,23 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
+    say(f"writing {sum(tensor.nbytes for tensor in state.values()) / 1e6:.0f} MB of float32 weights")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    _write(folder, config, model.generation_config, tokenizer)
+
+
+def _write(folder: Path, config: Any, generation_config: Any, tokenizer: Any) -> None:
     # Left in place, they would make transformers look for the GGUF again when it loads the folder.
     for leftover in ("quantization_config", "_model_name_or_path"):
         if hasattr(config, leftover):
             delattr(config, leftover)
-
-    say(f"writing {sum(tensor.nbytes for tensor in state.values()) / 1e6:.0f} MB of float32 weights")
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for part in (config, generation_config, tokenizer):
+        part.save_pretrained(folder)
 
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Inside, every reader of one file is the same object: transformers makes three, and each parses for seconds."""
+    """Makes all readers of one file the same object: transformers makes three, and each would parse for seconds."""
     import gguf
 
     reader = gguf.GGUFReader
@@ -60,13 +72,13 @@ def _parsed_once() -> Iterator[None]:
 
 
 def _bars_on_terminals_only() -> AbstractContextManager[object]:
-    """In a log file transformers' progress bars would be hundreds of lines."""
+    """Keeps transformers' progress bars out of log files, where they would be hundreds of lines."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
 
 
 def _tokenizer(path: Path, context_length: int) -> Any:
-    """The file's tokenizer as transformers reads it, with what transformers leaves out: the right pre-tokenizer and
-    the longest text, in tokens, that the model takes."""
+    """The file's tokenizer as transformers reads it, with two things that transformers leaves out: the right
+    pre-tokenizer, and the length of the longest text that the model takes, in tokens."""
     import gguf
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer

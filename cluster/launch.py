@@ -1,7 +1,7 @@
-"""`shoal serve`: brings a server up, tells what it waits for, and leaves nothing behind.
+"""`shoal serve`: brings a server up, shows what it waits for, and leaves nothing behind.
 
-Without an address Ray is started on this machine for this server alone and ends with it. With one, the application
-is put on that cluster, and taken off again.
+Without an `address`, Ray is started on this machine for this server alone, and ends with it. With one, the application
+is deployed on that Ray cluster, and removed again at the end.
 """
 
 import json
@@ -53,7 +53,7 @@ def serve(config: Config, console: Console | None = None) -> int:
     except (LaunchError, ModelError, local.PortTaken, OSError) as error:
         launch.failed(error)
     finally:
-        # From here on a second Ctrl-C must not leave half of the processes behind.
+        # A second Ctrl-C must not stop the cleanup halfway.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         launch.end()
@@ -65,14 +65,14 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 class _Launch:
-    """One server from its start to its end, seen from the terminal."""
+    """A server from its start to its end, as seen from the terminal."""
 
     def __init__(self, config: Config, console: Console) -> None:
         self._config = config
         self._console = console
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
-        self._folder: Path | None = None  # of a Ray of our own
+        self._folder: Path | None = None  # of the Ray that was started here
         self._serve_is_ours = False
         self._deployed = False
 
@@ -92,7 +92,7 @@ class _Launch:
         self._greet()
 
     def attend(self) -> None:
-        """Tells of replicas that die and come back. Returns never; raises LaunchError if Ray is gone."""
+        """Reports replicas that die and come back. Never returns; raises LaunchError once Ray is gone."""
         seen, told = "", set[str]()
         while True:
             time.sleep(ATTEND_S)
@@ -141,7 +141,7 @@ class _Launch:
 
     def _start_ray(self) -> None:
         has_weights = self._config.load_format != "dummy"
-        # No live line yet: a download has its own.
+        # No live status line yet: a download shows its own progress.
         folder = resolve(self._config.model, progress=self._print, weights=has_weights)
         self._tell_defaults(folder)
         if self._config.num_ranks > 1:
@@ -152,7 +152,8 @@ class _Launch:
         local.start(self._config, self._folder)
 
     def _tell_defaults(self, folder: Path) -> None:
-        """Raises LaunchError for a file that is broken: the replicas would fail over it too, but later."""
+        """Prints the model's sampling defaults. Raises LaunchError for a broken file: the replicas would fail on it
+        too, but later."""
         try:
             defaults = SamplingDefaults.read(folder, self._config.sampling_defaults)
         except ValueError as error:
@@ -163,11 +164,11 @@ class _Launch:
             self._print(f"where a request does not say how to sample, the model does ({FILE}): {defaults}")
 
     def _check_cut(self, folder: Path) -> None:
-        """Raises LaunchError for a model that has not so many layers or heads: the ranks would fail over it, but later,
-        and again and again."""
-        # Imported only where it is needed: it takes seconds.
+        """Raises LaunchError for a model whose layers or heads cannot be divided among the ranks: the ranks would fail
+        on it too, but later, and again and again."""
+        # Imported only here: it takes seconds.
         from worker.models.config import decoder_config, read_config
-        from worker.models.shard import Shard
+        from worker.models.sharding import Shard
 
         config = self._config
         try:
@@ -183,7 +184,7 @@ class _Launch:
         except (OSError, RuntimeError) as error:
             raise LaunchError(f"no Ray cluster at {address}: {error}") from error
         if APP in ray_serve.status().applications:
-            raise LaunchError(f"the Ray cluster at {address} runs a Shoal already; end that one first")
+            raise LaunchError(f"the Ray cluster at {address} already runs Shoal: stop that server first")
 
     def _deploy(self) -> None:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has put its own handler in place of ours
@@ -191,6 +192,8 @@ class _Launch:
         self._config, note = settle(self._config, gpus=ray.cluster_resources().get("GPU", 0))
         if note:
             self._print(note)
+        if self._config.address is None:
+            self._config = local.share_memory(self._config)
         if self._config.device == "cuda":
             self._check_gpus(ray.cluster_resources().get("GPU", 0))
         self._say("starting Ray Serve")
@@ -204,7 +207,8 @@ class _Launch:
         ray_serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def _check_gpus(self, there: float) -> None:
-        """A cluster may grow, a machine does not. Raises LaunchError."""
+        """Raises LaunchError if this machine has too few GPUs. A cluster may grow: for one without GPUs, only prints a
+        note."""
         config = self._config
         needed = config.replicas * config.num_ranks * config.gpus_per_rank
         if config.address is None and needed > there:
@@ -232,7 +236,7 @@ class _Launch:
 
     def _greet(self) -> None:
         self._quiet()
-        # Without a limit a small model may go on for minutes, and what it draws at random is often nonsense.
+        # Without max_tokens a small model may go on for minutes; sampled at random, its text is often nonsense.
         example = {"max_tokens": 100, "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}
         body = json.dumps({"model": self._config.served_model_name} | example)
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key or self._config.api_key_file else ""
@@ -248,7 +252,7 @@ class _Launch:
     # ------------------------------------------------------------ the terminal
 
     def _say(self, text: str) -> None:
-        """What is being waited for: a live line on a terminal, elsewhere a line whenever it changes."""
+        """Shows what is being waited for: as a live line on a terminal, elsewhere as a new line whenever it changes."""
         if self._line is not None:
             self._line.update(text)
             self._line.start()
@@ -275,14 +279,14 @@ def _overview() -> ApplicationStatusOverview | None:
 
 
 def _short(overview: ApplicationStatusOverview | None) -> str:
-    """`Router: 1 running; Replica: 1 running, 1 starting`, and why one cannot start yet."""
+    """A summary, `Router: 1 running; Replica: 1 running, 1 starting`, and why a replica cannot start yet."""
     if overview is None or not overview.deployments:
         return "nothing deployed yet"
     parts = []
     for name, deployment in sorted(overview.deployments.items(), reverse=True):
         counts = [f"{count} {state.lower()}" for state, count in deployment.replica_states.items() if count]
         parts.append(f"{name}: {', '.join(counts) or 'none'}")
-    # Serve's word for replicas that no node has room for.
+    # Serve's words for replicas that no node has room for.
     pending = [d.message.splitlines()[0] for d in overview.deployments.values() if "to be scheduled" in d.message]
     return "; ".join(parts + pending)
 

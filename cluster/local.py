@@ -1,4 +1,4 @@
-"""Ray on this machine, for one server alone: it is started with it and ends with it, whatever happens in between."""
+"""Ray on this machine, for one server alone: started and ended together with it, whatever happens in between."""
 
 import contextlib
 import ctypes
@@ -20,21 +20,22 @@ from cluster.config import Config
 from cluster.replica import CONTROL_CPUS, rank_resources
 from router.listener import bind
 
+CPU_KV_FRACTION = 0.25  # of the memory that is free, for the KV caches of all replicas together
 OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it
-MEMORY_BYTES = 1 << 30  # a label that nothing asks for; what Ray would measure is wrong on some machines
-END_S = 3.0  # what Ray gets to end its processes, before they are killed
+MEMORY_BYTES = 1 << 30  # a number that nothing depends on; Ray's own measure is wrong on some machines
+END_S = 3.0  # how long Ray may take to end its processes, before they are killed
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 PREFIX = "shoal-ray-"
-HEART = ("gcs_server", "raylet")  # Ray's processes without which nothing goes on
+HEART = ("gcs_server", "raylet")  # the processes that Ray cannot run without
 
 
 class PortTaken(RuntimeError):
-    """Another program listens there."""
+    """Another program listens on the port."""
 
 
 def fit(config: Config) -> Config:
-    """What a server on this machine alone does not leave open: cores shared out, replicas on the loopback interface,
-    and a model's path that holds in every process."""
+    """The configuration with everything filled in that is fixed for a server on one machine: its cores divided among
+    the ranks, replicas on the loopback interface, and an absolute path to the model, for all processes."""
     ranks = config.replicas * config.num_ranks
     path = Path(config.model).expanduser()
     return config.model_copy(
@@ -46,6 +47,15 @@ def fit(config: Config) -> Config:
     )
 
 
+def share_memory(config: Config) -> Config:
+    """The configuration with each CPU rank's part of this machine's memory for its KV cache. `config` must be settled;
+    it is returned as it is for GPUs, or if it sets a part itself."""
+    if config.device != "cpu" or config.kv_memory_fraction is not None:
+        return config
+    each = CPU_KV_FRACTION / (config.replicas * config.num_ranks)
+    return config.model_copy(update={"kv_memory_fraction": each})
+
+
 def check_port(host: str, port: int) -> None:
     """Raises PortTaken, or OSError for a port or an address that this process may not listen on."""
     try:
@@ -54,8 +64,8 @@ def check_port(host: str, port: int) -> None:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(f"port {port} of {host} is taken by another program: choose another with --port") from None
         raise OSError(
-            f"cannot listen on {host}:{port}: {error.strerror}. --host is an address of this machine, --port "
-            "a port that you may take"
+            f"cannot listen on {host}:{port}: {error.strerror}. --host must be an address of this machine, --port "
+            "a port that this user may listen on"
         ) from None
 
 
@@ -67,19 +77,19 @@ def check_address(address: str) -> None:
 
 
 def make_folder() -> Path:
-    """For Ray's logs and sockets. Not in $TMPDIR: the paths of sockets must be short. Removes what servers that were
-    killed, or did not start, have left there."""
+    """Makes the folder for Ray's logs and sockets. Not in $TMPDIR, because paths of sockets must be short. Removes the
+    folders of servers that were killed, or did not start."""
     _sweep()
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
 
 
 def start(config: Config, folder: Path) -> None:
-    """Starts Ray with as many logical CPUs as the server asks for, however many cores there are."""
+    """Starts Ray with as many logical CPUs as the server asks for, whatever the number of cores."""
     _adopt_orphans()
     ranks = config.num_ranks * rank_resources(config)["CPU"]
     cpus = config.replicas * (CONTROL_CPUS + ranks) + config.num_routers * config.cpus_per_router
     ray.init(
-        address="local",  # also where RAY_ADDRESS or another Ray on this machine would be joined
+        address="local",  # a new one, even where RAY_ADDRESS or another Ray on this machine exists
         num_cpus=math.ceil(cpus),
         num_gpus=0 if config.device == "cpu" else None,
         include_dashboard=False,
@@ -88,29 +98,29 @@ def start(config: Config, folder: Path) -> None:
         logging_level=logging.ERROR,
         _memory=MEMORY_BYTES,
         _temp_dir=str(folder),
-        # The kernel kills who takes too much; Ray's guess at what is free is wrong on some machines.
+        # Ray's measure of free memory is wrong on some machines: killing for memory is left to the kernel.
         _system_config={"memory_monitor_refresh_ms": 0},
     )
 
 
 def check() -> None:
-    """Raises RuntimeError once the heart of the Ray that `start` started has stopped. Whoever asks Ray itself then
-    waits for a minute, and is ended by it without a chance to end the others."""
+    """Raises RuntimeError once an essential process of the Ray that `start` started has ended. Asking Ray itself would
+    block for a minute, after which Ray ends this process, with no chance to end the others."""
     names = [p.name() for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     if gone := [name for name in HEART if name not in names]:
         raise RuntimeError(f"its {' and '.join(gone)} ended")
 
 
 def reasons(folder: Path) -> list[str]:
-    """Why replicas have ended so far, or did not start, as `cluster.replica` logs it; each text once."""
+    """The reasons why replicas have ended so far, or did not start, as `cluster.replica` logs them; each text once."""
     logs = sorted(folder.glob("session_latest/logs/serve/replica_*.log"))
     texts = [re.findall(r"^ERROR .* -- (replica (?:at|does not start:) .+)", log.read_text(), re.M) for log in logs]
     return list(dict.fromkeys(text for found in texts for text in found))
 
 
 def end() -> None:
-    """Ends Ray and everything it started from this process, also if it is only half there."""
-    # Ray waits long for processes that do not end, such as those that lost their head to the same signal.
+    """Ends Ray and everything that it started from this process, even after an incomplete start."""
+    # Ray waits long for processes that do not end, for example because the same signal has ended Ray's head.
     impatience = threading.Timer(END_S, _kill_children)
     impatience.daemon = True
     impatience.start()
@@ -122,13 +132,13 @@ def end() -> None:
 
 
 def _adopt_orphans() -> None:
-    """From now on a process whose parent dies becomes this one's child, so `end` finds what a dying raylet left."""
+    """Makes this process adopt every descendant whose parent dies, so that `end` finds what a dying raylet left."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def _kill_children() -> bool:
-    """Whether there were any."""
+    """Kills all descendants. Returns whether there were any."""
     children = psutil.Process().children(recursive=True)
     for process in children:
         with contextlib.suppress(psutil.NoSuchProcess):

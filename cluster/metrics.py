@@ -1,4 +1,4 @@
-"""What `/metrics` can say, read off a router's metrics themselves: for the reference page."""
+"""The metrics that `/metrics` can have, read off a router's `Metrics` itself: for the reference page."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
-from worker.messages import Load
+from worker.messages import ReplicaLoad
 
 
 @dataclass(frozen=True)
 class Described:
-    """One metric. `name` is as a query names it, but for what Prometheus adds to a histogram's; `labels` are without
-    `le`."""
+    """A metric. `name` is its name in queries, without the suffixes that Prometheus adds for a histogram. `labels` are
+    without `le`."""
 
     name: str
     kind: str
@@ -22,13 +22,14 @@ class Described:
 
 
 def described() -> Iterator[Described]:
-    """Every metric in the page's order."""
+    """Every metric, in the order of the page."""
     metrics = Metrics()
     metrics.replica("0")
-    metrics.loads["0"] = Load(incarnation="", stage_seconds=[{"compute": 0.0}])
+    metrics.loads["0"] = ReplicaLoad(incarnation="", stage_seconds=[{"compute": 0.0}])
+    metrics.attention["0"] = ("torch", "")
     for counter in vars(metrics).values():
         if isinstance(counter, Counter):
-            counter.labels(*counter._labelnames)  # there is no sample, and so no label to be read, before the first
+            counter.labels(*counter._labelnames)  # makes a sample, from which the labels can be read
     for family in text_string_to_metric_families(metrics.page().decode()):
         if family.name.endswith("_created"):
             continue

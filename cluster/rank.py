@@ -1,10 +1,11 @@
-"""One process of a replica: the GPU (or the share of the CPU) that one rank of one stage computes on."""
+"""A rank process of a replica: the GPU, or the share of the CPU, that one rank of one stage computes on."""
 
 import copy
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -15,68 +16,92 @@ from cluster.models import resolve
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from worker.engine import Engine
-    from worker.ranks import Follower
-    from worker.server import Server
+    from worker.engine.engine import Engine
+    from worker.engine.server import Server
+    from worker.executor.executor import Executor
+    from worker.executor.multi_rank import Follower
+
+
+class Pulse(NamedTuple):
+    """A rank's answer to a liveness check. `who`: its process and node, for people. `turn`: which turn of its loop the
+    leading rank is in; None while it has nothing to do, and for other ranks."""
+
+    who: str
+    turn: int | None = None
 
 
 class Rank:
-    """The Ray actor around `worker.server.Server` on a replica's leading rank, around `worker.ranks.Follower` on the
-    others. `run` holds one of its threads until the loop ends."""
+    """The Ray actor around a rank's loop: `worker.engine.server.Server` on the leading rank,
+    `worker.executor.multi_rank.Follower` on the others. `run` holds one of the actor's threads until the loop ends."""
 
     def __init__(self) -> None:
         self._loop: Server | Follower | None = None
+        self._server: Server | None = None  # the same object, on the leading rank
         self._store: Store | None = None
 
     def open(self, config: Config) -> str | None:
-        """Of the leading rank, before any loads: where all of them will meet, or None for one that is alone."""
+        """Returns the address where all ranks will meet; None for a replica of one rank. Called on the leading rank,
+        before any rank loads."""
         if config.num_ranks == 1:
             return None
-        from worker.ranks import open_store  # imports torch: only here, the control actor must stay light
+        from worker.executor.multi_rank import open_store  # imports torch, which the control actor must not
 
         self._store, address = open_store(_host(config))
         return address
 
     def load(self, config: Config, rank: int = 0, meeting: str | None = None) -> dict[str, Any]:
-        """Gets the model onto this node if it is not there, loads this rank's part together with the other ranks, and
-        binds. `meeting` is what the leading rank's `open` returned. Returns what routers must know of that one:
-        `address` (of ZeroMQ) and `context_length` (in tokens, what the model and the KV cache allow).
+        """Gets the model onto this node if it is missing, loads this rank's part together with the other ranks, and
+        binds. `meeting` is what `open` returned on the leading rank. Raises the errors of the model's folder, the
+        weights or the device.
 
-        Raises whatever the model's folder, the weights or the device have to complain about.
+        The leading rank returns what routers must know, other ranks an empty dict:
+
+        | key | value |
+        | --- | --- |
+        | `address` | of its ZeroMQ socket |
+        | `context_length` | in tokens: what both the model and the KV cache allow |
+        | `attention` | its `worker.executor.attention_selector.AttentionChoice`, as a tuple |
         """
-        from worker.engine import load_parts
-        from worker.ranks import Follower, Leader, find_store
-        from worker.server import Server
+        from worker.engine.engine import load_components
+        from worker.engine.server import Server
+        from worker.executor.launch import open_executor
+        from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store
 
         folder: Path = resolve(config.model, weights=config.load_format != "dummy")
-        host = _host(config)
+        host, gemm_folder = _host(config), cache_folder() / "gemm"
         if rank != config.leading_rank:
             assert meeting is not None
-            self._loop = Follower(folder, config, rank, find_store(meeting))
+            self._loop = Follower(folder, config, rank, find_store(meeting), gemm_folder=gemm_folder)
             return {}
-        load = partial(load_parts, cost_folder=cache_folder() / "costs")
+        opened: Callable[..., Executor] = partial(open_executor, gemm_folder=gemm_folder)
         if self._store is not None:
-            load = partial(load, open_runner=partial(Leader, store=self._store, host=host))
-        self._loop = server = Server(folder, config, host=host, load=load)
-        return {"address": server.address, "context_length": server.engine.scheduler.context_length}
+            opened = partial(MultiRankExecutor, store=self._store, host=host, gemm_folder=gemm_folder)
+        load = partial(load_components, open_runner=opened, cost_folder=cache_folder() / "costs")
+        self._loop = self._server = server = Server(folder, config, host=host, load=load)
+        engine = server.engine
+        return {
+            "address": server.address,
+            "context_length": engine.scheduler.context_length,
+            "attention": tuple(engine.runner.attention_choice),
+        }
 
     def observed(self) -> tuple[Any, Any, int]:
-        """Of the leading rank, when it has nothing to do any more: the meter of the stages' time, which then begins
-        anew; the models of what steps cost; and how many tokens the KV cache holds."""
-        from worker.server import Server
-
-        assert isinstance(self._loop, Server)
-        observed: tuple[Any, Any, int] = self._loop.at_rest(_observed)
+        """Measurements of the leading rank, which must have nothing left to do: the meter of the stages' time (then
+        reset), the cost models of steps, and the capacity of the KV cache in tokens."""
+        assert self._server is not None
+        observed: tuple[Any, Any, int] = self._server.at_rest(_observed)
         return observed
 
-    def alive(self) -> str:
-        """Who answers, for people: at once, whatever `run` is doing, unless the whole process hangs."""
-        return f"pid: {os.getpid()}, ip: {ray.util.get_node_ip_address()}"
+    def alive(self) -> Pulse:
+        """Answers at once, whatever `run` is doing, unless the whole process hangs."""
+        who = f"pid: {os.getpid()}, ip: {ray.util.get_node_ip_address()}"
+        # The leading rank's loop waits for the loops of the others, so its turn stands for all.
+        return Pulse(who, None if self._server is None else self._server.turn)
 
     def run(self) -> None:
-        """The rank's loop. Raises what it cannot go on after."""
+        """Runs the rank's loop. Raises the error that ends it."""
         if self._loop is None:
-            raise RuntimeError("load comes first")
+            raise RuntimeError("call load before run")
         self._loop.run()
 
 

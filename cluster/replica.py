@@ -1,7 +1,8 @@
-"""One replica in Ray: a light control actor, which Serve watches, and the rank processes, which it watches.
+"""A replica in Ray: a light control actor, which Serve watches, and the rank processes, which the control actor
+watches.
 
-The ranks are the control actor's children: when it ends, however it ends, Ray ends them. When one of them ends, the
-health check fails and Serve puts a new replica, with new processes, in this one's place. One that hangs has ended too.
+The ranks are children of the control actor: when it ends, for whatever reason, Ray ends them. When a rank ends or
+hangs, the health check fails, and Serve starts a new replica with new processes in place of this one.
 """
 
 import asyncio
@@ -18,24 +19,24 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import Config
-from cluster.rank import Rank
+from cluster.rank import Pulse, Rank
 
 CONTROL_CPUS = 0.01  # the control actor sleeps nearly always, but a bundle must hold something
-ASK_S = 2.0  # between questions to a rank, whether it is alive
-# A rank that answers none for so long hangs. One that is well may be starved of its CPU, or in a device's library that
-# keeps the interpreter to itself for many seconds.
+ASK_S = 2.0  # interval between liveness checks of a rank
+# A rank that answers no check for this long hangs. A healthy rank may answer late: when it is starved of CPU, or inside
+# a device library that holds the GIL for many seconds.
 HANG_S = 60.0
 
 log = logging.getLogger("ray.serve")
 
 
 class ReplicaError(RuntimeError):
-    """A rank did not start, ended, or hangs. One line, for people."""
+    """A rank did not start, ended, or hangs. The message is one line, for people."""
 
 
 def bundles(config: Config) -> list[dict[str, float]]:
-    """The resources of one replica's placement group: the control actor's, then one bundle a stage, whose ranks talk so
-    much that they must share a node."""
+    """The resources of one replica's placement group: a bundle for the control actor, then one for each stage. The
+    ranks of a stage communicate so much that they must share a node."""
     stage = {name: config.tp * amount for name, amount in rank_resources(config).items()}
     return [{"CPU": CONTROL_CPUS}] + [stage] * config.pp
 
@@ -46,14 +47,16 @@ def rank_resources(config: Config) -> dict[str, float]:
 
 
 class Replica:
-    """The Serve deployment. Runs no model and carries no tokens; must stay free of torch, to start at once."""
+    """The Serve deployment of a replica. Runs no model and carries no tokens. Must not import torch, to start at
+    once."""
 
     async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
         self._ended: str | None = None
+        self._longest_step_s = config.longest_step_s
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         self._ranks = start_ranks(config, group)
-        # The scheduler is on the leading rank; the others meet it where it says.
+        # The scheduler is on the leading rank; the other ranks connect to the address that it opens.
         leading, within_s = config.leading_rank, config.start_timeout_s
         meeting = (await _gather({leading: self._ranks[leading].open.remote(config)}, within_s))[leading]
         loads = {index: rank.load.remote(config, index, meeting) for index, rank in enumerate(self._ranks)}
@@ -62,7 +65,7 @@ class Replica:
         self._watcher = asyncio.create_task(self._watch())
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What Serve tells every router about this replica, once, before it sends requests here."""
+        """The replica's metadata. Serve passes it to every router, once, before it sends requests here."""
         return self._published
 
     def check_health(self) -> None:
@@ -71,21 +74,22 @@ class Replica:
             raise ReplicaError(self._ended)
 
     async def _watch(self) -> None:
-        """The first rank that ends or hangs is the end of the replica."""
-        ends = [asyncio.ensure_future(_end(*rank)) for rank in zip(self._ranks, self._runs, strict=True)]
+        """Waits for the first rank that ends or hangs, and then ends the whole replica."""
+        ranks = zip(self._ranks, self._runs, strict=True)
+        ends = [asyncio.ensure_future(_end(rank, run, self._longest_step_s)) for rank, run in ranks]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         self._ended = next(f"rank {rank}: {end.result()}" for rank, end in enumerate(ends) if end.done())
         for end in ends:
             end.cancel()
         log.error("replica at %s: %s", self._published["address"], self._ended)
-        # Routers see the leading one go, and resume its streams, without waiting for Serve.
+        # Routers see the leading rank go, and resume its streams, without waiting for Serve.
         for left in self._ranks:
             ray.kill(left)
 
 
 async def _gather(refs: Mapping[int, ObjectRef], within_s: float) -> dict[int, Any]:
-    """The ranks' answers, by rank. Raises ReplicaError as soon as one fails, for the others may wait for it for ever,
-    and when one has not answered in time; the reason is in the log too."""
+    """The ranks' answers, by rank. Raises ReplicaError, and logs the reason, as soon as a rank fails (the others may
+    wait for it for ever) or when a rank has not answered within `within_s` seconds."""
     futures = {rank: asyncio.ensure_future(ref) for rank, ref in refs.items()}
     _, late = await asyncio.wait(futures.values(), timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
     failed = [
@@ -102,12 +106,15 @@ async def _gather(refs: Mapping[int, ObjectRef], within_s: float) -> dict[int, A
     return {rank: future.result() for rank, future in futures.items()}
 
 
-async def _end(rank: ActorHandle, run: ObjectRef) -> str:
-    """Returns when the rank's loop or process has ended, or it hangs: how. No `run` returns while all is well."""
+async def _end(rank: ActorHandle, run: ObjectRef, longest_step_s: float) -> str:
+    """Waits until the rank's loop or process has ended, or hangs. Returns how. `run` never returns while all is
+    well."""
     loop = asyncio.ensure_future(run)
-    answer: asyncio.Future[str] | None = None
-    who, missed = "it never answered", 0
-    # Periods are counted, not seconds: where everything stood still, this actor too, no rank has missed more than one.
+    answer: asyncio.Future[Pulse] | None = None
+    who, turn = "it never answered", None
+    # Checks are counted, not seconds. If the whole machine stood still, this actor too, then each rank has missed one
+    # check at most, and no step counts as longer.
+    missed = in_turn = 0
     while missed * ASK_S < HANG_S:
         if answer is None:
             answer = asyncio.ensure_future(rank.alive.remote())
@@ -117,14 +124,18 @@ async def _end(rank: ActorHandle, run: ObjectRef) -> str:
             return _reason(error) if error else "its loop ended"
         missed += 1
         if answer.done():
-            if answer.exception() is None:  # else it could not be reached: if it has ended, `run` says so
-                who, missed = answer.result(), 0
+            if answer.exception() is None:  # otherwise it was out of reach: if it has ended, `run` says so
+                pulse, missed = answer.result(), 0
+                in_turn = in_turn + 1 if pulse.turn is not None and pulse.turn == turn else 0
+                who, turn = pulse
+                if in_turn * ASK_S >= longest_step_s:
+                    return f"its loop hangs ({who}): a step has not ended for step_timeout_s={longest_step_s:g}"
             answer = None
     return f"its process hangs ({who}): no answer for {HANG_S:g} s"
 
 
 def start_ranks(config: Config, group: PlacementGroup) -> list[ActorHandle]:
-    """The actors of all ranks, in their order. Stages that share a node are neighbours."""
+    """Starts the actors of all ranks; returns them in order of rank. Stages that share a node are neighbours."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     stages = sorted(range(1, len(nodes)), key=lambda bundle: (nodes[bundle], bundle))
     return [_start(config, group, bundle) for bundle in stages for _ in range(config.tp)]
@@ -144,7 +155,7 @@ def _start(config: Config, group: PlacementGroup, bundle: int) -> ActorHandle:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: the rank's own exception, or how its process ended."""
+    """The reason in one line: the rank's own exception, or how its process ended."""
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     if isinstance(error, RayActorError):
@@ -153,10 +164,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _end_of_process(said: str) -> str:
-    """What Ray says of a process that has gone, without its page of advice."""
+    """Ray's report on a process that has died, without its page of advice."""
     where = [found[0] for name in ("pid", "ip") if (found := re.search(rf"\b{name}: [\w.:]+", said))]
     detail = re.search(r"Worker exit detail: (.+?)(?= Some common causes|$)", said)
     return (
         f"its process died ({', '.join(where)}): {detail[1] if detail else said[:300]} "
-        "If nobody ended it, dmesg may say that the kernel did, for want of memory."
+        "If it was not killed on purpose, look into dmesg: the kernel may have killed it for lack of memory."
     )

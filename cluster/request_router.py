@@ -1,12 +1,19 @@
 """Placement as Ray Serve's custom request router.
 
-Serve makes one request router in each router process and tells it which replicas run. For a request it asks the
-fleet, which decides and books in one act, and names that replica alone. Serve then sends nothing: the request goes
-over ZeroMQ.
+Serve makes one request router in each router process and tells it which replicas run. For each request, the request
+router asks the fleet, which chooses a replica and books the request there atomically. It returns that replica alone.
+Serve then sends nothing: the request goes over ZeroMQ.
 
-Measured with two replicas and a prompt of 8,000 tokens: picking in the caller's own event loop and without a slot
-takes 0.02 ms; through Serve's separate thread 0.12 ms; with a slot reserved at the replica and given back, two calls
-of an actor, 2.6 ms. Both switches are Serve's own but undocumented; they are used in `ServePlacer` and nowhere else.
+Time to place a request, measured with two replicas and a prompt of 8,000 tokens:
+
+| way | ms |
+| --- | --- |
+| in the caller's own event loop, without reserving a slot | 0.02 |
+| through Serve's separate thread | 0.12 |
+| with a slot reserved at the replica and given back: two actor calls | 2.6 |
+
+The first way needs two switches of Serve's that are undocumented. They are used in `ServePlacer` and nowhere else. The
+long poll of `watch_size` is undocumented, too.
 """
 
 import asyncio
@@ -16,6 +23,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -24,17 +34,20 @@ from router.errors import NoReplica
 from router.fleet import Fleet
 from router.replicas import Replicas
 
+# How long a request that finds no replica waits before it looks again, if no connection changes: at first, and at most.
+# Thousands may wait, and every look costs.
 RETRY_S = 0.1
+MOST_RETRY_S = 2.0
 
 Listener = Callable[[dict[str, dict[str, Any]]], None]
-"""Told what all running replicas publish of themselves, by replica id, whenever that may have changed."""
+"""Called with the metadata of all running replicas, by replica id, whenever it may have changed."""
 
 _listeners: list[Listener] = []
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request to be placed. It stays in the process: Serve hands it to the request router as it is."""
+    """A request to be placed. It stays in the process: Serve passes it to the request router as it is."""
 
     fleet: Fleet
     request_id: str
@@ -43,8 +56,23 @@ class Ask:
 
 
 def listen(listener: Listener) -> None:
-    """Serve makes the request router itself, so whoever wants to know the replicas says so here, once a process."""
+    """Registers the one listener of this process. A global, because Serve makes the request router itself."""
     _listeners[:] = [listener]
+
+
+def watch_size(handle: DeploymentHandle, told: Callable[[int], None]) -> LongPollClient:
+    """Calls `told`, in this event loop, with the number of replicas that Serve should keep of the handle's deployment:
+    soon, and after every change. Serve updates its own handles in the same way."""
+
+    def update(config: DeploymentConfig) -> None:
+        if config.num_replicas is not None:
+            told(config.num_replicas)
+
+    client = _get_global_client()
+    assert client is not None, "a replica of Serve's asks"
+    which = handle.deployment_id
+    listeners: Any = {(LongPollNamespace.DEPLOYMENT_CONFIG, which): update}
+    return LongPollClient(client._controller, listeners, asyncio.get_running_loop(), client_id=f"size of {which}")
 
 
 class PlacementRouter(RequestRouter):
@@ -53,8 +81,8 @@ class PlacementRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One rank of one: the replica that the request is now booked on. Raises NoReplica. Never awaits, so a request
-        is either placed or not, even if its client goes away meanwhile."""
+        """Returns a single candidate: the replica that the request is now booked on. Raises NoReplica. Never awaits, so
+        that a request is either placed or not, even if its client disconnects meanwhile."""
         assert pending_request is not None, "only ServePlacer asks"
         ask: Ask = pending_request.args[0]
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -70,7 +98,7 @@ class PlacementRouter(RequestRouter):
         self._announce()
 
     def _announce(self) -> None:
-        # Serve pickles this class by value, with copies of the module's globals: ask for the module itself.
+        # Serve pickles this class by value, with copies of the module's globals: import the module for the real ones.
         from cluster import request_router
 
         published = {r.replica_id.unique_id: r.replica_metadata for r in self.curr_replicas.values()}
@@ -79,30 +107,36 @@ class PlacementRouter(RequestRouter):
 
 
 class ServePlacer:
-    """`router.service.Placer` by Serve's request router. To be made in the event loop that serves."""
+    """A `router.service.Placer` that uses Serve's request router. Must be made in the event loop that serves."""
 
     def __init__(self, handle: DeploymentHandle, fleet: Fleet, connections: Replicas, wait_s: float) -> None:
-        """`wait_s`: how long a request waits for a replica where none can take it."""
+        """`wait_s`: how long, in seconds, a request waits when no replica can take it."""
         self._handle = handle
         self._fleet = fleet
         self._connections = connections
         self._wait_s = wait_s
         handle._init(_run_router_in_separate_loop=False)
 
-    async def place(self, request_id: str, prompt_ids: Sequence[int], exclude: Collection[str]) -> str:
-        """The id of the replica that the request is booked on. Waits up to `wait_s` for one, then raises NoReplica."""
+    async def place(
+        self, request_id: str, prompt_ids: Sequence[int], exclude: Collection[str], refused: Collection[str] = ()
+    ) -> str:
+        """The id of the replica that the request is booked on. Waits up to `wait_s` for a replica, then raises
+        NoReplica; raises it at once if all existing replicas have refused the request."""
         deadline = time.monotonic() + self._wait_s
+        retry_s = RETRY_S
         while True:
-            # One that is excluded may be back: the caller looked before the wait.
-            ask = Ask(self._fleet, request_id, prompt_ids, set(exclude) - self._connections.ready)
+            # An excluded replica may be back, because the caller looked before the wait.
+            ready = self._connections.ready
+            ask = Ask(self._fleet, request_id, prompt_ids, (set(exclude) - ready) | set(refused))
             with contextlib.suppress(NoReplica, DeploymentUnavailableError, TimeoutError):
                 async with asyncio.timeout(RETRY_S):  # Serve waits for ever if it knows of no replica
                     return await self._pick(ask)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (refused and ready <= set(refused)):
                 raise NoReplica()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S):
+                async with asyncio.timeout(retry_s):
                     await self._connections.changed()
+            retry_s = min(2 * retry_s, MOST_RETRY_S)
 
     async def _pick(self, ask: Ask) -> str:
         async with self._handle.choose_replica(ask, _reserve=False) as selection:

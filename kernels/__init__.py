@@ -1,4 +1,11 @@
-"""Attention and the other operators, each behind one interface with a plain PyTorch reference.
+"""The operators of a layer. Each has one interface, and a version in plain PyTorch next to its kernels.
 
-Owns: the arithmetic of a layer. Knows nothing of requests. Read `attention.py` first.
+| folder | operators |
+| --- | --- |
+| `attention/` | paged attention: FlashInfer, Triton, and CPUs |
+| `linear/` | matrix products: plain, fp8, one row, tuned by cuBLASLt |
+| `ops/` | norms, activations, rotary positions, argmax, and fused versions |
+| `comm/` | all-reduce over the GPUs of one machine |
+
+Owns the arithmetic of a layer. Knows nothing of requests. Read `attention/interface.py` first.
 """

@@ -1,7 +1,12 @@
-"""How much work goes into a micro-batch, what it costs, and what becomes of the stages' time.
+"""Micro-batches: what goes into the next one, how long it takes, and why stages are idle.
 
-Owns: the cost of a micro-batch, predicted and learned (`cost.py`, from the sums in `shape.py` and the rates in
-`roofline.py`); the size of a chunk (`chunk.py`); which work goes into the next micro-batch and when it is made
-(`schedule.py`: begin there); which layers a stage holds (`stages.py`); where time goes (`meter.py`); and a pipeline
-without its devices (`simulate.py`, `capacity.py`). Knows tokens, sequences and sizes of layers; no tensors.
+| file | what it owns |
+| --- | --- |
+| `schedule.py`, `policy.py` | the schedules by name, and their interface to the scheduler |
+| `uniform.py`, `offline.py`, `baselines.py` | the schedules |
+| `budget.py`, `chunk.py`, `padding.py` | the number of tokens of a micro-batch |
+| `cost.py`, `shape.py`, `roofline.py`, `regression.py` | the time of a micro-batch, predicted and learned |
+| `stages.py`, `stage_backlog.py`, `meter.py` | the layers of a stage, its backlog, its idle time |
+
+The package knows tokens, sequences and sizes of layers, but no tensors. Read `schedule.py` first.
 """

@@ -1,4 +1,4 @@
-"""What one micro-batch may hold."""
+"""Limits of one micro-batch: tokens, decodes, predicted time."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ UNLIMITED = 1 << 40
 
 
 class Budget:
-    """What one micro-batch may hold, and what it holds so far."""
+    """The limits of one micro-batch, and its content so far (`shape`)."""
 
     def __init__(self, tokens: int, *, prompt_tokens: int = UNLIMITED, decodes: int = UNLIMITED) -> None:
-        """`prompt_tokens`: how many of the tokens may be of chunks of more than one. `decodes`: how many sequences may
-        go with one token."""
+        """`tokens`: limit of all tokens. `prompt_tokens`: limit of the tokens in chunks longer than one. `decodes`:
+        limit of sequences with a single token."""
         self.tokens_left = tokens
         self.shape = BatchShape()
         self._prompt_tokens_left = prompt_tokens
         self._decodes = decodes
 
     def take_decodes(self, contexts: np.ndarray) -> int:
-        """Adds as many of these sequences as may go, from the first on, with one token each; `contexts`: the tokens
-        before each. Returns how many."""
+        """Adds decodes, one token each, for as many of the sequences as the limits allow, from the first on. `contexts`
+        [n]: tokens before each. Returns the number added."""
         taken = min(self._share(contexts), max(0, self.tokens_left))
         contexts = contexts[:taken]
         self.tokens_left -= taken
@@ -35,35 +35,38 @@ class Budget:
         return taken
 
     def chunk(self, start: int, missing: int, room: int) -> int:
-        """The tokens that a sequence may have which lacks `missing` after `start`, and has `room` for some; 0 if
-        none."""
+        """Tokens that a sequence may have next; 0 if none.
+
+        `start`: tokens before the chunk. `missing`: remaining tokens to compute. `room`: tokens for which it has pages
+        or could get some.
+        """
         return chunk_tokens(missing, self._limit(start, min(missing, room)), room)
 
     def add(self, start: int, length: int) -> None:
-        """The batch now holds such a chunk."""
+        """Adds a chunk to the micro-batch."""
         self.tokens_left -= length
         if length > 1:
             self._prompt_tokens_left -= length
         self.shape.add(start, length)
 
     def remove(self, start: int, length: int) -> None:
-        """A chunk or a decode is taken out again."""
+        """Takes a chunk or a decode out again."""
         self.tokens_left += length
         if length > 1:
             self._prompt_tokens_left += length
         self.shape.remove(start, length)
 
     def _share(self, contexts: np.ndarray) -> int:
-        """How many of the first of these may go."""
+        """The number of decodes allowed, counted from the first."""
         return min(len(contexts), self._decodes)
 
     def _limit(self, start: int, most: int) -> int:
-        # The token after a prompt, whose last chunk is in flight, is none of a prompt.
+        # The single token after a prompt whose last chunk is in flight is a decode.
         return self.tokens_left if most == 1 else min(self.tokens_left, self._prompt_tokens_left)
 
 
 class WholePrompts(Budget):
-    """Prompts are not cut, but for those that no micro-batch could hold beside the decodes of this one."""
+    """Prompts are not cut, except those that no micro-batch could hold together with this one's decodes."""
 
     def __init__(self, tokens: int, *, decodes: int = UNLIMITED) -> None:
         super().__init__(tokens, decodes=decodes)
@@ -74,9 +77,9 @@ class WholePrompts(Budget):
         return self.tokens_left if most <= self.tokens_left or most > whole else 0
 
 
-class Timed(Budget):
-    """Chunks that fill a batch up to `full` tokens, beside so many `decodes` at most, and keep it within a time, as the
-    stages' models predict it."""
+class TimedBudget(Budget):
+    """Chunks fill a micro-batch up to `full` tokens and up to `target_s` on every stage, as the stages' models predict
+    it. `decodes`: limit of the decodes."""
 
     def __init__(
         self, tokens: int, models: Sequence[CostModel], target_s: float, full: int, decodes: int = UNLIMITED
@@ -91,22 +94,25 @@ class Timed(Budget):
             return 0
         limit = min(most, max(0, self._full - self.shape.tokens))
         limit = tokens_within(self._models, self.shape, start, self._target_s, limit)
-        # However late it is, the first moves: it holds pages that others may wait for.
+        # The first chunk goes even if it takes too long: its sequence holds pages that others may wait for.
         return limit if limit or self.shape.chunks else min(most, TILE)
 
 
 class EvenDecodes(Budget):
-    """Decodes alone, spread over all places that there are. What comes back is sent again as it is, but where leaving
-    some behind, who wait for the next micro-batch, makes the costliest one cheaper by more than `WORTH`: then so many
-    go that they cost about what the others do."""
+    """Decodes alone, spread evenly over the micro-batches in flight.
+
+    The decodes that have returned are sent again as they are. The exception: if leaving some for the next micro-batch
+    makes the costliest micro-batch cheaper by more than the fraction `WORTH`, then as many go as cost about what the
+    other micro-batches do.
+    """
 
     WORTH = 0.005
 
     def __init__(
         self, tokens: int, models: Sequence[CostModel], decoding: int, context: int, in_flight: int, places: int
     ) -> None:
-        """`decoding` sequences, with `context` tokens before them together, are in `in_flight` micro-batches or ready
-        for one; `places`: how many of these are yet to be made."""
+        """`decoding` sequences, with `context` tokens before them in sum, are in flight or ready. They are shared among
+        `in_flight` micro-batches, of which `places` are still to be made."""
         super().__init__(tokens, prompt_tokens=0)
         self._models = models
         self._decoding, self._context = decoding, context
@@ -122,18 +128,18 @@ class EvenDecodes(Budget):
             return self._predict(count, int(sums[count - 1]) + count)
 
         def other_s(count: int) -> float:
-            """The largest of the others, if they share the rest."""
+            """Seconds of the largest of the other micro-batches if they share the rest."""
             rest = self._decoding - count
             each = -(-rest // (self._in_flight - 1))
             return self._predict(each, (self._context - int(sums[count - 1]) + rest) * each // max(1, rest))
 
         now_s = own_s(most)
         if now_s <= other_s(most) * (1 + self.WORTH):
-            return most  # the others would only be costlier
-        # As many as cost no less than the others: if each took fewer, some would never go.
+            return most  # sending fewer would only make the others costlier
+        # The fewest that cost no less than the others: if every micro-batch took fewer, some would never go.
         best = bisect_left(range(1, most), True, key=lambda count: own_s(count) >= other_s(count)) + 1
         best_s = own_s(best)
-        if best > 1 and other_s(best - 1) * (1 + self.WORTH) < best_s:  # one more would begin a larger graph
+        if best > 1 and other_s(best - 1) * (1 + self.WORTH) < best_s:  # the last one begins a larger graph
             best -= 1
             best_s = other_s(best)
         return best if best_s * (1 + self.WORTH) < now_s else most

@@ -1,7 +1,7 @@
-"""How many tokens of a sequence a step computes: pure, so that the scheduler and a simulator share it.
+"""The number of tokens of a sequence that a step computes.
 
-`chunk_tokens` has the last word: no more than is missing, than the batch may take, than there are pages for. What the
-batch may take is a number of tokens; where it is a time, `tokens_within` says how many tokens that is.
+Pure functions, shared by the scheduler and the simulator. `chunk_tokens` decides: at most the remaining tokens, the
+step's budget and the room in pages. A budget of time is converted to tokens by `tokens_within`.
 """
 
 import math
@@ -12,11 +12,13 @@ from pipeline.shape import KNOTS, TILED_FROM, BatchShape, in_tiles
 
 
 def chunk_tokens(missing: int, budget: int, room: int) -> int:
-    """The size of the next chunk of a sequence that lacks `missing` tokens; 0 when none can be computed now.
+    """The size of a sequence's next chunk, which has `missing` remaining tokens; 0 if none can be computed now.
 
-    `budget`: tokens that the step may still take, its decodes already counted, so that a long prompt never holds them
-    up (stall-free batching, https://arxiv.org/abs/2403.02310). `room`: tokens for which the sequence has pages or
-    could get some. Raises ValueError when nothing is missing: such a sequence has no business in a batch.
+    - `budget`: tokens that the step may still take, with its decodes already counted. So a long prompt never stalls
+      decodes (stall-free batching, https://arxiv.org/abs/2403.02310).
+    - `room`: tokens for which the sequence has pages or could get some.
+
+    Raises ValueError if `missing` is less than 1.
     """
     if missing < 1:
         raise ValueError("a sequence with nothing missing has no next chunk")
@@ -24,13 +26,16 @@ def chunk_tokens(missing: int, budget: int, room: int) -> int:
 
 
 def tokens_within(models: Sequence[CostModel], batch: BatchShape, start: int, target_s: float, most: int) -> int:
-    """The most tokens, up to `most`, that a chunk with `start` tokens before it may have so that none of the stages is
-    predicted to take longer than `target_s` for the batch and the chunk; 0 when there is no such chunk.
+    """The longest chunk after `start` tokens, of at most `most` tokens, with which no stage is predicted to take longer
+    than `target_s` for the batch; 0 if there is none.
 
-    A batch of more than `TILED_FROM` tokens is filled to whole tiles: what is computed of a tile is paid for as a
-    whole. So is what a graph computes: one of fewer tokens has the size of a graph, or as many of the next one's as
-    the attention to so many leaves time for. Never more for a later start or a shorter time, nor by a tile for a fuller
-    batch."""
+    - A batch of more than `TILED_FROM` tokens is filled to whole tiles, as a partial tile costs as much as a whole one.
+    - A smaller batch may be padded to a CUDA graph, whose padded rows cost as much as used ones. It gets the size of
+      the largest graph that fits in the time, or as many tokens of the next graph as the attention to them leaves time
+      for.
+
+    A later start or a shorter time never gives more tokens. A fuller batch gives less than a tile more.
+    """
     for model in models:
         if most < 1:
             return 0
@@ -39,11 +44,12 @@ def tokens_within(models: Sequence[CostModel], batch: BatchShape, start: int, ta
 
 
 def _tokens_within(cost: Coefficients, batch: BatchShape, start: int, target_s: float, most: int) -> int:
-    """For one stage. With x tokens more the batch takes
+    """`tokens_within` for one stage. With x more tokens the batch takes
 
-        square x^2 + prefix_product start x + T(n + x) + (what does not depend on x)
+        square x^2 + prefix_product start x + T(n + x) + (terms without x)
 
-    seconds, where T, the cost of rows, is piecewise linear with growing slopes where there are no rows for nothing."""
+    seconds. T, the cost of rows, is piecewise linear with growing slopes where no row is unused.
+    """
     if target_s == math.inf:
         return most
     n = batch.tokens
@@ -64,7 +70,7 @@ def _tokens_within(cost: Coefficients, batch: BatchShape, start: int, target_s: 
         total = max(min(begun, padded), cost.rows.whole(total))
     elif total > TILED_FROM:
         total = in_tiles(total, up=False)
-        if total <= n:  # what is left of the tile that the batch has begun: every token saves an unused row
+        if total <= n:  # the rest of the tile that the batch has begun: every token saves an unused row
             full = in_tiles(n, up=True)
             total = min(full, n + _root(cost, n, linear - cost.unused_row, rest + cost.unused_row * (full - n)))
     return min(most, total - n) if total - n > 1 else 0
@@ -75,7 +81,7 @@ def _root(cost: Coefficients, n: int, linear: float, rest: float) -> int:
     for i in range(len(KNOTS) - 1, -1, -1):
         x = _quadratic_root(cost.square, linear + cost.slopes[i], rest + cost.slopes[i] * n + cost.offsets[i])
         if x < 0:
-            return 0  # T(n) is at least what any segment says of n
+            return 0  # T(n) is at least the value of every segment at n
         if n + x > KNOTS[i]:
             return _floor(x)
     return 0
@@ -86,7 +92,7 @@ def _quadratic_root(a: float, b: float, c: float) -> float:
     if c > 0:
         return -1.0
     if a > 0:
-        # The form that does not cancel where the square is small.
+        # This form does not cancel if `a` is small.
         return -2.0 * c / (b + math.sqrt(b * b - 4.0 * a * c)) if c < 0 else 0.0
     return -c / b if b > 0 else math.inf
 

@@ -1,18 +1,23 @@
-"""What a micro-batch costs a stage, in seconds: predicted from its chunks, learned from measured steps.
+"""Cost models: the time of a micro-batch on a stage, in seconds, predicted from its chunks and learned from measured
+steps.
 
-The time of a step is linear in a few sums over its chunks (`shape.py`), with coefficients that cannot be negative:
+The predicted time is linear in a few sums over the chunks (`shape.py`). No coefficient is negative.
 
-    constant                    weights are read and kernels launched, whatever the batch holds
-    several                     once, if there is more than one token: one alone has kernels of its own
-    mixed                       once, if there is a chunk of more than one token: kernels outside the graph
-    rows, piecewise             matrix products: bound by memory at first, by arithmetic later, so the slope only grows;
-                                as many as tokens, or as the graph has that the step is padded to (`rows.py`)
-    unused rows                 matrix products compute whole tiles of rows
-    decodes, their context      rows of the head and of the sampler; KV read once for a token
-    chunks, their prefixes      KV read at least once for a chunk
-    prefix x chunk, chunk^2     attention of a chunk to what was there before it, and to itself
+| feature | cost |
+| --- | --- |
+| `constant` | reading the weights and launching kernels, whatever the batch holds |
+| `several` | once if there is more than one token; a single token has kernels of its own |
+| `mixed` | once if there is a chunk of more than one token: kernels outside the CUDA graph |
+| `rows_above_*` | matrix products, piecewise linear in the rows |
+| `unused_rows` | matrix products compute whole tiles of rows |
+| `decodes`, `decode_context` | rows of the head and of the sampler; KV read once for each decode |
+| `chunks`, `prefixes` | KV read at least once for each chunk |
+| `prefix_products`, `squares` | attention of a chunk to the tokens before it (prefix x chunk) and to itself (chunk^2) |
 
-Because no slope falls, the predicted time is convex in the length of a chunk, and `chunk.py` can invert it. One model
+Rows are the tokens, or the size of the CUDA graph that the step is padded to (`padding.py`). Matrix products are bound
+by memory first and by arithmetic later, so the slope over rows only grows.
+
+As no slope falls, the predicted time is convex in the length of a chunk, and `chunk.py` can invert it. Each model
 belongs to one stage on one device.
 """
 
@@ -27,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.regression import robust_fit
-from pipeline.rows import UNPADDED, Rows
 from pipeline.shape import FEATURES, KNOTS, TILE, TILED_FROM, BatchShape, features, typical_shapes, unused_rows
 
 VERSION = 3
@@ -37,7 +42,7 @@ _UNUSED_ROWS = FEATURES.index("unused_rows")
 _CHUNKS = FEATURES.index("chunks")
 _DECODE_CONTEXT = FEATURES.index("decode_context")
 _PREFIX_PRODUCTS = FEATURES.index("prefix_products")
-# What is bound by arithmetic, and so by the clock of a device.
+# Features bound by arithmetic, and so by the device's clock.
 _ARITHMETIC = [
     FEATURES.index(name)
     for name in (*(f"rows_above_{knot}" for knot in KNOTS if knot >= TILE), "unused_rows", "prefix_products", "squares")
@@ -45,9 +50,9 @@ _ARITHMETIC = [
 
 
 class Coefficients:
-    """Seconds for each unit of each feature, none negative, laid out so that predicting is quick."""
+    """Seconds per unit of each feature, none negative, laid out for fast prediction."""
 
-    def __init__(self, values: Iterable[float], rows: Rows = UNPADDED) -> None:
+    def __init__(self, values: Iterable[float], rows: PaddedSizes = UNPADDED) -> None:
         self.values, self.rows = [float(value) for value in values], rows
         if len(self.values) != len(FEATURES) or min(self.values) < 0:
             raise ValueError("there is one coefficient for each feature, and none is negative")
@@ -66,11 +71,11 @@ class Coefficients:
         self.offsets = np.cumsum(
             [-c * k for c, k in zip(self.values[_FIRST_KNOT:_UNUSED_ROWS], KNOTS, strict=True)]
         ).tolist()
-        # No more than a token, or one token more would make a batch cheaper.
+        # At most the cost of a token, or one token more could make a batch cheaper.
         self.unused_row = min(unused_row, self.slopes[KNOTS.index(TILED_FROM)])
 
     def of_rows(self, n: int) -> float:
-        """The part that depends on nothing but the number of rows."""
+        """Seconds that depend on the number of rows alone."""
         if n < 1:
             return 0.0
         i = bisect_left(KNOTS, n) - 1
@@ -78,11 +83,11 @@ class Coefficients:
         return seconds + self.unused_row * unused_rows(n) if n > TILED_FROM else seconds
 
     def predict(self, shape: BatchShape) -> float:
-        """Seconds."""
-        return self.of_rows(self.rows.of(shape)) + self.besides_rows(shape)
+        """Seconds of a batch."""
+        return self.of_rows(self.rows.padded(shape)) + self.besides_rows(shape)
 
     def besides_rows(self, shape: BatchShape) -> float:
-        """The part that does not depend on the number of rows."""
+        """Seconds that do not depend on the number of rows."""
         seconds = self.constant + self.decode * shape.decodes + self.decode_context * shape.decode_context
         if shape.tokens > 1:
             seconds += self.several
@@ -92,7 +97,7 @@ class Coefficients:
         return seconds
 
     def at_clock(self, slower: float) -> "Coefficients":
-        """Where arithmetic takes so many times as long."""
+        """The coefficients if arithmetic takes `slower` times as long."""
         values = list(self.values)
         for feature in _ARITHMETIC:
             values[feature] *= slower
@@ -103,21 +108,21 @@ class Coefficients:
 
 
 def slowest_s(models: Iterable["CostModel"], shape: BatchShape) -> float:
-    """Seconds of the stage that takes the longest."""
+    """Seconds of the slowest stage."""
     return max(model.predict(shape) for model in models)
 
 
 class Window:
-    """The newest observations of every kind of batch, so that what is common does not crowd out what is rare."""
+    """The newest observations of every kind of batch, so that frequent kinds do not crowd out rare ones."""
 
     PER_STRATUM = 24
 
     def __init__(self) -> None:
         self._strata: dict[tuple[int, int, int], deque[tuple[int, float, list[float]]]] = {}
-        self.most_rows = 0  # of all observations, those that have gone too
+        self.most_rows = 0  # of all observations, including dropped ones
 
     def add(self, number: int, seconds: float, row: list[float]) -> None:
-        """`number` counts observations: it says how old each is. `row`: the features."""
+        """`number`: running number of the observation, which tells its age. `row`: the features."""
         rows, chunks = int(row[_FIRST_KNOT]), int(row[_CHUNKS])
         self.most_rows = max(self.most_rows, rows)
         attention = int(row[_DECODE_CONTEXT] + row[_PREFIX_PRODUCTS] / 64)
@@ -125,47 +130,51 @@ class Window:
         self._strata.setdefault(stratum, deque(maxlen=self.PER_STRATUM)).append((number, seconds, row))
 
     def rows(self) -> list[tuple[int, float, list[float]]]:
-        """Number, seconds and features of each, oldest first."""
+        """Number, seconds and features of each observation, oldest first."""
         return sorted(row for kept in self._strata.values() for row in kept)
 
 
 class CostModel:
     """Predicts the time of a batch on one stage, and learns from each measured one.
 
-    Until there are measurements it predicts what `prior` says (a roofline: see `roofline.py`); later the prior, scaled
-    to what was measured, stands for kinds of batches that never came, and takes over again whenever the fit has been
-    worse than it lately.
-
-    Between two fits it follows the clock of the device, which follows its heat: measured on an H200, the same prompts
-    took 13% longer than minutes before. What the newest steps took beyond what is predicted is put down to what is
-    bound by arithmetic, in steps that mostly are. Where it is far off otherwise, it does not wait for the next fit: a
-    kind of step has come that it had not seen.
+    - Before any measurement it predicts what `prior` says (a roofline, `roofline.py`).
+    - Later a fit to the measurements predicts. The prior, scaled to the measurements, stands in for kinds of batches
+      that never came. It predicts again whenever the fit's recent errors exceed its own.
+    - Between two fits the model follows the device's clock, which depends on its heat: on an H200, the same prompts
+      took 13% longer than minutes before. The excess of the newest steps over the prediction is put down to features
+      bound by arithmetic, in steps that are mostly bound by it (`MOSTLY`).
+    - If the newest predictions are far off otherwise, the model is refitted at once: a kind of step has come that it
+      had not seen.
     """
 
-    HALF_LIFE = 1024  # observations after which one counts half
-    PRIOR_WEIGHT = 0.02  # of a typical shape, beside an observation's 1
+    HALF_LIFE = 1024  # observations after which the weight of an observation has halved
+    PRIOR_WEIGHT = 0.02  # of a typical shape; that of a new observation is 1
     REFIT_EVERY = 128
     FIRST_FITS = (8, 16, 32, 64)
-    FAR_OFF, FAR_OFF_STEPS = 0.05, 16  # the median error of so many newest steps, twice what it was before
+    FAR_OFF, FAR_OFF_STEPS = 0.05, 16  # median error of the newest steps, their number
     RECENT = 256
-    CLOCK_STEPS = 4, 16  # the newest steps, whose median counts: so many at least and at most
+    CLOCK_STEPS = 4, 16  # number of newest steps whose median counts: least, most
     CLOCKS, CLOCK_MOVES = (0.5, 2.0), 0.01
-    MOSTLY = 0.2  # the part of a step's time
+    MOSTLY = 0.2  # fraction of a step's time
 
     def __init__(
         self,
         prior: Callable[[BatchShape], float],
         identity: Mapping[str, Any] | None = None,
         turn: int = 0,
-        rows: Rows = UNPADDED,
+        rows: PaddedSizes = UNPADDED,
     ) -> None:
-        """`identity`: what is measured (model, layers, device, ranks), as JSON holds it. `turn`: models that observe
-        the same steps are fitted after different ones, since each fit takes milliseconds. `rows`: those that the stage
-        computes of a step."""
+        """Starts from `prior`, the seconds of a batch.
+
+        - `identity`: the measured object (model, layers, device, ranks), as JSON holds it.
+        - `turn`: number of this model. A fit takes milliseconds, so models that observe the same steps are fitted after
+          different ones.
+        - `rows`: number of rows that the stage computes for a step.
+        """
         self._turn = 37 * turn
         self.rows = rows
         self.identity = dict(identity or {})
-        self._grid = np.array([features(shape, rows.of(shape)) for shape in typical_shapes()])
+        self._grid = np.array([features(shape, rows.padded(shape)) for shape in typical_shapes()])
         self._grid_s = np.array([prior(shape) for shape in typical_shapes()])
         self._prior = Coefficients(robust_fit(self._grid, self._grid_s, np.ones(len(self._grid))), rows)
         self._prior_scale = 1.0
@@ -173,27 +182,27 @@ class CostModel:
         self._window = Window()
         self.num_observed = 0
         self._fitted_at = 0
-        # Of the newest observations, before each was learned from: how far off the scaled prior and the fit were, and
-        # what was predicted by the two together; the ratio of measured to prior.
+        # Of the newest observations, each before it was learned from: relative errors of the scaled prior, of the fit
+        # and of the model's prediction; the ratio of the measured time to the prior.
         self._prior_errors: deque[float] = deque(maxlen=self.RECENT)
         self._fit_errors: deque[float] = deque(maxlen=self.RECENT)
         self._errors: deque[float] = deque(maxlen=self.RECENT)
         self._ratios: deque[float] = deque(maxlen=self.RECENT)
         self._slower: deque[float] = deque(maxlen=self.CLOCK_STEPS[1])
-        self._clock = 1.0  # in the coefficients
+        self._clock = 1.0  # slowdown of arithmetic that is applied in `coefficients`
         self._learned = self.coefficients = self._prior
 
     @property
     def most_rows(self) -> int:
-        """The rows of the largest batch that was observed."""
+        """Rows of the largest observed batch."""
         return self._window.most_rows
 
     def predict(self, shape: BatchShape) -> float:
-        """Seconds that the stage takes for such a batch."""
+        """Seconds that the stage takes for a batch."""
         return self.coefficients.predict(shape)
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
-        """A batch took the stage so long. `shape` is not kept."""
+        """Learns that a batch took the stage `seconds`. `shape` is not kept."""
         if not seconds > 0.0 or not shape.tokens:
             return
         prior = self._prior.predict(shape)
@@ -203,7 +212,7 @@ class CostModel:
             self._fit_errors.append(abs(self._fitted.predict(shape) / seconds - 1.0))
         self._ratios.append(seconds / prior)
         self.num_observed += 1
-        row = features(shape, self.rows.of(shape))
+        row = features(shape, self.rows.padded(shape))
         self._window.add(self.num_observed, seconds, row)
         self._follow_clock(seconds, row)
         due = self.num_observed in self.FIRST_FITS or (self.num_observed + self._turn) % self.REFIT_EVERY == 0
@@ -211,13 +220,13 @@ class CostModel:
             self._refit()
 
     def error(self) -> float:
-        """The median relative error of the newest predictions, made before their batch was measured. NaN before the
+        """Median relative error of the newest predictions, each made before its batch was measured. NaN before the
         first."""
         return float(np.median(self._errors)) if self._errors else float("nan")
 
     def _is_far_off(self) -> bool:
         steps = self.FAR_OFF_STEPS
-        if self.num_observed < self._fitted_at + 2 * steps:  # fits take time, too
+        if self.num_observed < self._fitted_at + 2 * steps:  # fits take time
             return False
         newest = statistics.median(islice(reversed(self._errors), steps))
         return newest > self.FAR_OFF and newest > 2 * self.error()
@@ -262,7 +271,7 @@ class CostModel:
     # ------------------------------------------------------------ on disk
 
     def save(self, path: Path) -> None:
-        """Writes what was learned, as JSON."""
+        """Writes the learned state as JSON."""
         saved = {
             "version": VERSION,
             "features": FEATURES,
@@ -275,8 +284,11 @@ class CostModel:
         path.write_text(json.dumps(saved))
 
     def load(self, path: Path) -> None:
-        """Goes on from what `save` wrote. Raises ValueError when that is of another version, of something else than
-        this model's `identity` or no such thing, and OSError when it cannot be read; the model is then as it was."""
+        """Restores what `save` wrote.
+
+        Raises ValueError if the file is of another version, of another `identity` or malformed, and OSError if it
+        cannot be read. After an error the model is unchanged.
+        """
         try:
             saved = json.loads(path.read_text())
             if saved["version"] != VERSION or tuple(saved["features"]) != FEATURES:

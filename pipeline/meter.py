@@ -1,36 +1,45 @@
-"""Where the time of the stages goes: computing, or waiting and for what. Always on.
+"""Meter of the stages' time: computing, or idle by cause. Always on.
 
-A stage computes micro-batches in the order in which they were planned. The time between the end of one and the begin of
-the next (k) is a gap, and every second of a gap has one cause:
+A stage computes micro-batches in the order in which they were planned. The time between the end of one micro-batch and
+the begin of the next (k) is a gap. Every second of a gap has one cause:
 
-    communication           k was on its way from the stage before, or its plan on its way to the first stage; and what
-                            the first stage waited for a place in flight because of such ways
-    host                    k was there, and the stage's host had not launched it
-    nothing_to_do           the scheduler found nothing for a micro-batch, and fewer sequences ran than there are stages
-    clumped                 it found nothing though as many or more ran: all were in the micro-batches under way
-    warm_up                 no other was under way when k was planned, and it had yet to come through the stages before
-    unequal_stages          one stage takes longer than another for the same micro-batch
-    unequal_prefill         k, or what k waited for, took longer than the other: both have chunks of prompts
-    prefill_beside_decode   the same, where one of the two has chunks and the other has decodes only
-    unequal_context         the same, where neither has chunks, or where their decodes make most of the difference
+| cause | what the stage waited for |
+| --- | --- |
+| `communication` | k on its way from the previous stage, or its plan on its way to the first stage |
+| `host` | the stage's host, which had not launched k although its input was there |
+| `nothing_to_do` | the scheduler found nothing to send, and fewer sequences ran than there are stages |
+| `clumped` | the scheduler found nothing to send although enough ran: all were in the micro-batches in flight |
+| `warm_up` | k to come through the previous stages; no other micro-batch was in flight when k was planned |
+| `unequal_stages` | a stage that takes longer than another for the same micro-batch |
+| `unequal_prefill` | a longer micro-batch; both that are compared have chunks of prompts |
+| `prefill_beside_decode` | a longer micro-batch; one of the two has chunks, the other only decodes |
+| `unequal_context` | a longer micro-batch; neither has chunks, or decodes make most of the difference |
 
-On the first stage, the gap up to the plan of k is nothing_to_do or clumped from the moment when the scheduler found
-nothing; what comes before it, the scheduler waited for a place in flight. That is communication as far as the oldest
-micro-batch, whose end made the place, kept stages waiting while it was on links, and its tokens on the way back; it is
-the host's as far as stages waited for that one to be launched, and of unequal stages as far as its slowest stage took
-longer for it than the first; for the rest, the slowest and the fastest of those under way are compared, the first of
-them where several are equal. Where there is one stage, which has no ways, what it waited for its tokens to be taken is
-the host's.
+A gap is divided in this order. Each step takes its part of what the steps before it left.
 
-On a later stage, the gap up to the end of k on the stage before is first what made that stage wait before k: its gap,
-with its causes in proportion, moves down the pipeline with k. What is longer than that gap comes from k taking longer
-there than the one before k took here: as far as k takes less here than there, stages are unequal, and for the rest
-those two are compared. Where k was alone under way, the gap up to its plan is as on the first stage, and what follows
-is warm_up if the scheduler had more to send after k, else the cause for which it had not.
+1. From the arrival of k's input (or plan) on: `host`.
+2. While k's input (or plan) was on its way: `communication`. What remains lies before the previous stage ended k or, on
+   the first stage, before k was planned.
+3. First stage, from the moment when the scheduler found nothing: `nothing_to_do` or `clumped`.
+4. First stage, before that moment: the scheduler waited for a place in flight, which the end of the oldest micro-batch
+   made. In turn, each up to its own length:
+    1. `communication`: that micro-batch kept later stages waiting while on links, or its tokens were on their way back;
+    2. `host`: later stages waited for that micro-batch to be launched;
+    3. `unequal_stages`: its slowest stage took longer for it than the first stage;
+    4. the rest: the slowest and the fastest micro-batch then in flight are compared by their time on the first stage
+       (the earliest if several are equal).
 
-Last of all, ways and hosts are no cause where the pipeline would have been no faster without them. A stage that takes
-less than the slowest one for the micro-batch before k waits for the difference in any case: as much of its gap is of
-unequal stages, however long k was on links or with a host, but for what these made the slowest stage wait as well.
+    A single stage has no links: the wait for its tokens to be taken is `host`, and the rest is as in the last item.
+5. Later stage, k alone in flight: up to k's plan as in steps 3 and 4. After that, `warm_up` if the scheduler had more
+   to send after k, else the cause for which it had not.
+6. Later stage, k not alone: the gap before k on the previous stage moves down the pipeline with k, its causes in
+   proportion. A longer gap arises because k took longer there than the micro-batch before k took here. This excess is
+   `unequal_stages` as far as k takes less time here than there. For the rest those two micro-batches are compared.
+
+At the end, `communication` and `host` are charged only where the pipeline would have been faster without them
+(`_beside_the_slowest`). A stage that takes less time than the slowest one for the micro-batch before k waits for the
+difference in any case. That much of its gap becomes `unequal_stages`, except what links and hosts made the slowest
+stage wait as well.
 """
 
 import itertools
@@ -56,7 +65,8 @@ KEPT = 4096  # micro-batches in a trace
 
 
 class Span(NamedTuple):
-    """One micro-batch on one stage, in seconds of one clock: its input (or plan) was there, it began, it ended."""
+    """A micro-batch on a stage, in seconds of one clock: when its input (or plan) arrived, when it began and when it
+    ended."""
 
     received_s: float
     begin_s: float
@@ -65,11 +75,20 @@ class Span(NamedTuple):
 
 @dataclass
 class _Batch:
-    """A micro-batch on its way. `nothing`: since when the scheduler had found nothing to put into it, and why; None if
-    it waited for a place in flight at most. `after`: the step whose tokens it takes on the device, if it was planned
-    before that one had ended. `then`: why there was nothing to send after it, if so. `under_way`: the
-    others in flight when it was planned. `ways_s`, `host_s`: for which stages but the first waited while it was on
-    links, and while their hosts had not launched it. The causes in `gaps` [stages] come latest first."""
+    """A micro-batch on its way.
+
+    | field | meaning |
+    | --- | --- |
+    | `planned_s` | when all was sent that the first stage needs; before `_settle`, when it was planned |
+    | `decode_s` | predicted part of its time on a stage that its decodes cause |
+    | `under_way` | other micro-batches in flight when it was planned |
+    | `nothing` | since when and why the scheduler had found nothing for it; None if it waited for a place at most |
+    | `after` | step whose tokens it takes on the device, if it was planned before that step ended |
+    | `then` | why there was nothing to send after it, if so |
+    | `gaps` | by stage: seconds by cause, latest first |
+    | `ways_s` | seconds that stages other than the first waited while it was on links |
+    | `host_s` | seconds that stages other than the first waited while their hosts had not launched it |
+    """
 
     step: int
     planned_s: float
@@ -87,8 +106,11 @@ class _Batch:
 
 
 class Meter:
-    """Takes what the scheduler did and the records of all stages, in the order of the steps from each, and attributes
-    gaps once a micro-batch has been through. Clocks of stages on other machines must have been set to one before."""
+    """Attributes gaps to causes, once a micro-batch has passed all stages.
+
+    The scheduler reports its decisions, and every stage reports its spans, each in the order of the steps. Clocks of
+    stages on other machines must have been aligned before.
+    """
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
@@ -101,9 +123,13 @@ class Meter:
         self._done: deque[_Batch] = deque(maxlen=KEPT)
 
     def planned(self, step: int, at_s: float, shape: BatchShape, decode_s: float, after: int | None = None) -> None:
-        """A micro-batch is sent. Steps ascend. `decode_s`: the predicted part of its time on a stage that its decodes
-        cause. `after`: a step under way whose tokens it waits for on the first stage, as if it had been planned then.
-        `shape` is kept."""
+        """Records that a micro-batch is sent. Steps ascend.
+
+        - `decode_s`: predicted part of its time on a stage that its decodes cause.
+        - `after`: step in flight whose tokens it waits for on the first stage, as if it had been planned when that step
+          ends.
+        - `shape` is kept.
+        """
         under_way = self._under_way - (after is not None)
         batch = _Batch(step, at_s, shape, decode_s, under_way, self._nothing, after, [None] * self.stages)
         self._open[step] = batch
@@ -111,8 +137,8 @@ class Meter:
         self._nothing = None
 
     def nothing(self, at_s: float, cause: str) -> None:
-        """The scheduler has looked for a next micro-batch, had a place for it, and found nothing to put into it.
-        `cause` is nothing_to_do or clumped."""
+        """Records that the scheduler had a place for a micro-batch and found nothing to put into it. `cause`:
+        `nothing_to_do` or `clumped`."""
         if self._nothing is None or self._nothing[1] != cause:
             self._nothing = at_s, cause
         if self._open:
@@ -120,12 +146,12 @@ class Meter:
             newest.then = newest.then or cause
 
     def sent_s(self, step: int) -> float:
-        """When all was sent that the first stage needs for a step that is under way and has been through: its plan, and
-        the tokens that it waits for."""
+        """When all was sent that the first stage needs for an open step that has passed all stages: the plan, and the
+        tokens that it waits for."""
         return self._sent_s(self._open[step])
 
     def ran(self, step: int, stage: int, span: Span) -> None:
-        """A stage has computed it. Unknown steps are ignored."""
+        """Records that a stage has computed a step. Unknown steps are ignored."""
         batch = self._open.get(step)
         if batch is not None:
             batch.spans[stage] = span
@@ -133,8 +159,8 @@ class Meter:
                 self._settle_all()
 
     def finished(self, step: int, computed: bool = True) -> None:
-        """Its tokens are back with the scheduler; or, with `computed` False, it failed and some stages will never say
-        that they computed it. Steps ascend."""
+        """Records that the tokens of a step are back with the scheduler. With `computed` False, the step failed and
+        some stages will never report it. Steps ascend."""
         batch = self._open.get(step)
         if batch is None:
             return
@@ -147,8 +173,8 @@ class Meter:
     # ------------------------------------------------------------ what there is
 
     def fractions(self, stage: int | None = None) -> dict[str, float]:
-        """Parts of a stage's time (of all stages' together) by cause, `compute` among them; empty before the first
-        gap."""
+        """Fractions of a stage's time (default: of all stages together) by cause, `compute` included. Empty before the
+        first gap."""
         which = range(self.stages) if stage is None else (stage,)
         seconds = {"compute": sum(self.compute_s[s] for s in which)}
         for cause in CAUSES:
@@ -158,18 +184,18 @@ class Meter:
 
     @property
     def under_way(self) -> int:
-        """Micro-batches that have yet to end, or of which a stage has yet to tell."""
+        """Number of micro-batches that have not ended, or that some stage has not reported yet."""
         return len(self._open)
 
     def bubble(self) -> float:
-        """The part of the stages' time that was lost while there was something to do. NaN before the first gap."""
+        """Fraction of the stages' time that was lost while there was something to do. NaN before the first gap."""
         parts = self.fractions()
         if not parts or parts["nothing_to_do"] >= 1.0:
             return float("nan")
         return 1.0 - parts["compute"] / (1.0 - parts["nothing_to_do"])
 
     def reset(self) -> None:
-        """Begins to count anew; what is under way goes on."""
+        """Sets all sums to zero. Micro-batches in flight stay known."""
         self.compute_s = [0.0] * self.stages
         self.gap_s = [dict.fromkeys(CAUSES, 0.0) for _ in range(self.stages)]
         self.num_batches = 0
@@ -177,7 +203,7 @@ class Meter:
     # ------------------------------------------------------------ attribution
 
     def _settle_all(self) -> None:
-        """Those that have been through and of which all stages have told, in their order."""
+        """Settles the micro-batches that have ended and that all stages have reported, in order."""
         while self._open:
             batch = next(iter(self._open.values()))
             if not batch.finished or None in batch.spans:
@@ -186,7 +212,7 @@ class Meter:
             self._settle(batch)
 
     def _settle(self, batch: _Batch) -> None:
-        """Attributes the gaps before it."""
+        """Attributes the gaps before `batch`."""
         previous = self._done[-1] if self._done else None
         batch.planned_s = self._sent_s(batch)
         if previous is None:
@@ -248,7 +274,7 @@ class Meter:
         return gap
 
     def _before_plan(self, batch: _Batch, begin: float) -> dict[str, float]:
-        """A wait for a plan, from `begin` on."""
+        """Causes of the first stage's wait for a plan, from `begin` on: steps 3 and 4 of the module's docstring."""
         parts: dict[str, float] = {}
         seconds = batch.planned_s - begin
         if batch.nothing is not None:
@@ -257,7 +283,7 @@ class Meter:
             seconds -= parts[cause]
         if seconds <= 0:
             return parts
-        # Those that were under way until the oldest of them ended.
+        # The micro-batches that were in flight until the oldest of them ended.
         flight = [self._done[i] for i in range(-min(len(self._done), batch.under_way + 1), 0)]
         last = flight[0].spans[-1]
         assert last is not None
@@ -276,7 +302,7 @@ class Meter:
         return parts
 
     def _from_upstream(self, stage: int, batch: _Batch, previous: _Batch, seconds: float) -> dict[str, float]:
-        """A later stage's wait for the stage before to end `batch`."""
+        """Causes of a later stage's wait for the previous stage to end `batch`: step 6 of the module's docstring."""
         above = batch.gaps[stage - 1]
         total = sum(above.values())
         parts = {}
@@ -292,7 +318,7 @@ class Meter:
         return parts
 
     def _beside_the_slowest(self, batch: _Batch, previous: _Batch) -> None:
-        """Takes back from ways and hosts what stages would have waited for the slowest one without them."""
+        """Moves to `unequal_stages` what stages would have waited for the slowest one without any links and hosts."""
         times = [_seconds(previous, stage) for stage in range(self.stages)]
         slowest = max(range(self.stages), key=times.__getitem__)
         waited = sum(batch.gaps[slowest].values())
@@ -308,8 +334,8 @@ class Meter:
     # ------------------------------------------------------------ a trace
 
     def trace(self, newest: int = KEPT) -> dict[str, Any]:
-        """The `newest` micro-batches as a trace that Perfetto opens (Trace Event Format): a process for each stage,
-        with a thread for what it computed and one for what it waited for."""
+        """The `newest` micro-batches in the Trace Event Format, which Perfetto opens. A process for each stage, with
+        one thread for computing and one for waiting."""
         events: list[dict[str, Any]] = []
         for stage in range(self.stages):
             events.append(_meta("process_name", stage, 0, f"stage {stage}"))
@@ -339,14 +365,14 @@ def _add(gap: dict[str, float], parts: dict[str, float]) -> None:
 
 
 def _seconds(batch: _Batch, stage: int = 0) -> float:
-    """Its time on a stage."""
+    """Seconds of a micro-batch on a stage."""
     span = batch.spans[stage]
     assert span is not None
     return span.end_s - span.begin_s
 
 
 def _unequal(one: _Batch, one_s: float, other: _Batch, other_s: float) -> str:
-    """Why two micro-batches took different times."""
+    """The cause for which two micro-batches took different times."""
     if bool(one.shape.chunks) != bool(other.shape.chunks):
         return "prefill_beside_decode"
     if not one.shape.chunks or abs(one.decode_s - other.decode_s) > abs(one_s - other_s) / 2:

@@ -1,54 +1,65 @@
-"""Micro-batches for jobs whose requests are all there at once, and of which nothing counts but when the last ends."""
+"""Schedule `offline`: micro-batches for jobs, whose requests all arrive at once and of which only the end of the last
+counts."""
 
 import math
 
 from pipeline.budget import Budget
-from pipeline.policy import Horizon, View
+from pipeline.policy import Horizon, SchedulerView
 from pipeline.shape import TILE, TILED_FROM, BatchShape
 from pipeline.uniform import Uniform
 
 
 class Offline(Uniform):
-    """Prompts are spread over the decodes of the whole job, those with the longest outputs first.
+    """Prompts are spread over the decodes of the whole job, sequences with the longest outputs first.
 
-    A token of a decode takes a round, so a job takes as many rounds as its longest output has tokens, whatever is done;
-    what can be chosen is how the rest is laid beside that. Decodes read all weights for a few tokens, and those of
-    prompts cost little beside them (Sarathi-Serve's piggybacking, https://arxiv.org/abs/2308.16369), up to the rows
-    from which on products are bound by arithmetic (`TILED_FROM`). A micro-batch costs more with each token, and with
-    each more than with the one before: a job costs the least where all have as many. So each has
+    1. A sequence gets one token a round, so a job takes at least as many rounds as its longest output has tokens. Only
+       the distribution of the remaining work over these rounds is free.
+    2. Decodes read all weights for a few tokens. Prompt tokens in the same micro-batch cost little (Sarathi's
+       piggybacking, https://arxiv.org/abs/2308.16369), up to the rows from which products are bound by arithmetic
+       (`TILED_FROM`).
+    3. The cost of a micro-batch is convex in its tokens, so a job costs the least if all micro-batches have equally
+       many.
 
-        max(all tokens to come / rounds to come, decodes + the tokens of prompts that are due)
+    The tokens of each micro-batch are therefore
 
-    divided by the micro-batches of a round. Due is what keeps anybody from ending later than the longest does. Longest
-    first is Graham's rule (https://doi.org/10.1137/0117039): what ends the job begins at once.
+        max(all tokens to come / rounds to come, decodes + prompt tokens that are due)
 
-    Where these are more tokens than come cheap, or not so cheap (of a small model, the constant part of a step with
-    prompts is more than they cost together), or where somebody waits for pages or a slot, prompts are computed as fast
-    as can be instead: as many to a step as there may be, or in a pipeline, as many as keep its steps even. Then there
-    is less to come, and what is left is spread.
+    divided by the micro-batches of a round. Prompt tokens are due if computing them later would end a sequence after
+    the one with the longest output. Longest first is Graham's rule (https://doi.org/10.1137/0117039): the sequence that
+    ends the job begins at once.
+
+    Prompts are computed as fast as possible instead in these cases:
+
+    - the micro-batches would have more tokens than are cheap (`TILED_FROM`);
+    - the tokens are not that cheap: for a small model, the constant cost of a step with prompts exceeds the tokens'
+      own;
+    - a sequence waits for pages or a slot.
+
+    As fast as possible means the whole token budget in each step or, in a pipeline, as many tokens as keep its steps
+    even. That reduces the work to come, and what remains is spread.
     """
 
     name = "offline"
     longest_first = True
-    NEAR = 1.01  # nobody minds the delay
-    LEAST = TILE // 4  # tokens of prompts in a micro-batch that has any: to be a little early costs nothing
+    NEAR = 1.01  # tighter than with an objective: delays do not count
+    LEAST = TILE // 4  # prompt tokens of a micro-batch that has any: being slightly early is free
 
-    def _hands_over(self, view: View) -> bool:
-        return True  # also while prompts wait: they fill up what decodes are in, and no micro-batch of their own
+    def _hands_over(self, view: SchedulerView) -> bool:
+        return True  # also while prompts wait: they only fill up micro-batches of decodes
 
     def _refresh(self) -> None:
         super()._refresh()
         most = self.settings.token_budget if self.settings.stages == 1 else self._most_tokens
-        self._fast_s = self._of_prompts(most) / most  # what a token costs where prompts are computed as fast as can be
+        self._fast_s = self._of_prompts(most) / most  # seconds per token, as fast as possible
 
-    def _fill(self, view: View) -> Budget:
+    def _fill(self, view: SchedulerView) -> Budget:
         in_flight = self._in_flight(view)
         if (shape := self._typical(view, in_flight)) is None:
             return Budget(self.settings.token_budget) if self.settings.stages == 1 else super()._fill(view)
         target_s = self._predict(shape) * self.SLACK if self.settings.stages > 1 else math.inf
         return self._timed(self._average(view, in_flight), shape.tokens, target_s)
 
-    def _typical(self, view: View, in_flight: int) -> BatchShape | None:
+    def _typical(self, view: SchedulerView, in_flight: int) -> BatchShape | None:
         if not view.waiting_tokens:
             return super()._typical(view, in_flight)
         average, parts = self._average(view, in_flight), in_flight if self.settings.stages > 1 else 1
@@ -61,6 +72,6 @@ class Offline(Uniform):
 
     @classmethod
     def _tokens(cls, horizon: Horizon, decodes: int, parts: int) -> float:
-        """Those that each of a round's micro-batches is to have, so many decodes among them."""
+        """Tokens of each of a round's `parts` micro-batches, including `decodes`."""
         even = horizon.tokens / horizon.rounds / parts
         return max(even, decodes + max(cls.LEAST, horizon.due / parts))

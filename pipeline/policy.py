@@ -1,4 +1,4 @@
-"""What a scheduler and a policy say to each other: see `schedule.py` for who calls what, and when."""
+"""The interface between the scheduler and a policy. `schedule.py` says who calls what, and when."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,31 +12,46 @@ from pipeline.budget import Budget
 from pipeline.cost import CostModel
 from pipeline.shape import BatchShape
 
+# The decode iteration that objectives are multiples of, as in Sarathi-Serve (arXiv 2403.02310, section 5.1): 32
+# sequences of 4,096 tokens.
+ITERATION = BatchShape.decoding(32, 32 * 4096)
+
 
 @dataclass(frozen=True)
-class Settings:
-    """What a policy is told once.
+class Objective:
+    """Bound for the 99th percentile of the time between two tokens of a sequence (TBT): `tbt_s` seconds, or
+    `iterations` decode iterations (`ITERATION`) where these take longer."""
 
-    `token_budget`: the most tokens that a micro-batch may hold. `models`: one for each stage, where their costs differ
-    (for policies that predict). `tbt_slo_s`: the aim for the 99th percentile of the time between two tokens of a
-    sequence. `exposed_s`: what a micro-batch spends on its way through all stages without being computed (links,
-    plans), in which a stage would wait if there were no more micro-batches than stages.
+    tbt_s: float
+    iterations: float = 0.0
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Settings of a policy, fixed for its lifetime.
+
+    - `stages`: number of pipeline stages.
+    - `token_budget`: limit of the tokens in a micro-batch.
+    - `models`: one cost model for each stage whose costs differ, for policies that predict.
+    - `objective`: for the time between tokens, if there is one.
+    - `exposed_s`: seconds that a micro-batch spends on its way through all stages without being computed (links,
+      plans). A stage would wait for these if there were no more micro-batches than stages.
     """
 
     stages: int
     token_budget: int
     models: Sequence[CostModel] = ()
-    tbt_slo_s: float | None = None
+    objective: Objective | None = None
     exposed_s: float = 0.0
 
 
 class Horizon(NamedTuple):
-    """What is to come until all has ended that is there, if as much of it runs at once as can, and each sequence that
-    does gets a token a round.
+    """The remaining work of all sequences, if as many run at once as can, and each of these gets one token a round.
 
-    `rounds`: the tokens of whoever gets the most. `tokens`: those of all prompts and outputs. `due`: the tokens of
-    prompts that each round has to compute so that none ends later than that one, if those with the most tokens to come
-    go first.
+    - `rounds`: output tokens to come of the sequence with the most.
+    - `tokens`: remaining tokens of all prompts and outputs.
+    - `due`: prompt tokens that each round has to compute so that no sequence ends after the one with the most tokens to
+      come, if sequences start in descending order of their tokens to come.
     """
 
     rounds: int = 1
@@ -45,8 +60,8 @@ class Horizon(NamedTuple):
 
     @classmethod
     def of(cls, missing: np.ndarray, to_come: np.ndarray) -> "Horizon":
-        """Of sequences that lack `missing` tokens of their prompts, and are to get `to_come`, at least one: integers
-        `[n]`."""
+        """The horizon of n sequences. `missing` [n], integer: prompt tokens that remain to be computed. `to_come` [n],
+        integer, at least 1: output tokens to come."""
         rounds = int(to_come.max())
         waits = np.flatnonzero(missing > 0)
         waits = waits[np.argsort(-to_come[waits], kind="stable")]
@@ -56,17 +71,24 @@ class Horizon(NamedTuple):
 
 
 @dataclass
-class View:
-    """What the scheduler knows before it makes a micro-batch.
+class SchedulerView:
+    """The scheduler's state before it makes a micro-batch.
 
-    `decoding`: sequences past their prompt, those in flight among them, and `decoding_context` the tokens before them
-    together. `waiting`: sequences that lack more, running or waiting to start, and `waiting_tokens` what they lack
-    together and no micro-batch holds; none of those for which there is no slot or page now: what these lack is
-    `blocked_tokens`. `free_kv`: the part of all pages that is free or can be made so. `in_flight`: the micro-batches
-    under way, oldest first. `ahead_s`: the predicted time until the first stage is done with what was sent to it.
-    `returning_s`: the predicted time until the last stage is done with the oldest micro-batch, whose tokens the next
-    one may then take from there; infinity where it may not, or does so already. `horizon`: of all that is there, while
-    prompts wait for nothing but this policy; for those that are `longest_first`.
+    | field | meaning |
+    | --- | --- |
+    | `decoding` | sequences past their prompt, including those in flight |
+    | `decoding_context` | tokens before those sequences' next ones, in sum |
+    | `waiting` | sequences with more tokens to compute, running or waiting to start |
+    | `waiting_tokens` | their remaining tokens that no micro-batch holds, without `blocked_tokens` |
+    | `blocked_tokens` | remaining tokens of sequences without a slot or pages for now; these are not in `waiting` |
+    | `free_kv` | fraction of all pages that is free or can be freed |
+    | `in_flight` | micro-batches in flight, oldest first |
+    | `ahead_s` | predicted seconds until the first stage is done with what was sent to it |
+    | `returning_s` | predicted seconds until the last stage is done with the oldest micro-batch |
+    | `horizon` | of all sequences, for `longest_first` policies while prompts wait for nothing but the policy |
+
+    After `returning_s`, the next micro-batch may take the oldest one's tokens from the last stage, on the device.
+    Infinite where it may not, or already does so.
     """
 
     decoding: int = 0
@@ -82,41 +104,42 @@ class View:
 
 
 class Policy(ABC):
-    """The base: as many micro-batches in flight as there are stages, each made as soon as there is a place for it."""
+    """Base of all policies: as many micro-batches in flight as there are stages, each made as soon as there is a
+    place."""
 
     name: str
-    predicts = False  # whether it needs the stages' models, and takes tokens from the last stage before they are known
-    chunks_follow = False  # whether a sequence's next chunk may be sent while its last is in flight
-    longest_first = False  # whether of those that wait the ones with the most tokens to come go first
+    predicts = False  # whether it needs cost models, and decodes on tokens that the host does not know yet
+    chunks_follow = False  # whether a sequence's next chunk may be sent while the one before is in flight
+    longest_first = False  # whether waiting sequences with the most tokens to come go first
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings
-        # One stage: the next step is prepared while the one before it runs, and comes after it.
+        # One stage: the next step is prepared while the step before it runs.
         self.most_in_flight = settings.stages if settings.stages > 1 else 2
         self.chunks_follow = self.chunks_follow or settings.stages == 1
 
-    def begin(self, view: View) -> Budget | None:
-        """The budget of the next micro-batch, or None if there is to be none now."""
+    def begin(self, view: SchedulerView) -> Budget | None:
+        """The budget of the next micro-batch, or None if none is to be made now."""
         return self._budget(view) if self._has_place(view) else None
 
-    def ask_again_s(self, view: View, is_idle: bool) -> float:
-        """After what time to ask `begin` again though nothing else happens; infinity if it would be of no use. With
-        `is_idle` it has just allowed a micro-batch, and there was nothing to put into it."""
+    def ask_again_s(self, view: SchedulerView, is_idle: bool) -> float:
+        """Seconds after which to ask `begin` again even if nothing else happens; infinite if that would be of no use.
+        `is_idle`: `begin` has just allowed a micro-batch, and there was nothing to put into it."""
         return math.inf
 
-    def counts_as_ended(self, view: View) -> bool:
-        """Whether the oldest micro-batch makes place for the next, and its sequences may be in that, though it has not
-        ended: their tokens come before they are needed."""
+    def may_overlap_oldest(self, view: SchedulerView) -> bool:
+        """Whether the oldest micro-batch makes place for the next before it has ended, and the next may hold its
+        sequences. Their tokens arrive before they are needed."""
         return False
 
-    def finished(self, gap_s: float) -> None:  # noqa: B027 - not all have a use for it
-        """A micro-batch with decodes has ended, and the one of them that had waited longest got a token after `gap_s`
-        without one."""
+    def finished(self, gap_s: float) -> None:  # noqa: B027 - optional
+        """Called when a micro-batch with decodes has ended. `gap_s`: time between tokens of its sequence that had
+        waited longest."""
 
-    def _has_place(self, view: View) -> bool:
-        """Whether there is to be a micro-batch now."""
+    def _has_place(self, view: SchedulerView) -> bool:
+        """Whether a micro-batch is to be made now."""
         return len(view.in_flight) < self.most_in_flight
 
     @abstractmethod
-    def _budget(self, view: View) -> Budget:
-        """What a micro-batch that has a place may hold."""
+    def _budget(self, view: SchedulerView) -> Budget:
+        """The budget of a micro-batch for which there is a place."""

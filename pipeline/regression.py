@@ -1,17 +1,23 @@
-"""Least squares that cannot give a negative coefficient and that a wild measurement cannot bend."""
+"""Least squares with nonnegative coefficients, robust against outliers."""
 
 import numpy as np
 
-HUBER = 1.345  # residuals beyond so many standard deviations count linearly (95% efficient where noise is normal)
+HUBER = 1.345  # standard deviations beyond which residuals count linearly (95% efficient for normal noise)
 ROUNDS = 4
 
 
 def robust_fit(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Coefficients c >= 0 for which `rows @ c` is near `seconds`, in relative error.
+    """Coefficients c >= 0 that minimise the relative error of `rows @ c` to `seconds`.
 
-    `rows` [n, features] >= 0, `seconds` [n] > 0, `weights` [n] >= 0. Huber's weights, by iterated reweighting (P. J.
-    Huber, Robust Statistics, 1981): the scale is the median absolute residual. Errors are relative to the measured
-    time, so one that took ten times too long is off by at most 1.
+    | argument | shape | range |
+    | --- | --- | --- |
+    | `rows` | [n, features] | >= 0 |
+    | `seconds` | [n] | > 0 |
+    | `weights` | [n] | >= 0 |
+
+    Huber's weights by iterated reweighting (P. J. Huber, Robust Statistics, 1981); the scale is the median absolute
+    residual. Errors are relative to the measured time, so a measurement that took ten times too long is off by at most
+    1.
     """
     relative = rows / seconds[:, None]
     unit = np.maximum(relative.max(axis=0), 1e-30)
@@ -29,8 +35,10 @@ def robust_fit(rows: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> np
 
 def nonnegative(gram: np.ndarray, moment: np.ndarray, guess: np.ndarray) -> np.ndarray:
     """Minimises x' gram x - 2 moment' x over x >= 0, by the active set method of Lawson and Hanson (Solving Least
-    Squares Problems, 1974, chapter 23). `gram` [n, n] is positive semidefinite, `moment` [n]; `guess` [n] says which
-    are likely to be positive."""
+    Squares Problems, 1974, chapter 23).
+
+    `gram` [n, n]: positive semidefinite. `moment` [n]. `guess` [n], bool: elements of x that are likely positive.
+    """
     n = len(moment)
     gram = gram + np.eye(n) * (1e-10 * max(np.trace(gram), 1e-30))
     x = np.zeros(n)
@@ -55,7 +63,7 @@ def nonnegative(gram: np.ndarray, moment: np.ndarray, guess: np.ndarray) -> np.n
                 x[:] = 0
                 x[chosen] = solution
                 break
-            # Go as far as the first that would become negative, and hold that one at zero.
+            # Go as far as the first element that would become negative, and hold that element at zero.
             steps = x[chosen[falling]] / (x[chosen[falling]] - solution[falling] + 1e-300)
             step = float(steps.min())
             x[chosen] += step * (solution - x[chosen])

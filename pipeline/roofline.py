@@ -1,46 +1,46 @@
-"""What a stage's step should take, from the arithmetic and the bytes of its layers and a device's rates.
+"""The expected time of a stage's step, from the arithmetic and the bytes of its layers and a device's rates.
 
-Two uses: the prior of a `CostModel`, so that the first steps are predicted, and the stages of the simulator. Times of
-matrix products follow a smooth maximum of what memory and arithmetic allow (S. Williams et al., Roofline, CACM 2009:
-the corner is round on real devices).
+Used as the prior of a `CostModel`, so that the first steps are predicted, and for the stages of the simulator. The time
+of a matrix product is a smooth maximum of its memory time and its arithmetic time (S. Williams et al., Roofline, CACM
+2009: the corner is round on real devices).
 """
 
 from dataclasses import dataclass, replace
 
-from pipeline.rows import UNPADDED, Rows
+from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.shape import BatchShape, unused_rows
 from pipeline.stages import split_layers
 
 # How round the corner of the roofline is: max(a, b) ~ (a^p + b^p)^(1/p). Fitted to the linear layers of Llama-3.1-8B at
-# 1 to 2,048 tokens on an H200, which it gives within 4%.
+# 1 to 2,048 tokens on an H200; the error is at most 4%.
 ROUNDNESS = 2.2
-# Bytes of activations that norms, rotary embedding, the gate and the residual move for each element of a token's hidden
-# state and of its MLP's inner state, in a layer.
+# Bytes of activations that norms, rotary embedding, the gate and the residual move in a layer, for each element of a
+# token's hidden state and of its MLP's inner state.
 HIDDEN_PASSES, INNER_PASSES = 16, 6
 
 
 @dataclass(frozen=True)
-class Device:
-    """Rates that a device reaches, not those of its data sheet."""
+class DeviceSpec:
+    """Rates that a device achieves, not those of its data sheet."""
 
     name: str
-    flops: float  # a second, of matrix products, for a moment
-    sustained_flops: float  # the same for minutes: as many as its power limit allows
-    attention_flops: float  # a second, of attention over long prompts
+    flops: float  # per second, matrix products, for a moment
+    sustained_flops: float  # the same for minutes, within the power limit
+    attention_flops: float  # per second, attention over long prompts
     bytes_per_s: float  # of weights and activations
     attention_bytes_per_s: float  # of KV
     memory_bytes: float
-    layer_s: float  # launches and small kernels of a layer, whatever the batch
-    mixed_layer_s: float  # the same where a batch has chunks of prompts
+    layer_s: float  # launches and small kernels of a layer, for any batch
+    mixed_layer_s: float  # the same if the batch has chunks of prompts
 
-    def sustained(self) -> "Device":
-        """The same under load for minutes."""
+    def sustained(self) -> "DeviceSpec":
+        """The device under load for minutes."""
         return replace(self, flops=self.sustained_flops)
 
 
 @dataclass(frozen=True)
-class Link:
-    """A way between devices."""
+class LinkSpec:
+    """A link between devices."""
 
     name: str
     latency_s: float
@@ -52,13 +52,13 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def sum_s(self, num_bytes: float) -> float:
-        """An all-reduce of so many bytes on every rank."""
+        """Seconds of an all-reduce of `num_bytes` on every rank."""
         return self.sum_latency_s + num_bytes / self.sum_bytes_per_s
 
 
 @dataclass(frozen=True)
-class Model:
-    """The sizes of a transformer, as its public configuration gives them. Two bytes a number."""
+class ModelSpec:
+    """Sizes of a transformer, from its public configuration. Two bytes per number."""
 
     name: str
     layers: int
@@ -73,7 +73,7 @@ class Model:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of one layer."""
+        """Number of matrix elements in one layer."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + self.hidden * self.inner * (3 if self.gated else 2)
 
@@ -83,57 +83,63 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in one layer."""
+        """KV bytes of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim * self.element_bytes
 
     @property
     def token_bytes(self) -> int:
-        """What one token sends from a stage to the next."""
+        """Bytes that one token sends from a stage to the next."""
         return self.hidden * self.element_bytes
 
 
 DEVICES = {
-    # H200: measured (device copy, matrix products for a moment and at 692 of its 700 W, FlashInfer's attention). H100,
-    # A100: scaled by their data sheets; an A100's products stay within its power. CPU: the order of magnitude of a
-    # core, which is all that a first guess needs.
-    "h200": Device("h200", 800e12, 670e12, 540e12, 3.6e12, 4.2e12, 141e9, 6e-6, 12e-6),
-    "h100": Device("h100", 800e12, 670e12, 540e12, 2.5e12, 2.9e12, 80e9, 6e-6, 12e-6),
-    "a100": Device("a100", 255e12, 255e12, 170e12, 1.6e12, 1.8e12, 80e9, 8e-6, 16e-6),
-    "cpu": Device("cpu", 5e10, 5e10, 2e10, 1e10, 5e9, 8e9, 5e-5, 8e-5),
+    # H200: measured (device copy, matrix products for a moment and at 692 of its 700 W, FlashInfer's attention).
+    # H100, A100: scaled by their data sheets; matrix products of an A100 stay within its power limit.
+    # CPU: the order of magnitude of a core, which is enough for a first guess.
+    "h200": DeviceSpec("h200", 800e12, 670e12, 540e12, 3.6e12, 4.2e12, 141e9, 6e-6, 12e-6),
+    "h100": DeviceSpec("h100", 800e12, 670e12, 540e12, 2.5e12, 2.9e12, 80e9, 6e-6, 12e-6),
+    "a100": DeviceSpec("a100", 255e12, 255e12, 170e12, 1.6e12, 1.8e12, 80e9, 8e-6, 16e-6),
+    "cpu": DeviceSpec("cpu", 5e10, 5e10, 2e10, 1e10, 5e9, 8e9, 5e-5, 8e-5),
 }
 LINKS = {
-    # H200s: NCCL, measured over NVLink, and with everything but sockets switched off.
-    "nvlink": Link("nvlink", 21e-6, 150e9, 19e-6, 210e9),
-    "sockets": Link("sockets", 180e-6, 16e9, 151e-6, 5.7e9),
-    # 100 Gb Ethernet between nodes, NVLink of A100s inside one: nine tenths of the line, usual latencies.
-    "ethernet_100g": Link("ethernet_100g", 60e-6, 11e9, 120e-6, 5.5e9),
-    "nvlink_a100": Link("nvlink_a100", 25e-6, 100e9, 25e-6, 120e9),
+    # H200: NCCL, measured over NVLink, and restricted to sockets.
+    "nvlink": LinkSpec("nvlink", 21e-6, 150e9, 19e-6, 210e9),
+    "sockets": LinkSpec("sockets", 180e-6, 16e9, 151e-6, 5.7e9),
+    # 100 Gb Ethernet between nodes, NVLink of A100s within a node: nine tenths of the line rate, usual latencies.
+    "ethernet_100g": LinkSpec("ethernet_100g", 60e-6, 11e9, 120e-6, 5.5e9),
+    "nvlink_a100": LinkSpec("nvlink_a100", 25e-6, 100e9, 25e-6, 120e9),
 }
 MODELS = {
-    "llama-8b": Model("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256),
-    "llama-70b": Model("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256),
-    "llama-405b": Model("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256),
-    "falcon-180b": Model("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, gated=False),
+    "llama-8b": ModelSpec("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-70b": ModelSpec("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256),
+    "llama-405b": ModelSpec("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256),
+    "falcon-180b": ModelSpec("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, gated=False),
 }
 
 
 @dataclass(frozen=True)
-class Stage:
-    """`layers` of a model on `ranks` devices joined by `link` (none for one rank), with the head or without. `rows`:
-    those that it computes of a step. Of ranks that are more than the model's KV heads, several keep the same."""
+class StageSpec:
+    """A stage: `layers` of a model on `ranks` devices.
 
-    model: Model
-    device: Device
+    - `link` joins the ranks; None for a single rank.
+    - `has_head`: whether the stage has the head.
+    - `rows`: number of rows that the stage computes for a step.
+
+    With more ranks than KV heads, several ranks hold the same KV.
+    """
+
+    model: ModelSpec
+    device: DeviceSpec
     layers: int
     has_head: bool = False
     ranks: int = 1
-    link: Link | None = None
-    rows: Rows = UNPADDED
+    link: LinkSpec | None = None
+    rows: PaddedSizes = UNPADDED
 
     def seconds(self, shape: BatchShape) -> float:
-        """The time of one step."""
+        """Seconds of one step."""
         model, device = self.model, self.device
-        n = self.rows.of(shape)
+        n = self.rows.padded(shape)
         whole = n + unused_rows(n)
         seconds = self.layers * self._product_s(model.layer_weights, whole)
         layer_s = device.mixed_layer_s if shape.chunks else device.layer_s
@@ -146,7 +152,7 @@ class Stage:
         return seconds
 
     def kv_tokens(self, used: float = 0.9, reserved_bytes: float = 4e9) -> int:
-        """Tokens whose KV the stage can hold, with `used` of the memory given to weights and KV."""
+        """Tokens whose KV the stage can hold. `used`: fraction of the memory for weights, KV and `reserved_bytes`."""
         model = self.model
         weights = self.layers * model.layer_weights + (model.head_weights if self.has_head else 0)
         free = self.device.memory_bytes * used - weights * model.element_bytes / self.ranks - reserved_bytes
@@ -154,7 +160,7 @@ class Stage:
 
     @property
     def _kv_parts(self) -> int:
-        """Into so many parts the ranks divide KV."""
+        """Number of parts into which the ranks divide the KV."""
         return min(self.ranks, self.model.kv_heads)
 
     def _product_s(self, weights: int, tokens: int) -> float:
@@ -163,7 +169,7 @@ class Stage:
         return (memory**ROUNDNESS + arithmetic**ROUNDNESS) ** (1 / ROUNDNESS)
 
     def _attention_s(self, shape: BatchShape) -> float:
-        """One layer's."""
+        """Seconds of one layer's attention."""
         model, device = self.model, self.device
         seconds = shape.decode_context * model.kv_bytes / self._kv_parts / device.attention_bytes_per_s
         if shape.chunks:
@@ -174,8 +180,13 @@ class Stage:
 
 
 def make_stages(
-    model: Model, device: Device, stages: int, ranks: int = 1, link: Link | None = None, rows: Rows = UNPADDED
-) -> list[Stage]:
-    """All layers over `stages` of `ranks` devices each."""
+    model: ModelSpec,
+    device: DeviceSpec,
+    stages: int,
+    ranks: int = 1,
+    link: LinkSpec | None = None,
+    rows: PaddedSizes = UNPADDED,
+) -> list[StageSpec]:
+    """All layers divided over `stages` stages of `ranks` devices each."""
     ranges = split_layers(model.layers, stages, model.head_weights / model.layer_weights)
-    return [Stage(model, device, len(layers), layers.stop == model.layers, ranks, link, rows) for layers in ranges]
+    return [StageSpec(model, device, len(layers), layers.stop == model.layers, ranks, link, rows) for layers in ranges]

@@ -1,16 +1,17 @@
-"""A micro-batch as its cost sees it: a few sums over its chunks.
+"""A micro-batch as cost models see it: a few sums over its chunks.
 
-A chunk of one token is a decode here, whatever it is to the scheduler.
+Every chunk of one token counts as a decode here, even the last token of a prompt.
 """
 
 from collections.abc import Iterable
 
-TILE = 128  # rows that a matrix product computes at once
-KNOTS = (0, 64, 128, 256, 512, 1024)  # rows where the cost of one more may grow
-# So many rows of a large matrix are about as many tiles as a GPU has multiprocessors, or a multiple of that. On an H200
-# (132) a row of Llama-70B's products took 11% longer in steps of 384 and of 896 than in multiples of this, 3% in 768.
+TILE = 128  # rows of a tile of a matrix product
+KNOTS = (0, 64, 128, 256, 512, 1024)  # rows at which the cost of one more row may grow
+# With this number of rows, a large matrix product has about as many tiles as a GPU has multiprocessors, or a multiple.
+# On an H200 (132 multiprocessors) a row of Llama-70B's products took 11% longer in steps of 384 and of 896 rows than in
+# multiples of `WAVE`, and 3% longer in steps of 768.
 WAVE = 4 * TILE
-TILED_FROM = 2 * TILE  # rows up to which products are bound by memory, and rows come free
+TILED_FROM = 2 * TILE  # rows up to which products are bound by memory, and further rows are free
 FEATURES = (
     "constant",
     "several",
@@ -27,12 +28,12 @@ FEATURES = (
 
 
 class BatchShape:
-    """The sums over a batch's chunks that its cost depends on. Adding or removing a chunk is O(1)."""
+    """The sums over a batch's chunks on which its cost depends. Adding or removing a chunk is O(1)."""
 
     __slots__ = ("chunks", "decode_context", "decodes", "prefix_products", "prefixes", "squares", "tokens")
 
     def __init__(self, chunks: Iterable[tuple[int, int]] = ()) -> None:
-        """`chunks`: start (tokens before it) and length of each."""
+        """`chunks`: start (tokens before the chunk) and length of each."""
         self.tokens = 0
         self.decodes = 0
         self.decode_context = 0
@@ -45,7 +46,7 @@ class BatchShape:
 
     @classmethod
     def decoding(cls, decodes: int, context: int) -> "BatchShape":
-        """So many decodes and nothing else, with `context` tokens up to theirs together."""
+        """`decodes` decodes alone, which attend to `context` tokens in sum, their own included."""
         shape = cls()
         shape.tokens = shape.decodes = decodes
         shape.decode_context = context
@@ -63,7 +64,7 @@ class BatchShape:
             self.squares += length * length
 
     def remove(self, start: int, length: int) -> None:
-        """Takes back what `add` added."""
+        """Undoes `add`."""
         self.tokens -= length
         if length == 1:
             self.decodes -= 1
@@ -85,17 +86,17 @@ class BatchShape:
 
 
 def in_tiles(tokens: int, up: bool) -> int:
-    """`tokens`, up or down to whole tiles."""
+    """`tokens` rounded up or down to whole tiles."""
     return -(-tokens // TILE) * TILE if up else tokens // TILE * TILE
 
 
 def unused_rows(rows: int) -> int:
-    """Those that the last tile has beyond them; 0 where products are bound by memory."""
+    """Rows of the last tile that are not used; 0 where products are bound by memory."""
     return in_tiles(rows, up=True) - rows if rows > TILED_FROM else 0
 
 
 def features(shape: BatchShape, rows: int) -> list[float]:
-    """The values that `FEATURES` names, of a step that computes so many rows."""
+    """The values of `FEATURES` for a step that computes `rows` rows."""
     return [
         1.0,
         1.0 if shape.tokens > 1 else 0.0,
@@ -112,7 +113,7 @@ def features(shape: BatchShape, rows: int) -> list[float]:
 
 
 def typical_shapes() -> list[BatchShape]:
-    """Batches that span what a step can be: the grid on which a prior is turned into coefficients."""
+    """Batches that span the range of possible steps: the grid on which a prior is turned into coefficients."""
     shapes = []
     decodes = [(tokens, context) for tokens in (1, 8, 32, 100, 256, 700) for context in (64, 1024, 8192)]
     shapes += [BatchShape([(context, 1)] * tokens) for tokens, context in decodes]

@@ -1,16 +1,16 @@
-"""Which layers a stage holds."""
+"""Assignment of layers to pipeline stages."""
 
 import itertools
 from collections.abc import Sequence
 
 
 def split_layers(layers: int, stages: int, head: float) -> list[range]:
-    """Cuts layers, all alike, into `stages` contiguous ranges, none empty. The last stage has the head besides, which
+    """Cuts `layers` equal layers into `stages` contiguous ranges, none empty. The last stage also has the head, which
     reads as many weights as `head` layers.
 
-    A step of decodes reads all weights, and the head costs its part; of a prompt the head is computed for one token,
-    and costs next to nothing. So no cut is best for both. This one has the least sum, over the two, of what the
-    costliest stage costs relative to an even share; and of such cuts the one whose layers are the most even.
+    No cut is best for both kinds of steps. Decodes read all weights, so the head costs its share. For a prompt, the
+    head is computed for one token only and costs next to nothing. The cut chosen minimises the sum, over the two kinds,
+    of the costliest stage's cost relative to an even share. Among equal cuts, the one with the most even layers wins.
 
     Raises ValueError for fewer layers than stages or a negative head.
     """
@@ -22,7 +22,7 @@ def split_layers(layers: int, stages: int, head: float) -> list[range]:
         return [range(layers)]
 
     def counts(last: int) -> list[int]:
-        """Layers of each stage where the last has so many."""
+        """Layers of each stage if the last stage has `last`."""
         each, more = divmod(layers - last, stages - 1)
         return [each + 1] * more + [each] * (stages - 1 - more) + [last]
 
@@ -35,6 +35,6 @@ def split_layers(layers: int, stages: int, head: float) -> list[range]:
 
 
 def contiguous(counts: Sequence[int]) -> list[range]:
-    """So many layers each, one stage after the other."""
+    """Consecutive ranges with the given numbers of layers."""
     ends = itertools.accumulate(counts, initial=0)
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]

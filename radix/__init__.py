@@ -1,7 +1,14 @@
-"""The prefix tree: which tokens have their KV in which pages, and who may reuse or evict them.
+"""The prefix cache: a radix tree of the tokens whose KV is in pages, which requests reuse and which may be evicted.
 
-Owns: pages and their free list (`pages.py`), the tree over them (`tree.py`), which leaf goes first (`policies.py`), the
-proof that nothing is lost or owned twice (`integrity.py`), the events that say what is cached (`events.py`), the mirror
-that a router keeps of a replica's tree (`mirror.py`), and what tree and mirror share (`node.py`). Knows nothing of
-attention or HTTP. Read `tree.py` first.
+| file | what it owns |
+| --- | --- |
+| `pages.py` | pages and their free list |
+| `tree.py` | the tree over pages |
+| `policies.py` | eviction order |
+| `integrity.py` | the check that no page is lost or owned twice |
+| `events.py` | events that say what is cached |
+| `mirror.py` | a router's copy of a replica's tree |
+| `node.py` | nodes, for tree and mirror |
+
+Knows nothing of attention or HTTP. Read `tree.py` first.
 """

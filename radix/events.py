@@ -1,13 +1,13 @@
-"""What happens to a radix tree, told so that a listener can keep an exact copy (`radix.mirror.Mirror`).
+"""Events of a radix tree, by which a listener keeps an exact copy (`radix.mirror.Mirror`).
 
-Nodes have numbers that are never used twice in one incarnation of a tree; the root is 0.
+Nodes have numbers; the root's is 0. One tree never uses a number twice, but a restarted replica's new tree may.
 """
 
 import msgspec
 
 
 class Stored(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A new leaf `node` under `parent`, holding `tokens` (a whole number of pages)."""
+    """A new leaf `node` under `parent`, with `tokens` (a whole number of pages)."""
 
     node: int
     parent: int
@@ -15,8 +15,8 @@ class Stored(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Split(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """`node` keeps its tokens from `at` on; a new node `upper` takes the first `at` and stands between it and its
-    old parent."""
+    """A split of `node`: it keeps its tokens from `at` on. A new node `upper`, between it and its old parent, takes the
+    first `at` tokens."""
 
     node: int
     upper: int
@@ -24,7 +24,7 @@ class Split(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Removed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The leaf `node` is gone."""
+    """The leaf `node` was removed."""
 
     node: int
 

@@ -1,20 +1,33 @@
-"""Proof that a tree and its pool are sound: pages, links, locks, counts, eviction order."""
+"""Checks that a tree and its pool are sound: pages, links, locks, counts, eviction order."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 
-from radix.node import TOKEN_BYTES, walk
-
-if TYPE_CHECKING:
-    from radix.tree import PagedNode, Tree
+from radix.node import TOKEN_BYTES, PagedNode, walk
+from radix.pages import PagePool
 
 
-def check(tree: Tree, held_pages: Iterable[int]) -> None:
-    """Raises AssertionError with what is wrong. `held_pages` are the pages that requests own (not those they share)."""
+class CheckedTree(Protocol):
+    """The attributes of a `radix.tree.Tree` that are checked."""
+
+    page_size: int
+    pool: PagePool
+    root: PagedNode
+    policy: Callable[[PagedNode], float]
+    heap: list[tuple[float, int, PagedNode]]
+
+    @property
+    def num_cached(self) -> int: ...
+
+    @property
+    def num_evictable(self) -> int: ...
+
+
+def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
+    """Raises AssertionError, with the fault, if anything is wrong. `held_pages`: all pages that requests own, without
+    the tree's pages that they read."""
     nodes = list(_reachable(tree))
     tree.pool.check_integrity()
     for node in nodes:
@@ -30,8 +43,8 @@ def _require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _reachable(tree: Tree) -> Iterable[PagedNode]:
-    """The nodes, each once: a node that can be reached twice would make the walk endless."""
+def _reachable(tree: CheckedTree) -> Iterable[PagedNode]:
+    """Yields all nodes. Raises AssertionError for a node that is reached twice, since a cycle would have no end."""
     seen: set[int] = set()
     for node in walk(tree.root):
         _require(node.number not in seen, f"two nodes have the number {node.number}, or there is a cycle")
@@ -39,7 +52,7 @@ def _reachable(tree: Tree) -> Iterable[PagedNode]:
         yield node
 
 
-def _check_node(tree: Tree, node: PagedNode) -> None:
+def _check_node(tree: CheckedTree, node: PagedNode) -> None:
     page_bytes = tree.page_size * TOKEN_BYTES
     name = f"node {node.number}"
     _require((node is tree.root) == (node.parent is None), f"{name} has no parent, or is a root that has one")
@@ -62,7 +75,7 @@ def _check_locks(node: PagedNode) -> None:
     )
 
 
-def _check_counts(tree: Tree, nodes: list[PagedNode]) -> None:
+def _check_counts(tree: CheckedTree, nodes: list[PagedNode]) -> None:
     cached = sum(len(node.pages) for node in nodes)
     evictable = sum(len(node.pages) for node in nodes if node.locks == 0)
     _require(tree.num_cached == cached, f"num_cached is {tree.num_cached}, the nodes hold {cached} pages")
@@ -71,7 +84,7 @@ def _check_counts(tree: Tree, nodes: list[PagedNode]) -> None:
     )
 
 
-def _check_heap(tree: Tree, nodes: list[PagedNode]) -> None:
+def _check_heap(tree: CheckedTree, nodes: list[PagedNode]) -> None:
     heap = tree.heap
     values = {}
     alive = {id(node) for node in nodes}
@@ -88,7 +101,7 @@ def _check_heap(tree: Tree, nodes: list[PagedNode]) -> None:
             _require(values[node.number] <= tree.policy(node), f"the value of node {node.number} has fallen")
 
 
-def _check_pages(tree: Tree, nodes: list[PagedNode], held_pages: Iterable[int]) -> None:
+def _check_pages(tree: CheckedTree, nodes: list[PagedNode], held_pages: Iterable[int]) -> None:
     free = tree.pool.free_pages()
     held = np.fromiter(held_pages, dtype=np.int64)
     cached = np.concatenate([node.pages for node in nodes])

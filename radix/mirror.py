@@ -1,4 +1,4 @@
-"""A router's copy of a replica's tree: the same nodes without pages, kept by the events that the tree emits."""
+"""A router's copy of a replica's tree: the same nodes without pages, updated by the events that the tree emits."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from radix.node import TOKEN_BYTES, Node, attach, descend, detach, insert_above,
 
 
 class Mirror:
-    """Says how much of a prompt a replica has cached. Holds what the replica's tree holds and no more."""
+    """A copy of one replica's tree, which says how much of a prompt the replica has cached."""
 
     def __init__(self, page_size: int) -> None:
         """Raises ValueError for a page size outside 1 .. 64."""
@@ -27,8 +27,8 @@ class Mirror:
         return self._num_tokens
 
     def apply(self, event: Event) -> None:
-        """Follows one change. Raises ValueError for an event that does not fit what came before: then this mirror is
-        of no more use, and the listener must ask for a snapshot."""
+        """Applies one event. Raises ValueError if the event does not fit those before it. Then the mirror is no longer
+        valid, and the listener must ask for a snapshot."""
         if isinstance(event, Stored):
             self._store(event)
         elif isinstance(event, Split):
@@ -37,16 +37,16 @@ class Mirror:
             self._remove(event)
 
     def match(self, tokens: Sequence[int] | np.ndarray) -> int:
-        """How many tokens of the longest cached prefix of `tokens` there are, in whole pages. Changes nothing."""
+        """Number of tokens in the longest cached prefix of `tokens`, in whole pages. Changes nothing."""
         return self.match_packed(pack(tokens))
 
     def match_packed(self, prompt: bytes) -> int:
-        """`match` of a prompt that `radix.node.pack` has packed, for one who asks many mirrors."""
+        """Like `match`, for a prompt that `radix.node.pack` has packed: a caller with many mirrors packs it once."""
         _, _, end = descend(self._root, whole_pages(prompt, self._page_bytes), self._page_bytes)
         return end // TOKEN_BYTES
 
     def snapshot(self) -> list[Stored]:
-        """Events that build this mirror from nothing, parents before children."""
+        """Events that build this mirror from an empty one, parents before children."""
         return snapshot(self._root)
 
     def _store(self, event: Stored) -> None:

@@ -1,8 +1,8 @@
-"""What the tree and its mirrors share: nodes, edges, and descending along a prompt.
+"""Nodes, edges and the descent along a prompt, for the tree and its mirrors.
 
-An edge is the tokens of one node as bytes, 4 a token, so that comparing one with a prompt is one `memcmp`. A node's
-children are told apart by the first page of their edge, exactly (no hash that could collide): two children of one node
-always differ within their first page, which is why prefixes are shared in whole pages.
+An edge is the tokens of one node as bytes, 4 a token, so that one `memcmp` compares it with a prompt. The key of a
+child is the first page of its edge, exactly, not a hash that could collide. Two children of one node therefore differ
+within their first page, and prefixes are shared in whole pages.
 """
 
 import struct
@@ -17,7 +17,8 @@ TOKEN_BYTES = 4
 
 
 class Node:
-    """One node: `edge` holds its own tokens (none at the root), `children` is keyed by the first page of theirs."""
+    """A node of a tree or a mirror. `edge` has its own tokens (none at the root); `children` has its children by the
+    first page of their edges."""
 
     __slots__ = ("children", "edge", "number", "parent")
 
@@ -33,13 +34,40 @@ class Node:
         return len(self.edge) // TOKEN_BYTES
 
 
+NO_PAGES = np.empty(0, dtype=np.int32)
+NO_PAGES.flags.writeable = False
+
+
+class PagedNode(Node):
+    """A node of `radix.tree.Tree`.
+
+    | field | meaning |
+    | --- | --- |
+    | `pages` | int32, the pages with the KV of its own tokens |
+    | `last_used` | time of its last use, by the tree's clock |
+    | `locks` | locks on this node and on all nodes below it |
+    | `own_locks` | locks on this node alone |
+    | `queued` | whether the eviction heap has an entry for it |
+    """
+
+    __slots__ = ("last_used", "locks", "own_locks", "pages", "queued")
+
+    def __init__(self, number: int, parent: Self | None, edge: bytes) -> None:
+        super().__init__(number, parent, edge)
+        self.pages = NO_PAGES
+        self.last_used: float = 0
+        self.locks = 0
+        self.own_locks = 0
+        self.queued = False
+
+
 N = TypeVar("N", bound=Node)
 
 
 def pack(tokens: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as bytes, 4 each. An int32 array is copied as it is; a list costs about 8 ns a token.
 
-    Raises ValueError for what is no sequence of ids within 32 bits.
+    Raises ValueError unless `tokens` is a sequence of integers that fit in 32 bits.
     """
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -59,15 +87,15 @@ def unpack(edge: bytes) -> list[int]:
 
 
 def whole_pages(prompt: bytes, page_bytes: int) -> bytes:
-    """`prompt` without the tokens of a last page that is not full."""
+    """The prompt without the tokens of a last page that is not full."""
     return prompt[: len(prompt) // page_bytes * page_bytes]
 
 
 def descend(root: N, prompt: bytes, page_bytes: int) -> tuple[N, int, int]:
-    """Follows `prompt` (whole pages) as far as the tree agrees with it, in whole pages.
+    """Follows `prompt` (whole pages) down the tree, as far as whole pages agree.
 
-    Returns (node, inside, end): the prompt agrees up to byte `end`, which is byte `inside` of the edge of `node`;
-    `inside` is the edge's length unless the prompt leaves it, or ends, in its middle.
+    Returns (node, inside, end): the prompt agrees up to its byte `end`, which is byte `inside` of the edge of `node`.
+    `inside` is the length of that edge, or less if the prompt leaves it, or ends, in its middle.
     """
     node, end = root, 0
     while (child := node.children.get(prompt[end : end + page_bytes])) is not None:
@@ -89,7 +117,7 @@ def _common(prompt: bytes, start: int, edge: bytes, page_bytes: int) -> int:
 
 
 def attach(node: N, page_bytes: int) -> None:
-    """Hangs `node` under its parent. Raises ValueError when a child with that first page is there already."""
+    """Adds `node` to its parent's children. Raises ValueError if there is already a child with that first page."""
     assert node.parent is not None
     key = node.edge[:page_bytes]
     if key in node.parent.children:
@@ -98,7 +126,8 @@ def attach(node: N, page_bytes: int) -> None:
 
 
 def insert_above(node: N, number: int, at: int, page_bytes: int) -> N:
-    """Splits the edge of `node`: a new node `number` with its first `at` bytes comes between it and its parent."""
+    """Splits the edge of `node` and returns a new node `number`, between it and its parent, with the first `at`
+    bytes."""
     assert node.parent is not None
     upper = type(node)(number, node.parent, node.edge[:at])
     node.parent.children[upper.edge[:page_bytes]] = upper
@@ -109,7 +138,8 @@ def insert_above(node: N, number: int, at: int, page_bytes: int) -> N:
 
 
 def detach(node: N, page_bytes: int) -> N:
-    """Takes the leaf `node` from its parent, which is returned. A node without a parent that is no root is dead."""
+    """Removes the leaf `node` from its parent, and returns the parent. A node without a parent that is not the root has
+    been removed."""
     parent = node.parent
     assert parent is not None and not node.children
     del parent.children[node.edge[:page_bytes]]
@@ -127,7 +157,7 @@ def walk(root: N) -> Iterator[N]:
 
 
 def snapshot(root: Node) -> list[Stored]:
-    """Events that build the same tree from nothing, parents before children."""
+    """Events that build the same tree in an empty mirror, parents before children."""
     return [
         Stored(node.number, node.parent.number, unpack(node.edge)) for node in walk(root) if node.parent is not None
     ]

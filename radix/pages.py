@@ -1,13 +1,13 @@
-"""The pages of one replica's KV cache and which of them are free."""
+"""The pages of one replica's KV cache, and the list of those that are free."""
 
 import numpy as np
 
 
 class PagePool:
-    """Hands out page numbers 0 .. num_pages-1; a page holds the KV of `page_size` consecutive tokens.
+    """Allocates pages 0 .. num_pages-1; a page has the KV of `page_size` consecutive tokens.
 
-    Every page is owned by exactly one of: this free list, a running request, the tree. The pool knows only what is
-    free; `radix.integrity.check` proves the rest.
+    Every page is owned by exactly one of: this free list, a running request, the tree. The pool knows only the free
+    pages; `radix.integrity.check` checks the rest.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -20,13 +20,13 @@ class PagePool:
         self.page_size = page_size
         self._stack = np.arange(
             num_pages - 1, -1, -1, dtype=np.int32
-        )  # the first `num_free` entries; popped at the end
+        )  # free are the first `num_free` entries, taken from the end
         self._num_free = num_pages
         self._is_free = np.ones(num_pages, dtype=bool)
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` could hand out now."""
+        """Number of pages that `allocate` could return now."""
         return self._num_free
 
     def free_pages(self) -> np.ndarray:
@@ -34,7 +34,7 @@ class PagePool:
         return self._stack[: self._num_free].copy()
 
     def allocate(self, n: int) -> np.ndarray | None:
-        """`n` pages as int32 [n], now the caller's; None, and nothing changes, when fewer are free."""
+        """Returns `n` pages, int32 [n], which the caller then owns; None, and nothing changes, if fewer are free."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages")
         if n > self._num_free:
@@ -46,7 +46,7 @@ class PagePool:
 
     def free(self, pages: np.ndarray) -> None:
         """Takes back `pages` (integers [n]). Raises ValueError, and nothing changes, for a page that is free already,
-        that is named twice or that is none of this pool's."""
+        is named twice, or is not in this pool."""
         pages = np.asarray(pages)
         if pages.size == 0:
             return
@@ -64,7 +64,7 @@ class PagePool:
         self._num_free += len(pages)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the free list and the marks beside it agree."""
+        """Raises AssertionError unless the free list and the marks of free pages agree."""
         listed = self._stack[: self._num_free]
         if len(np.unique(listed)) != self._num_free:
             raise AssertionError("the free list names a page twice")

@@ -1,6 +1,6 @@
-"""Which leaf is worth least. A policy is one function of a node; the leaf with the lowest value is evicted first.
+"""Eviction policies. A policy is a function that gives a node's value: the leaf with the lowest value is evicted first.
 
-The tree asks again only when a leaf reaches the top of its heap, so a node's value may rise while it waits there but
+The tree calls it again only when a leaf reaches the top of its heap. So the value of a node in the heap may rise, but
 must never fall.
 """
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 
 class Used(Protocol):
-    """What a policy may know of a node."""
+    """The attributes of a node that a policy may read."""
 
     last_used: float
 
 
 def lru(node: Used) -> float:
-    """The least recently matched or inserted goes first."""
+    """The policy that evicts the least recently matched or inserted leaf first."""
     return node.last_used

@@ -17,36 +17,26 @@ the path to the root, so whatever lies below an unlocked node is unlocked too.
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
 from radix.events import Event, Removed, Split, Stored
 from radix.integrity import check
-from radix.node import TOKEN_BYTES, Node, attach, descend, detach, insert_above, pack, snapshot, unpack, whole_pages
+from radix.node import (
+    TOKEN_BYTES,
+    PagedNode,
+    attach,
+    descend,
+    detach,
+    insert_above,
+    pack,
+    snapshot,
+    unpack,
+    whole_pages,
+)
 from radix.pages import PagePool
 from radix.policies import lru
-
-NO_PAGES = np.empty(0, dtype=np.int32)
-NO_PAGES.flags.writeable = False
-
-
-class PagedNode(Node):
-    """A node of `Tree`: its pages, who holds it, when it was last used.
-
-    `locks` counts those held on this node or below it, `own_locks` those on this node alone. `queued` says that the
-    eviction heap has an entry for it.
-    """
-
-    __slots__ = ("last_used", "locks", "own_locks", "pages", "queued")
-
-    def __init__(self, number: int, parent: Self | None, edge: bytes) -> None:
-        super().__init__(number, parent, edge)
-        self.pages = NO_PAGES
-        self.last_used: float = 0
-        self.locks = 0
-        self.own_locks = 0
-        self.queued = False
 
 
 class Match(NamedTuple):
@@ -58,14 +48,15 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What was inserted ends exactly at the end of `node`; `num_present` of its tokens were there before."""
+    """The result of an insertion: the tokens end exactly at the end of `node`; the first `num_present` of them were
+    there before."""
 
     node: PagedNode
     num_present: int
 
 
 class Tree:
-    """The prefix tree of one replica. One thread at a time."""
+    """The prefix tree of one replica. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -75,8 +66,8 @@ class Tree:
         on_event: Callable[[Event], None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`on_event` is told of every change, in order. `clock` never goes back; by default it counts calls. Raises
-        ValueError when the pool's pages have another size."""
+        """`on_event` is called with every change, in order. `clock` must never go back; by default it counts calls.
+        Raises ValueError if the pool's pages have another size."""
         if page_size != pool.page_size:
             raise ValueError(f"the tree's page_size is {page_size}, the pool's {pool.page_size}")
         self.page_size = page_size
@@ -89,22 +80,23 @@ class Tree:
         self._numbers = itertools.count(1)
         self._num_cached = 0
         self._num_evictable = 0
-        # (value, number, node) of every evictable leaf, once each, and of some nodes that have ceased to be one: those
-        # are dropped when they come up, as a value that has risen since is corrected then.
+        # (value, number, node) of every evictable leaf, once each, and of some nodes that are no longer evictable
+        # leaves. When a node comes up, it is dropped if it is no longer one, and queued again if its value has risen.
         self.heap: list[tuple[float, int, PagedNode]] = []
 
     @property
     def num_cached(self) -> int:
-        """Pages that the tree owns."""
+        """Number of pages that the tree owns."""
         return self._num_cached
 
     @property
     def num_evictable(self) -> int:
-        """Pages that `evict` could free now: those of nodes without a lock."""
+        """Number of pages that `evict` could free now: those of nodes without a lock."""
         return self._num_evictable
 
     def match(self, tokens: Sequence[int] | np.ndarray) -> Match:
-        """The longest cached prefix of `tokens` in whole pages. Splits the node in which it ends; counts as a use."""
+        """The longest cached prefix of `tokens`, in whole pages. Splits the node inside which the prefix ends, and
+        counts as a use."""
         node, _ = self._find(whole_pages(pack(tokens), self._page_bytes))
         parts = []
         walker: PagedNode | None = node
@@ -117,9 +109,9 @@ class Tree:
     def insert(self, tokens: Sequence[int] | np.ndarray, pages: np.ndarray) -> Inserted:
         """Makes `tokens` (whole pages) a prefix of the tree, with their KV in `pages` (int32 [tokens / page_size]).
 
-        The tree takes the pages of `tokens[num_present:]`. Those of `tokens[:num_present]` that the caller passed and
-        that are not the tree's own (what `match` returned) stay the caller's to free. Raises ValueError, and nothing
-        changes, unless the tokens fill the pages exactly.
+        The tree takes the pages of `tokens[num_present:]`. Of the pages of `tokens[:num_present]`, the caller must free
+        those that are not the tree's own (as the pages from `match` are). Raises ValueError, and nothing changes,
+        unless the tokens fill the pages exactly.
         """
         prompt = pack(tokens)
         if len(prompt) != len(pages) * self._page_bytes:
@@ -132,8 +124,8 @@ class Tree:
         return Inserted(node, end // TOKEN_BYTES)
 
     def lock(self, node: PagedNode) -> None:
-        """Keeps `node` and what it stands on from eviction until as many `unlock(node)`. Raises ValueError for a node
-        that was evicted."""
+        """Keeps `node` and its ancestors from eviction until an equal number of `unlock(node)`. Raises ValueError for a
+        node that was evicted."""
         if node.parent is None and node is not self.root:
             raise ValueError(f"node {node.number} was evicted: lock what match and insert return before evicting")
         node.own_locks += 1
@@ -145,7 +137,7 @@ class Tree:
             walker = walker.parent
 
     def unlock(self, node: PagedNode) -> None:
-        """Takes one lock back. Raises ValueError when `node` has none."""
+        """Removes one lock. Raises ValueError if `node` has none."""
         if node.own_locks == 0:
             raise ValueError(f"node {node.number} is not locked")
         node.own_locks -= 1
@@ -158,8 +150,11 @@ class Tree:
         self._queue(node)
 
     def evict(self, num_pages: int) -> int:
-        """Frees `num_pages` into the pool, least valuable leaf first, and of the last leaf only its tail; fewer when
-        the rest is locked. Returns how many. Amortised O(log leaves) a leaf, whatever the size of the tree."""
+        """Frees `num_pages` pages into the pool, or fewer if the rest is locked, and returns their number.
+
+        The least valuable leaf goes first; the last leaf loses only as much of its tail as is needed. Takes amortised
+        O(log leaves) a leaf, for a tree of any size.
+        """
         freed: list[np.ndarray] = []
         missing = min(num_pages, self._num_evictable)
         while missing > 0:
@@ -176,7 +171,7 @@ class Tree:
         return len(pages)
 
     def reset(self) -> None:
-        """Forgets everything and frees every page. Raises ValueError while a page is locked."""
+        """Removes all nodes and frees all pages. Raises ValueError while a page is locked."""
         if self._num_evictable != self._num_cached:
             raise ValueError(f"{self._num_cached - self._num_evictable} pages are locked: finish their requests first")
         self.evict(self._num_cached)
@@ -186,14 +181,14 @@ class Tree:
         return snapshot(self.root)
 
     def check_integrity(self, held_pages: Iterable[int] = ()) -> None:
-        """Raises AssertionError, saying what is wrong, unless every page of the pool is owned by exactly one of the
-        free list, a request (`held_pages` are those of all requests, without the ones they share) and the tree, and the
-        tree is sound. Walks it all."""
+        """Raises AssertionError, with the fault, unless the tree is sound and every page of the pool has exactly one
+        owner: the free list, a request, or the tree. `held_pages`: all pages that requests own, without the tree's
+        pages that they read. Walks the whole tree."""
         check(self, held_pages)
 
     def _find(self, prompt: bytes) -> tuple[PagedNode, int]:
-        """(node, end): the longest prefix of `prompt` in the tree is its first `end` bytes, and `node` ends there.
-        Splits if it must, and marks the path as used."""
+        """Returns (node, end): the longest prefix of `prompt` in the tree is its first `end` bytes, and `node` ends
+        there. Splits a node if necessary, and marks the path as used."""
         node, inside, end = descend(self.root, prompt, self._page_bytes)
         if inside < len(node.edge):
             node = self._split(node, inside)
@@ -217,11 +212,11 @@ class Tree:
         return leaf
 
     def _split(self, node: PagedNode, at: int) -> PagedNode:
-        """Puts the first `at` bytes of `node` into a new node above it, which is returned. Locks stay on `node`, so
-        that whoever holds it still holds all of it."""
+        """Moves the first `at` bytes of `node` to a new node above it, and returns the new node. Locks stay on `node`,
+        so that a request which holds it still holds all of its pages."""
         upper = insert_above(node, next(self._numbers), at, self._page_bytes)
         num_pages = at // self._page_bytes
-        # Copies, so that a trimmed tail does not keep the array of what was once a long node.
+        # Copies: views of a trimmed tail would keep the array of the whole node alive.
         upper.pages, node.pages = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()
         upper.last_used = node.last_used
         upper.locks = node.locks
@@ -247,7 +242,7 @@ class Tree:
             heapq.heappush(self.heap, (self.policy(node), node.number, node))
 
     def _pop_leaf(self) -> PagedNode:
-        """The least valuable evictable leaf, out of the heap. There must be one."""
+        """Removes the least valuable evictable leaf from the heap and returns it. There must be one."""
         while True:
             value, _, node = heapq.heappop(self.heap)
             node.queued = False

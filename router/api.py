@@ -1,45 +1,62 @@
-"""The HTTP server: OpenAI's protocol, and what an operator asks.
+"""The HTTP server: OpenAI's API, and endpoints for operators.
 
-A request's way: `Keys` lets it in, `body` parses it (`requests`), `job` turns it into tokens, `Generation` runs its
-sequences through the `Service` and writes the text as `chat` or `completion` say.
+The path of a request for text:
+
+1. `Keys` checks the API key.
+2. `read_body` parses the body into one of the types of `requests`.
+3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
+4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
 """
 
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib import metadata
 from time import perf_counter
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
-from router import openapi
+from router import openapi, request_id
 from router.auth import Keys
 from router.body import read_body
 from router.chat import ChatFormat
 from router.chat_template import TemplateError
 from router.completion import CompletionFormat
 from router.config import RouterConfig
-from router.errors import ApiError, internal, invalid
+from router.errors import ApiError, invalid
 from router.generation import Format, Generation
-from router.job import Job, chat_job, completion_job
-from router.metrics import Metrics
-from router.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.responses import ChatChunk, ChatCompletion, Completion, Health, Model, ModelList, Text, Tokens
+from router.middleware import Guarded, Observed
+from router.prepared_request import PreparedRequest, chat_job, completion_job
+from router.requests import INT32, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.responses import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    DetokenizeResponse,
+    Health,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    TokenizerInfo,
+    Version,
+)
 from router.sampling import check_token_ids
 from router.service import Service
 from router.sse import ClientGone, EventStream, unless_gone
 
-log = logging.getLogger(__name__)
+PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight
 
 
-def create_app(service: Service, config: RouterConfig) -> FastAPI:
-    """The application. Its lifespan starts and closes `service`."""
+def create_app(service: Service, config: RouterConfig, answers_id: bool = True) -> FastAPI:
+    """The FastAPI application. Its lifespan starts and closes `service`. `answers_id`: whether answers carry the
+    request's id as X-Request-Id; false where a proxy in front adds it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,6 +69,7 @@ def create_app(service: Service, config: RouterConfig) -> FastAPI:
     app = FastAPI(
         title="Shoal",
         description="Large language models behind OpenAI's protocol",
+        version=_version(),
         lifespan=lifespan,
         redirect_slashes=False,
     )
@@ -61,27 +79,35 @@ def create_app(service: Service, config: RouterConfig) -> FastAPI:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
     app.include_router(_generation_routes(service, config), dependencies=dependencies)
     app.include_router(_model_routes(service, config), dependencies=dependencies)
-    app.include_router(_operator_routes(service))
+    app.include_router(_operator_routes(service, app.version))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _nobody)
-    app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(_Counted, metrics=service.metrics)
-    _document(app, service)
+    app.add_middleware(Guarded)
+    if config.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.origins,
+            allow_methods=["GET", "POST", "HEAD"],
+            allow_headers=["*"],
+            expose_headers=[request_id.HEADER, "Retry-After"],
+            max_age=PREFLIGHT_S,
+        )
+    app.add_middleware(Observed, metrics=service.metrics, answers_id=answers_id)
+    _document(app, service, config)
     return app
 
 
 def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
     routes = APIRouter(tags=["generation"])
-    errors = (400, 401, 404, 413, 429, 500, 503)
+    errors = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 
-    async def answer(request: Request, stream: bool, job: Job, form: Format) -> Response:
-        generation = Generation(service, job, form)
-        headers = {"X-Request-Id": job.id}
+    async def answer(request: Request, stream: bool, job: PreparedRequest, form: Format) -> Response:
+        generation = Generation(service, job, form, request.state.name)
         if stream:
-            return EventStream(generation.stream, headers)
+            return EventStream(generation.stream)
         body = await unless_gone(request.receive, generation.whole())
-        return Response(body, headers=headers, media_type="application/json")
+        return Response(body, media_type="application/json")
 
     @routes.post(
         "/v1/chat/completions",
@@ -89,10 +115,11 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         responses=openapi.answers(ChatCompletion, *errors, stream=ChatChunk),
     )
     async def chat_completions(request: Request) -> Response:
-        """Answers a conversation."""
+        """Answers a conversation, as a whole or as a stream."""
         arrived = perf_counter()
-        body, size = await read_body(request, ChatRequest, config.max_body_bytes)
+        body, size = await read_body(request, ChatRequest, config.max_body_bytes, config.body_timeout_s)
         _check_model(service, body.model)
+        _check_priority(config, body.priority)
         body = service.defaults.complete(body)
         job = await service.in_thread(
             size, chat_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
@@ -105,10 +132,11 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         responses=openapi.answers(Completion, *errors, stream=Completion),
     )
     async def completions(request: Request) -> Response:
-        """Continues texts."""
+        """Continues prompts, as a whole or as a stream."""
         arrived = perf_counter()
-        body, size = await read_body(request, CompletionRequest, config.max_body_bytes)
+        body, size = await read_body(request, CompletionRequest, config.max_body_bytes, config.body_timeout_s)
         _check_model(service, body.model)
+        _check_priority(config, body.priority)
         body = service.defaults.complete(body)
         job = await service.in_thread(
             size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
@@ -122,8 +150,8 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
     routes = APIRouter(tags=["model"])
     created = int(time.time())
 
-    def model() -> Model:
-        return Model(
+    def model() -> ModelCard:
+        return ModelCard(
             id=service.model,
             created=created,
             max_model_len=service.context_length,
@@ -135,7 +163,7 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
         """The model that is served, as a list."""
         return _json(ModelList(data=[model()]))
 
-    @routes.get("/v1/models/{model_id:path}", responses=openapi.answers(Model, 401, 404))
+    @routes.get("/v1/models/{model_id:path}", responses=openapi.answers(ModelCard, 401, 404))
     async def one_model(model_id: str) -> Response:
         """The model, by its name."""
         _check_model(service, model_id)
@@ -144,39 +172,46 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
     @routes.post(
         "/tokenize",
         openapi_extra=openapi.body(TokenizeRequest),
-        responses=openapi.answers(Tokens, 400, 401, 404, 413, 500),
+        responses=openapi.answers(TokenizeResponse, 400, 401, 404, 408, 413, 415, 500),
     )
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        body, size = await read_body(request, TokenizeRequest, config.max_body_bytes)
+        body, size = await read_body(request, TokenizeRequest, config.max_body_bytes, config.body_timeout_s)
         _check_model(service, body.model)
         tokens = await service.in_thread(size, _tokens, service, body)
-        return _json(Tokens(tokens, len(tokens), service.context_length))
+        return _json(TokenizeResponse(tokens, len(tokens), service.context_length))
 
     @routes.post(
         "/detokenize",
         openapi_extra=openapi.body(DetokenizeRequest),
-        responses=openapi.answers(Text, 400, 401, 404, 413, 500),
+        responses=openapi.answers(DetokenizeResponse, 400, 401, 404, 408, 413, 415, 500),
     )
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        body, size = await read_body(request, DetokenizeRequest, config.max_body_bytes)
+        body, size = await read_body(request, DetokenizeRequest, config.max_body_bytes, config.body_timeout_s)
         _check_model(service, body.model)
         check_token_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
         skip = body.skip_special_tokens is True
-        return _json(Text(await service.in_thread(size, service.tokenizer.decode, body.tokens, skip)))
+        return _json(DetokenizeResponse(await service.in_thread(size, service.tokenizer.decode, body.tokens, skip)))
+
+    @routes.get("/tokenizer_info", responses=openapi.answers(TokenizerInfo, 401))
+    async def tokenizer_info() -> Response:
+        """The tokenizer's own configuration, for clients that render chats themselves."""
+        return JSONResponse(service.tokenizer.info)  # not msgspec: the file may have integers beyond 64 bits
 
     return routes
 
 
-def _operator_routes(service: Service) -> APIRouter:
+def _operator_routes(service: Service, version: str) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
     # Load balancers ask with HEAD.
     @routes.head("/health", include_in_schema=False)
+    @routes.post("/ping", include_in_schema=False)  # SageMaker's name for it
+    @routes.get("/ping", responses=openapi.answers(Health))
     @routes.get("/health", responses=openapi.answers(Health))
     async def health() -> Response:
-        """Whether this process is alive: answers as long as it is."""
+        """Whether this process is alive: answers 200 while it is."""
         return _json(Health("ok", len(service.replicas.ready)))
 
     @routes.head("/ready", include_in_schema=False)
@@ -186,12 +221,24 @@ def _operator_routes(service: Service) -> APIRouter:
         replicas = len(service.replicas.ready)
         return _json(Health("ok" if replicas else "not ready", replicas), 200 if replicas else 503)
 
+    @routes.get("/version", responses=openapi.answers(Version))
+    async def version_of_this() -> Response:
+        """The version of Shoal."""
+        return _json(Version(version))
+
     @routes.get("/metrics", responses={200: {"description": "the metrics", "content": {"text/plain": {}}}})
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus' text format."""
         return Response(service.metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return routes
+
+
+def _version() -> str:
+    try:
+        return metadata.version("shoal")
+    except metadata.PackageNotFoundError:  # not installed: run from a checkout
+        return "unknown"
 
 
 def _json(answer: msgspec.Struct, status: int = 200) -> Response:
@@ -205,6 +252,15 @@ def _check_model(service: Service, name: str | None) -> None:
             f"The model {name[:200]!r} does not exist; this server has {service.model!r}.",
             param="model",
             code="model_not_found",
+        )
+
+
+def _check_priority(config: RouterConfig, priority: int | None) -> None:
+    if priority is not None and priority > config.max_priority:
+        raise invalid(
+            f"'priority' is {priority}; here it may be from {-INT32 - 1} to {config.max_priority} (higher goes first).",
+            "priority",
+            "invalid_value",
         )
 
 
@@ -233,7 +289,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the framework itself refuses: routes and methods that do not exist."""
+    """Answers the framework's own refusals: routes and methods that do not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     known = ApiError(error.status_code, message, headers=dict(error.headers or {}))
@@ -241,44 +297,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # which nobody reads: the log's habit for a client that went away
+    return Response(status_code=499)  # never received: the client has gone, for which logs use 499 by convention
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    return internal().response()
-
-
-def _document(app: FastAPI, service: Service) -> None:
-    """Completes the page that FastAPI makes of the routes."""
+def _document(app: FastAPI, service: Service, config: RouterConfig) -> None:
+    """Completes the OpenAPI page that FastAPI makes of the routes."""
     make: Callable[[], dict[str, Any]] = app.openapi
-    app.openapi = lambda: openapi.completed(make(), service.model, service.tokenizer.vocab_size)  # type: ignore[method-assign]
-
-
-class _Counted:
-    """Counts answers by route and status."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        def count(status: int) -> None:
-            nonlocal started
-            started = True
-            route = scope.get("route")
-            path = "unknown" if route is None else route.path
-            self._metrics.responses.labels(path, status).inc()
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                count(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting if scope["type"] == "http" else send)
-        except Exception:
-            if not started:
-                count(500)  # `_unexpected` answers outside of here
-            raise
+    vocab_size = service.tokenizer.vocab_size
+    app.openapi = lambda: openapi.completed(make(), service.model, vocab_size, config.max_priority)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Who may use the server: those who send one of the keys."""
+"""API keys: a server that has some answers only requests that send one of them."""
 
 import hmac
 
@@ -9,8 +9,8 @@ from router.errors import ApiError
 
 
 class Keys:
-    """The keys of a configuration. Without any, the server is open. Raises ValueError for a key file with none in it,
-    so that a mistake does not open the server."""
+    """The accepted API keys of a configuration. Without any, the server is open. Raises ValueError for an empty key and
+    for a key file without keys, so that a mistake does not open the server."""
 
     def __init__(self, config: RouterConfig) -> None:
         keys = []
@@ -20,7 +20,7 @@ class Keys:
             lines = [line.strip() for line in config.api_key_file.read_text().splitlines()]
             keys += [line for line in lines if line]
             if not any(lines):
-                raise ValueError(f"{config.api_key_file} has no key in it: write one a line")
+                raise ValueError(f"{config.api_key_file} has no key in it: write one key per line")
         if "" in keys:
             raise ValueError("an API key must not be empty")
         self._keys = [key.encode() for key in keys]
@@ -29,14 +29,14 @@ class Keys:
         return bool(self._keys)
 
     def check(self, request: Request) -> None:
-        """Raises ApiError (401) unless the request has a key. Takes the same time for every wrong one."""
+        """Raises ApiError (401) unless the request sends an accepted key. Takes the same time for every wrong key."""
         if not self._keys:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise _unauthorized("Send your API key as `Authorization: Bearer KEY`.")
-        token = given.strip().encode("latin-1")  # the bytes that came
-        known = [hmac.compare_digest(token, key) for key in self._keys]  # every one, so that time tells nothing
+        token = given.strip().encode("latin-1")  # Starlette decodes headers as Latin-1: back to bytes
+        known = [hmac.compare_digest(token, key) for key in self._keys]  # all: time must tell nothing
         if not any(known):
             raise _unauthorized("The API key is not one that this server accepts.")
 

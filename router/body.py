@@ -1,5 +1,6 @@
 """Reading a request's body: its size, its JSON, its fields."""
 
+import asyncio
 import re
 from typing import TypeVar
 
@@ -18,10 +19,37 @@ _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field 
 _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expected `object` of length <= 0")
 
 
-async def read_body(request: Request, model: type[Known], max_bytes: int) -> tuple[Known, int]:
-    """The body as `model`, and how many bytes it had. Raises ApiError: 413 for more than `max_bytes` (counted while
-    reading, as a body need not announce its length), 400 for what is not JSON or not what `model` allows. Raises
-    ClientGone if the client leaves before all of it is here."""
+async def read_body(request: Request, model: type[Known], max_bytes: int, timeout_s: float) -> tuple[Known, int]:
+    """Returns the body as `model`, and its size in bytes. Raises ClientGone if the client disconnects before the whole
+    body is here, and ApiError:
+
+    | status | reason |
+    | --- | --- |
+    | 400 | the body is not JSON, or not what `model` allows |
+    | 408 | the body took longer than `timeout_s` |
+    | 413 | the body has more than `max_bytes`, counted while reading: a body need not announce its length |
+    | 415 | the body is compressed |
+    """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise ApiError(
+            415,
+            f"The body of the request has Content-Encoding {encoding[:100]!r}: send it as it is, uncompressed.",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        message = f"The body of the request took longer than {timeout_s:g} s."
+        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return parse(model, bytes(body)), len(body)
+
+
+async def _read(request: Request, max_bytes: int) -> bytearray:
     too_large = ApiError(
         413, f"The body of the request is larger than the limit of {max_bytes} bytes.", code="request_too_large"
     )
@@ -29,19 +57,16 @@ async def read_body(request: Request, model: type[Known], max_bytes: int) -> tup
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
     body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
-                raise too_large
-    except ClientDisconnect:
-        raise ClientGone from None
-    return parse(model, bytes(body)), len(body)
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return body
 
 
 def parse(model: type[Known], body: bytes) -> Known:
-    """Raises ApiError with status 400 that names the parameter at fault. Stops at the first fault, so that a body full
-    of them costs no more than a good one."""
+    """Decodes `body` as `model`. Raises ApiError (400) that names the parameter at fault. Stops at the first fault, so
+    that a body full of faults costs no more than a good one."""
     try:
         request = msgspec.json.decode(body, type=model)
     except msgspec.ValidationError as error:
@@ -69,9 +94,9 @@ def _unsupported(param: str) -> ApiError:
 
 
 def _explained(reason: str) -> ApiError:
-    """msgspec's words about what is wrong where, as an error about a parameter."""
+    """The ApiError for a message of msgspec, which says what is wrong and where."""
     at = _AT.search(reason)
-    path = at["path"].replace("[...]", "") if at else ""  # that stands for some key of an object
+    path = at["path"].replace("[...]", "") if at else ""  # "[...]" stands for some key of an object
     if at:
         reason = reason[: at.start()]
     field = _FIELD.match(reason)

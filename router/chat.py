@@ -1,9 +1,13 @@
-"""The chat completions of one request, as OpenAI's clients read them."""
+"""Writes the answer to a chat request as OpenAI's chat completions."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from router.job import Job
+from router.output_text import Piece, TokenText
+from router.prepared_request import PreparedRequest
 from router.responses import (
     AnswerMessage,
     ChatChoice,
@@ -11,6 +15,7 @@ from router.responses import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
+    ChunkUsage,
     ContentLogprob,
     Delta,
     TopLogprob,
@@ -19,35 +24,38 @@ from router.responses import (
 )
 from router.sse import event
 from router.tokenizer import Tokenizer
-from router.transcript import Piece, TokenText
+
+A = TypeVar("A", ChatCompletion, ChatChunk)
 
 
 class ChatFormat:
-    """Writes pieces of text as chat chunks, or all of them as one object."""
+    """Writes pieces of text as chunks of a stream, or all of them as one object."""
 
     continues = False
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: PreparedRequest, model: str, tokenizer: Tokenizer) -> None:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
+        self._tier: Literal["default"] | UnsetType = "default" if job.names_tier else UNSET
 
-    def opening(self, index: int) -> bytes:
-        """What comes before the first piece of a choice."""
-        return self._chunk(ChatChunkChoice(index, Delta(role="assistant", content="")))
+    def opening(self, index: int, usage: ChunkUsage) -> bytes:
+        """The event before the first piece of a choice: it carries the role."""
+        return self._chunk([ChatChunkChoice(index, Delta(role="assistant", content=""))], usage)
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        """Nothing if the piece says nothing."""
+    def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes:
+        """The server-sent events for one piece: one for its text and tokens, one for its finish reason. Empty if it has
+        neither."""
         data = b""
         if piece.text or piece.tokens:
-            data = self._chunk(ChatChunkChoice(index, Delta(content=piece.text), self._logprobs(piece.tokens)))
+            choice = ChatChunkChoice(index, Delta(content=piece.text), self._logprobs(piece.tokens))
+            data = self._chunk([choice], usage)
         if piece.finish_reason is not None:
-            data += self._chunk(ChatChunkChoice(index, Delta(), None, piece.finish_reason))
+            data += self._chunk([ChatChunkChoice(index, Delta(), None, piece.finish_reason)], usage)
         return data
 
     def usage(self, usage: Usage) -> bytes:
-        job = self._job
-        return event(ChatChunk(id=job.id, created=job.created, model=self._model, choices=[], usage=usage))
+        return self._chunk([], usage)
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         choices = []
@@ -55,15 +63,17 @@ class ChatFormat:
             assert answer.finish_reason is not None
             message = AnswerMessage(answer.text)
             choices.append(ChatChoice(index, message, self._logprobs(answer.tokens), answer.finish_reason))
-        job = self._job
-        return msgspec.json.encode(
-            ChatCompletion(id=job.id, created=job.created, model=self._model, choices=choices, usage=usage)
-        )
+        return msgspec.json.encode(self._answer(ChatCompletion, choices, usage))
 
-    def _chunk(self, choice: ChatChunkChoice) -> bytes:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> bytes:
+        return event(self._answer(ChatChunk, choices, usage))
+
+    def _answer(self, kind: Callable[..., A], choices: list[Any], usage: ChunkUsage) -> A:
+        """A whole answer or a chunk, which have these fields in common."""
         job = self._job
-        usage = None if job.include_usage else UNSET
-        return event(ChatChunk(id=job.id, created=job.created, model=self._model, choices=[choice], usage=usage))
+        return kind(
+            id=job.id, created=job.created, model=self._model, choices=choices, service_tier=self._tier, usage=usage
+        )
 
     def _logprobs(self, tokens: list[TokenText]) -> ChatLogprobs | None:
         if not self._job.wants_logprobs:

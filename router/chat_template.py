@@ -1,7 +1,7 @@
-"""From the messages of a conversation to the text that a model was trained on.
+"""Chat templates: a conversation's messages, rendered as the text that the model was trained on.
 
-Renders the Jinja template that comes with a model as `transformers` does (a test compares the two), without the seconds
-that importing it takes.
+Renders the Jinja template that comes with a model exactly as `transformers` does (a test compares the two), but without
+the seconds that importing `transformers` takes.
 """
 
 import json
@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# What goes wrong in a template for what it is given; the last for arguments that are nested deeply.
+# Errors that a template raises because of its input. RecursionError: arguments that are nested too deeply.
 _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
@@ -31,7 +31,7 @@ _REFUSALS = (
 
 
 class TemplateError(Exception):
-    """The template refuses these messages, or what `param` of the request names."""
+    """The template refuses its input. `param` names the parameter of the request at fault."""
 
     def __init__(self, message: str, param: str = "messages") -> None:
         super().__init__(message)
@@ -49,7 +49,8 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """One model's template. Templates come with models that strangers made: they run in Jinja's sandbox."""
+    """The chat template of one model. `source` is its text. Models come from strangers, so templates run in Jinja's
+    sandbox."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -58,6 +59,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
@@ -69,7 +71,7 @@ class ChatTemplate:
         if (folder / "tokenizer_config.json").exists():
             config = json.loads((folder / "tokenizer_config.json").read_text())
         source = config.get("chat_template")
-        if isinstance(source, list):  # several, by name
+        if isinstance(source, list):  # several templates, by name
             source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
         if (folder / "chat_template.jinja").exists():
             source = (folder / "chat_template.jinja").read_text()
@@ -86,11 +88,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """`arguments` have names that this template alone knows. Raises TemplateError, with what the template says
-        about it, and for arguments of other names."""
+        """Returns the text of a conversation. `arguments`: further variables for the template, such as
+        `enable_thinking`. Raises TemplateError with the template's own message, and for an argument whose name the
+        server itself sets."""
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         if taken := sorted((arguments or {}).keys() & {*own, *SPECIAL_TOKENS}):
-            raise TemplateError(f"{taken[0]!r} is not for a request to say", "chat_template_kwargs")
+            raise TemplateError(f"{taken[0]!r} is set by the server, leave it out", "chat_template_kwargs")
         try:
             return self._template.render({**self._special_tokens, **own, **(arguments or {})})
         except _REFUSALS as error:
@@ -100,7 +103,7 @@ class ChatTemplate:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter would escape for HTML."""
+    """The filter `tojson`, without the HTML escaping of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,34 +1,33 @@
-"""The plain completions of one request, as OpenAI's clients read them."""
+"""Writes the answer to a request for plain completions as OpenAI's completions."""
 
 import msgspec
-from msgspec import UNSET
 
-from router.job import Job
-from router.responses import Completion, CompletionChoice, CompletionLogprobs, Usage, finite
+from router.output_text import Piece, TokenText
+from router.prepared_request import PreparedRequest
+from router.responses import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage, finite
 from router.sse import event
 from router.tokenizer import Tokenizer
-from router.transcript import Piece, TokenText
 from worker.messages import TokenLogprobs
 
 
 class CompletionFormat:
-    """Writes pieces of text as chunks, or all of them as one object."""
+    """Writes pieces of text as chunks of a stream, or all of them as one object."""
 
     continues = True
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: PreparedRequest, model: str, tokenizer: Tokenizer) -> None:
         self._job = job
         self._model = model
         self._tokenizer = tokenizer
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, usage: ChunkUsage) -> bytes:
         return b""
 
-    def chunk(self, index: int, piece: Piece) -> bytes:
-        """Nothing if the piece says nothing."""
+    def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes:
+        """The server-sent event for one piece; empty if it has no text, no tokens and no finish reason."""
         if not (piece.text or piece.tokens or piece.finish_reason):
             return b""
-        return event(self._completion([self._choice(index, piece)], None if self._job.include_usage else UNSET))
+        return event(self._completion([self._choice(index, piece)], usage))
 
     def usage(self, usage: Usage) -> bytes:
         return event(self._completion([], usage))
@@ -37,7 +36,7 @@ class CompletionFormat:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         return msgspec.json.encode(self._completion(choices, usage))
 
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
+    def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
         job = self._job
         return Completion(id=job.id, created=job.created, model=self._model, choices=choices, usage=usage)
 
@@ -55,8 +54,8 @@ class CompletionFormat:
         )
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the one that came if it is not among them. Tokens that look alike share an entry:
-        the likeliest's."""
+        """Log probabilities by token text: the likeliest tokens, and the token itself if it is not among them. Where
+        several tokens have the same text, the likeliest one's value counts."""
         top: dict[str, float] = {}
         for token_id, logprob in logprobs.top:
             top.setdefault(self._tokenizer.token_text(token_id), finite(logprob))

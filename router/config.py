@@ -1,9 +1,12 @@
-"""What a router may be told. `cluster.config` composes this into the configuration file."""
+"""Settings of a router. `cluster.config` composes them into the configuration file."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+_ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
 
 class RouterConfig(BaseModel):
@@ -12,23 +15,65 @@ class RouterConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     served_model_name: str | None = Field(
-        None, description="the model's name in the API; by default that of its folder"
+        None, description="the model's name in the API; by default the name of its folder"
     )
     placement: Literal["cache_aware", "least_load", "round_robin"] = Field(
-        "cache_aware", description="how a replica is chosen for a request"
+        "cache_aware", description="how a router chooses the replica for a request"
     )
     replica_wait_s: float = Field(
         60.0,
         ge=0,
-        description="seconds that a request, or a stream that lost its replica, waits where there is no other, before "
-        "it ends with no_replica",
+        description="seconds that a request, or a stream that lost its replica, waits while no replica is there, "
+        "before it ends with no_replica",
     )
-    api_key: SecretStr | None = Field(None, description="clients must send this key; without one the server is open")
-    api_key_file: Path | None = Field(None, description="a file with one accepted key a line")
+    api_key: SecretStr | None = Field(None, description="key that clients must send; without one the server is open")
+    api_key_file: Path | None = Field(None, description="file with accepted keys, one per line")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")
-    max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) in one HTTP request")
+    max_header_bytes: int = Field(
+        32 << 10,
+        ge=256,
+        description="most bytes of request line and headers together; larger ones get 431 (or 414)",
+    )
+    max_connections: int = Field(8192, ge=1, description="most client connections to one router; further ones get 503")
+    header_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="seconds that a client has to send the headers of a request, and to begin its first request",
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="seconds that a client has to send the body of a request; slower ones get 408"
+    )
+    keep_alive_s: float = Field(
+        90.0, gt=0, description="seconds that an idle connection is kept open after an answer, for the next request"
+    )
+    cors_origins: str | None = Field(
+        None,
+        description="origins whose pages may send requests from a browser (CORS), comma-separated, as "
+        "https://chat.example.com; * for any; by default none",
+    )
+    max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) per HTTP request")
+    max_priority: int = Field(
+        0,
+        ge=0,
+        le=(1 << 31) - 1,
+        description="highest priority that a request may have; running requests of lower priority give up their KV "
+        "pages for it. With 0, clients can only lower the priority of a request, with a negative one",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="what holds where a request says nothing: temperature, top_p, top_k, min_p and repetition_penalty "
-        "of the model's generation_config.json, or what OpenAI has (temperature 1, no filters)",
+        description="source of the sampling parameters that a request leaves out: model takes temperature, top_p, "
+        "top_k, min_p and repetition_penalty from generation_config.json; openai is temperature 1 without filters",
     )
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: str | None) -> str | None:
+        for origin in [] if value is None else value.split(","):
+            if origin.strip() != "*" and not _ORIGIN.fullmatch(origin.strip()):
+                raise ValueError("an origin is a scheme and a host, with nothing after them: https://chat.example.com")
+        return value
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins in `cors_origins`, as a list."""
+        return [] if self.cors_origins is None else [origin.strip() for origin in self.cors_origins.split(",")]

@@ -1,4 +1,4 @@
-"""What a request leaves open, as the model's makers want it: `generation_config.json`."""
+"""The model's own sampling defaults (`generation_config.json`), for requests that leave these parameters out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from router.sampling import is_greedy
 Request = TypeVar("Request", bound=GenerationRequest)
 
 FILE = "generation_config.json"
-# Not `max_new_tokens`: it is there because `transformers` alone would stop after 20 tokens, and would cut answers that
-# have room in the context.
+# Not `max_new_tokens`: models set it because `transformers` would otherwise stop after 20 tokens. Here it would cut
+# answers that still fit into the context.
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _TYPES = get_type_hints(GenerationRequest, include_extras=True)
@@ -22,16 +22,16 @@ _TYPES = get_type_hints(GenerationRequest, include_extras=True)
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """`values`: of those FIELDS that the model has an opinion on. `problems`: what in its file is not as it should be,
-    and was left out, a line each."""
+    """Sampling defaults of one model. `values`: those of FIELDS that its file sets. `problems`: one line for each value
+    that is invalid and was left out."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path, sampling_defaults: Literal["model", "openai"]) -> "SamplingDefaults":
-        """Those of the model in this Hugging Face folder; none for `openai`, or if it says nothing. A value that a
-        request might not have either is a problem. Raises ValueError for a file that is no JSON object."""
+        """Reads the defaults from a Hugging Face folder; empty for `openai`, or without the file. A value that a
+        request could not have either is a problem. Raises ValueError for a file that is no JSON object."""
         path = folder / FILE
         if sampling_defaults == "openai" or not path.exists():
             return cls()
@@ -49,13 +49,13 @@ class SamplingDefaults:
                 continue
             if value is not None:
                 values[name] = value
-        if bytes(said.get("do_sample", b"")) == b"false":  # stronger than a temperature, as in transformers
+        if bytes(said.get("do_sample", b"")) == b"false":  # wins over a temperature, as in transformers
             values["temperature"] = 0.0
         return cls(values, tuple(problems))
 
     def complete(self, request: Request) -> Request:
-        """The request, with the model's values where it has none. One that asks for the likeliest tokens (temperature
-        0) stays as it is: a model's penalties would make it choose others."""
+        """The request, with the model's values for the parameters that it leaves out. A greedy request (temperature 0)
+        stays as it is: the model's penalties would make it choose other tokens."""
         if not self.values or (request.temperature is not None and is_greedy(request.temperature)):
             return request
         missing = {name: value for name, value in self.values.items() if getattr(request, name) is None}

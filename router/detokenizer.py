@@ -1,7 +1,7 @@
-"""Tokens to text, one token at a time, with no character cut in two.
+"""Incremental detokenisation: one token at a time, with no character cut in two.
 
-Text is made from the bytes that tokens stand for (`TokenBytes`), not by decoding ever longer lists of tokens: each
-token costs the same, and the streamed text is the whole decoded text whatever the tokens are.
+Text is made from the bytes of the tokens (`TokenBytes`), not by decoding ever longer lists of tokens. So each token
+costs the same, and the streamed text always equals the text of all tokens decoded at once.
 """
 
 import codecs
@@ -17,10 +17,10 @@ _BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
 class TokenBytes:
     """The bytes that each token of a vocabulary contributes to a text.
 
-    Knows the two families of decoders that language models use: ByteLevel (GPT-2, Llama 3, Qwen) and the
-    SentencePiece kind, where a mark stands for the space and bytes may stand for themselves (Llama 2, Mistral, Gemma).
-    `strips_first_space`: a text of its own loses one space at its start, because the tokenizer put one there.
-    Raises ValueError for a decoder of another kind.
+    Supports the two families of decoders that language models use. ByteLevel: GPT-2, Llama 3, Qwen. SentencePiece,
+    where a mark stands for the space and byte tokens stand for single bytes: Llama 2, Mistral, Gemma.
+    `strips_first_space`: whether a text loses one space at its start, because the tokenizer put one there. Raises
+    ValueError for any other decoder.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -51,7 +51,7 @@ class TokenBytes:
             raise ValueError(f"the decoder step {step} of tokenizer.json is not supported")
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for a number that is no token."""
+        """The bytes of a token; empty for an id that is no token."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._of(self._tokenizer.id_to_token(token_id))
@@ -63,7 +63,7 @@ class TokenBytes:
         if self._byte_level:
             try:
                 return bytes(_BYTE_OF[character] for character in token)
-            except KeyError:  # an added token: its text is meant literally
+            except KeyError:  # an added token: its text is literal
                 return token.encode()
         if self._byte_fallback and token in _BYTE_TOKENS:
             return _BYTE_TOKENS[token]
@@ -81,7 +81,8 @@ def _steps(decoder: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's writing of bytes: printable ones of Latin-1 as themselves, the others from U+0100 on, in order."""
+    """The byte of each character in GPT-2's byte-level alphabet. Printable Latin-1 characters stand for themselves; the
+    other bytes are written as the characters from U+0100 on, in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
@@ -91,10 +92,10 @@ _BYTE_OF = _byte_of_character()
 
 
 class Detokenizer:
-    """The text of one sequence as its tokens arrive.
+    """The text of one sequence, token by token.
 
-    Bytes of a character that is not complete wait for the next token; bytes that are no UTF-8 become U+FFFD. Tokens in
-    `skip` have no text. `continues`: the tokens go on from others, so a space at their start is real and stays.
+    Bytes of an incomplete character wait for the next token. Invalid UTF-8 becomes U+FFFD. Tokens in `skip` have no
+    text. `continues`: the tokens continue an earlier text, so a space at their start is kept.
     """
 
     def __init__(self, token_bytes: TokenBytes, skip: frozenset[int] = frozenset(), continues: bool = False) -> None:
@@ -104,13 +105,13 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; often all of its own, sometimes none."""
+        """Returns the text that this token completes: often all of the token's own text, sometimes none."""
         if token_id in self._skip:
             return ""
         return self._stripped(self._decoder.decode(self._bytes[token_id]))
 
     def flush(self) -> str:
-        """U+FFFD if the tokens ended in the middle of a character, otherwise nothing."""
+        """Returns U+FFFD if the tokens ended in the middle of a character, otherwise an empty text."""
         return self._stripped(self._decoder.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

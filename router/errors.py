@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be answered, in OpenAI's form."""
+"""Errors as clients get them, in OpenAI's form."""
 
 import json
 
@@ -11,7 +11,7 @@ INVALID = "invalid_request_error"
 class ApiError(Exception):
     """An answer with HTTP status `status` instead of a result.
 
-    `param` names the parameter at fault, `code` is for programs, `message` is for people and says what to do.
+    `message` is for people and says what to do. `code` is for programs. `param` names the parameter at fault.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def internal() -> ApiError:
-    """A 500 that gives nothing of the inside away; the cause is in the log."""
+    """A 500 that reveals no internals. The cause is in the log."""
     return ApiError(500, "Something went wrong inside the server; it has been logged.", code="internal_error")
 
 

@@ -1,14 +1,17 @@
-"""What this router knows of its replicas, and the one act that chooses one for a request and books the load there.
+"""A router's view of its replicas, and the atomic operation that chooses a replica for a request and books the load
+there.
 
-For each replica there is an exact copy of its tree (kept by its events), the load it published last, and this router's
-own bookings. A published load counts the bookings that the replica had received (`Load.bookings_seen`); younger ones
-are added here, so that no request is counted late, or twice, and each router sees what the others send.
+For each replica the fleet keeps an exact mirror of its radix tree (updated by its cache events), the load that it
+published last, and this router's own bookings. A published load counts all bookings that the replica had received by
+then (`ReplicaLoad.bookings_seen`), from every router. Younger bookings are "unseen", and the fleet adds them to the
+load. So each request is counted at once and only once, and each router sees the requests of the others.
 
     place ──▶ unseen: its uncached tokens count as waiting ──first_token──▶ its prompt counts as context
-                 └──── a Load with `bookings_seen` >= its number: the replica counts it ────▶ release
+                 └── a ReplicaLoad with `bookings_seen` >= its number: the replica counts it ──▶ release
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,22 +23,22 @@ import numpy as np
 from radix.mirror import Mirror
 from radix.node import pack
 from router.errors import NoReplica
-from router.expected import Expected, marks, prefix_hashes
+from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
 from router.placement import Candidate, Placement, Weights, least_load, rank, round_robin
-from worker.messages import CacheEvents, Load
+from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
 
 PLACEMENTS: dict[str, Placement] = {"cache_aware": rank, "least_load": least_load, "round_robin": round_robin}
-# `Candidate.recent_tokens` forgets by requests placed, not by time, so that it means the same at any rate.
+# `Candidate.recent_tokens` decays with each request placed, not with time, so that it means the same at any load.
 RECENT_REQUESTS = 64
 WEIGHTS = Weights()
 
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """A request's place. `number` is for `Generate.booking`; `cached_tokens` is how much of the prompt was expected to
-    be cached there."""
+    """The replica that a request was placed on. `number` goes into `Generate.booking`. `cached_tokens`: how much of the
+    prompt was expected to be cached there."""
 
     request_id: str
     replica_id: str
@@ -45,15 +48,18 @@ class Booking:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica for `/metrics` and `shoal status`.
+    """A replica for `/metrics` and `shoal status`.
 
-    `load` is what it published last (None: nothing yet). `waiting_tokens` and `context_tokens` add to that the bookings
-    that it does not count yet: placement goes by these. `mirror_tokens` is what it has cached, None while the router
-    waits for a snapshot. `bookings` are this router's requests there.
+    | field | meaning |
+    | --- | --- |
+    | `load` | the load that it published last; None if none yet |
+    | `waiting_tokens`, `context_tokens` | the same fields of `load`, plus unseen bookings: placement uses these |
+    | `mirror_tokens` | tokens in its cache; None while the router waits for a snapshot |
+    | `bookings` | this router's requests there |
     """
 
     replica_id: str
-    load: Load | None
+    load: ReplicaLoad | None
     waiting_tokens: int
     context_tokens: int
     mirror_tokens: int | None
@@ -69,22 +75,22 @@ class _Booked:
 
 @dataclass(slots=True)
 class _Replica:
-    """`mirror` is None from a gap (or the start) to the next snapshot. `unseen` are the bookings that `load` does not
-    count, in the order of their numbers."""
+    """Everything known about one replica. `mirror` is None from a gap in the events (or the start) to the next
+    snapshot. `unseen` are the bookings that `load` does not count yet, in order of their numbers."""
 
     recent_tokens: float
     mirror: Mirror | None = None
     incarnation: str = ""
     next_seq: int = 0
-    load: Load | None = None
+    load: ReplicaLoad | None = None
     last_number: int = 0
     num_bookings: int = 0
     unseen: dict[str, _Booked] = field(default_factory=dict)
-    expected: Expected = field(default_factory=Expected)
+    expected: OptimisticPrefixes = field(default_factory=OptimisticPrefixes)
 
     def candidate(self, replica_id: str, cached_tokens: int) -> Candidate:
-        """This replica as placement sees it."""
-        load = self.load or Load(incarnation="")
+        """The replica as placement sees it. `cached_tokens`: its longest cached prefix of the prompt to be placed."""
+        load = self.load or ReplicaLoad(incarnation="")
         waiting = [b.prompt_tokens - b.booking.cached_tokens for b in self.unseen.values() if not b.has_first_token]
         running = [b.prompt_tokens for b in self.unseen.values() if b.has_first_token]
         return Candidate(
@@ -99,41 +105,45 @@ class _Replica:
 
 
 class Fleet:
-    """All methods may be called from any thread. Replicas that are not known (any more) and requests that are not
-    booked are ignored, for messages cross on their way."""
+    """All replicas of one router. Every method may be called from any thread. Unknown replicas and requests without a
+    booking are ignored, because messages cross on their way."""
 
     def __init__(
         self,
         placement: Literal["cache_aware", "least_load", "round_robin"] = "cache_aware",
         clock: Callable[[], float] = time.monotonic,
+        turn: int | None = None,
     ) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds. `turn`: which of several equal replicas gets the first request. The default is
+        random: routers that all began with the same replica would crowd it."""
         self._rank = PLACEMENTS[placement]
         self._clock = clock
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
         self._booked: dict[str, _Booked] = {}
-        self._turn = 0
+        self._turn = random.getrandbits(32) if turn is None else turn
 
     def join(self, replica_id: str) -> None:
-        """A new connection to a replica, which will count this router's bookings from 1. Until its first snapshot and
-        load it counts as empty and idle. Whatever was known of an earlier connection is forgotten."""
+        """Registers a new connection to a replica, which counts this router's bookings from 1 again. Until its first
+        snapshot and load, the replica counts as empty and idle. Everything known from an earlier connection is
+        forgotten."""
         with self._lock:
             self._forget(replica_id)
-            # As much recent work as the one that had least: a newcomer is not flooded.
+            # Starts with the least recent work of all replicas: with none it would be flooded.
             least = min((replica.recent_tokens for replica in self._replicas.values()), default=0.0)
             self._replicas[replica_id] = _Replica(least)
 
     def leave(self, replica_id: str) -> None:
-        """The replica is gone, and with it its cache, its load and all bookings on it."""
+        """Forgets a replica that is gone: its cache, its load and all bookings on it."""
         with self._lock:
             self._forget(replica_id)
 
     def apply_events(self, replica_id: str, events: CacheEvents) -> bool:
-        """Follows the replica's tree. False exactly when the caller must send `Subscribe`: there was a gap or the
-        scheduler is a new one, and the mirror was dropped. What comes before the snapshot is then passed over."""
+        """Updates the replica's mirror. Returns False exactly when the caller must send `Subscribe`: there was a gap in
+        the events, or the scheduler is a new incarnation, so the mirror was dropped. Events before the new snapshot are
+        then ignored."""
         if events.snapshot:
-            mirror = _mirror(replica_id, events)  # before the lock: a snapshot may be large
+            mirror = _mirror(replica_id, events)  # outside of the lock: a snapshot may be large
             with self._lock:
                 replica = self._replicas.get(replica_id)
                 if replica is not None:
@@ -145,12 +155,12 @@ class Fleet:
                 return True
             if _follow(replica, events):
                 return True
-            log.warning("replica %s: cache events do not follow on what is known; asking for a snapshot", replica_id)
+            log.warning("replica %s: a gap in its cache events; asking for a snapshot", replica_id)
             replica.mirror = None
             return False
 
-    def apply_load(self, replica_id: str, load: Load) -> None:
-        """What the replica carries now."""
+    def apply_load(self, replica_id: str, load: ReplicaLoad) -> None:
+        """Stores the load that the replica has published, and drops the bookings that it counts from `unseen`."""
         with self._lock:
             replica = self._replicas.get(replica_id)
             if replica is None:
@@ -163,10 +173,10 @@ class Fleet:
                 del replica.unseen[request_id]
 
     def place(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, candidates: Iterable[str]) -> Booking:
-        """Chooses one of `candidates` (replica ids) for the prompt and books the request there, in one act.
+        """Chooses one of `candidates` (replica ids) for the prompt and books the request there, atomically.
 
-        An earlier booking of the same request is replaced. Raises NoReplica, with nothing booked, if none of the
-        candidates is known, and ValueError for what are no token ids.
+        Replaces an earlier booking of the same request. Raises NoReplica, with nothing booked, if no candidate is
+        known, and ValueError for invalid token ids.
         """
         prompt = pack(prompt_ids)
         hashes = prefix_hashes(np.frombuffer(prompt, dtype=np.int32))
@@ -179,7 +189,7 @@ class Fleet:
                 replica = self._replicas[replica_id]
                 expected = ends[replica.expected.match(hashes, now)]
                 cached = 0 if replica.mirror is None else replica.mirror.match_packed(prompt)
-                # The last token is always computed: its logits are the answer's first token.
+                # The last token is always computed: its logits give the answer's first token.
                 cached = min(max(expected, cached), max(0, len(prompt_ids) - 1))
                 choices.append(replica.candidate(replica_id, cached))
             if not choices:
@@ -192,25 +202,25 @@ class Fleet:
             return booked.booking
 
     def booking(self, request_id: str) -> Booking | None:
-        """Where the request is booked."""
+        """The request's booking; None if it has none."""
         with self._lock:
             booked = self._booked.get(request_id)
             return None if booked is None else booked.booking
 
     def first_token(self, request_id: str) -> None:
-        """The request's prompt is computed: it no longer waits, it is context."""
+        """Records that the request's prompt is computed: it counts as context now, no longer as waiting."""
         with self._lock:
             booked = self._booked.get(request_id)
             if booked is not None:
                 booked.has_first_token = True
 
     def release(self, request_id: str) -> None:
-        """The request has ended, whatever way."""
+        """Drops the request's booking, however the request ended."""
         with self._lock:
             self._release(request_id)
 
     def snapshot(self) -> list[ReplicaView]:
-        """Every replica, by id."""
+        """All replicas, sorted by id."""
         with self._lock:
             return [self._view(replica_id, self._replicas[replica_id]) for replica_id in sorted(self._replicas)]
 
@@ -252,20 +262,21 @@ class Fleet:
 
 
 def _mirror(replica_id: str, snapshot: CacheEvents) -> Mirror | None:
-    """The mirror of a snapshot. None, as if the replica had no cache, if it contradicts itself: asking for it again
-    would get the same."""
+    """The mirror of a snapshot. None, as if the replica had no cache, for a snapshot that contradicts itself: another
+    snapshot would be the same."""
     try:
         mirror = Mirror(snapshot.page_size)
         for event in snapshot.events:
             mirror.apply(event)
     except ValueError as error:
-        log.error("replica %s sent a snapshot of its cache that is none: %s", replica_id, error)
+        log.error("replica %s sent an invalid snapshot of its cache: %s", replica_id, error)
         return None
     return mirror
 
 
 def _follow(replica: _Replica, events: CacheEvents) -> bool:
-    """Applies the next events to the replica's mirror; False, with the mirror spoilt, if they are not the next."""
+    """Applies the next events to the replica's mirror. Returns False, with the mirror spoilt, if these events are not
+    the next."""
     mirror = replica.mirror
     assert mirror is not None
     known = (replica.incarnation, replica.next_seq, mirror.page_size)

@@ -1,4 +1,4 @@
-"""All sequences of one HTTP request, run beside each other and written as one answer."""
+"""All sequences of an HTTP request, run concurrently and written as one answer."""
 
 import asyncio
 import contextlib
@@ -6,24 +6,26 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from router.errors import ApiError
-from router.job import Job, Sequence
-from router.responses import PromptTokensDetails, Usage
+from router.output_text import OutputText, Piece
+from router.prepared_request import Choice, PreparedRequest
+from router.responses import ChunkUsage, PromptTokensDetails, Usage
 from router.service import Service
 from router.sse import DONE, Emit
-from router.transcript import Piece, Transcript
+from router.structure import STRUCTURE
 from worker.messages import Output
 
 
 class Format(Protocol):
-    """How pieces of text become bytes for the client. `continues`: the text goes on from the prompt."""
+    """How pieces of text become bytes for the client. `continues`: whether the text continues the prompt."""
 
     continues: bool
 
-    def opening(self, index: int) -> bytes: ...
+    def opening(self, index: int, usage: ChunkUsage) -> bytes: ...
 
-    def chunk(self, index: int, piece: Piece) -> bytes: ...
+    def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes: ...
 
@@ -31,25 +33,32 @@ class Format(Protocol):
 
 
 class Generation:
-    """Runs a job. When one of its sequences fails, or the caller is cancelled, all are stopped at once."""
+    """Runs a prepared request. When one of its sequences fails, or the caller is cancelled, all are stopped at once."""
 
-    def __init__(self, service: Service, job: Job, form: Format) -> None:
+    def __init__(self, service: Service, job: PreparedRequest, form: Format, name: str) -> None:
+        """`name`: the request's unique name, for replicas and logs."""
         self._service = service
         self._job = job
         self._form = form
-        self._completion_tokens = self._cached_tokens = 0
+        self._name = name
+        self._transcripts: list[OutputText] = []
+        self._cached_tokens = 0
 
     async def stream(self, emit: Emit) -> None:
-        """Emits server-sent events: chunks of all choices as they come, at the end the usage if it is wanted.
-        Raises ApiError."""
+        """Emits server-sent events: chunks of all choices as they come, and at the end the usage if the client asked
+        for it. Raises ApiError."""
+        always: ChunkUsage = None if self._job.include_usage else UNSET
 
-        async def follow(sequence: Sequence) -> None:
-            opening = self._form.opening(sequence.index)
+        async def follow(sequence: Choice) -> None:
+            begun = False
 
             async def take(piece: Piece) -> None:
-                nonlocal opening
-                data = opening + self._form.chunk(sequence.index, piece)
-                opening = b""
+                nonlocal begun
+                usage = self._usage() if self._job.usage_so_far else always
+                data = self._form.chunk(sequence.index, piece, usage)
+                if not begun:
+                    begun = True
+                    data = self._form.opening(sequence.index, usage) + data
                 if data:
                     await emit(data)
 
@@ -62,7 +71,7 @@ class Generation:
         """The answer as one JSON object. Raises ApiError."""
         answers = [Piece() for _ in self._job.sequences]
 
-        async def follow(sequence: Sequence) -> None:
+        async def follow(sequence: Choice) -> None:
             answer = answers[sequence.index]
             text: list[str] = []
 
@@ -77,19 +86,21 @@ class Generation:
         await _together([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
 
-    async def _follow(self, sequence: Sequence, take: Callable[[Piece], Awaitable[None]]) -> None:
-        """One sequence from its first piece to its last."""
+    async def _follow(self, sequence: Choice, take: Callable[[Piece], Awaitable[None]]) -> None:
+        """Runs one sequence, and hands each piece of its text to `take`."""
         job = self._job
-        transcript = Transcript(
+        transcript = OutputText(
             self._service.tokenizer,
             stop=job.stop,
+            include_stop=job.include_stop,
             min_tokens=sequence.sampling.min_tokens,
             skip_special_tokens=job.skip_special_tokens,
             continues=self._form.continues and not job.echo,
             wants_logprobs=job.wants_logprobs,
         )
+        self._transcripts.append(transcript)
         outputs = self._service.generate(
-            f"{job.id}-{sequence.index}", sequence.prompt.token_ids, sequence.sampling, job.priority, job.arrived
+            f"{self._name}-{sequence.index}", sequence.prompt.token_ids, sequence.sampling, job.priority, job.arrived
         )
         begun = False
         ending = "abandoned"
@@ -111,20 +122,21 @@ class Generation:
                         break
         except ApiError as error:
             ending = "error" if error.status < 500 else "failed"
-            if error.param == "prompt":  # as replicas call it
+            if error.param == "prompt":  # the replicas' name for it
                 error.param = job.prompt_param
+            elif error.param in STRUCTURE and job.grammar_param is not None:
+                error.param = job.grammar_param
             raise
-        except OSError:  # of the client's connection
+        except OSError:  # the client's connection broke
             raise
         except Exception:
             ending = "failed"
             raise
         finally:
             self._service.metrics.sequences.labels(ending).inc()
-            self._completion_tokens += transcript.num_tokens
 
     def _usage(self) -> Usage:
-        prompt, completion = self._job.prompt_tokens, self._completion_tokens
+        prompt, completion = self._job.prompt_tokens, sum(transcript.num_tokens for transcript in self._transcripts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(self._cached_tokens))
 
 
@@ -133,7 +145,7 @@ def _without_tokens(output: Output) -> Output:
 
 
 async def _together(sequences: list[Coroutine[Any, Any, None]]) -> None:
-    """Runs all; raises the first error, after the others have been stopped."""
+    """Runs all sequences concurrently. When one raises, stops the others, then raises its error."""
     if len(sequences) == 1:
         return await sequences[0]
     try:

@@ -7,29 +7,34 @@ from collections.abc import Sequence
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.config import RouterConfig
+from router.connection import protocol
+
 BACKLOG = 2048  # connections that may wait to be accepted, as far as the kernel allows
-KEEP_ALIVE_S = 90.0  # an idle connection is kept for so long
+# TCP keep-alive, for clients whose machine has vanished: seconds of silence before the kernel probes, seconds between
+# probes, and how many go unanswered before it gives the connection up. In all two minutes.
+VANISHED = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class Listener:
-    """`app` on `host`:`port`. Where several listen there, the kernel gives every new connection to one of them, and to
-    the others when one has died. The application's lifespan is the caller's to run."""
+    """An HTTP server for `app` on `host`:`port`. Several processes may listen there: the kernel gives each new
+    connection to one of them, and to the others once one has died. The caller runs the application's lifespan."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, drain_s: float) -> None:
-        """Binds: raises OSError for an address that is not this machine's, or that a program of another kind has.
-        `drain_s`: what answers that are being sent get to end, once it is closed. `address` is where it listens."""
+    def __init__(self, app: ASGIApp, host: str, port: int, drain_s: float, limits: RouterConfig) -> None:
+        """Binds the socket; `address` is where it is bound. Raises OSError for an address that is not this machine's,
+        or that another program has. `drain_s`: how long answers in flight may take once the server is closed. `limits`:
+        those of connections."""
         self._socket = bind(host, port)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=protocol(limits),  # type: ignore[arg-type]  # any factory of protocols works
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            timeout_keep_alive=int(KEEP_ALIVE_S),
             timeout_graceful_shutdown=int(drain_s),
         )
         self._server = _Server(config)
@@ -40,7 +45,7 @@ class Listener:
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:
-        """Returns when it accepts connections. Raises OSError if it cannot."""
+        """Returns once the server accepts connections. Raises OSError if it cannot."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         up = asyncio.create_task(self._server.up.wait())
         await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
@@ -50,7 +55,7 @@ class Listener:
             self._task.result()
 
     async def close(self) -> None:
-        """Takes no more connections, and returns when all that run have ended or their time is over."""
+        """Stops accepting connections. Returns when all requests in flight have ended, or after `drain_s`."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait((self._task,))
@@ -58,7 +63,7 @@ class Listener:
 
 
 class _Server(uvicorn.Server):
-    """`up` is set once it accepts connections."""
+    """A uvicorn server. `up` is set once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -70,11 +75,15 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int, shared: bool = True) -> socket.socket:
-    """A TCP socket at the address, not listening yet. Raises OSError. With `shared` others that are bound in the same
-    way, by the same user, do not stand in its way."""
+    """A TCP socket bound to the address, not listening yet. Raises OSError. `shared`: the same user's other sockets may
+    be bound to this address too, if they are also shared."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # like VANISHED, also for accepted connections
+    for option, value in VANISHED.items():
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     if shared:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:

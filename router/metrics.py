@@ -1,6 +1,6 @@
-"""What Prometheus is told, of requests as this router sees them and of replicas as they report themselves.
+"""Prometheus metrics: requests as this router sees them, and replicas as they report themselves.
 
-Everything about a replica goes away with it, so the page does not grow with the replicas that have been.
+The metrics of a replica go away with the replica, so the page does not grow with every replica that ever was.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,12 +9,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from worker.messages import Load
+from worker.messages import ReplicaLoad
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 
-# Names and meanings of what replicas report in `Load`, by its fields.
+# Name and help text of the metrics that are read off `ReplicaLoad`, by field.
 _GAUGES = {
     "running": ("shoal_running_requests", "Requests in the batch"),
     "waiting": ("shoal_waiting_requests", "Requests that wait for a place in the batch"),
@@ -29,21 +29,21 @@ _COUNTERS = {
     "prompt_tokens": ("shoal_prompt_tokens", "Prompt tokens of requests that began"),
     "cached_tokens": ("shoal_cached_tokens", "Prompt tokens that were in the cache"),
     "output_tokens": ("shoal_output_tokens", "Tokens sampled"),
-    "preemptions": ("shoal_preemptions", "Times that a request gave up its pages for another"),
+    "preemptions": ("shoal_preemptions", "Times that a running request gave up its KV pages for another"),
     "aborts": ("shoal_aborts", "Requests that the router stopped"),
-    "finished": ("shoal_finished_requests", "Requests that came to their end"),
+    "finished": ("shoal_finished_requests", "Requests that finished"),
     "failed": ("shoal_failed_requests", "Requests that ended in an error"),
 }
 _STAGE_SECONDS = (
     "shoal_stage_seconds",
-    "Time of a replica's pipeline stages: compute, or what they waited for: communication, host, nothing_to_do, "
+    "Time of a replica's pipeline stages: compute, or the cause of a bubble: communication, host, nothing_to_do, "
     "clumped, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
 )
-_REPORTED = {name for name, _ in (*_COUNTERS.values(), _STAGE_SECONDS)}  # by replicas, to every router
+_REPORTED = {name for name, _ in (*_COUNTERS.values(), _STAGE_SECONDS)}  # by replicas, to all routers alike
 
 
 class ReplicaTimes:
-    """The histograms of one replica. Seconds."""
+    """The latency histograms of one replica, in seconds."""
 
     def __init__(self, metrics: "Metrics", replica_id: str) -> None:
         self.first_token = metrics.first_token.labels(replica_id)
@@ -53,12 +53,20 @@ class ReplicaTimes:
 
 
 class Metrics:
-    """One router's metrics, in a registry of their own. `loads`: the last report of every replica that is connected."""
+    """The metrics of one router, in a registry of their own.
 
-    def __init__(self, replicas_wanted: int = 0, router: str = "") -> None:
-        """`replicas_wanted`: how many there are when all is well. `router`: a name of its own for each of several, any
-        of which may be asked: what one has counted would else seem to go back when the next one is."""
-        self.loads: dict[str, Load] = {}
+    | attribute | meaning |
+    | --- | --- |
+    | `loads` | the last report of each connected replica |
+    | `attention` | for each running replica: the attention backend, and why it is not the fastest ("" if it is) |
+    | `wanted` | the number of replicas that there should be |
+    """
+
+    def __init__(self, router: str = "") -> None:
+        """`router`: a unique name for each of several routers behind one address, any of which may answer a scrape. It
+        becomes a label. Without it, counters would seem to go back when another router answers."""
+        self.loads: dict[str, ReplicaLoad] = {}
+        self.attention: dict[str, tuple[str, str]] = {}
         self._router = router
         self._registry = CollectorRegistry()
         self._replicas: dict[str, ReplicaTimes] = {}
@@ -82,18 +90,18 @@ class Metrics:
             ("finish_reason",),
             registry=self._registry,
         )
-        self.sequences.labels("failed")  # from 0 on: the rate of a counter that begins with 1 misses that one
+        self.sequences.labels("failed")  # starts at 0: the rate of a counter that begins with 1 misses the first
         self.resumed = Counter(
             "shoal_resumed_sequences",
-            "Sequences that went on after their replica was lost, or after their reader was too slow",
+            "Sequences that were resumed after their replica was lost, or after their reader was too slow",
             ("reason",),
             registry=self._registry,
         )
         ready = Gauge("shoal_replicas_ready", "Replicas that this router can send to", registry=self._registry)
         ready.set_function(lambda: len(self.loads))
-        wanted = Gauge("shoal_replicas_wanted", "Replicas that the configuration asks for", registry=self._registry)
-        wanted.set(replicas_wanted)
+        self.wanted = Gauge("shoal_replicas_wanted", "Replicas that there should be", registry=self._registry)
         self._registry.register(_Loads(self.loads))
+        self._registry.register(_Attention(self.attention, self.loads))
 
     def replica(self, replica_id: str) -> ReplicaTimes:
         times = self._replicas.get(replica_id)
@@ -102,17 +110,17 @@ class Metrics:
         return times
 
     def forget(self, replica_id: str) -> None:
-        """The replica is gone for good."""
+        """Removes the metrics of a replica that is gone for good."""
         if self._replicas.pop(replica_id, None) is not None:
             for histogram in (self.first_token, self.inter_token, self.request, self.queue):
                 histogram.remove(replica_id)
 
     def page(self) -> bytes:
-        """Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
-        """All of them; those that this router has counted, under its name if it has one."""
+        """All metrics. Those that this router counts itself are labelled with its name, if it has one."""
         for metric in self._registry.collect():
             if self._router and metric.type in ("counter", "histogram") and metric.name not in _REPORTED:
                 metric.samples = [
@@ -122,9 +130,9 @@ class Metrics:
 
 
 class _Loads(Collector):
-    """Reads the replicas' reports when the page is asked for."""
+    """Reports the loads of the replicas as they are when the page is requested."""
 
-    def __init__(self, loads: Mapping[str, Load]) -> None:
+    def __init__(self, loads: Mapping[str, ReplicaLoad]) -> None:
         self._loads = loads
 
     def collect(self) -> Iterable[Metric]:
@@ -145,3 +153,22 @@ class _Loads(Collector):
                 for spent, seconds in seconds_by.items():
                     counter.add_metric([replica_id, str(stage), spent], seconds)
         yield counter
+
+
+class _Attention(Collector):
+    """Reports the attention backend of each replica in `loads`."""
+
+    def __init__(self, attention: Mapping[str, tuple[str, str]], loads: Mapping[str, ReplicaLoad]) -> None:
+        self._attention, self._loads = attention, loads
+
+    def collect(self) -> Iterable[Metric]:
+        gauge = GaugeMetricFamily(
+            "shoal_attention_info",
+            "The attention that a replica runs: flashinfer, triton, numba or torch; `problem` says why it is not a "
+            "faster one, and what to do",
+            labels=["replica", "backend", "problem"],
+        )
+        for replica_id, (backend, problem) in dict(self._attention).items():
+            if replica_id in self._loads:
+                gauge.add_metric([replica_id, backend, problem], 1)
+        yield gauge

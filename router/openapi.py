@@ -1,4 +1,5 @@
-"""What `/openapi.json` says: made of the very types that requests are parsed with and answers written from."""
+"""The content of `/openapi.json`, made from the same types that requests are parsed with and answers are written
+from."""
 
 from typing import Any
 
@@ -12,14 +13,17 @@ _TYPES = (
     requests.CompletionRequest,
     requests.TokenizeRequest,
     requests.StreamOptions,
+    requests.StructuredOutputs,
     requests.DetokenizeRequest,
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
-    responses.Model,
+    responses.ModelCard,
     responses.ModelList,
-    responses.Tokens,
-    responses.Text,
+    responses.TokenizeResponse,
+    responses.DetokenizeResponse,
+    responses.TokenizerInfo,
+    responses.Version,
     responses.Health,
     responses.Error,
 )
@@ -27,19 +31,22 @@ _ERRORS = {
     400: "a parameter is wrong or not supported; `param` names it",
     401: "no API key, or a wrong one",
     404: "no such model",
+    408: "the body took too long",
     413: "the body is too large",
+    415: "the body is compressed",
     429: "too many requests are waiting",
     500: "the server's own fault",
-    503: "no replica is ready",
+    503: "no replica is ready, or a replica has no memory or time for a grammar now",
 }
 
 
-def schemas(model: str, vocab_size: int) -> dict[str, Any]:
-    """Components for all types, with what the types cannot say: which model there is, which tokens, which fields go
-    together."""
+def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
+    """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
+    fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
     for name in ("ChatRequest", "CompletionRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
+        made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
         biases["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
     for body in _TYPES:
@@ -56,7 +63,7 @@ def schemas(model: str, vocab_size: int) -> dict[str, Any]:
 
 
 def _limit_tokens(schema: Any, vocab_size: int) -> None:
-    """Sets the largest token id wherever one is asked for."""
+    """Sets the largest token id wherever the schema has a token id."""
     if isinstance(schema, dict):
         if schema.get("title") == requests.TOKEN_ID:
             schema["maximum"] = vocab_size - 1
@@ -67,14 +74,14 @@ def _limit_tokens(schema: Any, vocab_size: int) -> None:
             _limit_tokens(part, vocab_size)
 
 
-def completed(page: dict[str, Any], model: str, vocab_size: int) -> dict[str, Any]:
-    """FastAPI's page of the routes, with the schemas that they refer to and without the 422 that it adds to routes
-    with parameters in their path: here, these cannot be wrong."""
+def completed(page: dict[str, Any], model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
+    """FastAPI's page of the routes, with the schemas that they refer to. Without the 422 that FastAPI adds to routes
+    with path parameters: here, no path parameter is invalid."""
     for ways in page["paths"].values():
         for route in ways.values():
             route["responses"].pop("422", None)
     components = page.setdefault("components", {})
-    components["schemas"] = schemas(model, vocab_size)
+    components["schemas"] = schemas(model, vocab_size, max_priority)
     return page
 
 
@@ -83,7 +90,7 @@ def reference(name: str) -> dict[str, str]:
 
 
 def body(request: type[msgspec.Struct]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that reads this body."""
+    """The `openapi_extra` of a route that reads a `request` body."""
     content = {"application/json": {"schema": reference(request.__name__)}}
     return {"requestBody": {"required": True, "content": content}}
 

@@ -1,9 +1,12 @@
 """The replicas that this router knows: one ZeroMQ connection to each, and the streams that run over it.
 
-A connection that breaks is told at once (TCP tells, or ZeroMQ's heartbeats do when a machine vanishes: these are
-answered by the replica's I/O thread, so a long step does not look like death). Every stream on it then raises
-`ReplicaLost`, the fleet forgets the replica, and a new connection with a new identity is tried until the replica
-is dropped: the replica knows a router by its identity, and aborts what the old one had asked for.
+A lost connection is noticed at once: TCP reports it, or ZeroMQ's heartbeats do when a machine vanishes. The replica's
+I/O thread answers heartbeats, so a long step does not look like death. When a connection is lost:
+
+1. Every stream on it raises `ReplicaLost`.
+2. The fleet forgets the replica.
+3. A new connection with a new identity is tried, until the replica is dropped. The replica knows a router by its
+   identity, and aborts the requests of the old one.
 """
 
 import asyncio
@@ -20,13 +23,15 @@ from zmq.utils.monitor import recv_monitor_message
 from router.fleet import Fleet
 from router.metrics import Metrics
 from worker.messages import (
+    HEARTBEAT_MS,
+    HEARTBEAT_TIMEOUT_MS,
     Abort,
     CacheEvents,
     FromRouter,
     Generate,
-    Load,
     Output,
     Outputs,
+    ReplicaLoad,
     Subscribe,
     decode_from_replica,
     encode,
@@ -34,17 +39,15 @@ from worker.messages import (
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0
-HEARTBEAT_TIMEOUT_S = 10.0
 RECONNECT_S = 0.1
 RECONNECT_MAX_S = 2.0
-# A client that reads slower than the replica writes: its sequence is stopped when this many tokens are unread, and goes
-# on when they are read. It holds no pages meanwhile, and no more than this much memory.
+# For a client that reads slower than the replica writes: its sequence is stopped when this many tokens are unread, and
+# resumed when they are read. Meanwhile the sequence holds no pages, and no more memory than these tokens.
 MAX_UNREAD_TOKENS = 2048
 
 
 class ReplicaLost(Exception):
-    """The replica of a stream is gone. `dropped`: it was taken away (`Replicas.set_replicas`), it did not die."""
+    """The replica of a stream is gone. `dropped`: it was removed by `Replicas.set_replicas`; it did not die."""
 
     def __init__(self, replica_id: str, dropped: bool = False) -> None:
         super().__init__(f"replica {replica_id} {'was taken away' if dropped else 'is gone'}")
@@ -53,13 +56,13 @@ class ReplicaLost(Exception):
 
 
 class ReaderTooSlow(Exception):
-    """The stream was stopped because its outputs are not read; all that came before has been."""
+    """The stream was stopped because its outputs are not read. Raised once all earlier outputs have been read."""
 
 
-class Stream:
-    """The outputs of one request, as an async iterator for one reader; `close` it, finished or not.
+class ReplicaStream:
+    """The outputs of one request, as an async iterator for one reader. Must be closed, finished or not.
 
-    Outputs that wait are merged into one, so a reader that falls behind gets fewer and longer ones.
+    Waiting outputs are merged into one, so a reader that falls behind gets fewer and longer outputs.
     """
 
     def __init__(self, connection: "_Connection", request_id: str) -> None:
@@ -78,7 +81,7 @@ class Stream:
         self._notify()
 
     def fail(self, error: Exception) -> None:
-        """Raised to the reader once it has read what came before."""
+        """Ends the stream with `error`, which is raised to the reader after all earlier outputs."""
         self._error = error
         self._notify()
 
@@ -86,7 +89,7 @@ class Stream:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    def __aiter__(self) -> "Stream":
+    def __aiter__(self) -> "ReplicaStream":
         return self
 
     async def __anext__(self) -> Output:
@@ -104,13 +107,13 @@ class Stream:
         return output
 
     def close(self) -> None:
-        """If the request is still running, the replica is told to stop it."""
+        """Ends the stream. Tells the replica to stop the request if it is still running."""
         if not self._done and self._error is None:
             self._connection.abort([self.request_id])
 
 
 def _merged(first: Output, second: Output) -> Output:
-    """One output that says what two in a row say."""
+    """Merges two consecutive outputs into one."""
     return msgspec.structs.replace(
         first,
         token_ids=first.token_ids + second.token_ids,
@@ -122,7 +125,7 @@ def _merged(first: Output, second: Output) -> Output:
 
 
 class _Connection:
-    """One DEALER socket to one replica, from its first attempt to connect to its loss."""
+    """A DEALER socket to one replica, from its first attempt to connect to its loss."""
 
     def __init__(
         self, replica_id: str, address: str, context: zmq.asyncio.Context, fleet: Fleet, metrics: Metrics
@@ -130,22 +133,22 @@ class _Connection:
         self.replica_id = replica_id
         self._address = address
         self.connected = False
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, ReplicaStream] = {}
         self._fleet = fleet
         self._metrics = metrics
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MAX_S * 1000))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
     async def run(self, changed: Callable[[], None]) -> bool:
-        """Returns when the connection is lost, False if not by the other side's doing. `changed` is called when it is
-        made, ready, and lost."""
+        """Returns when the connection is lost: True if the other side ended it, False if an error here did. Calls
+        `changed` when the connection is made, ready, and lost."""
         dropped = False
         try:
             self._socket.connect(self._address)
@@ -195,7 +198,8 @@ class _Connection:
             pass
 
     async def _read(self, changed: Callable[[], None]) -> None:
-        """Raises msgspec.DecodeError for a message that is none: the other side speaks another version."""
+        """Handles the replica's messages. Raises msgspec.DecodeError for an invalid one: the replica runs another
+        version."""
         while True:
             message = decode_from_replica(await self._socket.recv())
             match message:
@@ -205,7 +209,7 @@ class _Connection:
                 case CacheEvents():
                     if not self._fleet.apply_events(self.replica_id, message):
                         self.send(Subscribe())  # there was a gap
-                case Load():
+                case ReplicaLoad():
                     first = self.replica_id not in self._metrics.loads
                     self._metrics.loads[self.replica_id] = message
                     self._fleet.apply_load(self.replica_id, message)
@@ -224,7 +228,7 @@ class _Connection:
             stream.fail(ReaderTooSlow())
 
     def send(self, message: FromRouter) -> None:
-        """At once: the socket has no high-water mark, so it never blocks."""
+        """Sends at once. Never blocks, because the socket has no high-water mark."""
         self._socket.send(encode(message), zmq.NOBLOCK)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -235,22 +239,23 @@ class _Connection:
 
 
 class Replicas:
-    """All connections. Everything but `set_replicas` is for the event loop that called `start`."""
+    """The connections to all replicas. Only `set_replicas` may be called outside of the event loop that called
+    `start`."""
 
     def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._addresses: dict[str, str] = {}
         self._connections: dict[str, _Connection] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # named after the address
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # each is named after the replica's address
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.asyncio.Context | None = None
         self._changed = asyncio.Event()
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
-        """From now on these are the replicas: id to ZeroMQ address. Thread-safe, also before `start`. New ones are
-        connected, those that are not named any more (or have moved) are dropped with their streams."""
+        """Sets the replicas: id to ZeroMQ address. Connects new ones. Drops those that are missing now or have another
+        address, with their streams. Thread-safe; may be called before `start`."""
         self._addresses = dict(addresses)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing to keep up to date
@@ -274,25 +279,25 @@ class Replicas:
 
     @property
     def ready(self) -> frozenset[str]:
-        """Replicas that are connected and have told their load: they can answer."""
+        """Ids of the replicas that can answer: connected, and their first load has come."""
         return frozenset(self._metrics.loads)
 
     @property
     def known(self) -> frozenset[str]:
-        """All of `set_replicas`, connected or not."""
+        """Ids of all replicas of `set_replicas`, connected or not."""
         return frozenset(self._addresses)
 
     async def changed(self) -> None:
         """Returns after the next change of `ready`."""
         await self._changed.wait()
 
-    def generate(self, replica_id: str, request: Generate) -> Stream:
-        """Sends the request, at once. Raises ReplicaLost if the replica is not connected. The stream raises it when the
-        connection breaks, and ReaderTooSlow when its outputs are not read."""
+    def generate(self, replica_id: str, request: Generate) -> ReplicaStream:
+        """Sends the request at once. Raises ReplicaLost if the replica is not connected. The stream raises ReplicaLost
+        when the connection breaks, and ReaderTooSlow when its outputs are not read."""
         connection = self._connections.get(replica_id)
         if connection is None or not connection.connected:
             raise ReplicaLost(replica_id)
-        stream = Stream(connection, request.request_id)
+        stream = ReplicaStream(connection, request.request_id)
         connection.streams[request.request_id] = stream
         connection.send(request)
         return stream
@@ -315,7 +320,7 @@ class Replicas:
                 self._tasks[replica_id] = self._loop.create_task(self._keep(replica_id, address), name=address)
 
     async def _keep(self, replica_id: str, address: str) -> None:
-        """One connection after another, until the replica is dropped."""
+        """Keeps a connection to the replica: opens one after another, until the replica is dropped."""
         assert self._context is not None
         previous = self._ending.get(replica_id)
         if previous is not None:  # it must have left the fleet before this one joins

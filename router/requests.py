@@ -1,8 +1,8 @@
-"""The bodies that clients may send: OpenAI's fields, and those that other servers have made usual.
+"""Request bodies: OpenAI's fields, and fields that other servers have made common.
 
-Types are strict (`"1"` is no number), unknown fields are errors, and what is declared here is what `/openapi.json`
-says. Fields that OpenAI's clients send but that mean nothing here are accepted at the one value that changes nothing
-(`Neutral`, `NeutralList`, `neutral_flags`), and refused by name at any other.
+Types are strict (`"1"` is no number), and unknown fields are errors. `/openapi.json` is made from these types. Some
+fields of OpenAI's clients mean nothing here. They are accepted at the one value that changes nothing (`Neutral`,
+`NeutralList`, `neutral_flags`), and refused by name at any other.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -38,6 +38,9 @@ class StreamOptions(Body, frozen=True):
     neutral_flags = ("include_obfuscation",)
 
     include_usage: Annotated[Flag, Meta(description="end the stream with a chunk that counts tokens")] = None
+    continuous_usage_stats: Annotated[
+        Flag, Meta(description="with include_usage: every chunk counts the tokens so far")
+    ] = None
     include_obfuscation: Annotated[Flag, Meta(description="not supported: false")] = None
 
 
@@ -50,7 +53,7 @@ class JsonObjectFormat(Body, frozen=True, tag_field="type", tag="json_object"):
 
 
 class JsonSchema(Body, frozen=True):
-    """What the output must validate against. It always does, whatever `strict` says."""
+    """The schema that the output validates against, whatever `strict` says."""
 
     name: NonEmpty
     schema: dict[str, Any]
@@ -64,8 +67,37 @@ class JsonSchemaFormat(Body, frozen=True, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
+Regex = Annotated[NonEmpty | None, Meta(description="the output matches this regular expression")]
+Options = Annotated[
+    Annotated[list[NonEmpty], Meta(min_length=1, max_length=1024)] | None,
+    Meta(description="the output is one of these"),
+]
+Ebnf = Annotated[NonEmpty | None, Meta(description="the output follows this grammar (GBNF)")]
+Schema = Annotated[dict[str, Any] | str | None, Meta(description="the output validates against this JSON schema")]
+AnyJson = Annotated[Flag, Meta(description="the output is a JSON object")]
+
+
+class StructuredOutputs(Body, frozen=True, kw_only=True):
+    """A constraint on the output, by vLLM's names: one of the first five fields."""
+
+    neutral_flags = ("disable_additional_properties",)
+
+    json: Schema = None
+    regex: Regex = None
+    choice: Options = None
+    grammar: Ebnf = None
+    json_object: AnyJson = None
+    disable_any_whitespace: Annotated[
+        Flag, Meta(description="either value changes nothing: JSON has at most a space after a comma or a colon")
+    ] = None
+    disable_additional_properties: Annotated[Flag, Meta(description="not supported: false")] = None
+    disable_fallback: Annotated[Flag, Meta(description="there is nothing to fall back to")] = None
+    whitespace_pattern: Neutral = None
+    structural_tag: Neutral = None
+
+
 class GenerationRequest(Body, frozen=True, kw_only=True):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions share."""
 
     model: str
     stream: Annotated[Flag, Meta(description="send the text as it is made, as server-sent events")] = None
@@ -92,30 +124,42 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[
         Annotated[int, Meta(ge=-INT63 - 1, le=INT63)] | None,
-        Meta(description="the same seed gives the same text, whatever else the server is doing"),
+        Meta(description="the same seed gives the same text, whatever the load"),
     ] = None
     stop: Annotated[
         StopText | Annotated[list[StopText], Meta(max_length=16)] | None,
         Meta(description="texts that end the answer; they are not part of it"),
     ] = None
+    include_stop_str_in_output: Annotated[
+        Flag, Meta(description="the stop text or token that ends the answer is part of it; false")
+    ] = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     min_tokens: Annotated[
         Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="tokens before the answer may end; stop strings count in the text after them"),
+        Meta(description="least tokens of the answer; stop strings are searched for in the text after them"),
     ] = None
     ignore_eos: Flag = None
     skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; true")] = None
     priority: Annotated[
-        Annotated[int, Meta(ge=-INT32 - 1, le=INT32)] | None, Meta(description="higher goes first; 0")
+        Annotated[int, Meta(ge=-INT32 - 1, le=INT32)] | None,
+        Meta(description="higher goes first, up to the server's max_priority; 0"),
     ] = None
     user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    regex: Annotated[NonEmpty | None, Meta(description="the output matches this regular expression")] = None
-    choice: Annotated[
-        Annotated[list[NonEmpty], Meta(min_length=1, max_length=1024)] | None,
-        Meta(description="the output is one of these"),
+    regex: Regex = None
+    choice: Options = None
+    ebnf: Ebnf = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    guided_regex: Regex = None
+    guided_choice: Options = None
+    guided_grammar: Ebnf = None
+    guided_json_object: AnyJson = None
+    guided_decoding_backend: Annotated[str | None, Meta(description="not used: there is one")] = None
+    guided_whitespace_pattern: Neutral = None
+    length_penalty: Annotated[
+        Annotated[float, Meta(ge=1, le=1)] | None, Meta(description="for beam search, which is not supported: 1")
     ] = None
-    ebnf: Annotated[NonEmpty | None, Meta(description="the output follows this grammar (GBNF)")] = None
 
 
 class TextPart(Body, frozen=True):
@@ -126,7 +170,7 @@ class TextPart(Body, frozen=True):
 
 
 class Message(Body, frozen=True):
-    """One message of a conversation. `developer` means `system`. Text parts are joined by newlines."""
+    """A message of a conversation. `developer` means `system`. Text parts are joined by newlines."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Meta(min_length=1)]
@@ -138,7 +182,7 @@ class Message(Body, frozen=True):
     tool_calls: NeutralList | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates want it: text alone."""
+        """The message as chat templates take it, its content as one text."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         return message if self.name is None else message | {"name": self.name}
@@ -147,7 +191,7 @@ class Message(Body, frozen=True):
 Messages = Annotated[list[Message], Meta(min_length=1)]
 TemplateArguments = Annotated[
     dict[str, Any] | None,
-    Meta(description="what else the model's chat template takes, such as enable_thinking"),
+    Meta(description="further variables of the model's chat template, such as enable_thinking"),
 ]
 
 
@@ -168,17 +212,22 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     audio: Neutral = None
     function_call: Literal["none", "auto"] | None = None
     functions: NeutralList | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=0)] | None = None
+    metadata: Annotated[
+        Annotated[dict[str, str], Meta(max_length=16)] | None, Meta(description="not used, and not kept")
+    ] = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
     moderation: Neutral = None
     parallel_tool_calls: Annotated[Flag, Meta(description="there are no tools: either value changes nothing")] = None
     prediction: Neutral = None
-    prompt_cache_key: Annotated[str | None, Meta(description="not used: what prompts share is found without it")] = None
+    prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
     prompt_cache_options: Neutral = None
     prompt_cache_retention: Neutral = None
     reasoning_effort: Neutral = None
     safety_identifier: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority"] | None,
+        Meta(description="there is one tier: the answer says default"),
+    ] = None
     store: Annotated[Flag, Meta(description="not supported: false")] = None
     tool_choice: Literal["none", "auto"] | None = None
     tools: NeutralList | None = None
@@ -203,13 +252,13 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(Body, frozen=True):
-    """POST /tokenize: of a text (`prompt`) or of a conversation (`messages`)."""
+    """POST /tokenize: a text (`prompt`) or a conversation (`messages`)."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: Annotated[
-        Flag, Meta(description="those that the model expects around a text; true for a prompt, false for messages")
+        Flag, Meta(description="add the special tokens that the model expects; true for a prompt, false for messages")
     ] = None
     add_generation_prompt: Annotated[
         Flag, Meta(description="end a conversation where the answer begins; true for messages")

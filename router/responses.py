@@ -1,4 +1,4 @@
-"""What clients get back: OpenAI's objects, encoded by msgspec because a stream makes thousands of them a second."""
+"""Response bodies: OpenAI's objects. Encoded by msgspec, because a stream makes thousands of them a second."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ _LEAST_LOGPROB = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """JSON has no minus infinity; OpenAI sends -9999 for it."""
+    """The log probability, or -9999 for minus infinity, as OpenAI does: JSON cannot express infinity."""
     return max(logprob, _LEAST_LOGPROB)
 
 
@@ -21,12 +21,15 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens: of the prompts, each counted once, and of all choices."""
+    """Numbers of tokens: of the prompts, each counted once, and of all choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+ChunkUsage = Usage | UnsetType | None  # in a chunk: left out, null before the end, or the usage so far
 
 
 # ---------------------------------------------------------------- chat
@@ -69,6 +72,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
+    service_tier: Literal["default"] | UnsetType = UNSET  # present if the request names one
     usage: Usage
 
 
@@ -90,15 +94,16 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    service_tier: Literal["default"] | UnsetType = UNSET
+    usage: ChunkUsage = UNSET
 
 
 # ---------------------------------------------------------------- completions
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry a token. `text_offset`: characters of the choice's text before it. The first token of an echoed prompt
-    has no log probability."""
+    """Log probabilities, one entry per token. `text_offset`: characters of the choice's text before the token. The
+    first token of an echoed prompt has no log probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -121,15 +126,15 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: ChunkUsage = UNSET
 
 
-# ---------------------------------------------------------------- the rest
+# ---------------------------------------------------------------- other routes
 
 
-class Model(msgspec.Struct, kw_only=True):
-    """`max_model_len`: most tokens of prompt and output together. `default_sampling`: the model's own temperature and
-    the like, for requests that do not say any."""
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A model. `max_model_len`: most tokens of prompt and output together. `default_sampling`: the model's own sampling
+    parameters, for requests that leave them out."""
 
     id: str
     object: Literal["model"] = "model"
@@ -141,21 +146,36 @@ class Model(msgspec.Struct, kw_only=True):
 
 class ModelList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Tokens(msgspec.Struct):
+class TokenizeResponse(msgspec.Struct):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-class Text(msgspec.Struct):
+class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    """The content of `tokenizer_config.json`. These fields are always there. Special tokens are texts."""
+
+    tokenizer_class: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
 class Health(msgspec.Struct):
-    """`replicas`: those that this server can reach now."""
+    """State of the server. `replicas`: how many it can reach now."""
 
     status: Literal["ok", "not ready"]
     replicas: int

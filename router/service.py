@@ -1,11 +1,12 @@
-"""One sequence's life: placed, booked, sent, followed to its end, and resumed elsewhere if its replica dies."""
+"""The life of a sequence: placed, booked, sent, followed to its end, and resumed elsewhere if its replica dies."""
 
 import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -16,7 +17,7 @@ from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.metrics import Metrics, ReplicaTimes
-from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, Stream
+from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, SamplingParams
 
@@ -24,29 +25,43 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# A request that has seen so many replicas die is given up: it may be the cause.
+# A request is given up when this many replicas have died under it: it may be the cause.
 MAX_DEATHS = 3
-# How often a placer may name a replica that is not connected, and the time to the next try: 10 s. They are counted, for
-# how long the placer itself waits for a replica is its own matter.
+# A request is refused when this many replicas refuse it: they have the least load, and each answers between two steps.
+MAX_REFUSALS = 3
+# How often a placer may name a replica that is not connected, and the time between tries: 10 s in all. Tries are
+# counted, not time, because the placer itself may wait for a replica.
 PLACE_TRIES = 200
 PLACE_RETRY_S = 0.05
-LONG_TEXT_BYTES = 256 << 10  # about 0.1 s of tokenising
+LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
 
 class Placer(Protocol):
-    """Chooses a replica and books the request there, in one act (`Fleet.place`)."""
+    """Chooses a replica and books the request there, atomically (`Fleet.place`)."""
 
-    async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
-        """The chosen replica's id. `exclude` are those that were gone a moment ago; when one is connected again it may
-        be chosen. Raises NoReplica when none could be had in a bounded time."""
+    async def place(
+        self, request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str] = frozenset()
+    ) -> str:
+        """Returns the chosen replica's id. `exclude`: replicas that were gone a moment ago; one that is connected again
+        may be chosen. `refused`: replicas that may not be chosen. Raises NoReplica when none is available within a
+        bounded time, or at once when all that exist have refused."""
         ...
 
 
-class Service:
-    """Answers for one model, with whatever replicas there are.
+class _Refused(Exception):
+    """A replica has refused the request: its queue is full."""
 
-    `model` is its name in the API, `context_length` the most tokens of prompt and output together, `defaults` how it is
-    sampled where a request does not say.
+    def __init__(self, replica_id: str, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.replica_id = replica_id
+        self.failure = failure
+
+
+class Service:
+    """Generates text for one model, on whatever replicas there are.
+
+    `model` is its name in the API. `context_length` is the most tokens of prompt and output together. `defaults` are
+    the sampling parameters of requests that leave them out.
     """
 
     def __init__(
@@ -73,7 +88,7 @@ class Service:
         self._long_texts = ThreadPoolExecutor(1, "long-text")
 
     async def start(self) -> None:
-        """To be called in the event loop that will serve."""
+        """Starts the connections. Call it in the event loop that will serve."""
         await self.replicas.start()
 
     async def close(self) -> None:
@@ -82,22 +97,24 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def in_thread(self, num_bytes: int, work: Callable[..., Result], *arguments: object) -> Result:
-        """Work on a text of about so many bytes, beside the event loop. Long texts wait for each other, so that short
-        ones never wait for them."""
+        """Runs `work`, on a text of about `num_bytes` bytes, in a thread. Long texts have a thread of their own, so
+        that short texts never wait for them."""
         threads = self._long_texts if num_bytes > LONG_TEXT_BYTES else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, priority: int, arrived: float
     ) -> AsyncGenerator[Output, None]:
-        """The outputs of one sequence, to the one with a finish reason. `sampling` has a seed; `arrived` is the
+        """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. Raises ApiError.
 
-        Close it (`contextlib.aclosing`) to abort. A sequence that is cut off goes on, after the tokens that were
-        yielded, on another replica or the same.
+        Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
+        were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
         """
         produced: list[int] = []
         lost: list[str] = []
+        refused: dict[str, Failure] = {}
+        resumed = False
         deaths = 0
         for run in itertools.count():
             request = Generate(
@@ -105,14 +122,22 @@ class Service:
                 prompt_ids=prompt_ids,
                 sampling=sampling,
                 output_ids=list(produced),
+                resumed=resumed,
                 priority=priority,
             )
             try:
-                async with contextlib.aclosing(self._run(request, lost, arrived)) as outputs:
+                async with contextlib.aclosing(self._run(request, lost, frozenset(refused), arrived)) as outputs:
                     async for output in outputs:
                         produced += output.token_ids
                         yield output
                 return
+            except _Refused as error:
+                refused[error.replica_id] = error.failure
+                if len(refused) == MAX_REFUSALS:
+                    raise _overloaded(refused.values()) from None
+                continue
+            except NoReplica as error:
+                raise _overloaded(refused.values()) if refused else error from None
             except ReaderTooSlow:
                 self.metrics.resumed.labels("slow_reader").inc()
             except ReplicaLost as error:
@@ -122,18 +147,24 @@ class Service:
                 if deaths == MAX_DEATHS:
                     raise internal() from error
                 self.metrics.resumed.labels("replica_lost").inc()
+            resumed = True
+            refused.clear()  # even a full replica takes a resumed sequence
             if produced:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
 
-    async def _run(self, request: Generate, lost: list[str], arrived: float) -> AsyncGenerator[Output, None]:
-        """On one replica. Raises ReplicaLost, ReaderTooSlow, ApiError."""
+    async def _run(
+        self, request: Generate, lost: list[str], refused: frozenset[str], arrived: float
+    ) -> AsyncGenerator[Output, None]:
+        """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:
-            replica_id, stream = await self._send(request, lost)
+            replica_id, stream = await self._send(request, lost, refused)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
                 async for output in stream:
                     if output.finish_reason == "error":
-                        raise _failed(output.failure)
+                        if output.failure is not None and output.failure.kind == "overloaded":
+                            raise _Refused(replica_id, output.failure)
+                        raise _failed(output.failure, request.request_id)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
                     yield output
@@ -142,13 +173,13 @@ class Service:
         finally:
             self._fleet.release(request.request_id)
 
-    async def _send(self, request: Generate, lost: list[str]) -> tuple[str, Stream]:
-        """Places, books and sends. A placer may name a replica whose loss it has not heard of yet: then again."""
+    async def _send(self, request: Generate, lost: list[str], refused: frozenset[str]) -> tuple[str, ReplicaStream]:
+        """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
         token_ids = request.prompt_ids + request.output_ids
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
-            replica_id = await self._placer.place(request.request_id, token_ids, exclude)
+            replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused)
             booking = self._fleet.booking(request.request_id)
             request.booking = 0 if booking is None else booking.number
             try:
@@ -162,7 +193,7 @@ class Service:
 
 
 class _Clock:
-    """Measures one run of a sequence."""
+    """Measures the latencies of one run of a sequence."""
 
     def __init__(self, times: ReplicaTimes, arrived: float, resumed: bool) -> None:
         self._times = times
@@ -171,7 +202,7 @@ class _Clock:
         self._last: float | None = None
 
     def first_token(self, output: Output) -> bool:
-        """Counts the output; whether it brought the first token of this run."""
+        """Records the output. Returns whether it brought the first token of this run."""
         now = perf_counter()
         first = self._last is None
         if output.queue_s is not None:
@@ -190,11 +221,19 @@ class _Clock:
         return first
 
 
-def _failed(failure: Failure | None) -> ApiError:
-    """A replica's failure as the client hears of it."""
+def _failed(failure: Failure | None, request_id: str) -> ApiError:
+    """The client's error for a replica's failure."""
     if failure is None or failure.kind == "internal":
-        log.error("a replica failed a request: %s", failure)
+        log.error("%s: failed on its replica: %s", request_id, failure)
         return internal()
-    if failure.kind == "overloaded":
-        return ApiError(429, failure.message, code="overloaded", headers={"Retry-After": "1"})
+    if failure.kind == "unavailable":
+        return ApiError(503, failure.message, code="unavailable", headers={"Retry-After": "2"})
     return invalid(failure.message, failure.param, "invalid_value")
+
+
+def _overloaded(failures: Iterable[Failure]) -> ApiError:
+    """The error for a request that full replicas refused. The client may retry when the first of them is likely to have
+    room."""
+    first = min(failures, key=lambda failure: failure.retry_after_s or 0.0)
+    retry_after_s = max(1, math.ceil(first.retry_after_s or 0.0))
+    return ApiError(429, first.message, code="overloaded", headers={"Retry-After": str(retry_after_s)})

@@ -1,4 +1,4 @@
-"""Answers that take a while: sent as they are made, and given up when the client goes away."""
+"""Long answers: sent as they are made (server-sent events), and given up when the client disconnects."""
 
 import asyncio
 import logging
@@ -25,12 +25,12 @@ class ClientGone(Exception):
 
 
 def event(data: msgspec.Struct) -> bytes:
-    """One server-sent event."""
+    """A server-sent event with `data` as JSON."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled at once if the client disconnects: then raises ClientGone."""
+    """Returns the result of `work`. If the client disconnects first, cancels `work` at once and raises ClientGone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -50,22 +50,22 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events that `produce` emits. Emitting waits while the client's connection is full.
+    """Streams the server-sent events that `produce` emits. Emitting waits while the client's connection is full.
 
-    The status is sent with the first event: what fails before is an answer with a status of its own, what fails later
-    an event with the error.
+    The status is sent with the first event. An error before it becomes an answer with its own status; a later error
+    becomes an event.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]], headers: dict[str, str]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | headers)
+    def __init__(self, produce: Callable[[Emit], Coroutine[Any, Any, None]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        one_at_a_time = asyncio.Lock()  # choices of one answer emit beside each other
+        one_at_a_time = asyncio.Lock()  # choices of one answer emit concurrently
 
         async def emit(data: bytes) -> None:
             nonlocal started
@@ -78,12 +78,12 @@ class EventStream(Response):
         error: ApiError | None = None
         try:
             await unless_gone(receive, self._produce(emit))
-        except (ClientGone, OSError):  # a server may tell by an error of its `send`
+        except (ClientGone, OSError):  # the server may report a disconnect by an error of `send`
             return
         except ApiError as known:
             error = known
         except Exception:
-            log.exception("a stream failed")
+            log.exception("request %s failed in its stream", scope.get("state", {}).get("request_id"))
             error = internal()
         if error is not None:
             if not started:

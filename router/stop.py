@@ -4,21 +4,23 @@ from functools import lru_cache
 
 
 class StopMatcher:
-    """Finds the first stop string to be complete, and lets through only text that can no longer become one.
+    """Finds the first stop string that is complete. Lets through only text that can no longer become part of a stop
+    string; with `include` it lets through all text, the stop string too.
 
-    Of several that end at the same character the longest counts. The result does not depend on how the text is cut
-    into pieces. One automaton a stop string (Knuth, Morris, Pratt 1977), so a character costs amortised constant time
-    a string, however long the strings are.
+    If several stop strings end at the same character, the longest counts. The result does not depend on how the text is
+    cut into pieces. Each stop string has an automaton (Knuth, Morris, Pratt 1977), so a character costs amortised
+    constant time for each string, whatever its length.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+        self._include = include
         self._patterns = [(stop, _borders(stop)) for stop in stops]
         self._states = [0] * len(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Returns the text that is now certain, and whether a stop string is complete: then that text is all there
-        ever is, and the stop string is not in it."""
+        """Returns the text that is now final, and whether a stop string is complete. If it is, no more text follows;
+        the stop string is part of the returned text only with `include`."""
         if not self._patterns:
             return text, False
         buffer = self._held + text
@@ -37,20 +39,20 @@ class StopMatcher:
                 self._states[number] = state
             if longest:
                 self._held = ""
-                return buffer[: end - longest], True
-        keep = len(buffer) - max(self._states)
+                return buffer[: end if self._include else end - longest], True
+        keep = len(buffer) - (0 if self._include else max(self._states))
         self._held = buffer[keep:]
         return buffer[:keep], False
 
     def flush(self) -> str:
-        """The text that was held back, once there is no more to come."""
+        """Returns the text that was held back. Call it once no more text comes."""
         held, self._held = self._held, ""
         return held
 
 
 @lru_cache(256)  # all choices of an answer have the same stop strings
 def _borders(stop: str) -> list[int]:
-    """For every length of a prefix of `stop`, that of its longest proper border; 0 for the first two."""
+    """For each length of a prefix of `stop`, the length of its longest proper border; 0 for lengths 0 and 1."""
     borders = [0, 0]
     length = 0
     for character in stop[1:]:

@@ -1,15 +1,16 @@
-"""Text to tokens and back, for one model."""
+"""Tokenisation and detokenisation for one model."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from router.chat_template import ChatTemplate, TemplateError
+from router.chat_template import SPECIAL_TOKENS, ChatTemplate, TemplateError
 from router.detokenizer import Detokenizer, TokenBytes
 
-# A text longer than this many characters a token of context is surely too long, or nothing but blanks.
+# A text with more characters than this per token of context is surely too long, or nothing but blanks.
 CHARACTERS_PER_TOKEN = 16
 
 
@@ -22,12 +23,23 @@ class PromptTooLong(Exception):
 
 
 class Tokenizer:
-    """One model's tokenizer and chat template. Safe to use from several threads.
+    """The tokenizer and chat template of one model. Thread-safe.
 
-    `vocab_size`: every token id is below it. `special_ids`: tokens that are no text, such as the end of a turn.
+    | attribute | meaning |
+    | --- | --- |
+    | `vocab_size` | every token id is below it |
+    | `special_ids` | tokens that are no text, such as the end of a turn |
+    | `token_bytes` | the bytes of each token |
+    | `info` | `tokenizer_config.json`, with the texts of special tokens, and the chat template |
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: ChatTemplate | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`config`: the content of `tokenizer_config.json`."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -36,23 +48,32 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.info = {
+            "tokenizer_class": None,
+            **dict.fromkeys(SPECIAL_TOKENS),
+            **_texts(dict(config or {})),
+            "chat_template": None if template is None else template.source,
+        }
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """From a Hugging Face folder. Raises FileNotFoundError without a `tokenizer.json`, ValueError for one that is
-        not understood."""
+        """Loads it from a Hugging Face folder. Raises FileNotFoundError without a `tokenizer.json`, ValueError for one
+        that is not supported."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the router needs a fast tokenizer")
-        return cls(tokenizers.Tokenizer.from_file(str(path)), ChatTemplate.from_folder(folder))
+        about = folder / "tokenizer_config.json"
+        config = json.loads(about.read_text()) if about.exists() else {}
+        config.pop("name_or_path", None)  # a path on the machine where it was made
+        return cls(tokenizers.Tokenizer.from_file(str(path)), ChatTemplate.from_folder(folder), config)
 
     def encode(self, text: str, add_special_tokens: bool = True, context_length: int | None = None) -> list[int]:
-        """Raises PromptTooLong, without looking at the whole text, if its beginning alone is far over the context: a
-        large body costs no more time than a long prompt. Lets other threads run meanwhile (`Tokenizer.encode` of the
-        tokenizers package would not)."""
+        """Returns the tokens of a text. Releases the GIL (`Tokenizer.encode` of the tokenizers package would not).
+        Raises PromptTooLong if the beginning of the text alone is far over `context_length`, without looking at the
+        rest: so a large body costs no more time than a long prompt."""
         if context_length is not None and len(text) > CHARACTERS_PER_TOKEN * context_length:
             beginning = len(self._encode(text[: CHARACTERS_PER_TOKEN * context_length], False))
-            # Cutting a text changes tokens near the cut only; twice is far beyond that.
+            # Cutting a text changes only the tokens near the cut: a factor of two is far beyond that.
             if beginning > 2 * context_length:
                 raise PromptTooLong(beginning)
         return self._encode(text, add_special_tokens)
@@ -66,22 +87,22 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation; its special tokens are in it, so encode it without adding any. `arguments` are
-        the template's own. Raises TemplateError, also for a model without a template."""
+        """The text of a conversation. It contains its special tokens, so encode it without adding any. `arguments`:
+        further variables of the template. Raises TemplateError, also for a model without a template."""
         if self._template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
         return self._template.render(messages, add_generation_prompt, arguments)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """All at once. Like `encode` it lets other threads run."""
+        """The text of all tokens at once. Releases the GIL."""
         return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def detokenizer(self, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
-        """For the tokens of one sequence, one at a time."""
+        """A detokenizer for the tokens of one sequence."""
         return Detokenizer(self.token_bytes, self.special_ids if skip_special_tokens else frozenset(), continues)
 
     def token_id(self, token: str) -> int:
-        """Raises KeyError for a token that the vocabulary does not have."""
+        """The id of a token. Raises KeyError for a token that is not in the vocabulary."""
         found = self._backend.token_to_id(token)
         if found is None:
             raise KeyError(token)
@@ -94,3 +115,12 @@ class Tokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+
+def _texts(value: Any) -> Any:
+    """`value` with each token's description replaced by the token's text."""
+    if isinstance(value, dict):
+        if isinstance(value.get("content"), str):
+            return value["content"]
+        return {key: _texts(part) for key, part in value.items()}
+    return [_texts(part) for part in value] if isinstance(value, list) else value

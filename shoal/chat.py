@@ -1,28 +1,30 @@
-"""`shoal chat`: a conversation with a running server, in the terminal, or from a pipe for scripts."""
+"""`shoal chat`: a conversation with a running server, in the terminal, or through a pipe for scripts."""
 
-import argparse
 import os
 import readline
+import signal
 import sys
 import termios
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from shoal.client import Answer, Client, ServerError
+from shoal.help import Parser
 from shoal.markdown import stream
 
 EPILOG = """\
 examples:
   shoal chat
   shoal chat --url http://gpu-box:8000 --system "Answer in one sentence." --temperature 0
-  printf 'My name is Ada.\\nWhat is my name?\\n' | shoal chat --max-tokens 50
+  printf 'I am Ada.\\nWho am I?\\n' | shoal chat --max-tokens 50
 
-While an answer comes, Ctrl-C stops it and not the chat; Ctrl-D leaves. /help lists what else can be done.
-From a pipe, every line is a prompt of one conversation, and only the answers are printed.
+Ctrl-C stops an answer, Ctrl-D leaves the chat. /help lists the commands.
+From a pipe, every line is a prompt in one conversation, and only the answers are printed.
 """
 COMMANDS = {
     "/help": "this list",
@@ -32,25 +34,21 @@ COMMANDS = {
     "/stats": "show or hide the line of figures under an answer",
     "/quit": "leave, as Ctrl-D does",
 }
-# Not the protocol's 1: there a small model, which is what a newcomer meets first, talks nonsense.
+# Not OpenAI's default of 1, at which small models such as the default one talk nonsense.
 TEMPERATURE = 0.6
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of `shoal chat`."""
-    made = argparse.ArgumentParser(
-        prog="shoal chat",
-        description="Talk to a running server in the terminal.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = Parser("shoal chat", "Talk to a running server in the terminal.", EPILOG)
     made.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     made.add_argument("--model", help="default: the first that the server lists")
     made.add_argument(
         "--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY"
     )
-    made.add_argument("--system", metavar="TEXT", help="the system prompt: what the model is told before all else")
+    made.add_argument(
+        "--system", metavar="TEXT", help="the system prompt, which the model reads before the conversation"
+    )
     sampling = made.add_argument_group("how it answers")
     sampling.add_argument(
         "--temperature",
@@ -58,14 +56,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help=f"0 always takes the likeliest token (default: the model's own, else {TEMPERATURE})",
     )
-    sampling.add_argument("--top-p", type=float, metavar="X", help="only tokens that make up this much probability")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    sampling.add_argument(
+        "--top-p", type=float, metavar="X", help="sample from the likeliest tokens with this total probability"
+    )
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens in an answer")
     sampling.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Chat until the input ends. Returns 0; 1 when there is no server, or from a pipe a prompt got no answer."""
+    """Chats until the input ends. Returns 0; 1 without a server, or when a prompt from a pipe gets no answer."""
     args = parser().parse_args(argv)
     named = ("temperature", "top_p", "max_tokens", "seed")
     parameters = {name: value for name in named if (value := getattr(args, name)) is not None}
@@ -73,13 +73,15 @@ def main(argv: list[str] | None = None) -> int:
         with Client(args.url, args.api_key) as client:
             models = client.models()
             if args.model is None and not models:
-                raise ServerError(f"{client.url} lists no model; say --model")
+                raise ServerError(f"{client.url} lists no model; name one with --model")
+            if args.model is not None and models and args.model not in models:
+                raise ServerError(f"{client.url} has no model {args.model!r}; it has {', '.join(models)}")
             model = args.model or next(iter(models))
             if "temperature" not in (models.get(model, {}).get("default_sampling") or {}):
                 parameters.setdefault("temperature", TEMPERATURE)
             talk = Conversation(client, model, args.system, parameters)
             if sys.stdin.isatty() and sys.stdout.isatty():
-                Terminal(talk).run()
+                ChatTerminal(talk).run()
                 return 0
             return piped(talk, sys.stdin, sys.stdout.write)
     except ServerError as error:
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Conversation:
-    """What was said so far. A question that gets no answer leaves no trace."""
+    """The messages so far. A question that gets no answer is removed again."""
 
     def __init__(self, client: Client, model: str, system: str | None, parameters: dict[str, Any]) -> None:
         self.client, self.model, self.parameters = client, model, parameters
@@ -96,12 +98,12 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Forgets everything but the system prompt."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def ask(self, question: str, show: Callable[[Iterable[str]], None]) -> Answer:
-        """Send a question and hand the answer's pieces to `show` as they come. A KeyboardInterrupt in there stops the
-        answer: what came of it counts as said. Raises ServerError."""
+        """Sends a question and hands the pieces of the answer to `show` as they come. A KeyboardInterrupt in `show`
+        stops the answer; the text so far is kept. Raises ServerError."""
         answer = Answer()
         self.messages.append({"role": "user", "content": question})
         with closing(self.client.chat(self.model, self.messages, answer, **self.parameters)) as pieces:
@@ -120,7 +122,8 @@ class Conversation:
 
 
 def piped(talk: Conversation, lines: Iterable[str], write: Callable[[str], object]) -> int:
-    """A prompt a line, answers and nothing else out. Stops at the first prompt that fails, with exit code 1."""
+    """Reads one prompt per line and writes only the answers. Stops at the first prompt that fails. Returns the exit
+    code: 0, 1 after a failure, 130 after Ctrl-C."""
 
     def show(pieces: Iterable[str]) -> None:
         for piece in pieces:
@@ -141,8 +144,8 @@ def piped(talk: Conversation, lines: Iterable[str], write: Callable[[str], objec
     return 0
 
 
-class Terminal:
-    """The chat as one sees it: a prompt with history and editing, answers as Markdown, figures under them."""
+class ChatTerminal:
+    """The interactive chat: a prompt with history and editing, answers as Markdown, figures under them."""
 
     def __init__(self, talk: Conversation) -> None:
         self.talk = talk
@@ -150,9 +153,9 @@ class Terminal:
         self.figures = True
 
     def run(self) -> None:
-        """Until /quit or Ctrl-D."""
+        """Runs until /quit or Ctrl-D."""
         self.console.print(f"[bold]{self.talk.model}[/] [dim]at {self.talk.client.url} · /help, Ctrl-D leaves[/]\n")
-        history = History()
+        history = ChatHistory()
         readline.set_completer(_complete)
         readline.set_completer_delims("")
         readline.parse_and_bind("tab: complete")
@@ -167,13 +170,14 @@ class Terminal:
             history.save()
 
     def _read(self) -> str | None:
-        """A line, or more where one ends in a backslash; None at the end of the input. Ctrl-C drops the line."""
+        """Returns a line, or several if each but the last ends in a backslash; None at the end of the input. Ctrl-C
+        drops the line."""
         lines: list[str] = []
         while True:
-            # \x01 and \x02 tell readline that what is between them takes no room.
+            # \x01 and \x02 tell readline that the characters between them take no room.
             prompt = "\x01\x1b[1;36m\x02> \x01\x1b[0m\x02" if not lines else "\x01\x1b[2m\x02. \x01\x1b[0m\x02"
             try:
-                line = input(prompt)
+                line = typed(prompt)
             except EOFError:
                 self.console.print()
                 return None
@@ -198,7 +202,7 @@ class Terminal:
         self.console.print()
 
     def _command(self, line: str) -> bool:
-        """Run a /command; false when it leaves."""
+        """Runs a /command. Returns false if it leaves the chat."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:
@@ -249,9 +253,53 @@ class Terminal:
         self.console.print(text, style="dim", markup=False)
 
 
+class Resumed(Exception):
+    """Raised when the chat continues after Ctrl-Z. `text` is what had been typed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def typed(prompt: str) -> str:
+    """Reads a line like `input`. When the chat continues after Ctrl-Z, shows the prompt again with what had been
+    typed."""
+    text = ""
+    modes: list[Any] = []  # modes of the terminal while a line is edited
+
+    def started() -> None:
+        readline.insert_text(text)
+        with suppress(termios.error):  # no terminal
+            modes[:] = termios.tcgetattr(sys.stdin)
+
+    def resumed(signum: int, frame: FrameType | None) -> None:
+        if there := readline.get_line_buffer():
+            raise Resumed(there)
+        # Either nothing was typed, or the line is complete and `input` is about to return it: do not raise. The shell
+        # has left the terminal with modes of its own: restore ours. In the background (`bg`) that fails.
+        with suppress(termios.error):
+            if modes:
+                termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
+        print(prompt.translate({1: None, 2: None}), end="", flush=True)
+
+    while True:
+        # Only a new `input` draws the line again: readline believes that the line is still on the screen.
+        readline.set_startup_hook(started)
+        try:
+            before = signal.signal(signal.SIGCONT, resumed)
+            try:
+                return input(prompt)
+            finally:
+                signal.signal(signal.SIGCONT, before)
+        except Resumed as stopped:
+            text = stopped.text
+        finally:
+            readline.set_startup_hook(None)
+
+
 @contextmanager
 def silent_keyboard() -> Iterator[None]:
-    """What is typed meanwhile is not echoed into the answer; it is there for the next prompt."""
+    """Turns the terminal's echo off, so that keys typed during an answer do not show in it. The next prompt gets
+    them."""
     if not sys.stdin.isatty():
         yield
         return
@@ -287,7 +335,7 @@ def figures(answer: Answer) -> str:
 
 
 def transcript(messages: list[dict[str, str]], as_json: bool) -> str:
-    """The conversation for a file: a heading a message, or OpenAI's messages."""
+    """The conversation as a file: Markdown with a heading for each message, or OpenAI's messages as JSON."""
     if as_json:
         import json
 
@@ -301,8 +349,8 @@ def _complete(text: str, state: int) -> str | None:
     return found[state] if state < len(found) else None
 
 
-class History:
-    """What was typed before, across chats, in $XDG_STATE_HOME/shoal or ~/.local/state/shoal."""
+class ChatHistory:
+    """The lines typed before, across chats, kept in $XDG_STATE_HOME/shoal or ~/.local/state/shoal."""
 
     def __init__(self) -> None:
         state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
@@ -310,14 +358,14 @@ class History:
         try:
             readline.read_history_file(self._path)
         except OSError:
-            readline.clear_history()  # none yet, or not readable: a chat works without
+            readline.clear_history()  # none yet, or not readable: the chat works without
 
     def save(self) -> None:
-        """Keep the last thousand lines, for this user's eyes."""
+        """Keeps the last thousand lines, readable for this user only."""
         readline.set_history_length(1000)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
             readline.write_history_file(self._path)
         except OSError:
-            pass  # a home that cannot be written to is no reason to fail on leaving
+            pass  # a read-only home is no reason to fail on leaving

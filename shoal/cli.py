@@ -1,8 +1,14 @@
-"""The `shoal` command: finds the command that is meant and hands the rest of the line to it.
+"""The `shoal` command: finds the subcommand and hands the rest of the line to it.
 
-Every command is a module with `main(argv) -> exit code`, imported only when it is called: `shoal --help` answers at
-once, and `shoal chat` needs neither torch nor Ray. Exit codes: 0 done, 1 it went wrong, 2 the command line makes no
-sense, 130 interrupted. What goes wrong is said on stderr, without a traceback.
+Every subcommand is a module with `main(argv) -> exit code`, imported only when it is called. So `shoal --help` answers
+at once, and `shoal chat` needs neither torch nor Ray. Errors are printed on stderr, without a traceback. Exit codes:
+
+| code | meaning |
+| --- | --- |
+| 0 | done |
+| 1 | failed |
+| 2 | invalid command line |
+| 130 | interrupted |
 """
 
 import difflib
@@ -13,6 +19,7 @@ import sys
 from collections.abc import Mapping
 
 from shoal import __version__
+from shoal.help import columns, fill
 
 COMMANDS = {
     "serve": ("shoal.serve", "start a server on this machine or on a Ray cluster"),
@@ -22,15 +29,23 @@ COMMANDS = {
     "bench": ("", "measure: a server under load, the engine alone, the router"),
 }
 BENCHES = {
-    "serve": ("bench.serve", "put a load on any OpenAI-compatible server: latencies, throughput, goodput"),
-    "offline": ("bench.offline", "the engine without a server, beside transformers"),
-    "gpu": ("bench.gpu", "one replica at the speed of its GPUs, beside what is to be shown"),
-    "pipeline": ("bench.pipeline", "pipelines of several stages: bubbles, their causes, and the load they carry"),
-    "host": ("bench.host", "what a step costs the host, whatever the device takes"),
-    "exactness": ("bench.exactness", "whether a replica says what transformers says on the same device"),
-    "quality": ("bench.quality", "what bfloat16 and fp8 leave of a model's quality, on text"),
-    "streams": ("bench.streams", "what stands between a replica and its clients, at the pace of a GPU"),
-    "router": ("bench.router", "the three placements on a trace with shared prefixes"),
+    "serve": ("bench.load.serve", "put a load on any OpenAI-compatible server: latencies, throughput, goodput"),
+    "offline": ("bench.replica.offline", "the engine without a server, compared with transformers"),
+    "gpu": ("bench.replica.gpu", "one replica at the full speed of its GPUs, compared with its targets"),
+    "online": (
+        "bench.replica.online",
+        "a server as a user starts it, under load; optionally compared with another checkout",
+    ),
+    "pipeline": (
+        "bench.pipeline.command",
+        "pipelines of several stages: bubbles, their causes, and the load they carry",
+    ),
+    "host": ("bench.replica.host", "the host's time for a step, without the device's"),
+    "exactness": ("bench.correctness.exactness", "whether a replica says what transformers says on the same device"),
+    "quality": ("bench.correctness.quality", "how much quality a model loses with bfloat16 and fp8, on text"),
+    "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
+    "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
+    "compare": ("bench.replica.compare", "one of these in this checkout and in an older one, side by side"),
 }
 HELP = """\
 Shoal serves large language models on clusters of GPUs, and on machines without one.
@@ -60,13 +75,13 @@ what:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command of `argv` (by default the process's own); returns the exit code."""
+    """Runs the command of `argv` (by default the process's own). Returns the exit code."""
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone, as `| head` does; nor may Python's last flush complain.
+        # The reader of the output has gone, as `| head` does. Python's last flush must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -83,10 +98,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _dispatch(program: str, commands: Mapping[str, tuple[str, str]], text: str, argv: list[str]) -> int:
-    """Call the command that `argv` begins with, or explain which there are."""
-    listed = "\n".join(f"  {name:<9} {what}" for name, (_, what) in commands.items())
+    """Calls the command that `argv` begins with, or lists the commands there are."""
+    listed = "\n".join(f"  {name:<9}  {what}" for name, (_, what) in commands.items())
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(text.format(commands=listed), end="", file=sys.stdout if argv else sys.stderr)
+        print(fill(text.format(commands=listed), columns()), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name = argv[0]
     if name not in commands:

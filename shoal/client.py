@@ -1,4 +1,4 @@
-"""A small client of a running server, for the command line: what it serves, and a chat answer as it comes.
+"""A small client of a running server, for the command line: lists its models, and streams a chat answer.
 
 Works with any server that speaks OpenAI's protocol. (From Python, use the `openai` package.)
 """
@@ -13,13 +13,13 @@ import httpx
 
 
 class ServerError(Exception):
-    """The server is not there, refuses, or breaks off; the message is for the user as it stands."""
+    """No server answers, or it refuses the request or breaks off. The message is for the user as it stands."""
 
 
 @dataclass
 class Answer:
-    """A chat answer. `text`, and the number of `pieces` that it came in, grow while it streams; the counts are the
-    server's and come with the end (None where it sends none). Times are seconds since the request was sent."""
+    """A chat answer. `text` and `pieces` (how many pieces the text came in) grow while it streams. The token counts are
+    the server's and come at the end; None if it sends none. Times are in seconds since the request was sent."""
 
     text: str = ""
     pieces: int = 0
@@ -33,7 +33,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed after the first token; None where there is nothing to measure."""
+        """Tokens per second after the first token; None if that cannot be measured."""
         if self.output_tokens is None or self.first_s is None or self.last_s is None:
             return None
         time_s = self.last_s - self.first_s
@@ -46,7 +46,7 @@ class Client:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = (url if "//" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # An answer may take as long as it takes; a connection, or a page about the server, may not.
+        # No time limit for an answer, but one for connecting (and for pages about the server: see `get`).
         try:
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(None, connect=10))
         except httpx.InvalidURL as error:
@@ -59,14 +59,14 @@ class Client:
         self._http.close()
 
     def get(self, path: str) -> httpx.Response:
-        """GET, whatever status comes. Raises ServerError when nothing comes."""
+        """Sends a GET; returns the response, whatever its status. Raises ServerError if there is no response."""
         try:
             return self._http.get(path, timeout=10)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """What the server says of its models, by their names, in its order. Raises ServerError."""
+        """The server's models: name to its description, in the server's order. Raises ServerError."""
         response = self.get("/v1/models")
         try:
             if response.status_code != 200:
@@ -78,9 +78,9 @@ class Client:
     def chat(
         self, model: str, messages: list[dict[str, str]], answer: Answer, **parameters: Any
     ) -> Generator[str, None, None]:
-        """Stream an answer: yields pieces of text and fills `answer`. Closing the iterator stops the server's work.
+        """Streams an answer: yields pieces of text and fills `answer`. Closing the iterator stops the server's work.
 
-        Raises ServerError; what came before it is in `answer`.
+        Raises ServerError; the text that came before the error is in `answer`.
         """
         body = {
             "model": model,
@@ -105,7 +105,8 @@ class Client:
 
 
 def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
-    """The text of a stream of server-sent events; raises ServerError when it reports an error or ends too early."""
+    """The pieces of text in a stream of server-sent events. Raises ServerError when the stream reports an error or ends
+    too early."""
     for line in response.iter_lines():
         if not line.startswith("data:"):
             continue

@@ -1,7 +1,6 @@
 """Command-line flags made from a pydantic model, so that a setting has one name, type, default and description."""
 
 import argparse
-import difflib
 import types
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -20,11 +19,11 @@ TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def add(parser: argparse.ArgumentParser, model: type[BaseModel], without: Collection[str] = ()) -> None:
-    """A flag for every field of `model` but those `without`: `served_model_name` is `--served-model-name`.
+    """Adds a flag for every field of `model` except `without`: `served_model_name` becomes `--served-model-name`.
 
-    Parsed arguments hold only what was given (`given` takes it out); ranges and what must fit together are the model's
-    to check. Fields stand in groups by the class that declares them, under the first line of its docstring. Raises
-    TypeError for a field of a type that has no flag.
+    The parsed arguments hold only the settings that were given (`given` extracts them). Ranges and combinations are
+    checked by the model. Flags are grouped by the class that declares the fields; the first line of its docstring is
+    the title. Raises TypeError for a field of a type that has no flag.
     """
     for owner in model.__mro__:
         if not (issubclass(owner, BaseModel) and owner is not BaseModel):
@@ -39,15 +38,8 @@ def add(parser: argparse.ArgumentParser, model: type[BaseModel], without: Collec
 
 
 def given(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
-    """What the command line set, by field."""
+    """The settings that the command line set, by field."""
     return {name: value for name, value in vars(args).items() if name in model.model_fields}
-
-
-def did_you_mean(flag: str, model: type[BaseModel]) -> str:
-    """A hint at the field that a wrong flag may stand for, to follow what is wrong with it; empty if none is near."""
-    name = flag.lstrip("-").partition("=")[0].replace("-", "_")
-    near = difflib.get_close_matches(name, model.model_fields, n=1)
-    return f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
 
 
 def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
@@ -56,13 +48,13 @@ def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     kind = _bare(field.annotation)
     default = field.get_default(call_default_factory=True)
     if default is not None:
-        # Without quotes: what one would type. A secret that has a default stays one.
+        # Without quotes, as a user types it. `str` keeps a secret hidden.
         text += f" (default: {str(default).lower() if kind is bool else default})".replace("%", "%%")
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
     if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     elif get_origin(kind) is Literal:
-        # Python 3.11 compares what is typed with the choices themselves: all of them are strings.
+        # Python 3.11 compares the typed string with the choices themselves: all of them are strings.
         group.add_argument(flag, choices=get_args(kind), **common)
     elif kind in TYPES:
         convert, metavar = TYPES[kind]

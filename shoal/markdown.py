@@ -10,8 +10,8 @@ from rich.segment import Segment
 
 
 class _Tail:
-    """The end of what Markdown renders to: as much as the terminal shows. A live display cannot take back lines that
-    have scrolled away."""
+    """The last lines of rendered Markdown: as many as the terminal shows. A live display cannot redraw lines that have
+    scrolled away."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -24,9 +24,9 @@ class _Tail:
 
 
 def stream(console: Console, pieces: Iterable[str]) -> None:
-    """Print pieces of Markdown as they come. A block that is complete is printed for good; only the last one, still
-    growing, is drawn again and again, so that an answer of any length scrolls as text does. What was shown stays when
-    `pieces` raises."""
+    """Prints pieces of Markdown as they come. A complete block is printed for good. Only the last block, still growing,
+    is drawn again and again, so that an answer of any length scrolls like text. What was shown stays when `pieces`
+    raises."""
     text = ""
     with Live(console=console, refresh_per_second=12, transient=True, vertical_overflow="crop") as live:
         try:
@@ -55,8 +55,8 @@ def _print(console: Console, block: str) -> None:
 
 
 def blocks(text: str) -> Iterator[str]:
-    """Markdown cut at the blank lines between blocks, which are not those inside a fence of code; the last block may
-    be unfinished, and empty. Joined they are the text."""
+    """Cuts Markdown at the blank lines between blocks, but not inside a code fence. The last block may be unfinished,
+    or empty. The blocks joined are the text."""
     start = position = 0
     fence = ""
     while (end := text.find("\n", position)) != -1:

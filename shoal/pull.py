@@ -1,16 +1,16 @@
-"""`shoal pull`: a model into the cache."""
+"""`shoal pull`: gets a model into the cache."""
 
-import argparse
 import sys
 
 from cluster import models
+from shoal.help import Parser
 
 EPILOG = """\
 known names, which need no model hub:
 {known}
 
-Anything else is a hub's ORG/NAME. The cache is $SHOAL_CACHE, or ~/.cache/shoal. What is there already is checked, and
-made anew when it is damaged. `shoal serve` pulls by itself; this command is for doing it before.
+Anything else is a hub's ORG/NAME. The cache is $SHOAL_CACHE, or ~/.cache/shoal. A model that is already there is
+checked, and made again if it is damaged. `shoal serve` gets a missing model by itself; this command does it beforehand.
 
 example:
   shoal pull SmolLM2-135M-Instruct
@@ -18,12 +18,12 @@ example:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 0 once the model is in the cache (its folder is printed), 1 when it is not to be had."""
-    parser = argparse.ArgumentParser(
-        prog="shoal pull",
-        description="Get a model, check it, and keep it in the cache.",
+    """Gets the model and prints its folder. Returns 0 once it is in the cache, 1 if it is not available."""
+    parser = Parser(
+        "shoal pull",
+        "Get a model, check it, and keep it in the cache.",
         epilog=EPILOG.format(known="\n".join(f"  {name}" for name in models.KNOWN)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="NAME",
     )
     parser.add_argument("name", metavar="NAME", help="a known name, or a hub's ORG/NAME")
     args = parser.parse_args(argv)

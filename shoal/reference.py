@@ -1,7 +1,8 @@
-"""`docs/REFERENCE.md`, made from the code: `python -m shoal.reference` writes it, `--check` says whether it is stale.
+"""Makes `docs/REFERENCE.md` from the code: `python -m shoal.reference` writes it, `--check` says whether it is stale.
 
-Settings, metrics and commands are read off the objects themselves. What an environment variable means stands here;
-which ones Shoal reads is read from its source, and one without a meaning, or a meaning without one, is an error.
+Settings, metrics and commands are read off the objects themselves. The meanings of environment variables are written
+here, and the variables that Shoal reads are found in its source. A variable without a meaning, or a meaning without a
+variable, is an error.
 """
 
 import argparse
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "REFERENCE.md"
 ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels", "bench")
 
-# What Shoal itself reads, or sets for what it starts.
+# Variables that Shoal itself reads, or sets for the processes that it starts.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "the GPUs that Ray may give out on a machine, and whose power `shoal bench pipeline` reads",
     "NCCL_BUFFSIZE": "bytes of NCCL's buffers, 8 MiB in a pipeline unless it is set",
@@ -38,14 +39,16 @@ ENVIRONMENT = {
     "NCCL_P2P_NET_CHUNKSIZE": "bytes that pass between stages at a time, 1 MiB unless it is set",
     "NCCL_SOCKET_NTHREADS": "threads of NCCL for a connection over sockets, 4 unless it is set",
     "OPENAI_API_KEY": "the key that `shoal chat`, `status` and `bench serve` show to a server",
+    "PATH": "where FlashInfer looks for ninja (then next to Python) and for nvcc (then in `/usr/local/cuda`)",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "lines of Ray's that `shoal serve` keeps from the terminal: the raylet's on a process "
     "that died, unless it is set",
     "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",
-    "SHOAL_CACHE": "folder of converted models; by default `$XDG_CACHE_HOME/shoal`",
+    "SHOAL_CACHE": "folder of converted models, learned costs of steps, and chosen matrix products; by default "
+    "`$XDG_CACHE_HOME/shoal`",
     "XDG_CACHE_HOME": "where caches are kept; by default `~/.cache`",
     "XDG_STATE_HOME": "where `shoal chat` keeps the history of its input line; by default `~/.local/state`",
 }
-# What the libraries under it read, where that matters here.
+# Variables that matter here and are read by the libraries below.
 ENVIRONMENT_OF_OTHERS = {
     "HF_HOME": "where models from the hub are kept; by default `~/.cache/huggingface`",
     "HF_TOKEN": "the hub's token, for models that ask for one",
@@ -61,11 +64,11 @@ WIDTH = 110  # columns of the commands' help
 
 
 class Unexplained(Exception):
-    """The code has something that this page does not explain, or the other way round."""
+    """The code has something that this page does not explain, or the other way round. The message says what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if the page is stale (`--check`) or cannot be made."""
+    """Writes or checks the page. Returns 1 if it is stale (`--check`) or cannot be made."""
     parser = argparse.ArgumentParser(
         prog="python -m shoal.reference", description="Make docs/REFERENCE.md from the code."
     )
@@ -99,14 +102,15 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "A name is the same in a YAML file for `shoal serve --config`, as a flag of `shoal serve` (`page_size` is"
     yield "`--page-size`), in the `args` of the Serve application and in the Helm chart. Flags win over the file. An"
-    yield "unknown name or a wrong value is an error."
+    yield "unknown name or a wrong value is an error. A change of `args` makes Serve restart everything. A change of"
+    yield "`num_replicas` of its deployments `Replica` and `Router` restarts nothing: set the numbers of both there."
     yield from _settings()
     yield ""
     yield "## Environment variables"
     yield ""
     yield from _table(("variable", "meaning"), ((f"`{name}`", text) for name, text in sorted(environment().items())))
     yield ""
-    yield "Read by what Shoal stands on:"
+    yield "Read by the libraries that Shoal uses:"
     yield ""
     others = ENVIRONMENT_OF_OTHERS.items()
     yield from _table(("variable", "meaning"), ((f"`{name.replace(', ', '`, `')}`", text) for name, text in others))
@@ -114,16 +118,16 @@ def _lines() -> Iterator[str]:
     yield "## Metrics"
     yield ""
     yield "`GET /metrics` has them in Prometheus' text format. `replica` is Ray Serve's id of the replica. A histogram"
-    yield "has `_bucket`, `_sum` and `_count`. Where there are several routers, one of them answers: what replicas"
-    yield "report is whole, histograms and counts of answers and sequences are that router's own and have its name as"
-    yield "`router`; `sum without (router)` adds them up. One that is started anew has a new name."
+    yield "has `_bucket`, `_sum` and `_count`. With several routers, one of them answers. What replicas report is"
+    yield "complete in its answer. Histograms, and counts of answers and sequences, are that router's alone and carry"
+    yield "its name as the label `router`; `sum without (router)` adds them up. A restarted router has a new name."
     yield ""
-    yield "To wake somebody for: `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes,"
-    yield "`shoal_waiting_requests` or `shoal_queue_seconds` that grow,"
-    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` above 0, and, for streams that had begun with a 200,'
-    yield '`rate(shoal_sequences_total{finish_reason="failed"}[5m])` above 0. Many `shoal_preemptions_total`: the KV'
-    yield "cache is too small. (`shoal_failed_requests_total` has clients' own mistakes in it, such as a wrong"
-    yield "grammar.)"
+    yield "Alert when `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes, when"
+    yield "`shoal_waiting_requests` or `shoal_queue_seconds` keeps growing, when"
+    yield '`rate(shoal_http_responses_total{status=~"5.."}[5m])` is above 0, and, for streams that had begun with a'
+    yield '200, when `rate(shoal_sequences_total{finish_reason="failed"}[5m])` is above 0. A growing'
+    yield "`shoal_preemptions_total` shows that the KV cache is too small. Do not alert on"
+    yield "`shoal_failed_requests_total`: it includes clients' own mistakes, such as a wrong grammar."
     yield ""
     yield from _table(
         ("metric", "kind", "labels", "meaning"),
@@ -163,7 +167,7 @@ def _settings() -> Iterator[str]:
 
 
 def kind(field: FieldInfo) -> str:
-    """What a value may be, in words: `integer, 1 to 64`, `number over 0`, `"a" or "b"`."""
+    """The allowed values, in words: `integer, 1 to 64`, `number over 0`, `"a" or "b"`."""
     annotation = _bare(field.annotation)
     if get_origin(annotation) is Literal:
         *most, last = [f"`{choice}`" for choice in get_args(annotation)]
@@ -214,7 +218,7 @@ def _metadata(annotation: Any) -> Sequence[object]:
 
 
 def default(field: FieldInfo) -> str:
-    """The default as one would write it in YAML; empty where there is none."""
+    """The default as written in YAML; empty if there is none."""
     value = field.get_default(call_default_factory=True)
     if value is None:
         return ""
@@ -225,7 +229,8 @@ def default(field: FieldInfo) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The variables that the source reads or sets, with their meanings. Raises Unexplained if the two differ."""
+    """The variables that the source reads or sets, with their meanings. Raises Unexplained if code and meanings
+    disagree."""
     found = {name for room in ROOMS for file in (ROOT / room).rglob("*.py") for name in variables(file.read_text())}
     if unknown := sorted(found - ENVIRONMENT.keys()):
         raise Unexplained(f"say in shoal/reference.py what {', '.join(unknown)} is for")
@@ -235,7 +240,7 @@ def environment() -> dict[str, str]:
 
 
 def variables(source: str) -> set[str]:
-    """Names of environment variables in a module: what is done to `os.environ`, and `os.getenv`."""
+    """Names of environment variables in a module's source: the keys used with `os.environ`, and with `os.getenv`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         key: ast.expr | None = None

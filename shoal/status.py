@@ -1,10 +1,10 @@
-"""`shoal status`: what a running server is doing, replica by replica, read from its pages."""
+"""`shoal status`: the state of a running server, replica by replica, read from its HTTP pages."""
 
-import argparse
 import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,13 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.client import Client, ServerError
+from shoal.help import Parser
 
 DESCRIPTION = "What a running server is doing, replica by replica."
 EPILOG = """\
 columns:
   run, wait       requests in the batch, and waiting for a place in it
-  KV, kept        parts of the KV cache: held by running requests, and of past ones kept for reuse
-  prompt, cached  prompt tokens so far, and the part of them that was in the cache: the hit rate
+  KV, kept        parts of the KV cache: held by running requests, and kept for reuse from past requests
+  prompt, cached  prompt tokens so far, and the part that was in the cache: the hit rate
   output          tokens generated so far
   TTFT, TBT       mean times to the first token and between tokens so far, as the router sees them
   done, failed    requests so far
@@ -30,11 +31,12 @@ examples:
   shoal status --url http://gpu-box:8000 --watch 1
   shoal status --json
 
-exit code: 0 when the server can answer, 1 when it cannot or is not there.
+exit code: 0 if the server can answer, otherwise 1; with --watch 0 after Ctrl-C.
 """
-# Of the server as a whole, for the fields of Status.
+# Metrics of the server as a whole, for the fields of Status.
 READY, WANTED = "shoal_replicas_ready", "shoal_replicas_wanted"
-# The server's metric for each field of Replica that is one.
+ATTENTION = "shoal_attention_info"  # for the fields `attention` and `attention_problem` of ReplicaStatus
+# The metric behind each field of ReplicaStatus.
 METRICS = {
     "running": "shoal_running_requests",
     "waiting": "shoal_waiting_requests",
@@ -54,8 +56,9 @@ METRICS = {
 
 
 @dataclass
-class Replica:
-    """What one replica says of itself; counts are since it started, requests and tokens."""
+class ReplicaStatus:
+    """The state of one replica, as it reports it. Counts are since its start: of requests, or of tokens.
+    `attention_problem`: why its attention is not a faster one; empty if all is well."""
 
     name: str
     running: float = 0
@@ -72,23 +75,31 @@ class Replica:
     ttft_sum_s: float = 0
     tbt_count: float = 0
     tbt_sum_s: float = 0
+    attention: str = ""
+    attention_problem: str = ""
 
 
 @dataclass
 class Status:
-    """One look at a server. `problem` says why it cannot answer, None when it can. `ready` replicas can answer, of
-    `wanted` that there should be; None where the server does not say."""
+    """The state of a server at one moment.
+
+    | field | meaning |
+    | --- | --- |
+    | `problem` | why it cannot answer; None if it can |
+    | `ready` | how many replicas can answer; None if the server does not say |
+    | `wanted` | how many replicas there should be; None if the server does not say |
+    """
 
     url: str
     problem: str | None
     models: list[str]
-    replicas: list[Replica]
+    replicas: list[ReplicaStatus]
     ready: int | None = None
     wanted: int | None = None
 
 
 def look(client: Client) -> Status:
-    """Ask the server. Raises ServerError when there is none, or it wants a key."""
+    """Asks the server for its state. Raises ServerError if there is no server, or it wants a key."""
     answer = client.get("/ready")
     problem = None
     if answer.status_code == 404:
@@ -100,11 +111,11 @@ def look(client: Client) -> Status:
     return Status(client.url, problem, list(client.models()), found, ready, wanted)
 
 
-def replicas(page: str) -> tuple[list[Replica], int | None, int | None]:
-    """The replicas on a page of Prometheus metrics, by name, how many can answer, and how many there should be; metrics
-    that are not Shoal's are passed over. Of a replica that is lost only times are left: it is none."""
+def replicas(page: str) -> tuple[list[ReplicaStatus], int | None, int | None]:
+    """The replicas on a page of Prometheus metrics, sorted by name; how many can answer; how many there should be.
+    Ignores metrics that are not Shoal's. A lost replica, of which only times are left, is not among them."""
     fields = {metric: name for name, metric in METRICS.items()}
-    found: dict[str, Replica] = {}
+    found: dict[str, ReplicaStatus] = {}
     reporting: set[str] = set()
     whole: dict[str, int] = {}
     try:
@@ -113,9 +124,13 @@ def replicas(page: str) -> tuple[list[Replica], int | None, int | None]:
                 if sample.name in (READY, WANTED):
                     whole[sample.name] = int(sample.value)
                 elif sample.name in fields and (name := sample.labels.get("replica")):
-                    setattr(found.setdefault(name, Replica(name)), fields[sample.name], sample.value)
+                    setattr(found.setdefault(name, ReplicaStatus(name)), fields[sample.name], sample.value)
                     if sample.name == METRICS["running"]:
                         reporting.add(name)
+                elif sample.name == ATTENTION and (name := sample.labels.get("replica")):
+                    replica = found.setdefault(name, ReplicaStatus(name))
+                    replica.attention = sample.labels.get("backend", "")
+                    replica.attention_problem = sample.labels.get("problem", "")
     except ValueError:
         raise ServerError("/metrics is no page of Prometheus metrics") from None
     return [found[name] for name in sorted(reporting)], whole.get(READY), whole.get(WANTED)
@@ -146,15 +161,16 @@ def render(status: Status) -> RenderableType:
     if len(status.replicas) > 1:
         table.add_section()
         table.add_row(*_row(total(status.replicas)), style="bold")
-    return Group(head, Text(), table)
+    problems = sorted({replica.attention_problem for replica in status.replicas} - {""})
+    return Group(head, Text(), table, *(Text(problem, "red") for problem in problems))
 
 
-def total(found: list[Replica]) -> Replica:
-    """All replicas as one."""
-    return Replica("all", **{name: sum(getattr(replica, name) for replica in found) for name in METRICS})
+def total(found: list[ReplicaStatus]) -> ReplicaStatus:
+    """The sum over all replicas, as one row."""
+    return ReplicaStatus("all", **{name: sum(getattr(replica, name) for replica in found) for name in METRICS})
 
 
-def _row(replica: Replica) -> list[str]:
+def _row(replica: ReplicaStatus) -> list[str]:
     cells = [replica.name, f"{replica.running:.0f}", f"{replica.waiting:.0f}"]
     cells += [_share(tokens, replica.kv_tokens) for tokens in (replica.kv_tokens_used, replica.kv_tokens_cached)]
     cells += [compact(replica.prompt_tokens), _share(replica.cached_tokens, replica.prompt_tokens)]
@@ -183,14 +199,8 @@ def _mean(sum_s: float, count: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the status. Returns 0 when the server can answer, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="shoal status",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Prints the status. Returns 0 if the server can answer, or was watched until Ctrl-C; otherwise 1."""
+    parser = Parser("shoal status", DESCRIPTION, EPILOG)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     parser.add_argument(
         "--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY"
@@ -205,8 +215,10 @@ def main(argv: list[str] | None = None) -> int:
         with Client(args.url, args.api_key) as client:
             status = look(client)
             if args.watch is not None:
-                _watch(client, args.watch)
-            elif args.json:
+                with suppress(KeyboardInterrupt):
+                    _watch(client, args.watch)
+                return 0
+            if args.json:
                 print(json.dumps(asdict(status), indent=2))
             else:
                 Console(highlight=False).print(render(status))

@@ -1,4 +1,4 @@
-"""What one replica may be told. `cluster.config` composes this into the configuration file."""
+"""Settings of one replica. `cluster.config` composes them into the configuration file."""
 
 from typing import Literal, Self
 
@@ -11,74 +11,101 @@ class WorkerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where the model runs; auto takes a GPU if there is one"
+        "auto", description="where the model runs; auto is a GPU if there is one, else the CPU"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="type of weights and KV cache; auto is bfloat16 on a GPU, float32 on a CPU"
+        "auto", description="dtype of weights and KV cache; auto is bfloat16 on a GPU, float32 on a CPU"
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="auto reads the model's weights; dummy makes random ones, for which config.json is enough"
+        "auto", description="auto reads the model's weights; dummy makes random ones and needs only config.json"
     )
     quantization: Literal["fp8"] | None = Field(
         None,
-        description="fp8 rounds the layers' matrices to 8 bits as they load and multiplies in 8 bits: half the memory, "
-        "for GPUs from compute capability 8.9 on; by default they stay as they are",
+        description="fp8 rounds the layers' weight matrices to 8 bits as they load and multiplies in 8 bits: half the "
+        "memory, on GPUs from compute capability 8.9 on; by default weights are not quantized",
     )
-    tp: int = Field(1, ge=1, description="tensor-parallel ranks in a stage")
-    pp: int = Field(1, ge=1, description="pipeline stages in a replica")
+    tp: int = Field(1, ge=1, description="tensor-parallel ranks per pipeline stage")
+    pp: int = Field(1, ge=1, description="pipeline stages per replica")
     stage_layers: str | None = Field(
         None,
-        description="layers of each stage, as in 20,20,21,19, for devices that differ or work that is all of one kind; "
-        "by default cut so that stages take about as long, the last with its head, for prompts and for decodes",
+        description="number of layers of each pipeline stage, as in 20,20,21,19: for devices of different speed, or "
+        "for a load of prefill alone or decode alone; by default stages take about the same time for both, with the "
+        "LM head on the last stage counted",
     )
-    page_size: int = Field(16, ge=1, le=64, description="tokens in a KV page; prefixes are shared in whole pages")
+    page_size: int = Field(16, ge=1, le=64, description="tokens per KV page; prefixes are shared in whole pages")
     kv_tokens: int | None = Field(
-        None, ge=16, description="tokens that the KV cache holds; by default as many as fit in the memory that is free"
+        None, ge=16, description="capacity of the KV cache in tokens; by default as many as fit into the free memory"
     )
-    kv_memory_fraction: float = Field(
-        0.9, gt=0, lt=1, description="part of a GPU's memory that weights, KV cache and activations may take together"
+    kv_memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="on a GPU, the fraction of its memory for weights, KV cache and activations together, by default "
+        "0.9; on a CPU, the fraction of the free memory for a rank's KV cache, by default 0.25, divided among all "
+        "ranks where `shoal serve` starts Ray on this machine",
     )
     context_length: int | None = Field(
-        None, ge=1, description="longest prompt and output together, in tokens; by default the model's own"
+        None, ge=1, description="most tokens of prompt and output together; by default the model's own limit"
     )
-    max_running: int = Field(64, ge=1, description="most sequences that run at once; on a GPU 256 by default")
+    max_running: int = Field(
+        64,
+        ge=1,
+        description="most sequences that run at once; the default on a GPU is the number of sequences of 512 tokens "
+        "that the KV cache holds, at least 64 and at most 1024",
+    )
     token_budget: int = Field(
-        512, ge=1, description="most tokens that one step computes, decodes included; on a GPU 8192 by default"
+        512, ge=1, description="most tokens that one step computes, decodes included; 8192 by default on a GPU"
     )
     schedule: Literal["uniform", "offline", "fixed_chunk", "prefill_first", "hybrid", "throttle"] | None = Field(
         None,
-        description="what goes into a step: uniform cuts prompts so that all steps take the same time on every stage; "
-        "offline is for requests that are there all at once, of which only the end of the last counts: it starts those "
-        "with the longest outputs first, and spreads prompts over the decodes; fixed_chunk fills each up to "
-        "token_budget; prefill_first and hybrid leave prompts whole, without decodes and beside them; throttle goes by "
-        "what waits and what is free; by default uniform for pipelines and where tbt_slo is set, else fixed_chunk",
+        description="what goes into a step. uniform: prefill is cut into chunks of equal predicted time, so that all "
+        "steps take the same time on every stage. offline: for batch jobs, where only the end of the last request "
+        "counts; requests with the longest outputs start first, and prefill is spread over the decode steps. "
+        "fixed_chunk: decodes, then chunks up to token_budget. prefill_first: whole prompts, in steps without "
+        "decodes. hybrid: whole prompts together with decodes. throttle: prompt tokens by the queue and the free KV "
+        "cache. By default uniform on GPUs, for pipelines and where tbt_slo is set, else fixed_chunk",
     )
     tbt_slo: float | None = Field(
         None,
-        gt=0,
-        description="seconds between two tokens of a request that 99 of 100 are to stay within, for schedule uniform; "
-        "by default steps are as long as makes a token cheap",
+        ge=0,
+        description="objective for the 99th percentile of the time between two tokens of a request, in seconds, for "
+        "schedule uniform; 0 for no objective: steps are then long enough for the lowest cost per token. By default "
+        "on a GPU 0.05, or the time of five decode iterations where that is longer",
     )
     overlap: bool | None = Field(
-        None, description="prepare the next step while one runs; by default on a GPU, which runs without the host"
+        None, description="prepare the next step on the host while the device runs one; on by default on a GPU"
     )
-    max_waiting: int = Field(4096, ge=1, description="most requests that may wait; more are refused with 429")
+    max_waiting: int = Field(
+        4096,
+        ge=1,
+        description="most requests that may wait at one replica; further ones are offered to two other replicas, and "
+        "refused with 429 if those are full too",
+    )
     starvation_s: float = Field(
         5.0,
         ge=0,
-        description="seconds after which a waiting request goes before those with longer cached prefixes; with "
-        "schedule offline, requests that come within so many seconds are a job, and jobs go one after the other",
+        description="seconds after which a waiting request goes before requests with fewer tokens left to prefill; "
+        "with schedule offline, requests that arrive within this time are one job, and jobs run one after the other",
+    )
+    step_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds after which a step that has not ended counts as hung, and its replica is replaced; must "
+        "be longer than the compilation of a kernel at its first use; by default 120, on a CPU 600",
     )
     cpu_threads: int | None = Field(
-        None, ge=1, description="threads of one rank on a CPU; by default torch's own choice"
+        None, ge=1, description="threads of one rank on a CPU; by default PyTorch's own choice"
     )
     grammar_timeout_s: float = Field(
-        10.0, gt=0, description="longest time that a grammar may take to compile, in seconds"
+        10.0,
+        gt=0,
+        description="most CPU time that a grammar may take to compile, in seconds, summed over all threads; a request "
+        "whose grammar needs more is refused with 400",
     )
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
-        if self.tbt_slo is not None and self.schedule not in (None, "uniform"):
+        if self.tbt_slo and self.schedule not in (None, "uniform"):
             raise ValueError(f"tbt_slo={self.tbt_slo} needs schedule uniform: {self.schedule} keeps to no time")
         return self
 
@@ -95,22 +122,29 @@ class WorkerConfig(BaseModel):
 
     @property
     def cut(self) -> tuple[int, ...] | None:
-        """`stage_layers` as numbers."""
+        """`stage_layers` as numbers; None if it is not set."""
         return None if self.stage_layers is None else tuple(map(int, self.stage_layers.split(",")))
 
     @property
     def schedule_name(self) -> str:
-        """`schedule`, or what it is by default."""
+        """`schedule`, or its default on a CPU. `worker.executor.gpu_defaults` sets the default of a GPU."""
         if self.schedule is not None:
             return self.schedule
-        return "uniform" if self.pp > 1 or self.tbt_slo is not None else "fixed_chunk"
+        return "uniform" if self.pp > 1 or self.tbt_slo else "fixed_chunk"
+
+    @property
+    def longest_step_s(self) -> float:
+        """`step_timeout_s`, or its default."""
+        if self.step_timeout_s is not None:
+            return self.step_timeout_s
+        return 600.0 if self.device == "cpu" else 120.0
 
     @property
     def num_ranks(self) -> int:
-        """Processes of a replica. Rank `stage * tp + i` is the i-th of its stage."""
+        """Processes of a replica. Rank `stage * tp + i` is number i of its stage."""
         return self.tp * self.pp
 
     @property
     def leading_rank(self) -> int:
-        """The first of the last stage, where tokens are sampled: the scheduler is with it."""
+        """The first rank of the last stage: tokens are sampled there, and the scheduler runs in its process."""
         return (self.pp - 1) * self.tp

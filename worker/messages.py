@@ -1,8 +1,13 @@
-"""What a router and a replica say to each other over ZeroMQ, as msgspec structs in MessagePack.
+"""The messages between routers and replicas over ZeroMQ: msgspec structs in MessagePack.
 
-A replica's scheduler binds one ROUTER socket; every router process connects a DEALER socket to it. One frame is one
-message (`encode`, `decode_from_router`, `decode_from_replica`). Delivery is ordered and reliable while both live; when
-the connection breaks, the replica aborts what that router had asked for, and the router resumes it elsewhere.
+A replica's scheduler binds one ROUTER socket. Every router process connects a DEALER socket to it. One frame is one
+message (`encode`, `decode_from_router`, `decode_from_replica`). Delivery is ordered and reliable while both sides live.
+When the connection breaks, the replica aborts the requests of that router, and the router resumes them elsewhere.
+
+| direction | messages |
+| --- | --- |
+| router to replica | `Generate`, `Abort`, `Subscribe` |
+| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad` |
 """
 
 from typing import Literal
@@ -11,21 +16,38 @@ import msgspec
 
 from radix.events import Event
 
+# ZeroMQ heartbeats: a ping every second; a side that does not answer within 2 s counts as gone. So a vanished host is
+# noticed within 3 s. ZeroMQ's I/O thread answers pings even while Python is busy, so only a machine on which nothing
+# runs for 2 s is declared gone by mistake. Within 2 s TCP retransmits a lost packet three times.
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 2000
+
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the output must match. `text` is a JSON schema, a regular expression, a GBNF grammar, a JSON list of
-    strings (`choice`), or empty (`json_object`)."""
+    """A constraint on the output.
+
+    | `kind` | `text` |
+    | --- | --- |
+    | json_schema | a JSON schema |
+    | json_object | empty: any JSON object |
+    | regex | a regular expression |
+    | choice | a JSON list of strings |
+    | ebnf | a GBNF grammar |
+    """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
     text: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """How the next token is chosen and when a request ends. Already validated by the router.
+    """Sampling parameters and stop conditions of a request, already validated by the router.
 
-    Temperature 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off. `seed` None draws one at random.
-    `logprobs` None: none; k >= 0: that of the chosen token and of the k likeliest. `prompt_logprobs` likewise for the
-    prompt's tokens (for `echo`). Stop strings are the router's: it sees text.
+    - `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off.
+    - `seed` None: a random seed is drawn.
+    - `logprobs` None: no log probabilities. k >= 0: those of the chosen token and of the k likeliest tokens.
+    - `prompt_logprobs`: the same for the prompt's tokens (for `echo`).
+
+    Stop strings are not here: the router matches them, since it has the text.
     """
 
     max_tokens: int
@@ -50,30 +72,39 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
 
 class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
-    """Run one sequence. `output_ids` are tokens that another replica already produced for it: they count as output
-    (penalties, `max_tokens`, seeds, grammar), are not sent again, and the sequence goes on after them.
+    """Run one sequence.
 
-    Higher `priority` runs first. `booking` numbers this router's requests to this replica from 1 without gaps: the
-    replica reports the highest one seen in `Load`, so the router knows which of its bookings a load already counts.
+    | field | meaning |
+    | --- | --- |
+    | `output_ids` | tokens that another replica already produced: generation continues after them |
+    | `resumed` | a replica accepted the request before and its client waits, so a full queue does not refuse it |
+    | `priority` | higher runs first |
+    | `booking` | number of this request among the router's requests to this replica, from 1 without gaps |
+
+    `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
+
+    The replica reports the highest `booking` received in `ReplicaLoad.bookings_seen`. From that the router knows which
+    of its bookings the load already counts.
     """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     output_ids: list[int] = []
+    resumed: bool = False
     priority: int = 0
     booking: int = 0
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Stop these requests and free their pages at once. Unknown ids are ignored. No answer follows."""
+    """Stop these requests and free their pages immediately. Unknown ids are ignored. There is no reply."""
 
     request_ids: list[str]
 
 
 class Subscribe(msgspec.Struct, tag=True):
-    """Send me `CacheEvents` and `Load` from now on, beginning with a snapshot of the tree. Also sent again by a
-    router that saw a gap in the sequence numbers."""
+    """Send `CacheEvents` and `ReplicaLoad` to this router from now on, starting with a snapshot of the tree. A router
+    sends it again after a gap in the sequence numbers of the events."""
 
 
 FromRouter = Generate | Abort | Subscribe
@@ -82,8 +113,8 @@ FromRouter = Generate | Abort | Subscribe
 
 
 class TokenLogprobs(msgspec.Struct, omit_defaults=True):
-    """Natural logs of probabilities of one position: the chosen (or given) token's, and the likeliest, best first.
-    They are of the model's distribution before temperature, penalties and filters."""
+    """Natural log probabilities at one position: of the sampled (or prompt) token, and in `top` of the likeliest
+    tokens, best first. The distribution is the model's, before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
@@ -91,20 +122,28 @@ class TokenLogprobs(msgspec.Struct, omit_defaults=True):
 
 
 class Failure(msgspec.Struct):
-    """Why a request failed. `param` names the parameter at fault; `kind` decides the HTTP status: invalid is 400,
-    overloaded 429, internal 500."""
+    """Why a request failed. `param` names the parameter at fault.
 
-    kind: Literal["invalid", "overloaded", "internal"]
+    | `kind` | HTTP status | meaning |
+    | --- | --- | --- |
+    | invalid | 400 | the request is wrong |
+    | overloaded | 429 | the queue is full; `retry_after_s` says when another try may succeed |
+    | internal | 500 | the replica failed |
+    | unavailable | 503 | the machine has no memory or time for the request now |
+    """
+
+    kind: Literal["invalid", "overloaded", "internal", "unavailable"]
     message: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
-    """New tokens of one request, in order. The last one of a request has a `finish_reason`.
+    """New tokens of one request, in order. The last output of a request has a `finish_reason`.
 
-    A stop token (EOS or of `stop_token_ids`) is in `token_ids` as the last one, with finish reason "stop" and
-    `stop_token_id` set. `cached_tokens`, `queue_s` and `prompt_logprobs` (None for the first position) come with the
-    first output.
+    A stop token (EOS or one of `stop_token_ids`) is the last of `token_ids`, with finish reason "stop" and
+    `stop_token_id` set. The first output carries `cached_tokens`, `queue_s` (seconds) and `prompt_logprobs`, whose
+    first position is None.
     """
 
     request_id: str
@@ -119,16 +158,18 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """What one step produced for this router's requests."""
+    """The outputs of one step for this router's requests."""
 
     outputs: list[Output]
 
 
 class CacheEvents(msgspec.Struct, tag=True):
-    """Changes of the radix tree in order. `first_seq` numbers the first of `events`, the next has one more, and so on;
-    a snapshot replaces all that was known and `first_seq` is the number of the next event to come.
+    """Changes of the radix tree, in order.
 
-    `incarnation` is new with every start of the scheduler: numbers of different incarnations do not compare.
+    `first_seq` is the sequence number of the first of `events`; numbers ascend by one. A `snapshot` replaces the
+    receiver's whole mirror; its `first_seq` is the number of the first event after the snapshot.
+
+    `incarnation` identifies one start of the scheduler. Numbers of different incarnations cannot be compared.
     """
 
     incarnation: str
@@ -138,13 +179,15 @@ class CacheEvents(msgspec.Struct, tag=True):
     snapshot: bool = False
 
 
-class Load(msgspec.Struct, tag=True, kw_only=True):
-    """What the replica carries now, in tokens, and its counters since start.
+class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
+    """The replica's current load, in tokens, and its counters since start.
 
-    `waiting_tokens`: prompt tokens not yet computed and not in the cache, of waiting and running requests.
-    `context_tokens`: KV tokens that running requests hold. `stage_seconds`: of each pipeline stage, what it spent its
-    time on, as `pipeline.meter` names it. `bookings_seen`: the highest `Generate.booking` received
-    from the router that gets this message.
+    | field | meaning |
+    | --- | --- |
+    | `bookings_seen` | the highest `Generate.booking` received from the router that gets this message |
+    | `waiting_tokens` | prompt tokens of waiting and running requests that are neither computed nor cached |
+    | `context_tokens` | KV tokens that running requests hold |
+    | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     """
 
     incarnation: str
@@ -167,7 +210,7 @@ class Load(msgspec.Struct, tag=True, kw_only=True):
     stage_seconds: list[dict[str, float]] = []
 
 
-FromReplica = Outputs | CacheEvents | Load
+FromReplica = Outputs | CacheEvents | ReplicaLoad
 
 _encoder = msgspec.msgpack.Encoder()
 _from_router = msgspec.msgpack.Decoder(FromRouter)
@@ -175,15 +218,15 @@ _from_replica = msgspec.msgpack.Decoder(FromReplica)
 
 
 def encode(message: FromRouter | FromReplica) -> bytes:
-    """One ZeroMQ frame."""
+    """The message as one ZeroMQ frame."""
     return _encoder.encode(message)
 
 
 def decode_from_router(frame: bytes) -> FromRouter:
-    """Raises msgspec.DecodeError (or ValidationError) on a frame that is no message."""
+    """The message in a frame. Raises msgspec.DecodeError (or ValidationError) for a frame that is not a message."""
     return _from_router.decode(frame)
 
 
 def decode_from_replica(frame: bytes) -> FromReplica:
-    """Raises msgspec.DecodeError (or ValidationError) on a frame that is no message."""
+    """The message in a frame. Raises msgspec.DecodeError (or ValidationError) for a frame that is not a message."""
     return _from_replica.decode(frame)

@@ -42,7 +42,7 @@ def test_a_wrong_result_is_refused(tmp_path: Path, name: str, figures: list[Figu
     ("argv", "command"),
     [
         (["/home/me/.venv/bin/shoal", "bench", "serve", "--rate", "4"], "shoal bench serve --rate 4"),
-        (["/repo/bench/router.py", "--seed=1"], "python -m bench.router --seed=1"),
+        (["/repo/bench/placement/router.py", "--seed=1"], "python -m bench.placement.router --seed=1"),
         (["shoal", "--trace", "/data/a b.csv"], "shoal --trace 'a b.csv'"),
         (["shoal", "--trace=../data/x.jsonl", "--out", "here/there"], "shoal --trace=x.jsonl --out here/there"),
         (["shoal", "--api-key", "sk-1", "--api-key=sk-2", "--x", "y"], "shoal --api-key *** --api-key=*** --x y"),

@@ -1,12 +1,20 @@
 """What the application asks of a cluster, and what it settles before it starts."""
 
+import json
 from pathlib import Path
 
 import pytest
 import ray
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as _as_serve_does
+from ray.serve._private.application_state import override_deployment_info
+from ray.serve._private.build_app import build_app
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve._private.deployment_state import DeploymentTargetState
+from ray.serve._private.version import DeploymentVersion
+from ray.serve.schema import ServeApplicationSchema
 
-from cluster.app import ListeningRouter, Router, _Router, application, build, model_name, settle
+from cluster.app import APP, ListeningRouter, Router, _Router, application, build, model_name, settle
 from cluster.config import Config, ConfigError, load
 from cluster.replica import CONTROL_CPUS, bundles
 
@@ -61,11 +69,49 @@ def test_serve_builds_it_from_the_keys_of_the_configuration(monkeypatch: pytest.
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
     router = _as_serve_does(build, {"model": "org/name", "replicas": "3", "routers": "2"})
     config, replicas = router._bound_deployment.init_args
-    assert (config.device, config.replicas, config.served_model_name) == ("cuda", 3, "org/name")
+    assert (config.device, config.served_model_name) == ("cuda", "org/name")
     assert replicas._bound_deployment.num_replicas == 3
     assert router._bound_deployment.num_replicas == 2
     with pytest.raises(ConfigError, match="did you mean replicas"):
         _as_serve_does(build, {"replica": 3})
+
+
+def versions(replicas: int, routers: int, **settings: object) -> dict[str, DeploymentVersion]:
+    """What Serve's controller makes of a RayService's application: by deployment, what it compares with what runs."""
+    scale = [{"name": "Replica", "num_replicas": replicas}, {"name": "Router", "num_replicas": routers}]
+    told = {"name": APP, "import_path": "cluster.app:build", "args": settings, "deployments": scale}
+    config = ServeApplicationSchema.model_validate(told)
+    built = build_app(
+        _as_serve_does(build, config.args), name=APP, make_deployment_handle=lambda deployment, name: deployment.name
+    )
+    infos = {
+        deployment.name: DeploymentInfo(
+            deployment._deployment_config, deployment._replica_config, 0, "", version=get_app_code_version(config)
+        )
+        for deployment in built.deployments
+    }
+    targets = override_deployment_info(infos, config)
+    return {name: DeploymentTargetState.create(info, replicas).version for name, info in targets.items()}
+
+
+def test_another_number_of_replicas_or_routers_starts_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    before, after = versions(2, 1, page_size=32), versions(5, 3, page_size=32)
+    assert {name: version.deployment_config.num_replicas for name, version in after.items()} == {
+        "Replica": 5,
+        "Router": 3,
+    }
+    assert before == after  # hashes of all that a running replica would be started anew, or told, for
+    other = versions(2, 1, page_size=16)
+    assert all(version.requires_actor_restart(other[name]) for name, version in before.items())
+
+
+def test_what_is_bound_knows_no_number() -> None:
+    def bound(**scale: int) -> list[Config]:
+        router = application(settle(load(overrides=scale), gpus=0)[0])._bound_deployment
+        return [router.init_args[0], router.init_args[1]._bound_deployment.init_args[0]]
+
+    assert bound(replicas=2, routers=1) == bound(replicas=5, routers=3) == [settle(Config(), gpus=0)[0]] * 2
 
 
 def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere() -> None:
@@ -87,5 +133,18 @@ def test_a_router_samples_as_the_model_says_unless_it_is_told_not_to(
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     monkeypatch.setattr("cluster.app.listen", lambda take: None)
     monkeypatch.setattr("cluster.app.ServePlacer", lambda *its: None)
+    monkeypatch.setattr("cluster.app.watch_size", lambda *its: None)
     router = _Router(load(overrides={"model": str(tmp_path), "sampling_defaults": asked}), None)  # type: ignore[arg-type]
     assert router._service.defaults.values == values
+
+
+def test_a_router_knows_the_models_context_before_a_replica_runs(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("listen", "ServePlacer", "watch_size"):
+        monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
+    router = _Router(load(overrides={"model": str(tiny_model)}), None)  # type: ignore[arg-type]
+    config = json.loads((tiny_model / "config.json").read_text())
+    assert router._service.context_length == config["max_position_embeddings"]
+    router = _Router(load(overrides={"model": str(tiny_model), "context_length": 64}), None)  # type: ignore[arg-type]
+    assert router._service.context_length == 64

@@ -19,7 +19,7 @@ import pytest
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
-from bench import shapes
+from bench.replica import dummy_models
 from cluster import launch
 from cluster.config import Config
 
@@ -176,7 +176,7 @@ def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) 
 def test_a_model_that_cannot_be_cut_so_is_an_error_before_anything_starts(
     settings: dict[str, Any], wrong: str, tmp_path: Path
 ) -> None:
-    folder = shapes.write("tiny", tmp_path / "tiny")
+    folder = dummy_models.write("tiny", tmp_path / "tiny")
     launch._Launch(Config(pp=2, stage_layers="1,1"), Console())._check_cut(folder)
     with pytest.raises(launch.LaunchError, match=f"^{wrong}$"):
         launch._Launch(Config(**settings), Console())._check_cut(folder)

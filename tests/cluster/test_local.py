@@ -1,15 +1,18 @@
 """One machine's share of a configuration, and looking before starting Ray."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster import local
 from cluster.config import load
+from worker.executor import kv_cache
 
 
 @pytest.mark.parametrize(("replicas", "cores", "each"), [(2, 2, 1), (2, 16, 8), (8, 2, 1), (3, 16, 5)])
@@ -17,6 +20,34 @@ def test_the_cores_are_shared_out(replicas: int, cores: int, each: int, monkeypa
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert local.fit(load(overrides={"replicas": replicas})).cpus_per_rank == each
     assert local.fit(load(overrides={"replicas": replicas, "cpus_per_rank": 7})).cpus_per_rank == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({"replicas": 2}, 0.125),
+        ({"replicas": 1}, 0.25),
+        ({"replicas": 4, "pp": 2, "tp": 2}, 0.25 / 16),
+        ({"replicas": 4, "kv_memory_fraction": 0.5}, 0.5),
+        ({"device": "cuda"}, None),
+    ],
+)
+def test_the_memory_for_kv_caches_is_shared_out(settings: dict[str, Any], each: float | None) -> None:
+    assert local.share_memory(load(overrides={"device": "cpu", **settings})).kv_memory_fraction == each
+
+
+def test_the_default_fits_the_memory_that_the_readme_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the KV caches full. The other figures were measured, as the sum of what the processes have for themselves
+    (PSS): all that `make serve` starts when it can answer, and what it takes more of with some hundred requests. A
+    system without a desktop takes the rest."""
+    system, started, working = 0.5e9, 3.35e9, 0.5e9
+    (promised_gb,) = re.findall(r"(\d+) GB of memory", (Path(__file__).parents[2] / "README.md").read_text())
+    promised = int(promised_gb) * 1e9
+    monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: int(promised - system))  # nothing is started
+    config = local.share_memory(load(overrides={"device": "cpu"}))
+    token_bytes = 2 * 30 * 3 * 64 * 4  # SmolLM2's layers, KV heads and head dimension, in float32
+    caches = config.replicas * kv_cache.cpu_tokens(token_bytes, config.kv_memory_fraction) * token_bytes
+    assert system + started + working + caches <= promised
 
 
 def test_replicas_are_not_reachable_from_outside_unless_asked() -> None:

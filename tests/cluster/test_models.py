@@ -19,6 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster import conversion, models
+from cluster.app import _Router
+from cluster.config import Config
 from cluster.conversion import ModelError
 from cluster.folders import cache_folder
 from cluster.models import KNOWN, Packaged, pull, resolve
@@ -169,7 +171,7 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
 def test_an_interrupted_pull_leaves_nothing_and_a_killed_one_is_cleared(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(gguf_file: Path, folder: Path, say: object) -> None:
+    def interrupted(gguf_file: Path, folder: Path, say: object, weights: bool) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -314,8 +316,65 @@ def test_only_the_files_that_are_needed_come_from_a_hub() -> None:
     there += ["tokenizer.model", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"]
     other = ["pytorch_model.bin", "original/consolidated.00.safetensors", "consolidated.safetensors", "README.md"]
     other += ["onnx/model.onnx", "model-q4.gguf", "runs/config.json"]
-    kept = filter_repo_objects(there + other, allow_patterns=models._HUB_FILES, ignore_patterns=models._HUB_IGNORE)
-    assert list(kept) == there
+    patterns = {"allow_patterns": models._HUB_FILES + models._HUB_WEIGHTS, "ignore_patterns": models._HUB_IGNORE}
+    assert list(filter_repo_objects(there + other, **patterns)) == there
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One with a model in two parts, which keeps count of the files that it was asked for."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    there = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    there += ["model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    asked: list[str] = []
+
+    def snapshot(
+        repository: str, *, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool
+    ) -> str:
+        wanted = list(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        folder = tmp_path / repository
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in wanted:
+            (folder / file).write_text("{}")
+        asked.extend(wanted)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    return asked
+
+
+def test_without_weights_none_come_from_a_hub(hub: list[str]) -> None:
+    folder = resolve("org/name", weights=False)
+    small = {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert set(hub) == files_in(folder) == small
+    assert resolve("org/name") == folder
+    assert files_in(folder) > small
+
+
+def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.app.Tokenizer.from_folder", lambda folder: None)
+    for name in ("listen", "ServePlacer", "watch_size"):
+        monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
+    _Router(Config(model="org/name"), None)  # type: ignore[arg-type]
+    assert "tokenizer.json" in hub and not [file for file in hub if "safetensors" in file]
+
+
+def test_without_weights_a_gguf_is_not_dequantised(
+    cache: Path, tiny: tuple[Path, Packaged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in (NAME, str(tiny[0] / "tiny.gguf")):
+        with monkeypatch.context() as patch:
+            patch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # calling it would fail
+            alone = resolve(model, weights=False)
+            assert resolve(model, weights=False) == alone
+        files = {file.name: file.read_bytes() for file in alone.iterdir() if file.name != "manifest.json"}
+        whole = resolve(model)
+        assert whole != alone and files_in(whole) == files_in(alone) | {"model.safetensors"}
+        config, other = json.loads(files.pop("config.json")), json.loads((whole / "config.json").read_text())
+        assert {key: value for key, value in config.items() if other[key] != value} == {}
+        assert {name: (whole / name).read_bytes() for name in files} == files
+        assert resolve(model, weights=False) == whole
 
 
 def test_a_hub_out_of_reach_says_what_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:

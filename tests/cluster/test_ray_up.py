@@ -22,7 +22,7 @@ FILES = ["machines", "aws"]
 COMMANDS = ["setup_commands", "head_setup_commands", "worker_setup_commands"]
 COMMANDS += ["head_start_ray_commands", "worker_start_ray_commands"]
 # What AWS says of the instance types in use: vCPUs and GPUs.
-INSTANCES = {"m7i.xlarge": (4, 0), "g6.12xlarge": (48, 4)}
+INSTANCES = {"m7i.2xlarge": (8, 0), "g6.12xlarge": (48, 4)}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -70,11 +70,29 @@ def test_what_it_copies_is_there_and_is_what_it_installs(name: str) -> None:
     config = read(name)
     assert config["file_mounts"] == {"~/shoal": ".", "~/.ray/auth_token": "~/.ray/auth_token"}
     install = config["setup_commands"][-1].split()
-    assert install[-1] == "~/shoal"
+    assert "~/shoal$(nvidia-smi" in config["setup_commands"][-1]
     constraint = install[install.index("--constraint") + 1]
     assert (ROOT / constraint.removeprefix("~/shoal/")).is_file()
     torch = config["setup_commands"][-2].split()[-1]
     assert torch.startswith("torch==") and f'"{torch}"' in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize(("has_gpu", "installed"), [(True, "shoal[gpu]"), (False, "shoal")])
+@pytest.mark.parametrize("name", FILES)
+def test_flashinfer_is_installed_where_there_is_a_gpu(name: str, has_gpu: bool, installed: str, tmp_path: Path) -> None:
+    """The command itself, with a Python that says what it is asked, and a driver that finds a GPU or none."""
+    programs = {
+        tmp_path / "shoal-env" / "bin" / "python": 'echo "$@"',
+        tmp_path / "bin" / "nvidia-smi": f"exit {0 if has_gpu else 9}",
+    }
+    for path, script in programs.items():
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+    environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    command = ["bash", "-c", read(name)["setup_commands"][-1]]
+    asked = subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout.split()
+    assert asked[:3] == ["-m", "pip", "install"] and asked[-1] == f"{tmp_path}/{installed}"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -128,4 +146,6 @@ def test_what_aws_serves_fits_its_workers() -> None:
     gpus = shoal.tp * shoal.pp * shoal.gpus_per_rank
     assert gpus <= worker["resources"]["GPU"]
     assert shoal.replicas * gpus <= worker["max_workers"] * worker["resources"]["GPU"]
-    assert shoal.num_routers * shoal.cpus_per_router <= head["resources"]["CPU"]
+    most = int(worker["max_workers"] * worker["resources"]["GPU"] // gpus)
+    full = shoal.model_copy(update={"replicas": most})
+    assert full.num_routers * full.cpus_per_router <= head["resources"]["CPU"]

@@ -39,7 +39,7 @@ class FakeReplica:
 
 
 def fleet_of(replicas: list[FakeReplica]) -> Fleet:
-    fleet = Fleet("round_robin")
+    fleet = Fleet("round_robin", turn=0)
     for replica in replicas:
         fleet.join(replica.name)
     return fleet
@@ -166,6 +166,34 @@ async def test_an_excluded_replica_that_came_back_is_taken() -> None:
     connections.ready = frozenset("a")
     connections.event.set()
     assert await placing == "a"
+
+
+async def test_one_that_refused_is_not_asked_again_and_nobody_waits_for_it() -> None:
+    placer, _, fleet, connections = make_placer(TWO)
+    connections.ready = frozenset("ab")
+    assert await placer.place("1", [1], frozenset(), frozenset("a")) == "b"
+    assert await placer.place("2", [1], frozenset(), frozenset("b")) == "a"
+    with pytest.raises(NoReplica):
+        await asyncio.wait_for(placer.place("3", [1], frozenset(), frozenset("ab")), 10)
+    assert booked_on(fleet, "3") is None
+
+
+async def test_requests_that_wait_for_a_replica_look_for_one_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may wait. Whatever changes wakes them before."""
+    periods_s: list[float] = []
+
+    def timeout(period_s: float) -> asyncio.Timeout:
+        periods_s.append(period_s)
+        return asyncio.Timeout(asyncio.get_running_loop().time())
+
+    monkeypatch.setattr(request_router.asyncio, "timeout", timeout)
+    placer, _, _, _ = make_placer([])
+    placing = asyncio.ensure_future(placer.place("1", [1], frozenset()))
+    while len(periods_s) < 14:
+        await asyncio.sleep(0)
+    placing.cancel()
+    assert periods_s[:14:2] == [0.1] * 7  # asking Serve, which waits while it knows of none
+    assert periods_s[1:14:2] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("replicas", [[], TWO[:1]])

@@ -23,13 +23,14 @@ from ray import serve
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayTaskError
 from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from ray.util.placement_group import placement_group_table
 
 from cluster import replica as replica_module
-from cluster.app import APP, build
+from cluster.app import APP
 from cluster.config import Config
 from cluster.replica import Replica, ReplicaError, bundles, start_ranks
-from worker.engine import Engine
+from worker.engine.engine import Engine
 from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
 
 WAIT_S = 60.0
@@ -57,8 +58,9 @@ class Served:
                     yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
 
     def metric(self, name: str, label: str = "replica") -> dict[str, float]:
-        """By label, as one of the routers sees it."""
-        page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        """By label, as one of the routers sees it; nothing while Serve has no router."""
+        answer = httpx.get(f"{self.url}/metrics", timeout=WAIT_S)
+        page = answer.text if answer.status_code == 200 else ""
         samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
         return {sample.labels[label]: sample.value for sample in samples if sample.name == name}
 
@@ -72,12 +74,12 @@ def until(true: Callable[[], Any], what: str) -> Any:
     return result
 
 
-def replicas(state: str = "RUNNING") -> dict[str, dict[str, Any]]:
-    """What Serve knows of each model replica, by id."""
+def replicas(state: str = "RUNNING", deployment: str = "Replica") -> dict[str, dict[str, Any]]:
+    """What Serve knows of each model replica, or each router, by id."""
     client = _get_global_client()
     assert client is not None
     deployments = client.get_serve_details()["applications"][APP]["deployments"]
-    return {r["replica_id"]: r for r in deployments["Replica"]["replicas"] if r["state"] == state}
+    return {r["replica_id"]: r for r in deployments[deployment]["replicas"] if r["state"] == state}
 
 
 def ranks() -> list[psutil.Process]:
@@ -102,13 +104,25 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             cluster.shutdown()
 
 
+def deploy(model: Path, num_replicas: int) -> None:
+    """As KubeRay does it with what the chart says."""
+    settings = {"model": str(model), "placement": "round_robin", "device": "cpu", "kv_tokens": 16384, "cpu_threads": 1}
+    application = {
+        "name": APP,
+        "import_path": "cluster.app:build",
+        "args": {**settings, "cpus_per_rank": 2, "cpus_per_router": 0.5},
+        "deployments": [{"name": "Replica", "num_replicas": num_replicas}, {"name": "Router", "num_replicas": 2}],
+    }
+    client = _get_global_client()
+    assert client is not None
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+
+
 @pytest.fixture(scope="module")
 def served(nodes: Path, tiny_model: Path, session_port: int) -> Iterator[Served]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": session_port})
-        settings = {"model": str(tiny_model), "replicas": 2, "routers": 2, "placement": "round_robin", "device": "cpu"}
-        cpus = {"cpus_per_rank": 2, "cpus_per_router": 0.5}
-        serve.run(build({**settings, **cpus, "kv_tokens": 16384, "cpu_threads": 1}), name=APP)
+        deploy(tiny_model, num_replicas=2)
         server = Served(f"http://127.0.0.1:{session_port}")
         until(lambda: len(server.metric("shoal_kv_tokens")) == 2, "both replicas connected")
         yield server
@@ -166,7 +180,8 @@ def test_a_rank_that_hangs_is_the_end_of_its_replica(
         (rank,) = replica._ranks
         replica._published = ray.get(rank.load.remote(config), timeout=WAIT_S)
         replica._runs = [rank.run.remote()]
-        who = ray.get(rank.alive.remote(), timeout=WAIT_S)
+        replica._longest_step_s = config.longest_step_s
+        who = ray.get(rank.alive.remote(), timeout=WAIT_S).who
         (process,) = (process for process in ranks() if who.startswith(f"pid: {process.pid}, ip: "))
         process.suspend()
         asyncio.run(asyncio.wait_for(replica._watch(), WAIT_S))
@@ -251,3 +266,17 @@ def test_streams_survive_the_death_of_their_rank_and_it_comes_back(served: Serve
     until(lambda: served.metric("shoal_kv_tokens").keys() == replicas().keys(), "the routers know it")
     assert len({replica["node_id"] for replica in replicas().values()}) == 2
     assert {served.complete("a", tokens) for _ in range(4)} == {whole["a"]}
+
+
+def test_another_number_of_replicas_reloads_nothing(served: Served, tiny_model: Path) -> None:
+    def wanted() -> float:
+        page = httpx.get(f"{served.url}/metrics", timeout=WAIT_S).text
+        return float(page.split("\nshoal_replicas_wanted ")[1].split()[0])
+
+    before, routers = replicas(), replicas(deployment="Router")
+    until(lambda: wanted() == 2, "Serve said how many")
+    deploy(tiny_model, num_replicas=1)
+    until(lambda: len(replicas()) == 1, "one is taken away")
+    until(lambda: wanted() == 1, "Serve said how many")
+    assert replicas().keys() < before.keys()
+    assert replicas(deployment="Router").keys() == routers.keys()

@@ -3,7 +3,9 @@
 import copy
 import importlib.util
 import json
+import re
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import APP, model_name
 
@@ -50,8 +54,12 @@ def container(group: dict[str, Any]) -> dict[str, Any]:
     return only
 
 
+def served(values: dict[str, Any]) -> dict[str, Any]:
+    return yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])
+
+
 def arguments(values: dict[str, Any]) -> dict[str, Any]:
-    (application,) = yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"])["applications"]
+    (application,) = served(values)["applications"]
     assert application["name"] == APP
     return application["args"]
 
@@ -82,7 +90,9 @@ def test_the_whole_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_workers_follow_from_replicas_and_gpus(
     replicas: int, tp: int, pp: int, gpus_per_worker: int | None, count: int, gpus: int
 ) -> None:
-    sizes = {"replicas": replicas, "tp": tp, "pp": pp, "workers": {"gpusPerWorker": gpus_per_worker}}
+    resources = {"requests": {"cpu": 16}}
+    group = {"gpusPerWorker": gpus_per_worker, "resources": resources}
+    sizes = {"replicas": replicas, "tp": tp, "pp": pp, "workers": group}
     group = workers({"device": "cuda", **sizes})
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (count, count, count)
     assert container(group)["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": gpus}
@@ -94,7 +104,7 @@ def test_on_cpus_there_is_a_worker_a_replica() -> None:
     assert group["replicas"] == 5
     assert "nvidia.com/gpu" not in container(group)["resources"]["limits"]
     assert container(group)["image"] == "shoal:0.1.0-cpu"
-    assert workers({"replicas": 5, "workers": {"count": 2}})["replicas"] == 2
+    assert workers({"replicas": 5, "workers": {"count": 3}})["replicas"] == 3
 
 
 def test_the_default_workers_have_room_for_what_runs_on_them() -> None:
@@ -116,14 +126,54 @@ def test_the_configuration_goes_to_serve_as_it_is() -> None:
     args = arguments({"replicas": 7, "config": config})
     assert args == {
         "model": "SmolLM2-135M-Instruct",
-        "replicas": 7,
-        "routers": None,
         "device": "cpu",
         "tp": 1,
         "pp": 1,
         **config,
     }
     assert isinstance(args["max_body_bytes"], int) and isinstance(args["served_model_name"], str)
+
+
+@pytest.mark.parametrize(("replicas", "routers", "number"), [(1, None, 1), (2, None, 1), (7, None, 4), (7, 2, 2)])
+def test_serve_is_told_how_many_of_each_there_are(replicas: int, routers: int | None, number: int) -> None:
+    (told,) = served({"replicas": replicas, "routers": routers})["applications"]
+    assert told["deployments"] == [
+        {"name": "Replica", "num_replicas": replicas},
+        {"name": "Router", "num_replicas": number},
+    ]
+    assert number == check.Config(replicas=replicas, routers=routers).num_routers
+
+
+def test_another_number_of_replicas_or_routers_is_no_other_code_for_serve() -> None:
+    def version(values: dict[str, Any]) -> str:
+        (application,) = ServeDeploySchema.model_validate(served(values)).applications
+        return get_app_code_version(application)
+
+    assert version({"replicas": 2}) == version({"replicas": 6, "routers": 2})
+    assert version({"replicas": 2}) != version({"config": {"page_size": 32}})
+
+
+def test_ray_asks_for_a_token() -> None:
+    assert cluster({})["authOptions"] == {"mode": "token"}
+
+
+def test_any_resource_that_the_cluster_knows_can_be_asked_for() -> None:
+    limits = {"rdma/hca": 1, "vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "5Gi", "memory": "8Gi"}
+    values = {"device": "cuda", "tp": 2, "workers": {"resources": {"limits": limits}}}
+    manifests = render(values)
+    check_manifests(manifests)
+    assert container(workers(values))["resources"]["limits"] == {**limits, "nvidia.com/gpu": 2}
+
+
+def test_cpus_are_those_that_kuberay_tells_ray() -> None:
+    """Of the limit before the request, rounded up; where neither says, Ray counts the node's."""
+    three = {"replicas": 1, "workers": {"resources": {"requests": {"cpu": "2500m"}}}}
+    assert render(three)
+    with pytest.raises(CheckError, match="1 workers of 3 CPUs have 3 together"):
+        render({**three, "routers": 2})
+    both = {"requests": {"cpu": 1}, "limits": {"cpu": 4}}
+    assert render({"replicas": 1, "routers": 2, "workers": {"resources": both}})
+    assert render({"replicas": 90, "workers": {"count": 1, "resources": {"requests": {"cpu": None}}}})
 
 
 def test_autoscaling_begins_small_and_has_room_for_all() -> None:
@@ -225,7 +275,8 @@ def test_the_notes_have_a_line_to_try(tmp_path: Path, monkeypatch: pytest.Monkey
     text = notes({"model": "org/name", "service": {"port": 80}}, tmp_path, monkeypatch)
     assert "port-forward service/shoal-try 8000:80" in text
     assert '"model": "org/name"' in text
-    assert "Authorization" not in text and "whoever reaches" in text
+    assert "KubeRay 1.5.1 or later" in text
+    assert "Authorization" not in text and "every client that reaches" in text
 
 
 @pytest.mark.parametrize("model", ["SmolLM2-135M-Instruct", "org/name-1.5", "/cache/mine", "/cache/a/b.gguf"])
@@ -270,8 +321,12 @@ def head_container(spec: dict[str, Any]) -> dict[str, Any]:
         (lambda spec: head_container(spec).update(command=["sleep"]), "KubeRay sets the container's command"),
         (lambda spec: spec.update(serveConfigV2="applications: 3"), "serveConfigV2"),
         (
-            lambda spec: spec.update(serveConfigV2=spec["serveConfigV2"].replace("replicas:", "replica:")),
-            "serveConfigV2: .*replica",
+            lambda spec: spec.update(serveConfigV2=spec["serveConfigV2"].replace("model:", "modell:")),
+            "serveConfigV2: .*modell",
+        ),
+        (
+            lambda spec: spec.update(serveConfigV2=spec["serveConfigV2"].replace("tp: 1", "tp: 1\n      replicas: 2")),
+            "serveConfigV2: replicas among args",
         ),
         (
             lambda spec: spec.update(serveConfigV2=spec["serveConfigV2"].replace("app:build", "app:built")),
@@ -354,15 +409,24 @@ def test_another_package_is_not_used(nowhere: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the image
 
 
-def test_the_image_holds_what_the_chart_and_the_project_say() -> None:
+def test_the_image_holds_what_the_chart_and_the_project_say(tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.touch(mode=0o755)
     dockerfile = (ROOT / "helm" / "Dockerfile").read_text()
     lines = dockerfile.splitlines()
-    packages = {name.split(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    packages = {name.removesuffix("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     copied = {line.split()[-1] for line in lines if line.startswith("COPY --chown=shoal:shoal") and "./" not in line}
     assert copied == packages
     kept = {line[1:] for line in (ROOT / "helm" / "Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
     assert kept == packages | {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"}
     assert all((ROOT / name).exists() for name in kept)
+
+    # The base for GPUs is the one with their compiler; the device that the chart calls cuda has FlashInfer.
+    install = re.findall(r"pip install --constraint requirements\.lock (.+)", dockerfile)[0]
+    for path, what in ((tmp_path / "empty", "."), (nvcc.parent, ".[gpu]")):
+        command = ["/bin/bash", "-c", f"echo {install}"]
+        said = subprocess.run(command, env={"PATH": str(path)}, text=True, capture_output=True, check=True)
+        assert (said.stdout.strip(), said.stderr) == (what, "")
 
     security = workers({})["template"]["spec"]["securityContext"]
     assert f"USER {security['runAsUser']}:{security['runAsGroup']}" in lines

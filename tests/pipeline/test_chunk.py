@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pipeline.chunk import chunk_tokens, tokens_within
 from pipeline.cost import Coefficients, CostModel
-from pipeline.roofline import DEVICES, MODELS, Stage
-from pipeline.rows import UNPADDED, Rows
+from pipeline.padding import UNPADDED, PaddedSizes
+from pipeline.roofline import DEVICES, MODELS, StageSpec
 from pipeline.shape import FEATURES, TILE, TILED_FROM, BatchShape
 
-STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
+STAGE = StageSpec(MODELS["llama-70b"], DEVICES["h200"], 20)
 MOST = 1 << 20
 
 
@@ -27,7 +27,7 @@ def model_of(factors, rows):
 models = st.builds(
     model_of,
     st.lists(st.sampled_from([0.0, 0.3, 1.0, 4.0]), min_size=len(FEATURES), max_size=len(FEATURES)),
-    st.sampled_from([UNPADDED, Rows.of_graphs(256, 8192)]),
+    st.sampled_from([UNPADDED, PaddedSizes.of_graphs(256, 8192)]),
 )
 batches = st.builds(
     lambda decodes, context, chunks: BatchShape([*[(context, 1)] * decodes, *chunks]),
@@ -111,7 +111,7 @@ def test_large_batches_fill_their_tiles(batch, start, target_s):
 def test_a_graph_that_is_paid_for_is_filled():
     """Beside 20 decodes a chunk goes up to the size of a graph, and further only where a deep prefix leaves no time for
     the whole of the next one."""
-    rows = Rows.of_graphs(256, 8192)
+    rows = PaddedSizes.of_graphs(256, 8192)
     model = CostModel(STAGE.seconds, rows=rows)
     batch = BatchShape([(1000, 1)] * 20)
     enough = with_chunk(model, batch, 500, 44)

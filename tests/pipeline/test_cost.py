@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cost import Coefficients, CostModel
-from pipeline.roofline import DEVICES, MODELS, Stage
-from pipeline.rows import Rows
+from pipeline.padding import PaddedSizes
+from pipeline.roofline import DEVICES, MODELS, StageSpec
 from pipeline.shape import FEATURES, BatchShape, features, typical_shapes
 
-STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
+STAGE = StageSpec(MODELS["llama-70b"], DEVICES["h200"], 20)
 
 
 def hardware(shape, slow=1.0):
@@ -200,15 +200,15 @@ def test_a_token_more_never_makes_a_batch_cheaper():
 
 def test_steps_that_are_padded_to_the_same_graph_cost_the_same(tmp_path):
     """Up to what the sequences themselves cost; and one row less than the smallest of them saves all of the padding."""
-    rows = Rows.of_graphs(256, 8192)
+    rows = PaddedSizes.of_graphs(256, 8192)
 
     def padded(shape):
-        return 0.01 + 1e-4 * rows.of(shape)
+        return 0.01 + 1e-4 * rows.padded(shape)
 
     def decodes(count):
         return BatchShape([(500, 1)] * count)
 
-    model = CostModel(lambda shape: 0.02 + 5e-5 * rows.of(shape), {"model": "tiny"}, rows=rows)
+    model = CostModel(lambda shape: 0.02 + 5e-5 * rows.padded(shape), {"model": "tiny"}, rows=rows)
     rng = np.random.default_rng(7)
     for _ in range(300):
         shape = decodes(int(rng.integers(1, 200)))

@@ -8,26 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cost import CostModel
-from pipeline.policy import Horizon, Settings, View
-from pipeline.roofline import DEVICES, MODELS, Model, Stage
-from pipeline.rows import Rows
+from pipeline.padding import PaddedSizes
+from pipeline.policy import Horizon, PolicySettings, SchedulerView
+from pipeline.roofline import DEVICES, MODELS, ModelSpec, StageSpec
 from pipeline.schedule import make_policy
 from pipeline.shape import TILED_FROM, BatchShape
 
-ROWS = Rows.of_graphs(512, 8192)
-LARGE = Stage(MODELS["llama-8b"], DEVICES["h200"], 32, True, rows=ROWS)
-SMALL = Stage(Model("small", 28, 1024, 3072, 16, 8, 128, 151936), DEVICES["h200"], 28, True, rows=ROWS)
+ROWS = PaddedSizes.of_graphs(512, 8192)
+LARGE = StageSpec(MODELS["llama-8b"], DEVICES["h200"], 32, True, rows=ROWS)
+SMALL = StageSpec(ModelSpec("small", 28, 1024, 3072, 16, 8, 128, 151936), DEVICES["h200"], 28, True, rows=ROWS)
 
 
 def offline(stage=LARGE, stages=1, **settings):
     models = [CostModel(stage.seconds, rows=ROWS)] * stages
-    return make_policy("offline", Settings(stages, 8192, models, **settings))
+    return make_policy("offline", PolicySettings(stages, 8192, models, **settings))
 
 
 def chunk(policy, decodes, horizon, *, waiting=100_000, **more):
     """Tokens of prompts beside so many decodes."""
     contexts = np.full(decodes, 500)
-    view = View(decodes, int(contexts.sum()), 1, waiting, horizon=horizon, **more)
+    view = SchedulerView(decodes, int(contexts.sum()), 1, waiting, horizon=horizon, **more)
     budget = policy.begin(view)
     taken = budget.take_decodes(contexts)
     return taken, budget.chunk(0, waiting, waiting)
@@ -91,7 +91,7 @@ def test_where_the_tokens_of_prompts_are_cheaper_at_once():
 
 
 def test_decodes_alone():
-    assert offline().begin(View(60, 3000)).chunk(0, 100, 100) == 0
+    assert offline().begin(SchedulerView(60, 3000)).chunk(0, 100, 100) == 0
 
 
 def test_stages_share_a_round():
@@ -99,17 +99,17 @@ def test_stages_share_a_round():
     horizon = Horizon(1000, 400_000, 50.0)
     flight = [BatchShape([(500, 1)] * 16)]
     assert chunk(offline(stages=4), 16, horizon, waiting=5000, in_flight=flight) == (16, 112 - 16)
-    five = View(64, 32_000, 1, 5000, in_flight=flight * 4, horizon=horizon)
+    five = SchedulerView(64, 32_000, 1, 5000, in_flight=flight * 4, horizon=horizon)
     assert offline(stages=4).begin(five) is None
     assert offline(stages=4, exposed_s=0.05).begin(five) is not None
-    back = View(64, 32_000, 1, 5000, in_flight=flight * 5, horizon=horizon, ahead_s=0.001, returning_s=0.010)
+    back = SchedulerView(64, 32_000, 1, 5000, in_flight=flight * 5, horizon=horizon, ahead_s=0.001, returning_s=0.010)
     policy = offline(stages=4)
     assert policy.ask_again_s(back, False) == pytest.approx(0.010 - policy.LEAD_S), "prompts wait, and nobody for them"
-    assert policy.counts_as_ended(View(64, 32_000, 1, 5000, returning_s=0.001))
+    assert policy.may_overlap_oldest(SchedulerView(64, 32_000, 1, 5000, returning_s=0.001))
     # Not those that decide how many there are where the time is short.
     assert chunk(offline(stages=4), 16, Horizon(10, 400_000, 4000.0), waiting=5000)[1] > TILED_FROM
 
 
 def test_it_needs_models():
     with pytest.raises(ValueError, match="schedule offline needs the stages' cost models"):
-        make_policy("offline", Settings(1, 512))
+        make_policy("offline", PolicySettings(1, 512))

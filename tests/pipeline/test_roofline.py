@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.roofline import DEVICES, LINKS, MODELS, Stage
+from pipeline.roofline import DEVICES, LINKS, MODELS, StageSpec
 from pipeline.shape import BatchShape
 
 H200 = DEVICES["h200"]
@@ -21,7 +21,7 @@ def test_models_have_the_parameters_that_their_names_say(name, billions):
 def test_linear_layers_of_an_8b_model(tokens, measured_ms):
     """What one step spends beyond its attention, activations and launches."""
     model = MODELS["llama-8b"]
-    free = Stage(model, H200, 32).seconds(BatchShape([(0, tokens)]))
+    free = StageSpec(model, H200, 32).seconds(BatchShape([(0, tokens)]))
     layer_s = H200.layer_s if tokens == 1 else H200.mixed_layer_s
     activations = tokens * 2 * (16 * model.hidden + 6 * model.inner) / H200.bytes_per_s
     attention = 4 * tokens**2 / 2 * 4096 / H200.attention_flops if tokens > 1 else 0.0
@@ -35,7 +35,7 @@ def test_linear_layers_of_an_8b_model(tokens, measured_ms):
 )
 def test_attention_of_a_layer_with_32_heads(chunks, measured_ms):
     shape = BatchShape(chunks)
-    stage = Stage(MODELS["llama-8b"], H200, 1)
+    stage = StageSpec(MODELS["llama-8b"], H200, 1)
     bare = shape.copy()
     bare.decode_context = bare.prefix_products = bare.squares = bare.prefixes = 0
     assert (stage.seconds(shape) - stage.seconds(bare)) * 1e3 == pytest.approx(measured_ms, rel=0.15)
@@ -43,15 +43,15 @@ def test_attention_of_a_layer_with_32_heads(chunks, measured_ms):
 
 def test_ranks_share_the_work_and_pay_for_sums():
     shape = BatchShape([(1000, 1000)])
-    alone = Stage(MODELS["llama-70b"], H200, 20).seconds(shape)
-    free = Stage(MODELS["llama-70b"], H200, 20, ranks=4).seconds(shape)
-    joined = Stage(MODELS["llama-70b"], H200, 20, ranks=4, link=LINKS["nvlink"]).seconds(shape)
+    alone = StageSpec(MODELS["llama-70b"], H200, 20).seconds(shape)
+    free = StageSpec(MODELS["llama-70b"], H200, 20, ranks=4).seconds(shape)
+    joined = StageSpec(MODELS["llama-70b"], H200, 20, ranks=4, link=LINKS["nvlink"]).seconds(shape)
     assert alone / 4 < free < alone / 3
     assert joined - free == pytest.approx(40 * LINKS["nvlink"].sum_s(1000 * 16384))
 
 
 def test_more_ranks_than_kv_heads_keep_the_same_several_times():
-    eight, sixteen = (Stage(MODELS["llama-405b"], H200, 126, ranks=ranks) for ranks in (8, 16))
+    eight, sixteen = (StageSpec(MODELS["llama-405b"], H200, 126, ranks=ranks) for ranks in (8, 16))
     weights = 126 * MODELS["llama-405b"].layer_weights * 2
     of_rank = 126 * MODELS["llama-405b"].kv_bytes / 8
     assert sixteen.kv_tokens() == int((141e9 * 0.9 - weights / 16 - 4e9) / of_rank)
@@ -61,18 +61,18 @@ def test_more_ranks_than_kv_heads_keep_the_same_several_times():
 
 def test_under_load_products_keep_within_the_power_limit():
     shape = BatchShape([(0, 4096)])
-    moment, minutes = (Stage(MODELS["llama-70b"], device, 20).seconds(shape) for device in (H200, H200.sustained()))
+    moment, minutes = (StageSpec(MODELS["llama-70b"], device, 20).seconds(shape) for device in (H200, H200.sustained()))
     assert 1.12 * moment < minutes < 1.2 * moment
 
 
 def test_the_kv_of_a_quarter_of_a_70b_model():
     """Another engine finds room for 1.06 million tokens on the same devices, in four stages."""
-    tokens = Stage(MODELS["llama-70b"], H200, 20, has_head=True).kv_tokens()
+    tokens = StageSpec(MODELS["llama-70b"], H200, 20, has_head=True).kv_tokens()
     assert tokens == pytest.approx(1.06e6, rel=0.05)
-    assert Stage(MODELS["llama-405b"], H200, 126).kv_tokens() == 0
+    assert StageSpec(MODELS["llama-405b"], H200, 126).kv_tokens() == 0
 
 
 def test_only_the_last_stage_pays_for_the_head():
     shape = BatchShape([(1000, 1)] * 8)
-    head = Stage(MODELS["llama-70b"], H200, 20, has_head=True).seconds(shape)
-    assert head - Stage(MODELS["llama-70b"], H200, 20).seconds(shape) == pytest.approx(2.1e9 / 3.6e12, rel=0.02)
+    head = StageSpec(MODELS["llama-70b"], H200, 20, has_head=True).seconds(shape)
+    assert head - StageSpec(MODELS["llama-70b"], H200, 20).seconds(shape) == pytest.approx(2.1e9 / 3.6e12, rel=0.02)

@@ -9,25 +9,28 @@ from hypothesis import strategies as st
 
 from pipeline.budget import EvenDecodes
 from pipeline.cost import CostModel
-from pipeline.policy import Settings, View
-from pipeline.roofline import DEVICES, MODELS, Stage
-from pipeline.rows import Rows
+from pipeline.padding import PaddedSizes
+from pipeline.policy import Objective, PolicySettings, SchedulerView
+from pipeline.roofline import DEVICES, MODELS, StageSpec
 from pipeline.schedule import POLICIES, make_policy
 from pipeline.shape import TILE, WAVE, BatchShape
 from pipeline.uniform import Uniform
 
-STAGE = Stage(MODELS["llama-70b"], DEVICES["h200"], 20)
+STAGE = StageSpec(MODELS["llama-70b"], DEVICES["h200"], 20)
 MODEL = CostModel(STAGE.seconds)
 
 
 def policy(name, stages=4, token_budget=1024, slo_s=None, **settings):
-    return make_policy(name, Settings(stages, token_budget, [MODEL] * stages, slo_s, **settings))
+    return make_policy(
+        name,
+        PolicySettings(stages, token_budget, [MODEL] * stages, None if slo_s is None else Objective(slo_s), **settings),
+    )
 
 
 def view(decodes=(), waiting=(), **more):
     """Sequences that decode, by context, none in flight; and what the others lack."""
     counts = {"decoding": len(decodes), "decoding_context": sum(decodes)}
-    return View(**{**counts, "waiting": len(waiting), "waiting_tokens": sum(waiting), **more})
+    return SchedulerView(**{**counts, "waiting": len(waiting), "waiting_tokens": sum(waiting), **more})
 
 
 def fill(budget, decodes=(), prompts=()):
@@ -44,9 +47,9 @@ def fill(budget, decodes=(), prompts=()):
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="no schedule 'greedy'"):
-        make_policy("greedy", Settings(1, 512))
+        make_policy("greedy", PolicySettings(1, 512))
     with pytest.raises(ValueError, match="cost models"):
-        make_policy("uniform", Settings(4, 512))
+        make_policy("uniform", PolicySettings(4, 512))
 
 
 @given(
@@ -197,7 +200,7 @@ def test_an_objective_leaves_halves_of_waves(tokens):
 
 def size_on_one_stage(model):
     """Tokens of a step of a long prompt."""
-    uniform = make_policy("uniform", Settings(1, 8192, [model], None))
+    uniform = make_policy("uniform", PolicySettings(1, 8192, [model], None))
     [size] = fill(uniform.begin(view([], [100_000])), prompts=[(0, 50_000)])[1]
     return size
 
@@ -212,9 +215,9 @@ def test_one_stage_takes_more_at_once():
 
 def test_one_stage_finds_out_that_long_steps_are_cheap():
     """Whatever was said before, and where nothing but sizes that are tried can tell."""
-    said = Stage(MODELS["llama-70b"], DEVICES["h200"], 80, ranks=4)
+    said = StageSpec(MODELS["llama-70b"], DEVICES["h200"], 80, ranks=4)
     model = CostModel(said.seconds)
-    uniform = make_policy("uniform", Settings(1, 8192, [model], None))
+    uniform = make_policy("uniform", PolicySettings(1, 8192, [model], None))
     for _ in range(20 * Uniform.REFRESH_EVERY):
         budget = uniform.begin(view([], [100_000]))
         [size] = fill(budget, prompts=[(0, 50_000)])[1]
@@ -244,7 +247,7 @@ def test_decodes_without_prompts_are_shared_out_evenly():
     while left:
         flying = sum(shape.decodes for shape in flight)
         context = sum(shape.decode_context for shape in flight)
-        budget = uniform.begin(View(decoding=30, decoding_context=sum(left) + context, in_flight=flight))
+        budget = uniform.begin(SchedulerView(decoding=30, decoding_context=sum(left) + context, in_flight=flight))
         taken, _ = fill(budget, left)
         assert taken and len(left) == 30 - flying
         left = left[taken:]
@@ -260,14 +263,14 @@ def test_long_contexts_count_for_more():
     assert first == 1  # the four long ones are most of the work
     everything = sum(decodes)
     rest = decodes[first:]
-    budget = uniform.begin(View(decoding=64, decoding_context=everything, in_flight=[budget.shape]))
+    budget = uniform.begin(SchedulerView(decoding=64, decoding_context=everything, in_flight=[budget.shape]))
     assert fill(budget, rest)[0] < 16
 
 
 def test_one_more_is_in_flight_only_where_the_ways_cost_more_than_the_weights():
     decodes = [500] * 32
     flight = [BatchShape([(500, 1)] * 6)] * 4
-    flying = View(decoding=32, decoding_context=sum(decodes), in_flight=flight)
+    flying = SchedulerView(decoding=32, decoding_context=sum(decodes), in_flight=flight)
     assert policy("uniform", exposed_s=0.001).begin(flying) is None
     assert policy("uniform", exposed_s=0.05).begin(flying) is not None
 
@@ -285,13 +288,15 @@ def test_nothing_is_sent_before_the_first_stage_needs_it():
 def test_it_is_asked_again_when_tokens_are_about_to_come_back():
     uniform = policy("uniform")
     flight = [BatchShape([(500, 1)] * 6)] * 4
-    full = View(decoding=24, decoding_context=12_000, in_flight=flight, ahead_s=0.001, returning_s=0.010)
+    full = SchedulerView(decoding=24, decoding_context=12_000, in_flight=flight, ahead_s=0.001, returning_s=0.010)
     assert uniform.begin(full) is None
     assert uniform.ask_again_s(full, False) == pytest.approx(0.010 - uniform.LEAD_S)
-    idle = View(decoding=6, decoding_context=3000, in_flight=flight[:1], returning_s=0.010)
+    idle = SchedulerView(decoding=6, decoding_context=3000, in_flight=flight[:1], returning_s=0.010)
     assert uniform.ask_again_s(idle, True) == pytest.approx(0.010 - uniform.LEAD_S)
     # Where prompts wait for a place, tokens on their way make none.
-    more = View(decoding=24, decoding_context=12_000, waiting_tokens=900, in_flight=flight * 2, returning_s=0.010)
+    more = SchedulerView(
+        decoding=24, decoding_context=12_000, waiting_tokens=900, in_flight=flight * 2, returning_s=0.010
+    )
     assert uniform.ask_again_s(more, False) == math.inf
 
 
@@ -319,7 +324,7 @@ def test_as_many_are_in_flight_as_each_may_hold_a_wave():
         uniform, _, back = after_a_while(slo_s)
         assert (uniform.begin(back) is not None) == is_third, slo_s
         # The place of the oldest is the next one's as soon as that one's tokens are about to be there.
-        assert uniform.counts_as_ended(back) != is_third
+        assert uniform.may_overlap_oldest(back) != is_third
         assert uniform.ask_again_s(view([4000] * 8, [5000], ahead_s=0.001, returning_s=0.02), False) == 0
     uniform, _, back = after_a_while(0.085, token_budget=256)
     assert uniform.begin(back) is not None, "no step may hold a wave"
@@ -359,13 +364,28 @@ def test_rounds_shrink_while_requests_wait_for_pages_and_grow_again():
 
 def test_one_stage_keeps_its_steps_within_the_objective():
     uniform = policy("uniform", stages=1, token_budget=8192, slo_s=0.05)
-    budget = uniform.begin(view([500] * 8, [5000], in_flight=[BatchShape()], ahead_s=1.0))
+    budget = uniform.begin(view([500] * 8, [50_000], in_flight=[BatchShape()], ahead_s=1.0))
     fill(budget, [500] * 8, [(0, 5000)])
     assert 0.035 < MODEL.predict(budget.shape) <= 0.05 * 0.92
     assert fill(uniform.begin(view([500] * 8, in_flight=[budget.shape])), [500] * 8) == (8, [])
 
 
-GRAPHS = CostModel(STAGE.seconds, rows=Rows.of_graphs(256, 8192))
+@pytest.mark.parametrize(("waiting", "tokens"), [(600, 512), (4096, 512), (8192, 1024), (12_000, 1536), (90_000, 3072)])
+def test_one_stage_under_an_objective_holds_no_more_than_the_backlog_asks_for(waiting, tokens):
+    """An eighth of what waits, from the fewest tokens whose cost each is near the least to what there is time for."""
+    uniform = policy("uniform", stages=1, token_budget=8192, slo_s=0.17)
+    [size] = fill(uniform.begin(view([], [waiting])), prompts=[(0, 50_000)])[1]
+    assert size == tokens
+
+
+def test_an_objective_may_be_iterations_of_decoding_where_these_take_longer():
+    iteration_s = 4 * MODEL.predict(BatchShape.decoding(32, 32 * 4096))
+    for tbt_s, expected_s in ((10.0, 10.0), (0.001, 5 * iteration_s)):
+        uniform = make_policy("uniform", PolicySettings(4, 8192, [MODEL] * 4, Objective(tbt_s, 5)))
+        assert uniform.objective_s(5) == pytest.approx(expected_s * 0.92 / 5)
+
+
+GRAPHS = CostModel(STAGE.seconds, rows=PaddedSizes.of_graphs(256, 8192))
 
 
 def even(contexts, others, models=(GRAPHS,), places=1):

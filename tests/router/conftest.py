@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from router.api import create_app
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.connection import protocol
 from router.defaults import SamplingDefaults
 from router.errors import NoReplica
 from router.fleet import Fleet
@@ -34,9 +35,9 @@ from worker.messages import (
     Abort,
     CacheEvents,
     Generate,
-    Load,
     Output,
     Outputs,
+    ReplicaLoad,
     Subscribe,
     TokenLogprobs,
     decode_from_router,
@@ -130,10 +131,12 @@ class DirectPlacer:
         self.fleet, self.replicas, self.wait_s = fleet, replicas, wait_s
         self.placed: list[tuple[str, list[int], str]] = []
 
-    async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
+    async def place(
+        self, request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str] = frozenset()
+    ) -> str:
         try:
-            async with asyncio.timeout(self.wait_s):
-                while not (candidates := self.replicas.ready):  # what was excluded may be back
+            async with asyncio.timeout(0 if refused else self.wait_s):
+                while not (candidates := self.replicas.ready - refused):  # what was excluded may be back
                     await self.replicas.changed()
         except TimeoutError:
             raise NoReplica() from None
@@ -173,7 +176,7 @@ class FakeReplica:
         self.reply: Callable[[Generate], Output | None] = lambda request: None
         self.per_step = per_step
         self.cached_tokens = 3
-        self.load = Load(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
+        self.load = ReplicaLoad(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
         self.tells_load = True
         self.logprob = -0.5
         self._credit: int | None = None
@@ -370,8 +373,9 @@ class FakeReplica:
 class Server(uvicorn.Server):
     """The application on a port of its own, in a thread."""
 
-    def __init__(self, app: FastAPI) -> None:
-        super().__init__(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=5))
+    def __init__(self, app: FastAPI, config: RouterConfig) -> None:
+        made: Any = protocol(config)
+        super().__init__(uvicorn.Config(app, http=made, log_level="error", ws="none", timeout_graceful_shutdown=5))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.up = threading.Event()
@@ -489,7 +493,8 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
                 defaults=defaults or SamplingDefaults(),
             )
             replicas.set_replicas({name: fake.address for name, fake in named.items()})
-            server = stack.enter_context(Server(create_app(service, config or RouterConfig())))
+            settings = config or RouterConfig()
+            server = stack.enter_context(Server(create_app(service, settings), settings))
             made = Stack(tokens, fleet, placer, replicas, service, server, named)
             stack.callback(made.client.close)
             made.ready(*named)

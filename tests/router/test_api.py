@@ -1,5 +1,7 @@
 """The small endpoints, errors, limits and keys, as OpenAI's own client sees them."""
 
+import contextlib
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output
@@ -93,6 +96,20 @@ def test_load_balancers_may_ask_for_the_head_alone(stack: Any, path: str) -> Non
     assert (response.status_code, response.content) == (200, b"")
 
 
+def test_the_version_and_a_ping(stack: Any) -> None:
+    version = httpx.get(f"{stack.url}/version").json()["version"]
+    assert version == httpx.get(f"{stack.url}/openapi.json").json()["info"]["version"] != ""
+    assert httpx.get(f"{stack.url}/ping").status_code == httpx.post(f"{stack.url}/ping").status_code == 200
+
+
+def test_the_tokenizer_tells_its_configuration(stack: Any, tokenizer: Tokenizer) -> None:
+    """What lm-eval's remote tokenizer reads: a client can render chats itself."""
+    info = httpx.get(f"{stack.url}/tokenizer_info").raise_for_status().json()
+    assert info == tokenizer.info and {"bos_token", "eos_token", "pad_token"} <= set(info)
+    rendered = ChatTemplate(info["chat_template"], {}).render(HELLO, True)
+    assert rendered == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
 # ---------------------------------------------------------------- failures of a replica
 
 
@@ -102,6 +119,7 @@ def test_load_balancers_may_ask_for_the_head_alone(stack: Any, path: str) -> Non
     [
         (Failure("invalid", "the schema does not compile", "response_format"), openai.BadRequestError, 400),
         (Failure("overloaded", "too many requests wait"), openai.RateLimitError, 429),
+        (Failure("unavailable", "no memory for a grammar"), openai.InternalServerError, 503),
         (Failure("internal", "secret details"), openai.InternalServerError, 500),
     ],
 )
@@ -120,19 +138,32 @@ def test_a_refusal_before_the_first_token_has_its_status(
         stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
     assert error.value.status_code == status and error.value.param == failure.param
     assert ("secret" in str(error.value)) is False
-    assert (status == 429) == ("retry-after" in error.value.response.headers)
+    assert (status in (429, 503)) == ("retry-after" in error.value.response.headers)
 
 
+@pytest.mark.parametrize(
+    ("called", "fields", "param"),
+    [
+        ("prompt", {}, "messages"),
+        ("response_format", {"guided_json": {}}, "guided_json"),
+        ("regex", {"structured_outputs": {"regex": "["}}, "structured_outputs.regex"),
+        ("regex", {"regex": "["}, "regex"),
+    ],
+)
 def test_a_failure_names_the_parameter_of_the_client(
-    make_stack: Callable[..., Any], make_replica: Callable[..., Any]
+    make_stack: Callable[..., Any],
+    make_replica: Callable[..., Any],
+    called: str,
+    fields: dict[str, Any],
+    param: str,
 ) -> None:
     fake = make_replica()
-    failure = Failure("invalid", "the KV cache is too small", "prompt")
+    failure = Failure("invalid", "the replica cannot", called)
     fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
     stack = make_stack(fake)
     with pytest.raises(openai.BadRequestError) as error:
-        stack.client.chat.completions.create(model="tiny", messages=HELLO)
-    assert error.value.param == "messages"
+        stack.client.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)
+    assert error.value.param == param
 
 
 def test_one_failing_choice_stops_the_others(make_stack: Callable[..., Any], make_replica: Callable[..., Any]) -> None:
@@ -172,6 +203,34 @@ def test_large_bodies(make_stack: Callable[..., Any], make_replica: Callable[...
     body = b'{"model":"tiny","prompt":"a"}'
     assert httpx.post(url, content=body.ljust(2000)).status_code == 200
     assert httpx.post(url, content=iter([body, b" " * 1900])).status_code == 200
+
+
+def test_a_compressed_body_is_refused(stack: Any) -> None:
+    url, body = f"{stack.url}/v1/completions", b'{"model":"tiny","prompt":"a"}'
+    for encoding in ("gzip", "br", "gzip, identity"):
+        response = httpx.post(url, content=body, headers={"Content-Encoding": encoding})
+        assert response.status_code == 415 and response.headers["accept-encoding"] == "identity"
+        assert response.json()["error"]["code"] == "unsupported_encoding"
+    assert httpx.post(url, content=body, headers={"Content-Encoding": "identity"}).status_code == 200
+
+
+def test_a_body_that_does_not_come(make_stack: Callable[..., Any], make_replica: Callable[..., Any]) -> None:
+    stack = make_stack(make_replica(), config=RouterConfig(body_timeout_s=0.05))
+    with contextlib.closing(socket.create_connection(stack.server.socket.getsockname(), timeout=10)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"code": "timeout"' in answer and b"connection: close" in answer
+
+
+def test_priorities_are_bounded(make_stack: Callable[..., Any], make_replica: Callable[..., Any]) -> None:
+    """Unless the operator allows it, nobody can put himself before the others."""
+    for highest in (0, 7):
+        stack = make_stack(make_replica(), config=RouterConfig(max_priority=highest))
+        for priority in (-5, 0, highest):
+            stack.client.completions.create(model="tiny", prompt="x", extra_body={"priority": priority})
+        with pytest.raises(openai.BadRequestError, match=f"to {highest}") as error:
+            stack.client.completions.create(model="tiny", prompt="x", extra_body={"priority": highest + 1})
+        assert error.value.param == "priority"
 
 
 def bearer(key: str) -> dict[str, bytes]:

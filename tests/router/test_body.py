@@ -35,6 +35,10 @@ def refused(model: type, body: Any) -> ApiError:
         {"choice": ["a", "b"]},
         {"ebnf": 'root ::= "a"'},
         {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        {"structured_outputs": {"regex": "a+", "disable_any_whitespace": True, "structural_tag": None}},
+        {"guided_json": {"type": "object"}, "guided_decoding_backend": "xgrammar"},
+        {"include_stop_str_in_output": True, "length_penalty": 1},
         {"n": None, "stop": None, "stream_options": None, "response_format": None, "logit_bias": None},
     ],
 )
@@ -42,7 +46,7 @@ def test_accepted_in_both(fields: dict[str, Any]) -> None:
     for model, base in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION)):
         request = parse(model, json.dumps(base | fields).encode())
         for name, value in fields.items():
-            if not isinstance(value, dict):
+            if name not in ("stream_options", "response_format", "structured_outputs"):
                 assert getattr(request, name) == value
 
 
@@ -51,7 +55,7 @@ NEUTRAL = {
     "audio": None,
     "function_call": "none",
     "functions": [],
-    "metadata": {},
+    "metadata": {"a": "b"},
     "modalities": ["text"],
     "moderation": None,
     "parallel_tool_calls": True,
@@ -84,13 +88,15 @@ def test_neutral_values_are_accepted() -> None:
         ({"audio": {"voice": "a"}}, "audio"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"metadata": {"a": "b"}}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
         ({"modalities": ["audio"]}, "modalities[0]"),
         ({"modalities": ["text", "audio"]}, "modalities[1]"),
         ({"prediction": {"type": "content", "content": ""}}, "prediction"),
         ({"prompt_cache_key": 1}, "prompt_cache_key"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"service_tier": "flex"}, "service_tier"),
+        ({"service_tier": "scale"}, "service_tier"),
+        ({"length_penalty": 1.5}, "length_penalty"),
         ({"store": True}, "store"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -99,7 +105,16 @@ def test_neutral_values_are_accepted() -> None:
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
         ({"nonsense": 1}, "nonsense"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": 3}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_whitespace_pattern": "[ ]?"}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
+        ({"structured_outputs": {"json": {}, "backend": "x"}}, "structured_outputs.backend"),
         ({"best_of": 1}, "best_of"),  # of completions only
         ({"echo": False}, "echo"),
         ({"n": "1"}, "n"),

@@ -18,7 +18,7 @@ def tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def test_chat(stack: Any, tokenizer: Tokenizer, tokens: list[int]) -> None:
-    answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    answer = stack.client.chat.completions.create(model="tiny", messages=HELLO, extra_headers={"X-Request-Id": "mine"})
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", REPLY, "stop")
     assert choice.logprobs is None and choice.index == 0
@@ -29,7 +29,7 @@ def test_chat(stack: Any, tokenizer: Tokenizer, tokens: list[int]) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
     assert (answer.object, answer.model) == ("chat.completion", "tiny")
-    assert answer._request_id == answer.id
+    assert answer._request_id == "mine" and answer.service_tier is None
 
 
 def test_chat_stream(make_stack: Callable[..., Any], make_replica: Callable[..., Any], tokens: list[int]) -> None:
@@ -60,6 +60,30 @@ def test_stream_usage(stack: Any, tokens: list[int]) -> None:
     assert last.choices == [] and last.usage.completion_tokens == len(tokens) + 1
     assert last.usage.prompt_tokens_details.cached_tokens == 3
     assert all(chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_every_chunk_may_count_what_there_is_so_far(stack: Any, tokens: list[int], asked: bool) -> None:
+    """With include_usage only, as in vLLM."""
+    body = {"model": "tiny", "messages": HELLO, "stream": True}
+    options = {"include_usage": asked, "continuous_usage_stats": True}
+    *chunks, last = stack.client.chat.completions.create(**body, stream_options=options)
+    if not asked:
+        assert all(chunk.usage is None for chunk in [*chunks, last])
+        return
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == len(tokens) + 1
+    for usage in (chunk.usage for chunk in [*chunks, last]):
+        assert usage.prompt_tokens == last.usage.prompt_tokens > 0
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_whatever_tier_is_asked_for_the_answer_names_the_one_there_is(stack: Any, stream: bool) -> None:
+    answer = stack.client.chat.completions.create(
+        model="tiny", messages=HELLO, service_tier="flex", store=False, metadata={"a": "b"}, stream=stream
+    )
+    assert all(part.service_tier == "default" for part in (answer if stream else [answer]))
 
 
 def test_the_bytes_of_a_stream(stack: Any) -> None:

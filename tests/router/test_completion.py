@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.config import RouterConfig
 from router.tokenizer import Tokenizer
 
 
@@ -91,6 +92,30 @@ def test_stop_strings_across_tokens(
     assert fake.running == []
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_ends_the_text_may_be_part_of_it(
+    make_stack: Callable[..., Any], make_replica: Callable[..., Any], tokenizer: Tokenizer, stream: bool
+) -> None:
+    """As vLLM has it: a stop string, and a stop token where its text is not skipped."""
+    endless = tokenizer.encode("one two three stop here ") * 40
+    stack = make_stack(make_replica(script=lambda request: endless))
+
+    def text(**fields: Any) -> str:
+        extra = {"include_stop_str_in_output": True, **fields.pop("extra", {})}
+        answer = stack.client.completions.create(
+            model="tiny", prompt="x", max_tokens=400, stream=stream, extra_body=extra, **fields
+        )
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert choices[-1].finish_reason == "stop"
+        return "".join(choice.text for choice in choices)
+
+    assert text(stop=["ee sto", "zzz"]) == "one two three sto"
+    token = tokenizer.token_id("w")
+    assert token in endless
+    assert text(extra={"stop_token_ids": [token]}) == "one tw"
+    assert text(extra={"stop_token_ids": [token], "include_stop_str_in_output": False}) == "one t"
+
+
 def test_special_tokens_on_demand(
     make_stack: Callable[..., Any], make_replica: Callable[..., Any], tokenizer: Tokenizer
 ) -> None:
@@ -102,7 +127,8 @@ def test_special_tokens_on_demand(
         assert answer.choices[0].text == text
 
 
-def test_extra_fields_reach_the_replica(stack: Any) -> None:
+def test_extra_fields_reach_the_replica(make_stack: Callable[..., Any], make_replica: Callable[..., Any]) -> None:
+    stack = make_stack(make_replica(), config=RouterConfig(max_priority=5))
     stack.client.completions.create(
         model="tiny",
         prompt="x",

@@ -1,4 +1,6 @@
+import random
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,9 +12,9 @@ from radix.events import Event, Removed, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
 from router.errors import NoReplica
-from router.expected import EXPIRES_S
 from router.fleet import Fleet
-from worker.messages import CacheEvents, Load
+from router.optimistic_prefixes import EXPIRES_S
+from worker.messages import CacheEvents, ReplicaLoad
 
 PROMPT = list(range(100, 164))
 
@@ -49,8 +51,8 @@ class Publisher:
         return CacheEvents(self.incarnation, self.next_seq, self.tree.snapshot(), self.tree.page_size, snapshot=True)
 
 
-def load(bookings_seen: int = 0, **figures: int) -> Load:
-    return Load(incarnation="first", bookings_seen=bookings_seen, **figures)
+def load(bookings_seen: int = 0, **figures: int) -> ReplicaLoad:
+    return ReplicaLoad(incarnation="first", bookings_seen=bookings_seen, **figures)
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def clock():
 
 @pytest.fixture
 def fleet(clock):
-    fleet = Fleet("cache_aware", clock)
+    fleet = Fleet("cache_aware", clock, turn=0)
     for replica_id in ("a", "b", "c"):
         fleet.join(replica_id)
     return fleet
@@ -149,7 +151,7 @@ def test_a_snapshot_of_a_new_incarnation_replaces_the_old(fleet):
 def test_a_snapshot_that_contradicts_itself_counts_as_no_cache(fleet, caplog):
     assert fleet.apply_events("b", CacheEvents("first", 5, [Stored(2, 1, PROMPT)], 4, snapshot=True))
     assert view(fleet, "b").mirror_tokens is None
-    assert "snapshot of its cache that is none" in caplog.text
+    assert "invalid snapshot of its cache" in caplog.text
     assert fleet.place("r", PROMPT, ["b"]).cached_tokens == 0
 
 
@@ -202,6 +204,18 @@ def test_a_load_that_does_not_count_the_youngest_bookings_leaves_them_added(flee
 def test_a_burst_of_different_prompts_spreads_before_any_load_is_published(fleet):
     placed = [fleet.place(f"r{n}", [n] * 100, "abc").replica_id for n in range(30)]
     assert [placed.count(name) for name in "abc"] == [10, 10, 10]
+
+
+def test_routers_that_know_nothing_of_each_other_begin_with_different_replicas():
+    random.seed(2)
+    names = [f"{i:02d}" for i in range(64)]
+    placed: Counter[str] = Counter()
+    for router in range(32):
+        fleet = Fleet()
+        for name in names:
+            fleet.join(name)
+        placed.update(fleet.place(str(n), [router, n], names).replica_id for n in range(16))
+    assert max(placed.values()) <= 2 * placed.total() / len(names) and len(placed) == len(names)
 
 
 def test_placing_again_replaces_the_booking(fleet):
@@ -276,8 +290,8 @@ def test_work_is_forgotten_after_some_requests(fleet):
 
 
 def test_round_robin_and_least_load(clock):
-    fleet = Fleet("round_robin", clock)
-    blind = Fleet("least_load", clock)
+    fleet = Fleet("round_robin", clock, turn=0)
+    blind = Fleet("least_load", clock, turn=0)
     for one in (fleet, blind):
         one.join("a")
         one.join("b")
@@ -321,7 +335,7 @@ class Books(RuleBasedStateMachine):
         super().__init__()
         self.fleet = Fleet("least_load", Clock())
         self.joined: set[str] = set()
-        self.loads: dict[str, Load] = {}
+        self.loads: dict[str, ReplicaLoad] = {}
         self.books: dict[str, dict] = {}
 
     @rule(name=st.sampled_from("ab"))

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from router.config import RouterConfig
 from router.listener import Listener, bind
 
 LOOPBACK = "127.0.0.1"
@@ -38,7 +39,7 @@ class App:
 
 @asynccontextmanager
 async def listening(app: App, port: int = 0, drain_s: float = WAIT_S) -> AsyncIterator[Listener]:
-    listener = Listener(app, LOOPBACK, port, drain_s)
+    listener = Listener(app, LOOPBACK, port, drain_s, RouterConfig())
     await listener.start()
     try:
         yield listener
@@ -116,9 +117,9 @@ def test_an_answer_that_takes_too_long_is_given_up() -> None:
 def test_an_address_that_cannot_be_had() -> None:
     async def run() -> None:
         with socket.create_server((LOOPBACK, 0)) as other, pytest.raises(OSError, match="in use"):
-            Listener(App(), LOOPBACK, other.getsockname()[1], WAIT_S)
+            Listener(App(), LOOPBACK, other.getsockname()[1], WAIT_S, RouterConfig())
         with pytest.raises(OSError, match="assign"):
-            Listener(App(), "192.0.2.99", 0, WAIT_S)
+            Listener(App(), "192.0.2.99", 0, WAIT_S, RouterConfig())
 
     asyncio.run(run())
 

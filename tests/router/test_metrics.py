@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
-from worker.messages import Load
+from worker.messages import ReplicaLoad
 
 Make = Callable[..., Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -52,7 +52,7 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
     stack = make_stack(make_replica(), make_replica())
     fake = stack.fakes["r1"]
     fake.tell(
-        Load(
+        ReplicaLoad(
             incarnation="one",
             running=3,
             waiting=4,
@@ -126,7 +126,7 @@ def test_a_sequence_that_ends_in_a_mistake_of_ours_has_failed(
     make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = make_stack(make_replica())
-    monkeypatch.setattr("router.generation.Transcript.push", None)
+    monkeypatch.setattr("router.generation.OutputText.push", None)
     assert httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 500
     got = samples(stack)
     assert {labels: value for (name, labels), value in got.items() if name == "shoal_sequences_total"} == {
@@ -138,8 +138,8 @@ def test_several_routers_count_under_their_names() -> None:
     """And tell what replicas report as one would."""
     pages = []
     for router in ("a", "b"):
-        metrics = Metrics(replicas_wanted=2, router=router)
-        metrics.loads["r0"] = Load(incarnation="one", output_tokens=90, stage_seconds=[{"compute": 1.0}])
+        metrics = Metrics(router=router)
+        metrics.loads["r0"] = ReplicaLoad(incarnation="one", output_tokens=90, stage_seconds=[{"compute": 1.0}])
         metrics.replica("r0").first_token.observe(0.2)
         metrics.sequences.labels("stop").inc()
         pages.append(parsed(metrics.page().decode()).keys())

@@ -8,13 +8,16 @@ import jsonschema
 import pytest
 
 ROUTES = {
-    ("/v1/chat/completions", "post"): {"200", "400", "401", "404", "413", "429", "500", "503"},
-    ("/v1/completions", "post"): {"200", "400", "401", "404", "413", "429", "500", "503"},
+    ("/v1/chat/completions", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/completions", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/models", "get"): {"200", "401"},
     ("/v1/models/{model_id}", "get"): {"200", "401", "404"},
-    ("/tokenize", "post"): {"200", "400", "401", "404", "413", "500"},
-    ("/detokenize", "post"): {"200", "400", "401", "404", "413", "500"},
+    ("/tokenize", "post"): {"200", "400", "401", "404", "408", "413", "415", "500"},
+    ("/detokenize", "post"): {"200", "400", "401", "404", "408", "413", "415", "500"},
+    ("/tokenizer_info", "get"): {"200", "401"},
     ("/health", "get"): {"200"},
+    ("/ping", "get"): {"200"},
+    ("/version", "get"): {"200"},
     ("/ready", "get"): {"200", "503"},
     ("/metrics", "get"): {"200"},
 }
@@ -69,6 +72,9 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "stream_options": {"include_obfuscation": True}}),
         ("ChatRequest", {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "store": True}),
         ("ChatRequest", {"model": "tiny", "messages": [{"role": "user", "content": [{"text": "a"}]}]}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "priority": 1}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "structured_outputs": {"structural_tag": "{}"}}),
+        ("CompletionRequest", {"model": "tiny", "prompt": "a", "length_penalty": 1.5}),
         ("DetokenizeRequest", {"tokens": [100_000]}),
         ("TokenizeRequest", {}),
         ("TokenizeRequest", {"prompt": None}),
@@ -89,9 +95,10 @@ def test_answers_are_what_the_page_says(stack: Any, page: dict[str, Any]) -> Non
     check(page, "ChatCompletion", post("/v1/chat/completions", chat))
     check(page, "Completion", post("/v1/completions", {"model": "tiny", "prompt": "a b", "logprobs": 1, "echo": True}))
     check(page, "Error", post("/v1/completions", {}))
-    check(page, "Tokens", post("/tokenize", {"prompt": "a"}))
-    check(page, "Text", post("/detokenize", {"tokens": [70]}))
-    for path, name in (("/v1/models", "ModelList"), ("/v1/models/tiny", "Model"), ("/health", "Health")):
+    check(page, "TokenizeResponse", post("/tokenize", {"prompt": "a"}))
+    check(page, "DetokenizeResponse", post("/detokenize", {"tokens": [70]}))
+    paths = {"/v1/models": "ModelList", "/v1/models/tiny": "ModelCard", "/health": "Health", "/ping": "Health"}
+    for path, name in (paths | {"/version": "Version", "/tokenizer_info": "TokenizerInfo"}).items():
         check(page, name, httpx.get(stack.url + path).json())
     with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=chat | {"stream": True}) as response:
         for line in response.iter_lines():

@@ -1,14 +1,13 @@
-"""Placement, by tables, by properties, and by a toy fleet that serves conversations with finite caches."""
+"""Placement, by tables, by properties, and on fleets in simulated time."""
 
-import random
-from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement import Candidate, Placement, Weights, least_load, rank, round_robin
+from router.placement import Candidate, Weights, least_load, rank, round_robin, uncached_weight
+from tests.router.simulated_fleet import Served, conversations, shared_prefixes, simulate
 
 WEIGHTS = Weights()
 
@@ -25,9 +24,24 @@ def test_goes_where_the_prefix_is():
     "load", [{"waiting_tokens": 3000}, {"context_tokens": 50_000}, {"running": 40}, {"waiting": 40}]
 )
 def test_affinity_yields_to_load(load):
-    """The 512 cached tokens are worth 2048 that wait; each of these is worth more."""
-    assert best([Candidate("a"), Candidate("b", cached_tokens=512, **load)]) == "a"
-    assert best([Candidate("a"), Candidate("b", cached_tokens=900, **load)]) == "b"
+    """Where as much waits everywhere that the fleet is busy, 512 cached tokens are worth 2048 that wait; each of these
+    is worth more."""
+    busy = {"waiting_tokens": 500}
+    crowded = busy | load | {"waiting_tokens": 500 + load.get("waiting_tokens", 0)}
+    assert best([Candidate("a", **busy), Candidate("b", cached_tokens=512, **crowded)]) == "a"
+    assert best([Candidate("a", **busy), Candidate("b", cached_tokens=900, **crowded)]) == "b"
+
+
+def test_what_must_be_computed_counts_for_more_the_more_waits_everywhere():
+    def weight(*waiting: int) -> float:
+        return uncached_weight([Candidate(str(i), waiting_tokens=w) for i, w in enumerate(waiting)], 1000, WEIGHTS)
+
+    assert weight(0, 0, 10**6) == weight() == 1
+    assert weight(0, 250, 10**6) == 2.5
+    assert weight(500, 500, 0) == weight(10**6, 10**6, 10**6) == 4
+    idle = [Candidate("a"), Candidate("b", cached_tokens=512, waiting_tokens=800)]
+    assert best(idle) == "a"  # soon done, and then two have the prefix
+    assert best([replace(candidate, waiting_tokens=candidate.waiting_tokens + 500) for candidate in idle]) == "b"
 
 
 def test_one_overloaded_replica_does_not_turn_affinity_off_for_the_others():
@@ -92,103 +106,49 @@ def test_names_all_and_never_punishes_a_longer_prefix_or_a_smaller_load(candidat
     assert after.index(chosen.replica_id) <= order.index(chosen.replica_id)
 
 
-# ---------------------------------------------------------------- a toy fleet
+# ---------------------------------------------------------------- fleets in simulated time
 
-BLOCK = 64  # tokens
-
-
-@dataclass(frozen=True)
-class Request:
-    """`blocks` name the prompt's blocks, so that equal names in equal places are a shared prefix."""
-
-    at_s: float
-    blocks: tuple[tuple[int, ...], ...]
-    output_tokens: int
+FIXED_1, FIXED_4 = Weights(uncached=1, uncached_busy=1), Weights(uncached=4, uncached_busy=4)
 
 
-@dataclass
-class Replica:
-    """Prefill first come first served, decode at a fixed rate, a cache of `cache_blocks` blocks with LRU eviction."""
-
-    cache_blocks: int
-    prefill_tokens_s: float
-    busy_until_s: float = 0.0
-    cache: OrderedDict = field(default_factory=OrderedDict)
-    running: list = field(default_factory=list)  # (begins decoding, ends, context tokens)
-    recent_tokens: float = 0.0
-    served_tokens: int = 0
-
-    def cached_tokens(self, request: Request) -> int:
-        hits = 0
-        while hits < len(request.blocks) and request.blocks[hits] in self.cache:
-            hits += 1
-        return hits * BLOCK
-
-    def candidate(self, name: str, request: Request) -> Candidate:
-        now = request.at_s
-        self.running = [entry for entry in self.running if entry[1] > now]
-        decoding = [context for begins, _, context in self.running if begins <= now]
-        return Candidate(
-            name,
-            cached_tokens=self.cached_tokens(request),
-            waiting_tokens=int(max(0.0, self.busy_until_s - now) * self.prefill_tokens_s),
-            context_tokens=sum(decoding),
-            running=len(decoding),
-            waiting=len(self.running) - len(decoding),
-            recent_tokens=self.recent_tokens,
-        )
-
-    def serve(self, request: Request) -> int:
-        """Returns how many tokens of the prompt were cached."""
-        cached, total = self.cached_tokens(request), len(request.blocks) * BLOCK
-        self.recent_tokens += total - cached
-        self.busy_until_s = max(self.busy_until_s, request.at_s) + (total - cached) / self.prefill_tokens_s
-        self.running.append((self.busy_until_s, self.busy_until_s + 0.02 * request.output_tokens, total))
-        self.served_tokens += total - cached + request.output_tokens
-        for block in reversed(request.blocks):
-            self.cache[block] = None
-            self.cache.move_to_end(block)
-        while len(self.cache) > self.cache_blocks:
-            self.cache.popitem(last=False)
-        return cached
+def show(**served: Served) -> None:
+    """For whoever asks pytest for the output."""
+    for name, s in served.items():
+        ttft, p99, tpot = (f"{1e3 * time_s:.0f}" for time_s in (s.ttft_mean_s, s.ttft_p99_s, s.tpot_mean_s))
+        print(f"{name}: hit rate {s.hit_rate:.3f}, TTFT {ttft}, P99 {p99}, TPOT {tpot} ms, {s.replicas_used} used")
 
 
-def conversations(seed: int, sessions: int, rate_s: float) -> list[Request]:
-    """Sessions begin at random with one of four system prompts, the first of which two thirds use; each turn's prompt
-    is the last one's, its answer and a question more, some seconds later."""
-    rng = random.Random(seed)
-    requests, at_s = [], 0.0
-    for session in range(sessions):
-        at_s += rng.expovariate(rate_s)
-        system = rng.choices(range(4), [8, 2, 1, 1])[0]
-        blocks = [(-1, system, index) for index in range(6)]
-        turn_s = at_s
-        for _ in range(rng.randint(1, 7)):
-            blocks += [(session, index) for index in range(len(blocks), len(blocks) + rng.randint(4, 40))]
-            requests.append(Request(turn_s, tuple(blocks), rng.randint(16, 256)))
-            turn_s += rng.uniform(5.0, 30.0)
-    return sorted(requests, key=lambda request: request.at_s)
+@pytest.mark.parametrize("num_replicas", [8, 64])
+def test_a_prefix_that_all_share_is_served_by_many_replicas(num_replicas):
+    requests = shared_prefixes(2.5 * num_replicas, 12.0, 1, prefix_tokens=8192, own_tokens=2048)
+    ours = simulate(rank, requests, num_replicas, read_once=True)
+    fixed = simulate(rank, requests, num_replicas, FIXED_4, read_once=True)
+    show(ours=ours, fixed=fixed)
+    assert ours.ttft_p99_s < 0.5 * fixed.ttft_p99_s and ours.tpot_mean_s < 0.6 * fixed.tpot_mean_s
+    assert ours.replicas_used >= max(2 * fixed.replicas_used, 0.5 * num_replicas)
 
 
-def simulate(place: Placement, requests: list[Request]) -> tuple[float, float]:
-    """(hit rate, the most that a replica computed over the mean) with four replicas."""
-    replicas = {name: Replica(cache_blocks=2500, prefill_tokens_s=8000.0) for name in "abcd"}
-    cached = 0
-    for turn, request in enumerate(requests):
-        candidates = [replica.candidate(name, request) for name, replica in replicas.items()]
-        order = place(candidates, len(request.blocks) * BLOCK, WEIGHTS, turn)
-        for replica in replicas.values():
-            replica.recent_tokens *= 1 - 1 / 64
-        cached += replicas[order[0]].serve(request)
-    served = [replica.served_tokens for replica in replicas.values()]
-    return cached / sum(len(request.blocks) * BLOCK for request in requests), max(served) * len(served) / sum(served)
+def test_prefixes_of_every_popularity_on_many_replicas():
+    requests = shared_prefixes(640.0, 8.0, 2000, prefix_tokens=4096, own_tokens=1024)
+    ours, fixed = simulate(rank, requests, 64), simulate(rank, requests, 64, FIXED_4)
+    show(ours=ours, fixed=fixed)
+    assert ours.ttft_p99_s < 0.75 * fixed.ttft_p99_s and ours.ttft_mean_s < 0.95 * fixed.ttft_mean_s
+    assert ours.tpot_mean_s <= 1.02 * fixed.tpot_mean_s
 
 
-@pytest.mark.parametrize("rate_s", [0.05, 1.0, 4.0, 8.0], ids=["idle", "light", "busy", "overloaded"])
+def test_a_full_fleet_computes_nothing_that_is_cached_elsewhere():
+    """At what 8 replicas can just do: with prefixes copied as on an idle fleet, requests wait for twice as long."""
+    requests = shared_prefixes(160.0, 45.0, 200, prefix_tokens=4096, own_tokens=1024)
+    ours, fixed, eager = (simulate(rank, requests, 8, weights) for weights in (Weights(), FIXED_4, FIXED_1))
+    show(ours=ours, fixed=fixed, eager=eager)
+    assert ours.ttft_mean_s < 1.1 * fixed.ttft_mean_s < 0.7 * eager.ttft_mean_s
+    assert ours.hit_rate > fixed.hit_rate - 0.005
+
+
+@pytest.mark.parametrize("rate_s", [0.05, 1.0, 2.0, 4.0], ids=["idle", "light", "busy", "overloaded"])
 def test_conversations_stay_where_they_are_cached_and_no_replica_is_crowded(rate_s):
-    requests = conversations(seed=7, sessions=400, rate_s=rate_s)
-    hit_rate, imbalance = simulate(rank, requests)
-    blind, _ = simulate(round_robin, requests)
-    print(f"rate {rate_s}: hit rate {hit_rate:.3f} against {blind:.3f}, imbalance {imbalance:.2f}")
-    assert hit_rate >= 2 * blind
-    assert imbalance <= 1.5
+    requests = conversations(sessions=400, rate_s=rate_s)
+    ours, blind = (simulate(place, requests, 4, cache_tokens=600_000) for place in (rank, round_robin))
+    show(ours=ours, blind=blind)
+    assert ours.hit_rate >= 2 * blind.hit_rate
+    assert ours.computed <= 1.5

@@ -1,6 +1,7 @@
 """Connections to replicas: when one counts as ready, and what happens when it goes."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,11 @@ import httpx
 import pytest
 
 from radix.events import Stored
+from router import replicas as connections
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.replicas import ReplicaLost, Replicas
-from worker.messages import CacheEvents, Generate, Load, Output, Outputs, SamplingParams, Subscribe
+from worker.messages import CacheEvents, Generate, Output, Outputs, ReplicaLoad, SamplingParams, Subscribe
 
 Make = Callable[..., Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -34,13 +36,68 @@ def test_ready_is_connected_and_has_told_its_load(make_stack: Make, make_replica
     silent.wait_for(lambda: silent.received)
     stack.until(lambda: stack.fleet.snapshot())
     assert ready(stack) == 503
-    silent.tell(Load(incarnation="one"))
+    silent.tell(ReplicaLoad(incarnation="one"))
     stack.ready("a")
     assert ready(stack) == 200
     silent.die()
     stack.ready()
     assert ready(stack) == 503
     assert stack.fleet.snapshot() == []
+
+
+class Network:
+    """Between routers and a replica. Bytes that come once it is cut are lost, and nobody is told."""
+
+    def __init__(self, address: str) -> None:
+        self._host, port = address.removeprefix("tcp://").split(":")
+        self._port = int(port)
+        self._is_cut = False
+        self._server: asyncio.Server
+
+    async def open(self) -> str:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def cut(self) -> None:
+        self._is_cut = True
+
+    async def close(self) -> None:
+        self._server.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, self._port)
+        await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if not self._is_cut:
+                    writer.write(data)
+        writer.close()
+
+
+def test_a_host_that_vanishes_is_noticed(make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connections stay open, and nobody answers on them. A stream goes on elsewhere."""
+    assert connections.HEARTBEAT_MS + connections.HEARTBEAT_TIMEOUT_MS <= 3000
+    monkeypatch.setattr(connections, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(connections, "HEARTBEAT_TIMEOUT_MS", 800)
+    vanishing, other = make_replica().hold(), make_replica()
+    vanishing.allow(1)
+    stack = make_stack()
+    network = Network(vanishing.address)
+    stack.replicas.set_replicas({"far": stack.server.do(network.open())})
+    stack.ready("far")
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        stack.server.do(network.cut())
+        stack.ready()  # the connection counts as broken, though TCP has said nothing
+        stack.replicas.set_replicas({"near": other.address})
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert other.requests()[0].output_ids
+    stack.server.do(network.close())
+    vanishing.die()
+    other.die()
 
 
 def test_a_busy_replica_is_ready(make_stack: Make, make_replica: Make) -> None:

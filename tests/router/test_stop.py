@@ -66,6 +66,20 @@ def test_examples(pieces: list[str], stops: tuple[str, ...], expected: tuple[str
     assert streamed(pieces, stops) == expected
 
 
+@given(st.lists(letters, max_size=6), st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3).map(tuple))
+def test_the_stop_string_may_be_kept_and_nothing_is_held_back(pieces: list[str], stops: tuple[str, ...]) -> None:
+    matcher = StopMatcher(stops, include=True)
+    seen = ""
+    for piece in pieces:
+        new, stopped = matcher.push(piece)
+        seen += new
+        ends = [end for end in range(1, len(seen) + 1) if seen[:end].endswith(stops)] if stops else []
+        assert ends == ([len(seen)] if stopped else []) and matcher.flush() == ""
+        if stopped:
+            return
+        assert new == piece
+
+
 def test_long_stop_strings_cost_no_more_than_short_ones() -> None:
     matcher = StopMatcher(("a" * 100_000 + "b",))
     text = "a" * 100_000 + "c"

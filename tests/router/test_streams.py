@@ -48,7 +48,11 @@ def test_a_client_that_leaves_frees_its_replica(make_stack: Make, make_replica: 
         fake.wait_for(lambda: len(fake.running) == n)
         if stream:
             fake.allow(n)
-            assert b"data: " in connection.recv(1 << 16)
+            got = b""  # the head may come alone
+            while b"data: " not in got:
+                part = connection.recv(1 << 16)
+                assert part
+                got += part
     fake.wait_for(lambda: len(fake.aborted()) == n)
     assert sorted(fake.aborted()) == sorted(request.request_id for request in fake.requests())
     stack.idle()
@@ -101,6 +105,7 @@ def test_a_stream_outlives_its_replica(make_stack: Make, make_replica: Make, tok
     assert resumed.output_ids == ids[:before] and begun.output_ids == []
     assert resumed.prompt_ids == begun.prompt_ids and resumed.sampling.seed == begun.sampling.seed
     assert resumed.request_id != begun.request_id and resumed.booking == 1
+    assert resumed.resumed and not begun.resumed  # so that a full queue does not refuse it
     assert stack.placer.placed[1][1] == begun.prompt_ids + ids[:before]  # where most of it may be cached
     assert chunks[-1].usage.completion_tokens == len(ids) + 1
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 3
@@ -121,7 +126,7 @@ def test_a_request_that_has_no_token_yet_begins_elsewhere(make_stack: Make, make
         choice = answer.result(WAIT_S).choices[0]
     assert choice.text == "a b" + REPLY
     assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.tokens) == 2 + other.sent
-    assert other.requests()[0].sampling.prompt_logprobs == 1
+    assert other.requests()[0].sampling.prompt_logprobs == 1 and other.requests()[0].resumed
 
 
 def test_the_replica_may_come_back_as_itself(make_stack: Make, make_replica: Make) -> None:
@@ -228,7 +233,7 @@ def test_a_placer_that_names_replicas_that_are_gone_is_asked_so_often_however_lo
     stack = make_stack(make_replica())
     excluded: list[frozenset[str]] = []
 
-    async def place(request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
+    async def place(request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str]) -> str:
         excluded.append(exclude)
         return f"gone{len(excluded)}"
 
@@ -237,6 +242,61 @@ def test_a_placer_that_names_replicas_that_are_gone_is_asked_so_often_however_lo
         stack.client.chat.completions.create(model="tiny", messages=HELLO)
     assert error.value.status_code == 503 and error.value.code == "no_replica"
     assert excluded == [frozenset(), {"gone1"}, {"gone1", "gone2"}]
+
+
+# ---------------------------------------------------------------- replicas that are full
+
+
+def refusing(make_replica: Make, retry_after_s: float | None) -> Any:
+    """A replica that takes only what was taken before."""
+    fake = make_replica()
+    failure = Failure("overloaded", f"come back in {retry_after_s} s", retry_after_s=retry_after_s)
+
+    def reply(request: Generate) -> Output | None:
+        refused = Output(request_id=request.request_id, finish_reason="error", failure=failure)
+        return None if request.resumed else refused
+
+    fake.reply = reply
+    return fake
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_one_replica_refuses_another_may_take(make_stack: Make, make_replica: Make, stream: bool) -> None:
+    full = [refusing(make_replica, 9.0) for _ in range(2)]
+    stack = make_stack(*full, make_replica())
+    for _ in range(3):  # whichever it is placed on first
+        answer = stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+        assert (text_of(answer) if stream else answer.choices[0].message.content) == REPLY
+    assert len(stack.fakes["r2"].requests()) == 3 and any(fake.requests() for fake in full)
+    assert not any(request.resumed for fake in stack.fakes.values() for request in fake.requests())
+    assert stack.metric("shoal_resumed_sequences_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "header"), [((30.0, 7.2), "8"), ((30.0, 7.2, 12.0), "8"), ((None,) * 3, "1"), ((9.0,) * 5, "9")]
+)
+def test_where_they_are_full_the_client_hears_when_to_come_back(
+    make_stack: Make, make_replica: Make, retry_after_s: tuple[float | None, ...], header: str
+) -> None:
+    stack = make_stack(*(refusing(make_replica, after_s) for after_s in retry_after_s))
+    with pytest.raises(openai.RateLimitError) as error:
+        stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    assert error.value.response.headers["retry-after"] == header and error.value.code == "overloaded"
+    asked = [len(fake.requests()) for fake in stack.fakes.values()]
+    assert max(asked) == 1 and sum(asked) == min(3, len(retry_after_s))
+
+
+def test_a_replica_that_refused_a_request_may_take_it_when_it_is_resumed(make_stack: Make, make_replica: Make) -> None:
+    full, other = refusing(make_replica, 5.0), make_replica().hold()
+    stack = make_stack(full, other)
+    other.allow(2)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True, logprobs=True) as stream:
+        chunks: list[Any] = []
+        while len(names_of(chunks)) < 2:
+            chunks.append(next(stream))
+        other.die()
+        chunks += stream
+    assert text_of(chunks) == REPLY
 
 
 # ---------------------------------------------------------------- slow readers
@@ -289,7 +349,7 @@ def test_emitting_waits_for_the_client() -> None:
                 produced += 1
                 await emit(b"x")
 
-        task = asyncio.ensure_future(EventStream(produce, {})({"type": "http"}, receive, send))
+        task = asyncio.ensure_future(EventStream(produce)({"type": "http"}, receive, send))
         for _ in range(20):
             await asyncio.sleep(0)
         assert produced == 2 and len(sent) == 2  # the head and one event are through

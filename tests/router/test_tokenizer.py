@@ -1,6 +1,7 @@
 """Text to tokens: what is too long is refused early, and nothing blocks the event loop."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,6 +67,27 @@ def test_names_of_tokens(tokenizer: Tokenizer) -> None:
 def test_a_model_without_a_template_has_no_chat(byte_level_tokenizer: tokenizers.Tokenizer) -> None:
     with pytest.raises(TemplateError, match="no chat template"):
         Tokenizer(byte_level_tokenizer).render_chat([])
+
+
+def test_what_a_folder_says_of_its_tokenizer(byte_level_tokenizer: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    """Special tokens are texts, however they are written there; paths of the machine that made it stay there."""
+    byte_level_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    eos = {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False}
+    config = {
+        "tokenizer_class": "T",
+        "eos_token": eos,
+        "bos_token": "<b>",
+        "model_max_length": 10**30,
+        "name_or_path": "/home/someone",
+        "added_tokens_decoder": {"2": eos},
+        "chat_template": "{{ messages }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    info = Tokenizer.from_folder(tmp_path).info
+    assert (info["tokenizer_class"], info["eos_token"], info["bos_token"]) == ("T", "<|im_end|>", "<b>")
+    assert info["pad_token"] is info["unk_token"] is None and info["chat_template"] == "{{ messages }}"
+    assert info["added_tokens_decoder"] == {"2": "<|im_end|>"} and info["model_max_length"] == 10**30
+    assert "name_or_path" not in info
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

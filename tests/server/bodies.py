@@ -131,7 +131,8 @@ model messages prompt max_tokens max_completion_tokens n temperature top_p top_k
 frequency_penalty repetition_penalty logit_bias seed stop stop_token_ids tools min_tokens ignore_eos
 skip_special_tokens priority user response_format regex choice ebnf stream stream_options logprobs
 top_logprobs echo best_of suffix audio store metadata tool_choice functions modalities service_tier
-reasoning_effort chat_template_kwargs prompt_cache_key Model __class__
+reasoning_effort chat_template_kwargs prompt_cache_key Model __class__ structured_outputs guided_json guided_regex
+guided_choice guided_grammar include_stop_str_in_output length_penalty
 """.split()
 FIELDS += ["", "\ud800"]
 CONTENT_TYPES = [
@@ -148,7 +149,8 @@ CONTENT_TYPES = [
 PATHS = [
     *"""
 / // /v1 /v1/ /v1/models/ /v1/models/%00 /v1/models/..%2f.. /v1/models/é /v1/completions/ /V1/completions
-/v1/chat /v1/embeddings /tokenize /detokenize /health /ready /metrics /docs /openapi.json /v1/models?x=%ff
+/v1/chat /v1/embeddings /tokenize /detokenize /tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
+/v1/models?x=%ff
 /%ff /favicon.ico /v1/models
 """.split(),
     "/v1/models/" + MODEL,
@@ -209,6 +211,7 @@ def _optional(random: random.Random, limit: int) -> dict[str, Any]:
         "stop": random.choice(["e", ["a", "b"], [], ["\x00", " "], "never to be found", ["é", "🦊"]]),
         "stop_token_ids": random.choice([[], [257], random.sample(range(258), 40)]),
         "min_tokens": random.randint(0, limit),
+        "include_stop_str_in_output": random.choice([True, False, None]),
         "ignore_eos": random.choice([True, False, None]),
         "skip_special_tokens": random.choice([True, False, None]),
         "priority": random.choice([0, 1, -1, 2**31 - 1, -(2**31)]),

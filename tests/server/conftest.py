@@ -16,11 +16,11 @@ import pytest
 import torch
 import uvicorn
 
-import worker.server
+import worker.engine.server
 from router.api import create_app
 from router.config import RouterConfig
+from router.connection import protocol
 from router.defaults import SamplingDefaults
-from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.replicas import Replicas
@@ -40,10 +40,10 @@ class Placer:
     def __init__(self, fleet: Fleet, replicas: Replicas) -> None:
         self._fleet, self._replicas = fleet, replicas
 
-    async def place(self, request_id: str, prompt_ids: list[int], exclude: frozenset[str]) -> str:
-        if not self._replicas.ready:
-            raise NoReplica()
-        return self._fleet.place(request_id, prompt_ids, self._replicas.ready).replica_id
+    async def place(
+        self, request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str] = frozenset()
+    ) -> str:
+        return self._fleet.place(request_id, prompt_ids, self._replicas.ready - refused).replica_id
 
 
 class Whole:
@@ -52,7 +52,7 @@ class Whole:
     def __init__(self, folder: Path) -> None:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": KV_TOKENS, "context_length": CONTEXT}
         limits = {"max_running": 24, "token_budget": 96, "cpu_threads": 1, "grammar_timeout_s": 5}
-        self.replica = worker.server.Server(folder, WorkerConfig.model_validate(settings | limits))
+        self.replica = worker.engine.server.Server(folder, WorkerConfig.model_validate(settings | limits))
         self.engine = self.replica.engine
         self._replica_thread = threading.Thread(target=self.replica.run, name="replica")
         self._replica_thread.start()
@@ -70,8 +70,12 @@ class Whole:
             context_length=CONTEXT,
             defaults=SamplingDefaults(),
         )
-        self.app = create_app(self.service, RouterConfig(max_prompts=12, max_body_bytes=1 << 20))
-        self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=5))
+        config = RouterConfig(max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1)
+        self.app = create_app(self.service, config)
+        made: Any = protocol(config)
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(self.app, http=made, log_level="critical", timeout_graceful_shutdown=5)
+        )
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.address: tuple[str, int] = self._listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
@@ -101,7 +105,7 @@ class Whole:
         everything = {
             "engine.scheduler": len(self.engine.scheduler),
             "engine.has_work": self.engine.has_work,
-            "engine's grammars": len(self.engine._awaited),
+            "engine's grammars": len(self.engine._grammar_queue),
             "replica._owners": dict(self.replica._owners),
             "fleet._booked": dict(self.fleet._booked),
             "fleet's view": [v for v in self.fleet.snapshot() if v.bookings or v.waiting_tokens or v.context_tokens],

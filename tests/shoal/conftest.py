@@ -1,9 +1,17 @@
 """A server that speaks enough of OpenAI's protocol to be chatted with."""
 
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +97,73 @@ def fake() -> Iterator[Fake]:
     uv.should_exit = True
     thread.join(30)
     assert not thread.is_alive()
+
+
+class InTerminal:
+    """A `shoal` command in a terminal of its own. `shown` is all that it has written so far."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self._ours, self._its = pty.openpty()
+        self.modes = termios.tcgetattr(self._its)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.cli", *command],
+            stdin=self._its,
+            stdout=self._its,
+            stderr=self._its,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "100"} | env,
+            start_new_session=True,
+        )
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Until `text` was written so many times."""
+        while self.shown.count(text) < times:
+            readable, _, _ = select.select([self._ours], [], [], 60)
+            assert readable, f"no {text!r} in {self.shown!r}"
+            self.shown += os.read(self._ours, 4096).decode()
+
+    def stop_and_go_on(self) -> None:
+        """As Ctrl-Z and `fg` do, while it waits for something to be typed; between them a shell sets its own modes."""
+        pid = self.process.pid
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            pass
+        os.kill(pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        termios.tcsetattr(self._its, termios.TCSANOW, self.modes)
+        os.kill(pid, signal.SIGCONT)
+
+    def edits(self) -> bool:
+        """Whether it gets each key as it is typed, and shows it itself."""
+        return not termios.tcgetattr(self._its)[3] & (termios.ICANON | termios.ECHO)
+
+    def end(self) -> int:
+        """The exit code, once it has ended by itself; what it wrote last is in `shown`, and how it left the terminal
+        in `modes`."""
+        code = self.process.wait(60)
+        self.modes = termios.tcgetattr(self._its)
+        while select.select([self._ours], [], [], 0)[0]:
+            self.shown += os.read(self._ours, 4096).decode()
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self._its)
+
+
+@pytest.fixture
+def in_terminal(tmp_path: Path) -> Iterator[Callable[..., InTerminal]]:
+    """Starts a `shoal` command in a terminal."""
+    begun: list[InTerminal] = []
+
+    def begin(*command: str) -> InTerminal:
+        begun.append(InTerminal(list(command), {"XDG_STATE_HOME": str(tmp_path)}))
+        return begun[-1]
+
+    yield begin
+    for terminal in begun:
+        terminal.close()

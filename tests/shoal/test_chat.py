@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from shoal import chat
-from shoal.chat import Conversation, Terminal, figures, piped, transcript
+from shoal.chat import ChatTerminal, Conversation, figures, piped, transcript
 from shoal.client import Answer, Client, ServerError
 
 Fake = Any  # of conftest.py
@@ -116,7 +116,6 @@ def test_the_command_from_a_pipe(fake: Fake, monkeypatch: pytest.MonkeyPatch, ca
         (["--model", "fake"], 0.6),
         (["--model", "own"], None),
         (["--model", "own", "--temperature", "0"], 0),
-        (["--model", "nobody's"], 0.6),
     ],
 )
 def test_a_temperature_is_sent_where_the_model_has_none(
@@ -125,6 +124,15 @@ def test_a_temperature_is_sent_where_the_model_has_none(
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
     assert chat.main(["--url", fake.url, *line]) == 0
     assert fake.bodies[0].get("temperature") == sent
+
+
+def test_a_model_that_is_not_there_is_said_at_once(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert chat.main(["--url", fake.url, "--model", "nope"]) == 1
+    assert capsys.readouterr().err == f"shoal chat: {fake.url} has no model 'nope'; it has fake, other, own\n"
+    assert fake.bodies == []
 
 
 def test_no_server_is_one_line(capsys: Captured) -> None:
@@ -151,7 +159,7 @@ def terminal(talk: Conversation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             raise line
 
         monkeypatch.setattr("builtins.input", read)
-        screen = Terminal(talk)
+        screen = ChatTerminal(talk)
         screen.console = Console(file=io.StringIO(), width=100, highlight=False)
         screen.run()
         return screen.console.file.getvalue()  # type: ignore[attr-defined]
@@ -184,6 +192,24 @@ def test_lines_that_go_on(fake: Fake, terminal: Callable[..., str]) -> None:
 
 def test_ctrl_c_at_the_prompt_does_not_leave(fake: Fake, terminal: Callable[..., str]) -> None:
     assert "Ctrl-D" in terminal(KeyboardInterrupt, "hi") and len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize("before", ["", "wor"])
+def test_who_comes_back_from_ctrl_z_sees_the_prompt_again(
+    fake: Fake, in_terminal: Callable[..., Any], before: str
+) -> None:
+    terminal = in_terminal("chat", "--url", fake.url)
+    prompt = "> \x1b[0m" + before
+    terminal.type(before)
+    terminal.wait_for(prompt)
+    terminal.stop_and_go_on()
+    terminal.wait_for(prompt, times=2)
+    assert terminal.edits()
+    terminal.type("ld\r")
+    terminal.wait_for(f"You said: {before}ld")
+    terminal.wait_for("> \x1b[0m", times=3)
+    terminal.type("\x04")
+    assert terminal.end() == 0 and fake.bodies[0]["messages"][0]["content"] == f"{before}ld"
 
 
 def test_a_failure_does_not_leave_either(fake: Fake, terminal: Callable[..., str]) -> None:

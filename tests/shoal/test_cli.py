@@ -48,8 +48,10 @@ def test_a_wrong_command_is_one_line(argv: list[str], says: str, capsys: Capture
 
 def test_commands_get_the_rest_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     got = []
-    module = types.SimpleNamespace(main=lambda argv: got.append(argv) or 7, __spec__=ModuleSpec("bench.serve", None))
-    monkeypatch.setitem(sys.modules, "bench.serve", module)
+    module = types.SimpleNamespace(
+        main=lambda argv: got.append(argv) or 7, __spec__=ModuleSpec("bench.load.serve", None)
+    )
+    monkeypatch.setitem(sys.modules, "bench.load.serve", module)
     monkeypatch.setitem(sys.modules, "shoal.chat", module)
     assert cli.main(["bench", "serve", "--rate", "1"]) == 7
     assert cli.main(["chat", "--help"]) == 7

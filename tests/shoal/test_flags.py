@@ -85,8 +85,3 @@ def test_every_setting_of_the_server_has_a_flag_that_its_default_passes() -> Non
     defaults = {name: field.default for name, field in Config.model_fields.items() if field.default is not None}
     line = [f"--{name.replace('_', '-')}={value}" for name, value in defaults.items() if not isinstance(value, bool)]
     assert Config(**flags.given(parser.parse_args(line), Config)) == Config()
-
-
-def test_a_hint_at_what_was_meant() -> None:
-    assert flags.did_you_mean("--served-nam=x", Settings) == "; did you mean --served-name?"
-    assert flags.did_you_mean("--zzz", Settings) == ""

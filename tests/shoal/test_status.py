@@ -2,6 +2,8 @@
 
 import io
 import json
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from router.metrics import Metrics
 from shoal import status
 from shoal.client import ServerError
-from shoal.status import Replica, Status, render, replicas, total
-from worker.messages import Load
+from shoal.status import ReplicaStatus, Status, render, replicas, total
+from worker.messages import ReplicaLoad
 
 Fake = Any  # of conftest.py
 Captured = pytest.CaptureFixture[str]
@@ -20,13 +22,15 @@ Captured = pytest.CaptureFixture[str]
 
 def page() -> bytes:
     loads = {
-        "b": Load(
+        "b": ReplicaLoad(
             incarnation="x", running=3, waiting=2, kv_tokens_total=1000, kv_tokens_used=250, kv_tokens_cached=500
         ),
-        "a": Load(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5),
+        "a": ReplicaLoad(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5),
     }
-    metrics = Metrics(replicas_wanted=3)
+    metrics = Metrics()
+    metrics.wanted.set(3)
     metrics.loads.update(loads)
+    metrics.attention.update(a=("triton", "FlashInfer is not installed"), b=("flashinfer", ""), gone=("torch", ""))
     metrics.replica("a").first_token.observe(0.2)
     metrics.replica("a").first_token.observe(0.4)
     metrics.replica("a").inter_token.observe(0.05)
@@ -40,6 +44,7 @@ def test_every_metric_that_is_read_is_one_that_the_router_writes() -> None:
         assert f"\n{metric}{{" in written, metric
     for metric in (status.READY, status.WANTED):
         assert f"\n{metric} " in written, metric
+    assert f"\n{status.ATTENTION}{{" in written
 
 
 def test_replicas_of_a_page() -> None:
@@ -48,6 +53,8 @@ def test_replicas_of_a_page() -> None:
     assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished) == ("a", 400, 100, 70, 5)
     assert (a.ttft_count, a.tbt_count) == (2, 1) and a.ttft_sum_s == pytest.approx(0.6)
     assert (b.running, b.waiting, b.kv_tokens, b.kv_tokens_used, b.kv_tokens_cached) == (3, 2, 1000, 250, 500)
+    assert (a.attention, a.attention_problem) == ("triton", "FlashInfer is not installed")
+    assert (b.attention, b.attention_problem) == ("flashinfer", "")
     assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == ([], None, None)
     with pytest.raises(ServerError, match="no page of Prometheus"):
         replicas("<html>")
@@ -65,10 +72,11 @@ def test_the_table() -> None:
     assert "ready, 2 of 3 replicas" in text and " of " not in shown(Status("http://x", None, ["m"], found, 2, 2))
     assert "ready" in text and "25%" in text and "300 ms" in text and "50 ms" in text
     assert "…" not in text
-    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["a", "b", "all"]
+    assert [line.split()[0] for line in text.splitlines()[-4:-1]] == ["a", "b", "all"]
+    assert text.splitlines()[-1] == "FlashInfer is not installed"
     assert total(found).running == 3 and total(found).prompt_tokens == 400
     assert "no replica has reported yet" in shown(Status("http://x", "not ready", ["m"], []))
-    assert "all" not in shown(Status("http://x", None, ["m"], [Replica("one")])).split()
+    assert "all" not in shown(Status("http://x", None, ["m"], [ReplicaStatus("one")])).split()
 
 
 @pytest.mark.parametrize(
@@ -100,6 +108,15 @@ def test_a_server_that_is_not(fake: Fake, ready: Any, says: str, capsys: Capture
     fake.ready = ready
     assert status.main(["--url", fake.url]) == 1
     assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_watch_ends_with_ctrl_c(fake: Fake, in_terminal: Callable[..., Any]) -> None:
+    terminal = in_terminal("status", "--url", fake.url, "--watch", "0.05")
+    modes = terminal.modes
+    terminal.wait_for("fake, other")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end() == 0 and "Traceback" not in terminal.shown
+    assert terminal.modes == modes and terminal.shown.rindex("\x1b[?25h") > terminal.shown.rindex("\x1b[?25l")
 
 
 def test_no_server_and_no_key(fake: Fake, capsys: Captured) -> None:

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.worker.driver import Driver
 from tests.worker.fakes import FakeGrammars, FakeParts, FakeRunner, pages_now
 from worker.config import WorkerConfig
-from worker.costs import Costs, predicts
-from worker.engine import Parts
-from worker.parallel import Group
-from worker.plan import Chunk, Plan
-from worker.ranks import Leader
-from worker.runner import Runner
-from worker.sampling import Sampler
+from worker.engine.cost_store import CostStore, predicts
+from worker.engine.engine import Components
+from worker.executor.model_runner import ModelRunner
+from worker.executor.multi_rank import MultiRankExecutor
+from worker.parallel.communicator import Communicator
+from worker.sampling.sampler import Sampler
+from worker.step import Chunk, Plan
 
 if not torch.cuda.is_available():
     # As in tests/kernels: before anything imports a kernel of Triton's.
@@ -123,7 +123,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 class Sequences:
     """Greedy generation of several sequences with a Runner, as a scheduler would drive it, in shuffled pages."""
 
-    def __init__(self, runner: Runner, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
         self.free = list(range(runner.num_pages))
         random.Random(seed).shuffle(self.free)
@@ -144,7 +144,7 @@ class Sequences:
             held = -(-start // page_size)
             pages = [self.free.pop() for _ in range(-(-(start + len(token_ids)) // page_size) - held)]
             chunks.append(Chunk(slot, start, token_ids, held, pages, len(token_ids)))
-        logits = self.runner.forward(Plan.of(self.step, chunks))
+        logits = self.runner.forward(Plan.from_chunks(self.step, chunks)).logits
         self.step += 1
         for chunk, rows in zip(chunks, logits.split([c.num_logits for c in chunks]), strict=True):
             self.logits[chunk.slot].append(rows)
@@ -153,18 +153,18 @@ class Sequences:
                 self.tokens[chunk.slot].append(int(rows[-1].argmax()))
 
 
-def together(size: int, work: Callable[[Group], Any], timeout_s: float = 60.0) -> list[Any]:
+def together(size: int, work: Callable[[Communicator], Any], timeout_s: float = 60.0) -> list[Any]:
     """What `work` returns on each of `size` ranks, which are threads of this process. Raises the first rank's error."""
     store = dist.HashStore()
 
     def rank(index: int) -> Any:
-        with closing(Group.join(store, index, size, torch.device("cpu"), timeout_s)) as group:
+        with closing(Communicator.join(store, index, size, torch.device("cpu"), timeout_s)) as group:
             try:
                 result = work(group)
             except Exception as error:
                 group.fail(f"rank {index}: {error!r}")
                 raise
-            group.meet()  # who leaves early takes its connections along
+            group.barrier()  # who leaves early takes its connections along
             return result
 
     with ThreadPoolExecutor(size) as threads:
@@ -181,14 +181,14 @@ def fake_runner() -> type[FakeRunner]:
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are let in as if those that run needed no more pages than for the tokens they have: many are preempted
     then."""
-    monkeypatch.setattr("worker.forecast.most_pages", pages_now)
+    monkeypatch.setattr("worker.scheduler.kv_demand.peak_pages", pages_now)
 
 
-def without_grammars(model_dir: Path, config: WorkerConfig, runner: Runner | Leader) -> Parts:
+def without_grammars(model_dir: Path, config: WorkerConfig, runner: ModelRunner | MultiRankExecutor) -> Components:
     """The real parts but for the grammars' compiler, a process that most tests have no use for."""
     sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-    costs = Costs.of(model_dir, config, runner.device) if predicts(config) else Costs()
-    return Parts(runner, sampler, FakeGrammars(), costs)
+    costs = CostStore.load(model_dir, config, runner.device) if predicts(config) else CostStore()
+    return Components(runner, sampler, FakeGrammars(), costs)
 
 
 @pytest.fixture(scope="session")

@@ -11,25 +11,24 @@ import torch
 from radix.pages import PagePool
 from radix.tree import Tree
 from tests.worker.fakes import any_models
-from worker.batch import Step
 from worker.config import WorkerConfig
-from worker.costs import Costs
+from worker.engine.cost_store import CostStore
 from worker.messages import Generate, Output, SamplingParams
-from worker.plan import Plan
-from worker.sampling import SampledTokens
-from worker.scheduler import Scheduler
+from worker.scheduler.scheduled_step import ScheduledStep
+from worker.scheduler.scheduler import Scheduler
+from worker.step import Plan, SampledTokens
 
 STAGES = any_models(4)
 
 
 class Driver:
-    """A scheduler with a fake runner: what `worker.engine` does, without tensors. With `overlap`, the tokens of a step
-    come to the scheduler after the next one was planned and computed."""
+    """A scheduler with a fake runner: what `worker.engine.engine` does, without tensors. With `overlap`, the tokens of
+    a step come to the scheduler after the next one was planned and computed."""
 
     def __init__(self, runner, *, eos: tuple[int, ...] = (), overlap: bool = False, **config) -> None:
         self.runner = runner
         self.overlap = overlap
-        self.flight: tuple[Step, np.ndarray, SampledTokens] | None = None
+        self.flight: tuple[ScheduledStep, np.ndarray, SampledTokens] | None = None
         self.now_s = 0.0
         self.complete: list[int] = []  # of the next step's rows, those whose grammar is complete with their token
         self.config = WorkerConfig(page_size=runner.page_size, **config)
@@ -40,7 +39,7 @@ class Driver:
             vocab_size=runner.vocab_size,
             context_length=runner.context_length,
             eos_token_ids=eos,
-            policy=Costs(STAGES[: self.config.pp]).policy(self.config, overlap=False),
+            policy=CostStore(STAGES[: self.config.pp]).policy(self.config, overlap=False),
             returning_s=self.returning_s,
             clock=lambda: self.now_s,
         )
@@ -50,16 +49,16 @@ class Driver:
         sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, temperature=0)
         return self.scheduler.add(Generate(request_id=request_id, prompt_ids=prompt, sampling=sampling, **fields))
 
-    def returning_s(self, step: Step) -> float:
+    def returning_s(self, step: ScheduledStep) -> float:
         return math.inf
 
     def step(self) -> Plan | None:
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule().step
         if step is None:
             self.land()
         else:
             assert 0 < step.plan.num_tokens <= self.config.token_budget
-            rows = self.runner.forward(step.plan).argmax(1)
+            rows = self.runner.forward(step.plan).logits.argmax(1)
             self.land()
             self.flight = step, *self.sample(step, rows)
             if not self.overlap:
@@ -67,8 +66,8 @@ class Driver:
         self.collect()
         return step.plan if step is not None else None
 
-    def sample(self, step: Step, rows: torch.Tensor) -> tuple[np.ndarray, SampledTokens]:
-        chosen = np.flatnonzero(step.gives & ~step.gone)
+    def sample(self, step: ScheduledStep, rows: torch.Tensor) -> tuple[np.ndarray, SampledTokens]:
+        chosen = np.flatnonzero(step.samples & ~step.dropped)
         tokens = rows[np.cumsum(step.plan.num_logits)[chosen] - 1]
         self.runner.last_tokens[step.plan.slots[chosen]] = tokens
         complete, self.complete = self.complete, []

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 
 from pipeline.cost import CostModel
-from pipeline.roofline import DEVICES, MODELS, Stage
+from pipeline.roofline import DEVICES, MODELS, StageSpec
 from worker.config import WorkerConfig
-from worker.costs import Costs
-from worker.engine import Parts
-from worker.forecast import Claim, most_pages
+from worker.engine.cost_store import CostStore
+from worker.engine.engine import Components
+from worker.executor.attention_selector import AttentionChoice
+from worker.executor.executor import Executor, ForwardOutput
 from worker.messages import Failure, Grammar
-from worker.plan import PENDING, Chunk, Plan
-from worker.runner import Ran
-from worker.sampling import SampledTokens
+from worker.scheduler.kv_demand import KVClaim, peak_pages
+from worker.step import PENDING, Chunk, Plan, SampledTokens, StepTime
 
 MASK = (1 << 62) - 1
 
@@ -27,7 +27,7 @@ def mix(state: int, value: int) -> int:
     return (x * 0xBF58476D1CE4E5B9) & MASK
 
 
-class FakeRunner:
+class FakeRunner(Executor):
     """A runner whose "model" is a hash, with KV in pages like a real one's, so that a wrong page, position or token
     gives a wrong next token: a token's KV depends on all tokens before it, and the next token on the KV of all.
 
@@ -48,28 +48,28 @@ class FakeRunner:
         self.eos_token_ids = eos_token_ids
         self.device = torch.device("cpu")
         self.last_tokens = torch.full((1024,), -7)
-        self.likeliest = None
+        self.attention_choice = AttentionChoice("none")
         self.poison = poison
         self.plans: list[Plan] = []
         self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
         self.tables: dict[int, list[int]] = {}
         self.expected: list[Plan] = []
 
-    def expect(self, plan: Plan) -> None:
+    def announce(self, plan: Plan) -> None:
         self.expected.append(plan)
 
-    def sampled(self, plan: Plan) -> None:
+    def finish_step(self, plan: Plan) -> None:
         pass
 
-    def ran(self) -> list[Ran]:
+    def take_step_times(self) -> list[StepTime]:
         return []
 
-    def forward(self, plan: Plan) -> torch.Tensor:
+    def forward(self, plan: Plan) -> ForwardOutput:
         assert not self.expected or self.expected.pop(0) is plan
         self.plans.append(plan)
         assert len(set(plan.slots.tolist())) == len(plan)
         seen = [row for chunk in plan.chunks for row in self._chunk(chunk)]
-        return self.logits(seen)
+        return ForwardOutput(self.logits(seen))
 
     def logits(self, seen: list[int]) -> torch.Tensor:
         """Float32 `[n, vocab_size]`, by the hash of all that a token depends on."""
@@ -89,8 +89,8 @@ class FakeRunner:
         assert min(token_ids) >= 0, "a token that nobody knows"
         assert self.poison not in token_ids, "a poisoned token"
         table = self.tables.setdefault(chunk.slot, [])
-        assert len(table) >= chunk.num_kept
-        table[chunk.num_kept :] = chunk.pages
+        assert len(table) >= chunk.num_kept_pages
+        table[chunk.num_kept_pages :] = chunk.pages
         assert len(set(table)) == len(table)
         end = chunk.start + len(token_ids)
         where = (np.array(table)[:, None] * self.page_size + np.arange(self.page_size)).ravel()[:end]
@@ -161,8 +161,8 @@ class FakePending:
         return self.sampled
 
 
-def pages_now(claims: list[Claim], page_size: int) -> int:
-    return most_pages([claim._replace(to_come=0) for claim in claims], page_size)
+def pages_now(claims: list[KVClaim], page_size: int) -> int:
+    return peak_pages([claim._replace(to_come=0) for claim in claims], page_size)
 
 
 class FakeGrammars:
@@ -182,7 +182,7 @@ class FakeGrammars:
 
 def any_models(stages: int) -> list[CostModel]:
     """What the stages of some pipeline cost."""
-    stage = Stage(MODELS["llama-8b"], DEVICES["h200"], 8)
+    stage = StageSpec(MODELS["llama-8b"], DEVICES["h200"], 8)
     return [CostModel(stage.seconds) for _ in range(stages)]
 
 
@@ -194,6 +194,6 @@ class FakeParts:
         self.sampler = FakeSampler(self.runner.last_tokens)
         self.grammars = FakeGrammars()
 
-    def __call__(self, model_dir: Path, config: WorkerConfig) -> Parts:
+    def __call__(self, model_dir: Path, config: WorkerConfig) -> Components:
         self.runner.page_size = config.page_size
-        return Parts(self.runner, self.sampler, self.grammars, Costs(any_models(config.pp)))
+        return Components(self.runner, self.sampler, self.grammars, CostStore(any_models(config.pp)))

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from tests.conftest import NEW_TOKENS, SHORT, Reference
 from tests.worker.conftest import without_grammars
-from tests.worker.test_pipeline import pipeline
-from worker import runner
+from tests.worker.engine.test_pipeline import pipeline
 from worker.config import WorkerConfig
-from worker.engine import Engine, Finished, Parts, load_parts
+from worker.engine.engine import Components, Engine, Finished, load_components
+from worker.executor import model_runner
 from worker.messages import Generate, Grammar, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
@@ -40,9 +40,11 @@ def expected(reference: Reference) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def weights() -> Iterator[None]:
     """The weights are read once, not for each engine."""
-    read = lru_cache(maxsize=1)(runner.load_weights)
+    read = lru_cache(maxsize=1)(model_runner.load_weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "load_weights", lambda *arguments: dict(read(*arguments)))  # a decoder empties its own
+        patch.setattr(
+            model_runner, "load_weights", lambda *arguments: dict(read(*arguments))
+        )  # a decoder empties its own
         yield
 
 
@@ -63,8 +65,8 @@ def engine(folder: Path, weights: None) -> Iterator:
         one.close()
 
 
-def no_grammars(model_dir: Path, config: WorkerConfig) -> Parts:
-    return without_grammars(model_dir, config, runner.Runner(model_dir, config))
+def no_grammars(model_dir: Path, config: WorkerConfig) -> Components:
+    return without_grammars(model_dir, config, model_runner.ModelRunner(model_dir, config))
 
 
 def tokens(finished: list[Finished]) -> list[list[int]]:
@@ -98,7 +100,9 @@ def test_in_chunks(engine, prompts, expected, budget, overlap):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_in_chunks_of_one_token(engine, prompts, expected, monkeypatch, page_size):
-    monkeypatch.setattr("worker.scheduler.chunk_tokens", lambda missing, budget, room: max(0, min(1, budget, room)))
+    monkeypatch.setattr(
+        "worker.scheduler.scheduler.chunk_tokens", lambda missing, budget, room: max(0, min(1, budget, room))
+    )
     one = engine(page_size=page_size)
     assert tokens(one.generate(prompts[: len(SHORT)], GREEDY)) == expected[: len(SHORT)]
     assert one.load().steps >= max(map(len, prompts[: len(SHORT)])) + min(map(len, expected))
@@ -151,7 +155,7 @@ def test_resumed(engine, prompts, expected, done):
 def test_beside_others_that_want_something_else(engine, folder, prompts, expected, overlap):
     """Grammars, temperatures, penalties and log probabilities in the same steps change nothing for the rest; nor does
     the rest for them."""
-    one = engine(load=load_parts, overlap=overlap)
+    one = engine(load=load_components, overlap=overlap)
     number = SamplingParams(max_tokens=NEW_TOKENS, temperature=1, seed=1, grammar=Grammar("regex", "[0-9]{3}-[0-9]{4}"))
     drawn = SamplingParams(max_tokens=NEW_TOKENS, temperature=1, seed=2, top_p=0.9, repetition_penalty=1.2, logprobs=2)
     wanted = [GREEDY, number, GREEDY, drawn]

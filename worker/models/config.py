@@ -1,4 +1,4 @@
-"""The one decoder's configuration, and how each supported architecture maps onto it."""
+"""Configuration of the decoder, and how each supported architecture maps onto it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,19 +8,26 @@ from typing import Any, Literal
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
-from kernels.attention import AttentionShape
-from kernels.rotary import Rope
+from kernels.attention.interface import AttentionShape
+from kernels.ops.rotary import Rope
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder of the Llama family. Sizes are in elements; `windows` and `ropes` have one entry a layer.
+    """Decoder of the Llama family. Sizes are in elements.
 
-    `gemma_norms`: norms multiply in float32 by one plus the stored weight. `sandwich_norms`: attention and MLP
-    have a norm after them too, before the residual sum. `context_length` is the longest that the model was made for.
-    `ranks`: into how many the model is cut (`worker.models.shard`); heads and intermediate size are then one rank's.
-    `is_first`, `is_last`: whether its layers are the model's first, with the embedding before them, and its last, with
-    norm and head after them; layers, windows and ropes are then one stage's.
+    | field | meaning |
+    | --- | --- |
+    | `context_length` | the longest context that the model is made for, in tokens |
+    | `windows`, `ropes` | one entry a layer; a window of None means full attention |
+    | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
+    | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
+    | `ranks` | number of ranks that share the layers (`worker.models.sharding`) |
+    | `is_first` | the layers are the model's first, with the embedding before them |
+    | `is_last` | the layers are the model's last, with norm and head after them |
+
+    With several ranks, heads and intermediate size are those of one rank. With several stages, layers, windows and
+    ropes are those of one stage.
     """
 
     model_type: str
@@ -53,13 +60,13 @@ class DecoderConfig:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the embedding's weights are needed, for tokens or for logits."""
+        """Whether the embedding's weights are needed, to embed tokens or as the head."""
         return self.is_first or (self.is_last and self.tied_embeddings)
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding and the head on one rank, a multiple of 8 for matrix products on a GPU. The last ranks'
-        may lie beyond the vocabulary."""
+        """Rows of the embedding and the head on one rank. With several ranks, a multiple of 8 for matrix products on a
+        GPU; rows of the last ranks may then lie beyond the vocabulary."""
         return self.vocab_size if self.ranks == 1 else -(-self.vocab_size // (8 * self.ranks)) * 8
 
     @property
@@ -112,7 +119,7 @@ def _gemma3(hf: PretrainedConfig) -> dict[str, Any]:
     return _gemma2(hf) | {"qk_norm": True}
 
 
-# By `model_type`: what differs from a plain Llama without biases.
+# Differences from a plain Llama without biases, by `model_type`.
 ARCHITECTURES: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -129,7 +136,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_p
 def read_config(model: Path) -> PretrainedConfig:
     """The Hugging Face configuration of a model folder.
 
-    Raises ValueError if there is none that transformers understands.
+    Raises ValueError if the folder has none that transformers understands.
     """
     try:
         return AutoConfig.from_pretrained(model)
@@ -138,7 +145,8 @@ def read_config(model: Path) -> PretrainedConfig:
 
 
 def decoder_config(hf: PretrainedConfig) -> DecoderConfig:
-    """Raises ValueError for an architecture, or a variant of one, that the decoder does not run."""
+    """The decoder's configuration for a model. Raises ValueError if the decoder does not support its architecture, or
+    this variant of it."""
     if hf.model_type not in ARCHITECTURES:
         raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
     if getattr(hf, "use_bidirectional_attention", False):

@@ -1,32 +1,34 @@
-"""The decoder: embedding, layers of attention and gated MLP, norm, output head. One for all architectures."""
+"""The decoder, one for all architectures: embedding, layers of attention and gated MLP, norm, output head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kernels.activation import gelu_tanh_and_mul, silu_and_mul
-from kernels.attention import AttentionBackend, Places
-from kernels.fp8_linear import Fp8Linear, Fp8Weight
-from kernels.linear import Linear
-from kernels.norm import add_rms_norm, rms_norm
-from kernels.products import Timed, Use, choose
-from kernels.rotary import Rope, rotate
+from kernels.attention.interface import AttentionBackend, KVSlots
+from kernels.linear.fp8_linear import Fp8Linear, Fp8Weight
+from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
+from kernels.linear.linear import Linear
+from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.norm import add_rms_norm, rms_norm
+from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
-from worker.parallel import Group
+from worker.parallel.communicator import Communicator
 
-# Where the parts of a sum over ranks lie: consecutive ones apart, also from one step to the next.
+# Turns of `Communicator.reduce_buffer`. Consecutive sums have different turns, also from one step to the next.
 _ATTENTION_TURN, _MLP_TURN, _EMBEDDING_TURN = range(3)
-_ROWS_APART = 8  # sizes between two that were computed have the kernels of one of them
+_ROWS_APART = 8  # between sizes that `warm` runs: a size in between uses the kernels of one of its neighbours
 
 HALVES_FROM_TOKENS = 2048
-"""So many tokens on several ranks are computed in two halves."""
+"""Steps of at least this many tokens are computed in two halves with tensor parallelism."""
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """The decoder's parameters by name. Matrices are `[out, in]`; `qkv` and `gate_up` are stacked in that order."""
+    """Shapes of the decoder's parameters, by name. Matrices are `[out, in]`. The rows of `qkv` and `gate_up` are
+    stacked in the order that the names say."""
     hidden, head_dim = config.hidden_size, config.head_dim
     q_rows, qkv_rows = config.num_heads * head_dim, (config.num_heads + 2 * config.num_kv_heads) * head_dim
     layer: dict[str, tuple[int, ...]] = {
@@ -59,7 +61,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer, its parts named as in `parameter_shapes`."""
+    """Parameters of a layer, named as in `parameter_shapes`."""
 
     input_norm: torch.Tensor
     qkv: Linear | Fp8Linear
@@ -83,23 +85,27 @@ def _take_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> _
 
 
 def _parts(linear: Linear | Fp8Linear) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As `kernels.gemv` takes them."""
+    """Weight, bias and scales, as `kernels.linear.gemv` takes them."""
     return linear.weight, linear.bias, linear.scales
 
 
 class Decoder:
-    """`parameters` are those of `parameter_shapes(config)`, all on one device; those of `Linear`s may be `Fp8Weight`s.
-    They are taken out of the dictionary, so that a weight and its rearranged copy stand in memory together for one
-    layer at a time. With several ranks `config` and `parameters` are this rank's part, and all ranks of `group` call
-    the same methods with the same tokens. A stage of a pipeline that is not the first begins with the output of the one
-    before, and one that is not the last has no logits."""
+    """Decoder, or the part of one that a rank holds.
+
+    - Tensor parallelism: `config` and `parameters` are this rank's part. All ranks of `group` call the same methods
+      with the same tokens.
+    - Pipeline parallelism: a stage that is not the first takes the output of the stage before. A stage that is not the
+      last has no logits.
+    """
 
     def __init__(
-        self, config: DecoderConfig, parameters: dict[str, Any], dtype: torch.dtype, group: Group | None = None
+        self, config: DecoderConfig, parameters: dict[str, Any], dtype: torch.dtype, group: Communicator | None = None
     ) -> None:
-        """`dtype` is that of the activations."""
+        """`parameters` are those of `parameter_shapes(config)`, all on one device. Matrices of layers may be
+        `Fp8Weight`s. The parameters are removed from the dictionary, so that a weight and its rearranged copy are in
+        memory together for one layer at a time. `dtype` is that of the activations."""
         self.config, self.dtype = config, dtype
-        self.group = group or Group.single()
+        self.communicator = group or Communicator.single()
         self.device = parameters["layers.0.input_norm"].device
         self.embedding: torch.Tensor | None = parameters.pop("embedding", None)
         if config.is_last:
@@ -107,35 +113,40 @@ class Decoder:
             self.head = Linear(self.embedding if config.tied_embeddings else parameters.pop("head"))
         self.layers = [_take_layer(parameters, index, dtype) for index in range(config.num_layers)]
         self.activate = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
-        # The scale is rounded as the embedding is: Gemma was trained with it so.
+        # The scale is rounded to the embedding's dtype: Gemma was trained so.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.is_on_gpu = self.device.type == "cuda"
-        # At one token a GPU does nothing but read weights; in float32 the sums of large batches are kept to.
+        # For one token a GPU only reads weights, so GEMV kernels do. Float32 keeps to the products of large batches.
         self._has_narrow_path = (
             self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
         )
         self._turns: dict[Rope, torch.Tensor] = {}
 
     def prepare(self, context_length: int) -> None:
-        """On a GPU, before `hidden`: no position beyond `context_length` will come."""
+        """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `hidden`."""
         self._turns = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}
 
     @torch.inference_mode()
-    def choose_products(self, step_sizes: Sequence[int], most_tokens: int) -> list[Timed]:
-        """`kernels.products.choose` for the sizes that steps will have. On a GPU, before anything is captured."""
-        one_adds = self.group.size == 1 and not self.config.sandwich_norms
-        last = Use.ADDED if one_adds else Use.PLAIN
-        uses = [(self.head, Use.FLOAT32)] if self.config.is_last else []
+    def choose_products(
+        self, step_sizes: Sequence[int], most_tokens: int, folder: Path | None = None
+    ) -> list[TuneResult]:
+        """Runs `kernels.linear.gemm_autotune.autotune` for the sizes, in tokens, that steps will have; `folder` keeps
+        its choices. On a GPU, call before CUDA graphs are captured."""
+        one_adds = self.communicator.size == 1 and not self.config.sandwich_norms
+        last = Epilogue.ADDED if one_adds else Epilogue.PLAIN
+        uses = [(self.head, Epilogue.FLOAT32)] if self.config.is_last else []
         for layer in self.layers:
-            its = ((layer.qkv, Use.PLAIN), (layer.out, last), (layer.gate_up, Use.PLAIN), (layer.down, last))
+            its = ((layer.qkv, Epilogue.PLAIN), (layer.out, last), (layer.gate_up, Epilogue.PLAIN), (layer.down, last))
             uses += [(linear, use) for linear, use in its if isinstance(linear, Linear)]
-        return choose(uses, step_sizes, most_tokens)
+        return autotune(uses, step_sizes, most_tokens, folder=folder)
 
     @torch.inference_mode()
     def warm(self, most_rows: int) -> None:
-        """Compute what is left of a step after the last attention for so many rows and fewer, as steps that are no
-        graphs have them. A kernel is loaded when it is first launched, and the driver may then wait for all that the
-        device has to do: in a pipeline, for what other stages have yet to send."""
+        """Runs the part of a step after the last attention for up to `most_rows` rows, as steps without CUDA graphs do.
+
+        The driver loads a kernel at its first launch, and may then wait for all work that the device has queued. With
+        pipeline parallelism, that includes receives of what other stages have yet to send.
+        """
         config = self.config
         for rows in range(_ROWS_APART, most_rows + 1, _ROWS_APART) if config.is_last else ():
             x = torch.ones(rows, config.hidden_size, dtype=self.dtype, device=self.device)
@@ -149,11 +160,13 @@ class Decoder:
         attention: AttentionBackend,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run all layers. given: the tokens' ids, int64 `[n]`, or after another stage its output, `[n, hidden_size]`,
-        which is overwritten; positions: int64 `[n]`; of the chunks that `attention` has planned, in order.
+        """Runs all layers for the chunks that `attention` has planned, in their order.
 
-        Returns the last layer's output before the final norm, `[m, hidden_size]`, for the tokens at `wanted` (int64
-        `[m]`, in any order), or for all.
+        - `given`: token ids, int64 `[n]`. After another stage: its output, `[n, hidden_size]`, which is overwritten.
+        - `positions`: int64 `[n]`.
+        - `wanted`: places of the tokens whose output is returned, int64 `[m]`, in any order. None: all tokens.
+
+        Returns the last layer's output before the final norm, `[m, hidden_size]`.
         """
         x = self._embed(given) if self.config.is_first else given
         if self._has_narrow_path and len(x) == 1:
@@ -161,7 +174,7 @@ class Decoder:
             return x if wanted is None else x[wanted]
         angles = {} if self.is_on_gpu else {rope: rope.angles(positions, x.dtype) for rope in set(self.config.ropes)}
         attended: torch.Tensor | None = None
-        # Of the last layer few tokens are left.
+        # The last layer is not run in halves: after its attention few tokens are left.
         begun = len(self.layers) - 1 if self._goes_in_halves(x) else 0
         if begun:
             self._in_halves(begun, x, positions, angles, attention)
@@ -178,13 +191,17 @@ class Decoder:
         x: torch.Tensor,
         attended: torch.Tensor,
         positions: torch.Tensor,
-        places: Places,
+        places: KVSlots,
         queries: torch.Tensor,
     ) -> None:
-        """What `hidden` does, on a GPU, between attention of the layer before `index`, whose output is `attended`, and
-        that of this one, which gets `queries`, `[n, num_heads, head_dim]`, and keys and values in their `places`. x,
-        `[n, hidden_size]`, holds the tokens from one piece to the next; the first begins it with `given`, which the
-        others leave alone."""
+        """The part of `hidden` between two calls of attention, on a GPU: from layer `index - 1`'s to layer `index`'s.
+
+        - `given`: as in `hidden`. Read by the first piece only.
+        - `x`: `[n, hidden_size]`, the hidden states from one piece to the next. The first piece overwrites them.
+        - `attended`: output of the attention of layer `index - 1`. Not read by the first piece.
+        - `places`: where the keys and values of layer `index` are written.
+        - `queries`: `[n, num_heads, head_dim]`, receives the queries of layer `index`.
+        """
         if index == 0:
             x.copy_(self._embed(given))
         qkv = self._to_attention(index, x, attended if index else None)
@@ -193,46 +210,47 @@ class Decoder:
     def finish(self, x: torch.Tensor, attended: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
         """The rest of `hidden`, after the last layer's attention."""
         if wanted is not None:
-            # Of the other tokens nothing is read any more but the keys and values, which the pages have now.
+            # The other tokens are needed only for their keys and values, which are in the pages now.
             x, attended = x[wanted], attended[wanted]
         added = self._after_attention(self.layers[-1], attended, x)
         return x if added is None else x.add_(self._summed(added))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`, in `out` if given."""
+        """Logits of the next token for rows of `hidden`'s output: float32 `[n, vocab_size]`, in `out` if given."""
         if self._has_narrow_path and len(hidden) == 1:
             scores = self._logits_of_one(hidden, out)
         else:
-            scores = self.head.in_float32(self._normed(hidden, self.norm), out if self.group.size == 1 else None)
-        if self.group.size > 1:
-            scores = self.group.all_gather(scores)[:, : self.config.vocab_size]
+            scores = self.head.in_float32(self._normed(hidden, self.norm), out if self.communicator.size == 1 else None)
+        if self.communicator.size > 1:
+            scores = self.communicator.all_gather(scores)[:, : self.config.vocab_size]
             scores = scores.contiguous() if out is None else out.copy_(scores)
         if (cap := self.config.logit_softcap) is not None:
             scores.div_(cap).tanh_().mul_(cap)
         return scores
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Each rank looks up the tokens whose rows it has; the others' are zero there."""
+        """Embeds tokens. Each rank looks up the tokens whose rows it has and takes zeros for the others; the parts are
+        summed."""
         assert self.embedding is not None
-        if self.group.size == 1:
+        if self.communicator.size == 1:
             x = F.embedding(token_ids, self.embedding)
         else:
-            rows = token_ids - self.group.rank * self.config.vocab_rows
+            rows = token_ids - self.communicator.rank * self.config.vocab_rows
             absent = (rows < 0) | (rows >= self.config.vocab_rows)
             own = F.embedding(rows.masked_fill(absent, 0), self.embedding).masked_fill_(absent[:, None], 0)
             place = self._place(own, _EMBEDDING_TURN)
-            x = self.group.all_reduce(own if place is None else place.copy_(own))
+            x = self.communicator.all_reduce(own if place is None else place.copy_(own))
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _place(self, x: torch.Tensor, turn: int) -> torch.Tensor | None:
-        """Where this rank's part of what is added for the tokens of x is to be computed."""
-        return self.group.place(len(x), self.config.hidden_size, x.dtype, turn)
+        """Buffer for this rank's part of a sum of the same shape as x (`Communicator.reduce_buffer`)."""
+        return self.communicator.reduce_buffer(len(x), self.config.hidden_size, x.dtype, turn)
 
     def _to_attention(self, index: int, x: torch.Tensor, attended: torch.Tensor | None) -> torch.Tensor:
-        """Queries, keys and values of a layer, before they are turned. x becomes its input: `attended` is of the layer
-        before, or None where that is in x."""
-        # x lacks what a sublayer adds, unless the product has added it: the sum of all ranks' `added`. Where the next
-        # norm reads x, it is added.
+        """Queries, keys and values of a layer before rotation. x becomes the layer's input. `attended` is the
+        attention's output of the layer before, or None if x contains that layer's output already."""
+        # `added`: this rank's part of a sublayer's output, which x does not contain yet. None if the product has added
+        # it. The next norm adds the sum of all ranks' parts when it reads x.
         added = None if attended is None else self._after_attention(self.layers[index - 1], attended, x)
         layer = self.layers[index]
         return layer.qkv(self._add_and_norm(added, x, layer.input_norm))
@@ -246,7 +264,7 @@ class Decoder:
         angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """The heads' outputs side by side, `[n, num_heads * head_dim]`."""
+        """Concatenated outputs of the heads, `[n, num_heads * head_dim]`."""
         if self.is_on_gpu:
             out = attention.attend(index, self._stored(index, layer, qkv, positions, attention))
         else:
@@ -254,7 +272,7 @@ class Decoder:
         return out.flatten(1)
 
     def _after_attention(self, layer: _Layer, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """The rest of a layer. Returns what all ranks are to add to x after it, as `_sublayer_out`."""
+        """The rest of a layer after its attention. Returns the part still to be added to x, as `_sublayer_out`."""
         added = self._sublayer_out(layer.out, attended, x, layer.attention_out_norm, _ATTENTION_TURN)
         normed = self._add_and_norm(added, x, layer.mlp_norm)
         gated = self.activate(layer.gate_up(normed))
@@ -263,18 +281,19 @@ class Decoder:
     def _sublayer_out(
         self, linear: Linear | Fp8Linear, y: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None, turn: int
     ) -> torch.Tensor | None:
-        """What all ranks are to add to x for a sublayer that ends with `linear(y)` and, if it has one, `norm`. None if
-        it is added: one rank's product does so by the way."""
-        if isinstance(linear, Linear) and linear.adds and norm is None and self.group.size == 1:
+        """Output of a sublayer that ends with `linear(y)` and, if it has one, `norm`. Returns this rank's part, the sum
+        of which over all ranks is still to be added to x; with `norm`, that sum. None if the product has added it to x
+        already, which a single rank's can."""
+        if isinstance(linear, Linear) and linear.adds and norm is None and self.communicator.size == 1:
             linear.add_to(x, y)
             return None
         out = linear(y, self._place(x, turn))
-        return out if norm is None else self._normed(self.group.all_reduce(out), norm)
+        return out if norm is None else self._normed(self.communicator.all_reduce(out), norm)
 
     def _turned(
         self, layer: _Layer, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, normalised if the model does that, and rotated."""
+        """Queries, keys and values. Queries and keys are rotated, and normalised before if the model does that."""
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         qk, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -289,18 +308,18 @@ class Decoder:
         layer: _Layer,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        places: Places,
+        places: KVSlots,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`_turned` on a GPU: the keys and values go to their pages, the queries come back, in `queries` if given."""
-        from kernels.fused import rotate_and_store
+        """`_turned` on a GPU. Writes keys and values to their pages. Returns the queries, in `queries` if given."""
+        from kernels.ops.fused import rotate_and_store
 
         return rotate_and_store(
             qkv,
             self.config.num_heads,
             self._turns[self.config.ropes[index]],
             positions,
-            places.rows,
+            places.slots,
             places.kv[index],
             layer.q_norm,
             layer.k_norm,
@@ -309,7 +328,7 @@ class Decoder:
         )
 
     def _goes_in_halves(self, x: torch.Tensor) -> bool:
-        return self.group.size > 1 and len(x) >= HALVES_FROM_TOKENS and not self.config.sandwich_norms
+        return self.communicator.size > 1 and len(x) >= HALVES_FROM_TOKENS and not self.config.sandwich_norms
 
     def _in_halves(
         self,
@@ -319,8 +338,11 @@ class Decoder:
         angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
         attention: AttentionBackend,
     ) -> None:
-        """x becomes the output of the first layers. Of many tokens a sum over ranks takes as long as a product does:
-        while it is taken for one half of them, the other half is computed. Only attention needs both."""
+        """Runs the first `num_layers` layers, in place in x.
+
+        With many tokens an all-reduce takes as long as a matrix product. So the tokens are cut into halves, and one
+        half is summed while the other is computed. Only attention needs both halves.
+        """
         halves = (slice(0, len(x) // 2), slice(len(x) // 2, len(x)))
         eps, size = self.config.norm_eps, (self.config.num_heads + 2 * self.config.num_kv_heads) * self.config.head_dim
         sums: list[Callable[[], torch.Tensor]] = []
@@ -331,16 +353,16 @@ class Decoder:
                 normed = add_rms_norm(sums[i](), x[half], norm, eps) if sums else self._normed(x[half], norm)
                 layer.qkv(normed, qkv[half])
             attended = self._attend(index, layer, qkv, positions, angles, attention)
-            sums = [self.group.all_reduce_beside(layer.out(attended[half])) for half in halves]
+            sums = [self.communicator.all_reduce_async(layer.out(attended[half])) for half in halves]
             for i, half in enumerate(halves):
                 normed = add_rms_norm(sums[i](), x[half], layer.mlp_norm, eps)
-                sums[i] = self.group.all_reduce_beside(layer.down(self.activate(layer.gate_up(normed))))
+                sums[i] = self.communicator.all_reduce_async(layer.down(self.activate(layer.gate_up(normed))))
         for i, half in enumerate(halves):
             x[half] += sums[i]()
 
     def _hidden_of_one(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """The layers for one token: five kernels each, besides attention's."""
-        from kernels.gemv import gated_gemv, gemv
+        """Runs all layers for one token: five kernels a layer, besides attention's."""
+        from kernels.linear.gemv import gated_gemv, gemv
 
         eps, gelu = self.config.norm_eps, self.config.activation != "silu"
         for index, layer in enumerate(self.layers):
@@ -352,18 +374,18 @@ class Decoder:
         return x
 
     def _added(self, x: torch.Tensor, y: torch.Tensor, linear: Linear | Fp8Linear, turn: int) -> torch.Tensor:
-        """`x + linear(y)` for one token. Of several ranks the first brings x into the sum."""
-        from kernels.gemv import gemv
+        """`x + linear(y)` for one token. With several ranks, the first one's part of the sum includes x."""
+        from kernels.linear.gemv import gemv
 
-        residual = x if self.group.rank == 0 else None
+        residual = x if self.communicator.rank == 0 else None
         part = gemv(y, *_parts(linear), residual=residual, out=self._place(x, turn))
-        return self.group.all_reduce(part)
+        return self.communicator.all_reduce(part)
 
     def _logits_of_one(self, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        from kernels.gemv import gemv
+        from kernels.linear.gemv import gemv
 
         weight = self.head.weight
-        if out is None or self.group.size > 1:
+        if out is None or self.communicator.size > 1:
             out = hidden.new_empty(1, len(weight), dtype=torch.float32)
         return gemv(hidden, weight, norm=self.norm, eps=self.config.norm_eps, out=out)
 
@@ -371,13 +393,13 @@ class Decoder:
         return rms_norm(x, weight, self.config.norm_eps)
 
     def _add_and_norm(self, added: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x, which becomes the sum of x and all ranks' `added`, normalised."""
+        """Adds the sum of all ranks' `added` to x in place, and returns x normalised."""
         if added is None:
             return self._normed(x, weight)
         if self.config.sandwich_norms:
             return add_rms_norm(added, x, weight, self.config.norm_eps)
-        return self.group.add_rms_norm(added, x, weight, self.config.norm_eps)
+        return self.communicator.add_rms_norm(added, x, weight, self.config.norm_eps)
 
     def _summed(self, added: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `added`. Between two norms it has been taken already."""
-        return added if self.config.sandwich_norms else self.group.all_reduce(added)
+        """The sum of all ranks' `added`. With sandwich norms `added` is that sum already."""
+        return added if self.config.sandwich_norms else self.communicator.all_reduce(added)

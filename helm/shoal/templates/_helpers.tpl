@@ -69,6 +69,54 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ $most }}
 {{- end }}
 
+{{- define "shoal.routers" -}}
+{{- .Values.routers | default (div (add .Values.replicas 1) 2) -}}
+{{- end }}
+
+{{/* CPUs of a worker as KubeRay tells Ray: whole ones, of the limit or else of the request. Empty where neither says. */}}
+{{- define "shoal.cpus" -}}
+{{- $limits := .Values.workers.resources.limits | default dict -}}
+{{- $requests := .Values.workers.resources.requests | default dict -}}
+{{- $quantity := $limits.cpu | default $requests.cpu | toString -}}
+{{- if regexMatch "^[0-9.]+m$" $quantity -}}
+{{ divf (trimSuffix "m" $quantity | float64) 1000 | ceil | int }}
+{{- else if regexMatch "^[0-9.]+$" $quantity -}}
+{{ $quantity | float64 | ceil | int }}
+{{- end -}}
+{{- end }}
+
+{{/* Refuses what Ray could never place: on workers with too few CPUs every actor would wait without a message. */}}
+{{- define "shoal.checkCpus" -}}
+{{- with include "shoal.cpus" . -}}
+{{- $cpus := . | float64 -}}
+{{- with $ -}}
+{{- $rank := .Values.config.cpus_per_rank | default 1 | float64 -}}
+{{- $router := .Values.config.cpus_per_router | default 1 | float64 -}}
+{{- $stage := mulf .Values.tp $rank -}}
+{{- $most := include "shoal.maxWorkers" . | int -}}
+{{- $routers := include "shoal.routers" . | int -}}
+{{- if gt $stage $cpus -}}
+{{- fail (printf "workers.resources: a worker has %v CPUs, and the ranks of a stage, which share one, need tp %d × cpus_per_rank %v = %v" $cpus (int .Values.tp) $rank $stage) -}}
+{{- end -}}
+{{- if gt $router $cpus -}}
+{{- fail (printf "workers.resources: a worker has %v CPUs, and a router needs cpus_per_router %v" $cpus $router) -}}
+{{- end -}}
+{{- $each := divf $cpus $stage | floor | int -}}
+{{- if eq .Values.device "cuda" -}}
+{{- $each = min $each (div (include "shoal.gpus" . | int) .Values.tp) | int -}}
+{{- end -}}
+{{- $stages := mul .Values.replicas .Values.pp | int -}}
+{{- if gt $stages (mul $most $each | int) -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have room for %d stages of %v CPUs, and %d replicas of pp %d have %d" $most $cpus (mul $most $each) $stage (int .Values.replicas) (int .Values.pp) $stages) -}}
+{{- end -}}
+{{- $needed := addf (mulf $stages $stage) (mulf .Values.replicas 0.01) (mulf $routers $router) -}}
+{{- if gt $needed (mulf $most $cpus) -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and %d replicas of %d × %v and a control actor (0.01) and %d routers of %v need %v" $most $cpus (mulf $most $cpus) (int .Values.replicas) (int .Values.pp) $stage $routers $router $needed) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* What Serve runs: the same application and the same keys as a configuration file for `shoal serve`. */}}
 {{- define "shoal.serveConfig" -}}
 {{- $args := deepCopy .Values.config -}}
@@ -78,7 +126,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $args $key (int64 $value) -}}
 {{- end -}}
 {{- end -}}
-{{- range $key := list "model" "replicas" "routers" "device" "tp" "pp" -}}
+{{- range $key := list "model" "device" "tp" "pp" -}}
 {{- $_ := set $args $key (index $.Values $key) -}}
 {{- end -}}
 {{- if .Values.apiKey.existingSecret -}}
@@ -94,6 +142,12 @@ applications:
     route_prefix: /
     args:
       {{- toYaml $args | nindent 6 }}
+    # Not among the arguments: Serve restarts everything when one of the arguments changes.
+    deployments:
+      - name: Replica
+        num_replicas: {{ .Values.replicas }}
+      - name: Router
+        num_replicas: {{ include "shoal.routers" . }}
 {{- end }}
 
 {{/* A pod of the Ray cluster. Takes a dict: root, group (values of head or workers), container, ports, gpus. */}}

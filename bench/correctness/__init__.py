@@ -1,0 +1,4 @@
+"""Correctness of a replica's outputs compared with transformers, and the loss of quality at lower precision.
+
+Read `exactness.py` first, then `reference.py`, which makes the models and the expected outputs.
+"""

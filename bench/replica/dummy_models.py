@@ -1,0 +1,118 @@
+"""Models of well-known shapes without their weights, since speed does not depend on the values.
+
+`write` makes a folder with a configuration and a tokenizer. With `load_format: dummy`, a replica gives the model random
+weights.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BYTES = 256
+CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwyz", "aeiou"
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "vocab_size": 128256,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "dtype": "bfloat16",
+}
+_SMALL = _LLAMA | {"vocab_size": 10240, "bos_token_id": 10238, "eos_token_id": 10239}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model. `label` names the model in figures; `config` is a Hugging Face configuration."""
+
+    label: str
+    config: dict[str, Any]
+
+
+def _shape(
+    label: str, base: dict[str, Any], layers: int, hidden: int, inner: int, heads: int, kv_heads: int, **other: Any
+) -> Shape:
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+    }
+    return Shape(label, base | sizes | other)
+
+
+SHAPES: dict[str, Shape] = {
+    "llama-8b": _shape("llama8b", _LLAMA, 32, 4096, 14336, 32, 8),
+    "llama-70b": _shape("llama70b", _LLAMA, 80, 8192, 28672, 64, 8),
+    "qwen3-0.6b": _shape("qwen3_06b", _QWEN3, 28, 1024, 3072, 16, 8, tie_word_embeddings=True),
+    "qwen3-14b": _shape("qwen3_14b", _QWEN3, 40, 5120, 17408, 40, 8),
+    # For trying out a benchmark on any machine. The vocabulary holds the token ids of every workload. With `tiny`, a
+    # CPU computes a step faster than the host prepares it; with `small`, computing takes longer.
+    "tiny": _shape("tiny", _SMALL, 2, 64, 128, 4, 2, head_dim=64),
+    "small": _shape("small", _SMALL, 8, 384, 1024, 6, 2, head_dim=64),
+}
+
+
+def write(name: str, folder: Path) -> Path:
+    """Writes config.json and tokenizer.json of a model of SHAPES to `folder`, which is made if it does not exist.
+    Returns `folder`."""
+    config = SHAPES[name].config
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tokenizer(config["vocab_size"], (config["bos_token_id"], config["eos_token_id"])).save(
+        str(folder / "tokenizer.json")
+    )
+    return folder
+
+
+def tokenizer(vocab_size: int, special_ids: tuple[int, int]) -> Any:
+    """A `tokenizers.Tokenizer` with a text for every id below `vocab_size`: 256 bytes, then distinct invented words,
+    each after a space. The words are about as long as in a real vocabulary, so detokenizing and sending text cost as
+    much as for a real model. Encoding turns text into bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    spelled = sorted(pre_tokenizers.ByteLevel.alphabet()) + [f"Ġ{word(i)}" for i in range(vocab_size - BYTES)]
+    special = ("<|begin|>", "<|end|>")
+    for token_id, content in zip(special_ids, special, strict=True):
+        spelled[token_id] = content
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(spelled)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in special])
+    return made
+
+
+def word(number: int) -> str:
+    """A word of at least two syllables. Different numbers give different words."""
+    syllables: list[str] = []
+    while number or len(syllables) < 2:
+        number, syllable = divmod(number, len(CONSONANTS) * len(VOWELS))
+        syllables.append(CONSONANTS[syllable % len(CONSONANTS)] + VOWELS[syllable // len(CONSONANTS)])
+    return "".join(syllables)

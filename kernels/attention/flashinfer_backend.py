@@ -1,0 +1,352 @@
+"""Attention on GPUs with the fastest kernel for each kind of chunk: FlashInfer's, or one of ours.
+
+| chunks | kernel |
+| --- | --- |
+| longer than one token | FlashAttention 3 on Hopper, FlashInfer's FlashAttention 2 elsewhere |
+| single tokens | FlashInfer's FlashAttention 2, on tensor cores |
+| many single tokens that share prefixes, or with few query heads a KV head | `kernels.attention.stream_k_decode` |
+| few single tokens that share prefixes | `kernels.attention.triton_backend` |
+| any, in graphs of chunks | `kernels.attention.triton_backend`; many single tokens as above |
+
+The thresholds below have the measured gains.
+
+FlashInfer's kernels are called as its wrappers call them, but without the wrappers: these keep separate buffers for
+every batch size, and wait for some of their copies.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kernels.attention.interface import (
+    AttentionBatch,
+    AttentionShape,
+    GraphAttention,
+    SharedPrefixes,
+    flat_pages,
+    slot_mapping,
+    token_positions,
+)
+from kernels.host_device import GraphInputs, PinnedRing, all_to_device
+
+if TYPE_CHECKING:  # the module imports Triton, which is installed only where there is a GPU
+    from kernels.attention.stream_k_decode import StreamKAttention
+
+# Bytes of a step's plan: FlashInfer's planners write some arrays of 4 bytes for each tile of queries and head.
+_PLAN_BYTES = 8 << 20
+# Least bytes for the parts of split contexts, which are merged.
+_PARTIAL_BYTES = 128 << 20
+# Rows of queries in FlashInfer's smallest tile, which chunks of one token use. A query has a row for each head that
+# reads the KV head.
+_SMALLEST_TILE = 16
+
+# When `stream_k_decode` is faster: from `_STREAM_FROM` single tokens on and, if nothing is shared, with up to
+# `_STREAM_GROUP` query heads a KV head, since the parts to be merged grow with these. Measured on an H200:
+# - nothing shared, contexts of 100 to 2,000 tokens: it saves 3 to 7 us of 36 to 164 with 2 heads, 2 to 6 us with 4, and
+#   nothing with 8;
+# - shared prefixes: 235 us where split-KV ranges take 294, and 105 where they take 134.
+_STREAM_FROM, _STREAM_GROUP = 16, 4
+
+# Most operations of a step's attention to chunks for which a graph with our kernel is faster. Our kernel does 289
+# TFLOP/s, FlashAttention 3 does 550: with more operations ours loses over 0.3 ms, which is more than starting the
+# step's kernels one by one takes. (H200.)
+_MOST_OPERATIONS = 1.8e11
+
+_HND, _FULL, _CAUSAL = 1, 0, 1
+
+
+class _Workspace:
+    """The buffers of one of FlashInfer's planners: one on the device, and several on the host, used in turn, since the
+    host does not wait for the copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_bytes = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._turns = PinnedRing(device, _PLAN_BYTES)
+
+    def plan(self, planner: Callable[..., Any], partial: torch.Tensor, *arguments: Any) -> Any:
+        turn = self._turns.next()
+        plan = planner(partial, self.device_bytes, turn.bytes_, *arguments)
+        turn.begun()
+        return plan
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive chunks that one of FlashInfer's kernels computes: tokens `first` to `last` (exclusive) of the batch.
+    `plan` is what the planner returned. The arrays are on the device."""
+
+    module: Any
+    workspace: _Workspace
+    plan: Any
+    first: int
+    last: int
+    mask: int
+    query_ends: torch.Tensor
+    page_ends: torch.Tensor
+    last_page_tokens: torch.Tensor
+    pages: torch.Tensor
+
+
+def has_kernel(shape: AttentionShape, dtype: torch.dtype) -> bool:
+    """Whether FlashInfer supports the model: 16-bit pages, head dimension 64, 128 or 256, no windows and no softcap.
+    `modules` says whether its kernels can be had on this machine."""
+    plain = shape.softcap is None and all(window is None for window in shape.windows)
+    return plain and dtype in (torch.bfloat16, torch.float16) and shape.head_dim in (64, 128, 256)
+
+
+@cache
+def modules(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """FlashInfer's kernels for single tokens and for longer chunks, compiled at their first use on a machine. Raises
+    ImportError without FlashInfer, and OSError or RuntimeError if they cannot be compiled."""
+    from flashinfer.jit.attention import gen_batch_prefill_module
+    from flashinfer.utils import is_sm90a_supported
+
+    # FlashInfer calls the program ninja. Its package installs it next to Python, which is not on the PATH if the
+    # environment was not activated.
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    # Types of q, kv, output and indices; head dimensions; no positions, windows or softcap; float32 accumulation.
+    kernel = (dtype, dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, 0, False, False, False)
+    single = gen_batch_prefill_module("fa2", *kernel).build_and_load()
+    if not is_sm90a_supported(device):
+        return single, single
+    return single, gen_batch_prefill_module("fa3", *kernel).build_and_load()
+
+
+class FlashInferAttention(GraphAttention):
+    """Attention over the pages `kv` (see `kernels.attention.interface`) on a GPU. No sequence uses the last page.
+
+    A batch has at most `max_sequences` chunks of one token. A graph has up to `max_tokens` tokens, or up to
+    `max_sequences` if it is for chunks of one token; its sequences have up to `max_pages` pages together. Raises what
+    `modules` raises.
+    """
+
+    has_plain_graphs = True
+
+    def __init__(
+        self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, max_pages: int, max_tokens: int
+    ) -> None:
+        from flashinfer.utils import is_sm90a_supported
+
+        from kernels.attention import stream_k_decode
+        from kernels.attention.triton_backend import TritonAttention, multiprocessors
+
+        super().__init__(kv, shape)
+        self._single_module, self._chunk_module = modules(shape, kv.dtype, self.device)
+        self._is_hopper = is_sm90a_supported(self.device)
+        # The kernels' last arguments: no masks, slopes, items, scales or softcap; no positions.
+        self._fa2_arguments = (*(None,) * 8, 0.0, shape.scale, 1.0, 1.0, 0)
+        self._fa3_arguments = (*(None,) * 4, 0.0, shape.scale, 1.0, 0)
+        self._single_workspace, self._chunk_workspace = _Workspace(self.device), _Workspace(self.device)
+        group = shape.num_heads // shape.num_kv_heads
+        self._most_split = 2 * multiprocessors(self.device) // shape.num_kv_heads
+        tiles = max(max_sequences, self._most_split) + 1
+        partials = shape.num_heads * -(-tiles * _SMALLEST_TILE // group) * (shape.head_dim + 1) * 4
+        self._partial = torch.zeros(max(_PARTIAL_BYTES, partials + 4096), dtype=torch.uint8, device=self.device)
+        self._host_range = torch.arange(max_sequences + 1, dtype=torch.int32)
+        self._device_range = self._host_range.to(self.device)
+        self._static = GraphInputs(
+            self.device,
+            {
+                "rows": (torch.int64, max_sequences),
+                "page_ends": (torch.int32, max_sequences + 1),
+                "last_page_tokens": (torch.int32, max_sequences),
+                "pages": (torch.int32, max_pages + max_sequences),
+            },
+        )
+        self._parts: list[_Part] = []
+        self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens)
+        # Our own kernels for the planned batch, each with the number of tokens, from the first on, that it is given.
+        self._ours: list[tuple[int, Callable[[int, torch.Tensor, torch.Tensor], None]]] = []
+        self._stream: StreamKAttention | None = None
+        if stream_k_decode.can_run(shape, kv.dtype):
+            sizes = max_sequences, max_pages, multiprocessors(self.device)
+            self._stream = stream_k_decode.StreamKAttention(kv, shape, *sizes)
+        self._streams_plain = group <= _STREAM_GROUP
+
+    def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
+        return self._ranges.shared_prefixes(batch)
+
+    def fits_graph(self, batch: AttentionBatch) -> bool:
+        shape = self.shape
+        lengths = batch.lengths.astype(np.int64)
+        pairs = float((lengths * (batch.starts + (lengths + 1) / 2))[lengths > 1].sum())
+        return 4 * shape.num_heads * shape.head_dim * len(shape.windows) * pairs <= _MOST_OPERATIONS
+
+    def plan(self, batch: AttentionBatch) -> None:
+        chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+        rows = slot_mapping(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
+        shared = self.shared_prefixes(batch)
+        singles = batch.num_singles
+        decodes = batch.part(0, singles)
+        stream = self._stream_for(singles, shared)
+        self._ours = []
+        if stream is None and shared is not None:
+            self._ranges.plan_shared(decodes, shared)
+            self._ours = [(singles, self._ranges.attend_into)]
+        contexts = batch.starts + batch.lengths
+        counts = -(-contexts // self.page_size)
+        ours = 0 if stream is None and shared is None else singles
+        parts = [part for part in ((ours, singles), (singles, len(counts))) if part[0] < part[1]]
+        arrays = [rows]
+        for first, last in parts:
+            arrays += [
+                _ends(batch.lengths[first:last]),
+                _ends(counts[first:last]),
+                contexts[first:last] - (counts[first:last] - 1) * self.page_size,
+                flat_pages(batch.tables, batch.rows[first:last], counts[first:last]),
+            ]
+        if stream is not None:
+            arrays += stream.arrays(stream.work(decodes, shared))
+        self.slots, *tensors = all_to_device(arrays, self.device)
+        if stream is not None:
+            self._ours = [(singles, partial(stream.attend_into, tensors[4 * len(parts) :]))]
+        self._parts, token = [], ours
+        for index, (first, last) in enumerate(parts):
+            end = token + int(batch.lengths[first:last].sum())
+            host, device = arrays[4 * index + 1 : 4 * index + 5], tensors[4 * index : 4 * index + 4]
+            self._parts.append(self._planned(host, device, contexts[first:last], token, end))
+            token = end
+
+    def plan_graph(
+        self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None, *, chunks: bool = False
+    ) -> None:
+        own, num_kv_heads, scratch = len(batch.rows), self.shape.num_kv_heads, self.kv.shape[2] - 1
+        self._parts = []
+        if chunks:
+            self._plan_chunks(batch, size, shared)
+            return
+        stream = self._stream_for(size, shared)
+        if stream is None and shared is not None:
+            self._ranges.plan_graph(batch, size, shared)
+            self.slots, self._ours = self._ranges.slots, [(size, self._ranges.attend_into)]
+            return
+        rows = np.full(size, scratch * num_kv_heads * self.page_size)
+        rows[:own] = slot_mapping(batch, np.arange(own), batch.starts, num_kv_heads, self.page_size)
+        if stream is not None:
+            self.slots, streamed = stream.fill(stream.work(batch, shared, size - own), rows)
+            self._ours = [(size, partial(stream.attend_into, streamed))]
+            return
+        self._ours = []
+        # The batch is padded with sequences of one token, in the last page.
+        contexts = np.ones(size, dtype=np.int32)
+        contexts[:own] = batch.starts + batch.lengths
+        counts = -(-contexts // self.page_size)
+        pages = flat_pages(batch.tables, batch.rows, counts[:own])
+        arrays = {
+            "rows": rows,
+            "page_ends": _ends(counts),
+            "last_page_tokens": contexts - (counts - 1) * self.page_size,
+            "pages": np.append(pages, np.full(size - own, scratch, dtype=np.int32)) if size > own else pages,
+        }
+        static = self._static
+        static.fill(arrays)
+        self.slots = static["rows"][:size]
+        host = [self._host_range[: size + 1].numpy(), arrays["page_ends"]]
+        device = [
+            self._device_range[: size + 1],
+            static["page_ends"][: size + 1],
+            static["last_page_tokens"][:size],
+            static["pages"],
+        ]
+        self._parts = [self._planned(host, device, contexts, 0, size, graph=True)]
+
+    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        for end, attend_into in self._ours:
+            attend_into(layer, q[:end], out[:end])
+        keys, values = self.kv[layer]
+        for part in self._parts:
+            part.module.paged_run(
+                self._partial,
+                part.workspace.device_bytes,
+                part.plan,
+                q[part.first : part.last],
+                keys,
+                values,
+                part.query_ends,
+                part.page_ends,
+                part.pages,
+                part.last_page_tokens,
+                out[part.first : part.last],
+                None,  # no sums of weights
+                part.mask,
+                _HND,
+                -1,  # no window
+                True,  # may start while the kernel before it ends
+                *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
+            )
+
+    def _plan_chunks(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
+        """Plans a graph of chunks. Split-KV ranges attend for chunks, and a stream for the single tokens if these are
+        many and share nothing. If the model can have streams, both kernels are in every such graph, even if one has
+        nothing to do."""
+        singles = batch.num_singles
+        if self._stream is None or singles < _STREAM_FROM or (shared is not None and len(shared.members)):
+            singles = 0
+        self._ranges.plan_graph(batch, size, shared, chunks=True, first=singles)
+        self.slots, self._ours = self._ranges.slots, [(size, self._ranges.attend_into)]
+        if self._stream is not None:
+            work = self._stream.work(batch.part(0, singles), None)
+            _, arrays = self._stream.fill(work, np.empty(0, dtype=np.int64))
+            self._ours.append((size, partial(self._stream.attend_into, arrays)))
+
+    def _stream_for(self, singles: int, shared: SharedPrefixes | None) -> "StreamKAttention | None":
+        """The stream that attends for this number of single tokens; None if another kernel is faster."""
+        is_faster = singles >= _STREAM_FROM and (shared is not None or self._streams_plain)
+        return self._stream if is_faster else None
+
+    def _planned(
+        self,
+        host: list[np.ndarray],
+        device: list[torch.Tensor],
+        contexts: np.ndarray,
+        first: int,
+        last: int,
+        *,
+        graph: bool = False,
+    ) -> _Part:
+        """Plans one of FlashInfer's kernels for consecutive chunks. `host` begins with the ends of the chunks' queries
+        and of their pages; `device` is the arrays of `_Part`."""
+        num_chunks = len(contexts)
+        is_single = last - first == num_chunks
+        fa3 = self._is_hopper and not is_single
+        module = self._single_module if is_single else self._chunk_module
+        workspace = self._single_workspace if is_single else self._chunk_workspace
+        shape = self.shape
+        arguments = [
+            torch.from_numpy(host[0]),
+            torch.from_numpy(host[1]),
+            torch.from_numpy(contexts.astype(np.int32)),
+            last - first,
+            num_chunks,
+            shape.num_heads,
+            shape.num_kv_heads,
+            self.page_size,
+            graph,
+            shape.head_dim,
+            shape.head_dim,
+            not is_single,  # causal
+            -1,  # no window
+        ]
+        if not fa3:
+            # A graph merges parts even if no context is split. This many sequences fill the GPU without a split.
+            whole = graph and num_chunks >= self._most_split
+            arguments += [-1, whole, 0, 1 if graph else 0]
+        plan = workspace.plan(module.plan, self._partial, *arguments)
+        mask = _FULL if is_single else _CAUSAL
+        return _Part(module, workspace, plan, first, last, mask, *device)
+
+
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    """0, and the end of each of `lengths` if they stand one after the other: int32."""
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return ends

@@ -1,0 +1,5 @@
+"""Matrix products with weights that never change.
+
+Owns the layouts of weights in memory, fp8, products with one row, and the autotuning of cuBLASLt's algorithms. Read
+`linear.py` first.
+"""

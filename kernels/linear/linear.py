@@ -1,0 +1,82 @@
+"""Linear layers whose weight never changes."""
+
+import torch
+import torch.nn.functional as F
+
+from kernels.linear.cublaslt import Product
+from kernels.linear.gemm_autotune import Epilogue, TunedGemm
+
+# Rows of x for which oneDNN chooses the weight's layout. Measured: this layout is as fast for 1 to 512 rows as layouts
+# chosen for those numbers.
+_PACKED_FOR_ROWS = 64
+
+
+def _has_blocked_layout(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this dtype on this CPU. 16-bit weights need AVX-512 or newer."""
+    mkldnn = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available():
+        return False
+    needs = {torch.bfloat16: mkldnn._is_mkldnn_bf16_supported, torch.float16: mkldnn._is_mkldnn_fp16_supported}
+    return bool(needs[dtype]()) if dtype in needs else dtype == torch.float32
+
+
+class Linear:
+    """A linear layer, `x @ weight.T + bias`. weight: `[out, in]`; bias: `[out]` or None.
+
+    On a CPU the weight is kept only in oneDNN's blocked layout. Products of few rows are 1.3 to 2 times as fast with
+    it as `torch.nn.functional.linear` with the plain layout (float32 and bfloat16, AVX-512).
+    """
+
+    scales: torch.Tensor | None = None  # only a `kernels.linear.fp8_linear.Fp8Linear` has scales
+    tuned: TunedGemm | None = None  # set by `kernels.linear.gemm_autotune.autotune`
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.bias = bias
+        self.is_packed = weight.device.type == "cpu" and _has_blocked_layout(weight.dtype)
+        if self.is_packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self.weight = weight
+        # Float32 sums on a GPU round the product before the residual is added, as the reference does.
+        self.adds = bias is None and (not weight.is_cuda or weight.itemsize < 4)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns `[n, out]` in x's dtype, in `out` if that is given. x: `[n, in]`, contiguous."""
+        if self.is_packed:
+            product = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return product if out is None else out.copy_(product)
+        if (chosen := self._chosen(Epilogue.PLAIN, x)) is not None:
+            out = x.new_empty(len(x), len(self.weight)) if out is None else out
+            chosen(x, self.weight, out)
+            return out
+        if out is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """Does `residual += self(x)`. residual: `[n, out]`, contiguous. On a GPU the product adds to it in float32, and
+        rounds once. If `adds` is false, it is faster to leave the sum to the operator that reads it next."""
+        if (chosen := self._chosen(Epilogue.ADDED, x)) is not None:
+            chosen(x, self.weight, residual)
+        elif self.adds and residual.is_cuda:
+            residual.addmm_(x, self.weight.t())
+        else:
+            residual += self(x)
+
+    def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product in float32, for any dtype of x, in `out` if that is given. The layer must have no bias."""
+        if x.dtype == torch.float32 or not x.is_cuda:
+            product = self(x).float()
+            return product if out is None else out.copy_(product)
+        if out is None:
+            out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        if (chosen := self._chosen(Epilogue.FLOAT32, x)) is not None:
+            chosen(x, self.weight, out)
+            return out
+        return torch.ops.aten.mm.dtype_out(x, self.weight.t(), torch.float32, out=out)
+
+    def _chosen(self, use: Epilogue, x: torch.Tensor) -> Product | None:
+        """The tuned product for `use` and x's number of rows; None if PyTorch's own should be used."""
+        choices = self.tuned
+        return choices.find(len(x)) if choices is not None and choices.use is use else None

@@ -1,0 +1,28 @@
+"""Root-mean-square normalisation (https://arxiv.org/abs/1910.07467)."""
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns `x / sqrt(mean(x²) + eps) * weight` over the last dimension, with the shape and dtype of x.
+
+    Computed in the weight's dtype: a model that multiplies in float32 whatever its own dtype is (Gemma) keeps the
+    weight in float32.
+    """
+    if x.is_cuda and x.ndim == 2:
+        from kernels.ops import fused
+
+        return fused.rms_norm(x, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Does `residual += x` in place, and returns the `rms_norm` of the sum. x, residual: contiguous `[n, size]`, of the
+    same dtype."""
+    if x.is_cuda:
+        from kernels.ops import fused
+
+        return fused.add_rms_norm(x, residual, weight, eps)
+    residual += x
+    return rms_norm(residual, weight, eps)

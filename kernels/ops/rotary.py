@@ -1,0 +1,102 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), and its scaling for long contexts."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The parameters of a rotary embedding. `kind` is one of KINDS, `theta` the base, `scaling` the other parameters of
+    that kind, with the names that Hugging Face configurations give them.
+
+    The dynamic kind has no effect up to the model's own context length, and longer contexts are not served: beyond it,
+    a token's keys would depend on the lengths of other sequences in the batch.
+    """
+
+    head_dim: int
+    theta: float
+    kind: str = "default"
+    scaling: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"rope type {self.kind!r} is not supported; these are: {', '.join(KINDS)}")
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of cosines and sines: 1 except for yarn, where it takes the place of a softmax temperature."""
+        if self.kind != "yarn":
+            return 1.0
+        if (given := self.scaling.get("attention_factor")) is not None:
+            return float(given)
+        factor, mscale = self.scaling["factor"], self.scaling.get("mscale")
+        over = self.scaling.get("mscale_all_dim")
+        if mscale and over:
+            return _yarn_temperature(factor, mscale) / _yarn_temperature(factor, over)
+        return _yarn_temperature(factor, 1.0)
+
+    def frequencies(self) -> torch.Tensor:
+        """Radians per position of each pair of dimensions: float32 `[head_dim // 2]`."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        plain = 1.0 / (self.theta**exponents)
+        if self.kind == "linear":
+            return plain / self.scaling["factor"]
+        if self.kind == "llama3":
+            return _llama3(plain, self.scaling)
+        if self.kind == "yarn":
+            return self._yarn(plain)
+        return plain
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosines and sines for `rotate`, `[n, 1, head_dim]` each, of int64 positions `[n]`. The sines of the first
+        half are negated. Angles are computed in float32 for any dtype."""
+        turns = (positions[:, None].float() * self.frequencies().to(positions.device))[:, None]
+        cos, sin = turns.cos() * self.amplitude, turns.sin() * self.amplitude
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+    def table(self, length: int, device: torch.device) -> torch.Tensor:
+        """The cosines, then the sines, of every position below `length`: float32 `[length, head_dim]`."""
+        turns = torch.arange(length, dtype=torch.float32, device=device)[:, None] * self.frequencies().to(device)
+        return torch.cat((turns.cos(), turns.sin()), dim=-1) * self.amplitude
+
+    def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
+        """Interpolates slow dimensions and leaves fast ones as they are, with a ramp between the two
+        (https://arxiv.org/abs/2309.00071)."""
+        original = self.scaling["original_max_position_embeddings"]
+
+        def dimension(rotations: float) -> float:
+            """The dimension that makes `rotations` full turns within the original context."""
+            return self.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low = dimension(self.scaling.get("beta_fast") or 32)
+        high = dimension(self.scaling.get("beta_slow") or 1)
+        if self.scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = ((torch.arange(self.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        return plain / self.scaling["factor"] * ramp + plain * (1 - ramp)
+
+
+def _yarn_temperature(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _llama3(plain: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+    """Stretches wavelengths beyond the original context, leaves short ones, and interpolates between the two."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / plain)
+    smooth = (turns - low) / (high - low)
+    between = (1 - smooth) * plain / factor + smooth * plain
+    return torch.where(turns < low, plain / factor, torch.where(turns > high, plain, between))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn `[n, heads, head_dim]` by the angles of `Rope.angles`; dimension i is paired with `i + head_dim // 2`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -1,0 +1,65 @@
+"""Middleware for every answer, whatever its route."""
+
+import logging
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router import request_id
+from router.errors import internal
+from router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Observed:
+    """Names every request, and counts answers by route and status.
+
+    | key in `scope["state"]` | meaning |
+    | --- | --- |
+    | `request_id` | the id for the client: its own X-Request-Id if it sent one, otherwise a new id |
+    | `name` | the name for replicas: `request_id`, made unique by a suffix if the client chose it |
+
+    `answers_id`: whether the answer carries `request_id` as X-Request-Id.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, answers_id: bool) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._answers_id = answers_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = request_id.given(scope["headers"])
+        known = given or request_id.new()
+        state = scope.setdefault("state", {})
+        state["request_id"], state["name"] = known, f"{known}-{secrets.token_hex(8)}" if given else known
+        header = [(request_id.HEADER.lower().encode(), known.encode())] if self._answers_id else []
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *header]}
+                route = scope.get("route")
+                path = "unknown" if route is None else route.path
+                self._metrics.responses.labels(path, message["status"]).inc()
+            await send(message)
+
+        await self._app(scope, receive, observed)
+
+
+class Guarded:
+    """Answers 500 for unforeseen errors. The innermost middleware, so that this answer passes through all others."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            if scope["type"] != "http":
+                raise
+            log.exception("request %s failed", scope.get("state", {}).get("request_id"))
+            await internal().response()(scope, receive, send)  # if an answer has begun, the server breaks it off

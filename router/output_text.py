@@ -1,0 +1,112 @@
+"""The text of a sequence as it grows: detokenisation, stop strings, and log probabilities that go with the text."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from router.stop import StopMatcher
+from router.tokenizer import Tokenizer
+from worker.messages import Output, TokenLogprobs
+
+
+@dataclass(slots=True)
+class TokenText:
+    """A token of the text. `offset`: characters before it. `logprobs`: None for the first token of a prompt."""
+
+    offset: int
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text that is final, the tokens that begin in it (if log probabilities are wanted), and the finish reason."""
+
+    text: str = ""
+    tokens: list[TokenText] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class OutputText:
+    """Turns the outputs of one sequence into pieces of text. `num_tokens` counts the output tokens so far.
+
+    - Stop strings are searched for in the text after the first `min_tokens` tokens.
+    - The stop string or stop token that ends the text is part of the text only with `include_stop`.
+    - Log probabilities are held back with the text of their token. Those of tokens that begin in or after a stop string
+      are dropped with it.
+    - `continues`: the text continues a prompt that is not part of it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        wants_logprobs: bool = False,
+    ) -> None:
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, continues)
+        self._stop = StopMatcher(stop, include_stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._wants_logprobs = wants_logprobs
+        self._waiting: deque[TokenText] = deque()
+        self._seen = self._sent = 0  # characters detokenised, and returned in pieces
+        self.num_tokens = 0
+
+    def echo(self, token_ids: list[int], text: str | None, logprobs: list[TokenLogprobs | None] | None) -> Piece:
+        """The prompt as the beginning of the text, before any output. `text`: the prompt as sent, None if it was sent
+        as tokens."""
+        piece = Piece()
+        parts: list[str] = []
+        for number, token_id in enumerate(token_ids):
+            if logprobs is not None:
+                piece.tokens.append(TokenText(self._seen, token_id, logprobs[number]))
+            parts.append(self._detokenizer.push(token_id))
+            self._seen += len(parts[-1])
+        piece.text = "".join(parts) if text is None else text
+        self._seen = self._sent = len(piece.text)
+        return piece
+
+    def push(self, output: Output) -> Piece:
+        piece = Piece()
+        text: list[str] = []
+        last = len(output.token_ids) - 1
+        for number, token_id in enumerate(output.token_ids):
+            self.num_tokens += 1
+            if self._wants_logprobs:
+                self._waiting.append(TokenText(self._seen, token_id, output.logprobs[number]))
+            if number == last and output.stop_token_id is not None and not self._include_stop:
+                break
+            if self._take(self._detokenizer.push(token_id), text):
+                piece.finish_reason = "stop"
+                break
+        if output.finish_reason is not None and piece.finish_reason is None:
+            assert output.finish_reason != "error"
+            piece.finish_reason = output.finish_reason
+            if self._take(self._detokenizer.flush(), text):
+                piece.finish_reason = "stop"
+            else:
+                text.append(self._stop.flush())
+                self._sent += len(text[-1])
+                piece.tokens.extend(self._waiting)
+                self._waiting.clear()
+        piece.text = "".join(text)
+        while self._waiting and self._waiting[0].offset < self._sent:
+            piece.tokens.append(self._waiting.popleft())
+        return piece
+
+    def _take(self, new: str, text: list[str]) -> bool:
+        """Appends to `text` what is final of `new`. Returns whether a stop string is complete."""
+        if not new:
+            return False
+        self._seen += len(new)
+        stopped = False
+        if self.num_tokens > self._min_tokens:
+            new, stopped = self._stop.push(new)
+        self._sent += len(new)
+        text.append(new)
+        return stopped

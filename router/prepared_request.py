@@ -1,0 +1,246 @@
+"""An HTTP request for text, ready to run: its prompts as tokens, its sequences, and their sampling parameters."""
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import msgspec
+
+from router.chat_template import TemplateError
+from router.errors import ApiError, invalid
+from router.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.sampling import check_token_ids, sampling_params, sequence_seed
+from router.structure import structure
+from router.tokenizer import PromptTooLong, Tokenizer
+from worker.messages import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_LOGPROBS_HELD = 8 << 20  # in one answer that is not streamed: about 1 GB of memory
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt. `text` is what `echo` repeats; None for a prompt that was sent as tokens."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of the answer: one sequence. `first`: whether it is the first choice of its prompt."""
+
+    index: int
+    prompt: Prompt
+    sampling: SamplingParams
+    first: bool
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request with everything that running it needs.
+
+    | field | meaning |
+    | --- | --- |
+    | `prompt_tokens` | tokens of all prompts, each prompt counted once |
+    | `include_stop` | whether the stop string or token that ends the text is part of it |
+    | `include_usage`, `usage_so_far` | whether a stream ends with the usage; whether every chunk has the usage so far |
+    | `names_tier` | the client named a service tier, so the answer names one too |
+    | `prompt_param`, `grammar_param` | the client's parameter names, for a replica's errors about prompt and grammar |
+    | `discard` | `max_tokens` is 0: the one token that the replica makes nevertheless is dropped |
+    | `arrived` | `perf_counter` when the request came |
+    """
+
+    id: str
+    sequences: list[Choice]
+    prompt_tokens: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    priority: int
+    include_usage: bool
+    usage_so_far: bool
+    names_tier: bool
+    prompt_param: str
+    grammar_param: str | None
+    wants_logprobs: bool = False
+    echo: bool = False
+    discard: bool = False
+    arrived: float = field(default_factory=perf_counter)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def chat_job(
+    request: ChatRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+) -> PreparedRequest:
+    """Prepares a chat request: renders the template and tokenises. Slow: run it in a thread. Raises ApiError."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
+    grammar_param, grammar = structure(request)
+    sampling = sampling_params(
+        request,
+        tokenizer.vocab_size,
+        grammar=grammar,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    _check_request(request, 1, max_sequences)
+    try:
+        messages = [message.for_template() for message in request.messages]
+        text = tokenizer.render_chat(messages, arguments=request.chat_template_kwargs)
+        token_ids = tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
+    except TemplateError as error:
+        raise invalid(f"The chat template refuses these messages: {error}.", error.param) from None
+    except PromptTooLong as error:
+        raise _too_long(error.tokens, context_length, "messages", "at least ") from None
+    room = _room(token_ids, context_length, "messages")
+    param = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
+    max_tokens = _max_tokens(limits.pop() if limits else None, room, room, param)
+    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param)
+
+
+def completion_job(
+    request: CompletionRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+) -> PreparedRequest:
+    """Prepares a request for completions: tokenises its prompts. Slow: run it in a thread. Raises ApiError."""
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
+    grammar_param, grammar = structure(request)
+    sampling = sampling_params(
+        request,
+        tokenizer.vocab_size,
+        grammar=grammar,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
+    inputs = _inputs(request.prompt)
+    _check_request(request, len(inputs), max_sequences)
+    prompts, max_tokens = [], []
+    for entry in inputs:
+        prompts.append(_prompt(entry, tokenizer, context_length))
+        room = _room(prompts[-1].token_ids, context_length, "prompt")
+        max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
+    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param)
+
+
+def _job(
+    request: ChatRequest | CompletionRequest,
+    prefix: str,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    max_tokens: list[int],
+    arrived: float,
+    grammar_param: str | None,
+) -> PreparedRequest:
+    n = request.n or 1
+    options = request.stream_options
+    include_usage = bool(options and options.include_usage)
+    sequences: list[Choice] = []
+    for prompt, limit in zip(prompts, max_tokens, strict=True):
+        if sampling.min_tokens > limit:
+            raise invalid(
+                f"'min_tokens' is {sampling.min_tokens}, but the answer has at most {limit} tokens.", "min_tokens"
+            )
+        for choice in range(n):
+            params = msgspec.structs.replace(
+                sampling, max_tokens=max(limit, 1), seed=sequence_seed(request.seed, choice)
+            )
+            sequences.append(Choice(len(sequences), prompt, params, choice == 0))
+    _check_logprobs(request, sampling, sum(max_tokens) * n)
+    return PreparedRequest(
+        id=prefix + uuid.uuid4().hex,
+        sequences=sequences,
+        prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        priority=request.priority or 0,
+        include_usage=include_usage,
+        usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
+        names_tier=isinstance(request, ChatRequest) and request.service_tier is not None,
+        prompt_param="prompt" if isinstance(request, CompletionRequest) else "messages",
+        grammar_param=grammar_param,
+        wants_logprobs=sampling.logprobs is not None,
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        discard=request.max_tokens == 0,
+        arrived=arrived,
+    )
+
+
+def _check_request(request: GenerationRequest, num_prompts: int, max_sequences: int) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise invalid("'stream_options' is for streams only: set 'stream' to true.", "stream_options")
+    asked = num_prompts * (request.n or 1)
+    if asked > max_sequences:
+        param = "n" if num_prompts <= max_sequences else "prompt"
+        raise invalid(f"Prompts times 'n' is {asked}; the limit is {max_sequences} in one request.", param)
+
+
+def _check_logprobs(request: GenerationRequest, sampling: SamplingParams, tokens: int) -> None:
+    asked = tokens * (1 + (sampling.logprobs or 0))
+    if sampling.logprobs is not None and not request.stream and asked > MAX_LOGPROBS_HELD:
+        raise invalid(
+            f"The answer could have {asked} log probabilities; the limit is {MAX_LOGPROBS_HELD} unless it is streamed. "
+            "Lower 'max_tokens', 'n' or the number of log probabilities.",
+            "logprobs",
+        )
+
+
+def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a request as a list: each a text, or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    texts = [entry for entry in prompt if isinstance(entry, str)]
+    token_ids = [entry for entry in prompt if isinstance(entry, int)]
+    lists = [entry for entry in prompt if isinstance(entry, list)]
+    if len(token_ids) == len(prompt):
+        return [token_ids]
+    if len(texts) == len(prompt):
+        return list(texts)
+    if len(lists) == len(prompt):
+        return list(lists)
+    raise invalid("'prompt' mixes texts, token ids and lists: a list must be all of one kind.", "prompt")
+
+
+def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int) -> Prompt:
+    if isinstance(entry, list):
+        check_token_ids(entry, tokenizer.vocab_size, "prompt")
+        return Prompt(entry)
+    try:
+        token_ids = tokenizer.encode(entry, context_length=context_length)
+    except PromptTooLong as error:
+        raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
+    if not token_ids:
+        raise invalid("'prompt' is empty: this model needs at least one token to begin with.", "prompt")
+    return Prompt(token_ids, entry)
+
+
+def _room(token_ids: list[int], context_length: int, param: str) -> int:
+    """The number of tokens that fit into the context after the prompt."""
+    room = context_length - len(token_ids)
+    if room < 1:
+        raise _too_long(len(token_ids), context_length, param)
+    return room
+
+
+def _too_long(tokens: int, context_length: int, param: str, about: str = "") -> ApiError:
+    return invalid(
+        f"The prompt has {about}{tokens} tokens; prompt and answer together may have {context_length}.",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _max_tokens(asked: int | None, default: int, room: int, param: str) -> int:
+    if asked is None:
+        return min(default, room)
+    if asked > room:
+        raise invalid(
+            f"{param!r} is {asked}, but only {room} tokens of the model's context are left after the prompt.",
+            param,
+            "context_length_exceeded",
+        )
+    return asked

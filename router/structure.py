@@ -1,0 +1,68 @@
+"""Structured output: the grammar that a request asks for, by whichever of the usual parameters."""
+
+import json
+from typing import Any
+
+from router.errors import invalid
+from router.requests import GenerationRequest, JsonObjectFormat, JsonSchemaFormat
+from worker.messages import Grammar
+
+STRUCTURE = ("response_format", "regex", "choice", "ebnf")  # the replicas' names for a grammar that they refuse
+
+
+def structure(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
+    """The parameter that asks for a grammar, and the grammar; both None if the output may be any text. Raises ApiError
+    if there is more than one."""
+    asked: list[tuple[str, Grammar]] = []
+    match request.response_format:
+        case JsonObjectFormat():
+            asked.append(("response_format", Grammar("json_object")))
+        case JsonSchemaFormat(json_schema=json_schema):
+            asked.append(("response_format", Grammar("json_schema", json.dumps(json_schema.schema))))
+    said = request.structured_outputs
+    ways: list[tuple[str, Any]] = [
+        ("regex", request.regex),
+        ("choice", request.choice),
+        ("ebnf", request.ebnf),
+        ("guided_json", request.guided_json),
+        ("guided_regex", request.guided_regex),
+        ("guided_choice", request.guided_choice),
+        ("guided_grammar", request.guided_grammar),
+        ("guided_json_object", request.guided_json_object),
+    ]
+    if said is not None:
+        ways += [
+            (f"structured_outputs.{name}", getattr(said, name))
+            for name in ("json", "regex", "choice", "grammar", "json_object")
+        ]
+    asked += [(name, _grammar(name, value)) for name, value in ways if value is not None and value is not False]
+    if len(asked) > 1:
+        names = " and ".join(repr(name) for name, _ in asked)
+        raise invalid(f"{names} exclude each other: send one of them.", asked[1][0])
+    if said is not None and not asked:
+        raise invalid("'structured_outputs' asks for nothing: set one of its fields.", "structured_outputs")
+    return asked[0] if asked else (None, None)
+
+
+def _grammar(name: str, value: Any) -> Grammar:
+    """The grammar of a parameter. Its kind is the last part of the parameter's name."""
+    kind = name.rpartition(".")[2].removeprefix("guided_")
+    if kind == "json_object":
+        return Grammar("json_object")
+    if kind == "json":
+        return Grammar("json_schema", _schema(name, value))
+    if kind == "choice":
+        return Grammar("choice", json.dumps(value))
+    return Grammar("regex" if kind == "regex" else "ebnf", value)
+
+
+def _schema(name: str, schema: dict[str, Any] | str) -> str:
+    if not isinstance(schema, str):
+        return json.dumps(schema)
+    try:
+        read = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{name!r} is a string that is not JSON: {error}.", name) from None
+    if not isinstance(read, dict):
+        raise invalid(f"{name!r} is a string, but not of a JSON object, as a schema must be.", name)
+    return schema

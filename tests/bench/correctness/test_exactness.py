@@ -1,0 +1,82 @@
+"""The check of exactness passes where all is right, and would notice where it is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.correctness import exactness, reference
+from bench.correctness.exactness import ExactnessCase, agreement, compare
+from worker.models.decoder import Decoder
+
+
+def test_a_tiny_model_is_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exactness.main(["--device", "cpu", "--models", "tiny", "--out", str(tmp_path), "--name", "found"]) == 0
+    said = capsys.readouterr().out
+    assert "WRONG" not in said and "all right" in said
+    found = json.loads((tmp_path / "found.json").read_text())
+    figures = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert figures["cpu.exact.tiny.tp1.float32.identical"] == 1
+    assert found["tiny.tp1"]["float32"]["preempted"]["preemptions"] > 0
+    assert found["tiny.tp1"]["bfloat16"]["decode"]["positions"] == reference.NEW_TOKENS * len(reference.LENGTHS)
+
+
+def test_a_tiny_model_in_two_stages_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exactness, "CASES", (ExactnessCase("chunks of 7", {"token_budget": 7}, longest=32),))
+    monkeypatch.setattr(exactness.Check, "bfloat16", lambda *ranks: {})
+    asked = ["--models", "tiny", "--pp", "2,3", "--schedules", "uniform,throttle"]
+    assert exactness.main(["--device", "cpu", *asked, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "WRONG" not in said and "tiny cannot be shared out to 3 stages of 1 ranks" in said
+    assert "chunks of 7, uniform" in said and "chunks of 7, throttle" in said
+    found = json.loads((tmp_path / "cpu.exact.pp2-3.json").read_text())
+    assert found["figures"][0]["name"] == "cpu.exact.tiny.tp1pp2.float32.identical"
+    assert found["figures"][0]["value"] == 1
+
+
+def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = exactness.parser().parse_args(["--cases", "chunks of 64,preempted"]).cases
+    assert [case.name for case in chosen] == ["preempted", "chunks of 64"]
+    with pytest.raises(SystemExit):
+        exactness.parser().parse_args(["--cases", "preempted,chunks of 65"])
+    assert "no case chunks of 65: there are whole, preempted" in capsys.readouterr().err
+
+
+def test_a_model_that_is_a_little_off_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda self, hidden: right(self, hidden).roll(1, dims=-1))
+    monkeypatch.setattr(exactness, "CASES", (ExactnessCase("whole", {}),))
+    assert exactness.main(["--device", "cpu", "--models", "tiny", "--out", str(tmp_path), "--name", "found"]) == 1
+    assert capsys.readouterr().out.count("WRONG") == 4  # float32, bfloat16 twice, and the last line
+
+
+def test_reference_models_have_a_clear_favourite_nearly_everywhere(tmp_path: Path) -> None:
+    model = reference.Reference(reference.make("tiny", tmp_path), "cpu", torch.float32)
+    scored = [model.score(prompt) for prompt in reference.prompts(512) if len(prompt) > 1]
+    margins = torch.cat([one.margins for one in scored])
+    assert (margins > 0.01).float().mean() > 0.95
+    assert len(set(torch.cat([one.likeliest for one in scored]).tolist())) > 200
+
+
+def test_outputs_are_compared_to_the_first_difference() -> None:
+    said = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 1, 1]]
+    margins = [[1.0, 1.0, 1.0], [1.0, 1e-5, 1.0], [1.0, 1e-3, 1e-6], [1e-6, 1e-6, 1e-6]]
+    verdict = compare([[1, 2, 3], [4, 0, 0], [7, 0, 0], [1, 1]], said, margins)
+    assert (verdict.sequences, verdict.identical, verdict.right) == (4, 1, False)
+    assert [(i, at) for i, at, _ in verdict.ties] == [(1, 1)]
+    assert [(i, at) for i, at, _ in verdict.wrong] == [(2, 1), (3, 2)]  # an output that ends early is never a tie
+
+
+def test_agreement_allows_for_chance_only() -> None:
+    exact = torch.arange(10_000)
+    ours, theirs = exact.clone(), exact.clone()
+    ours[:110], theirs[5000:5100] = -1, -1
+    close = agreement(exact, ours, theirs)
+    assert close.ours == pytest.approx(0.989) and close.theirs == pytest.approx(0.99) and close.right
+    ours[:300] = -1
+    assert not agreement(exact, ours, theirs).right

@@ -1,0 +1,44 @@
+"""Products with weights that never change, against PyTorch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.linear.linear import Linear
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_adding_a_product(dtype: torch.dtype, tolerance: float, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias, residual = (
+        torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((5, 64), (48, 64), (48,), (5, 48))
+    )
+    linear = Linear(weight.clone(), bias if has_bias else None)
+    wanted = residual.double() + F.linear(x.double(), weight.double(), bias.double() if has_bias else None)
+    linear.add_to(residual, x)
+    error = (residual.double() - wanted).norm() / wanted.norm()
+    assert error < tolerance, float(error)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_gpu_rounds_once() -> None:
+    """What the product and the residual come to is rounded as a whole: cancelled parts leave what is exact."""
+    x, weight = torch.full((2, 16), 1 / 256, device=DEVICE), torch.ones(16, 16, device=DEVICE)
+    residual = torch.full((2, 16), 256.0, device=DEVICE)
+    x[:, 0] += -256
+    x, weight, residual = x.bfloat16(), weight.bfloat16(), residual.bfloat16()
+    Linear(weight).add_to(residual, x)
+    assert torch.equal(residual.float(), torch.full((2, 16), 15 / 256, device=DEVICE))
+
+
+@pytest.mark.skipif(ON_GPU, reason="of CPUs")
+def test_a_cpu_that_cannot_pack_sixteen_bits_multiplies_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    x, weight = torch.randn(3, 16).bfloat16(), torch.randn(8, 16).bfloat16()
+    linear = Linear(weight)
+    assert not linear.is_packed
+    torch.testing.assert_close(linear(x), F.linear(x, weight))

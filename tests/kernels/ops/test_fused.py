@@ -1,0 +1,163 @@
+"""The fused operators against their definitions, on random inputs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.ops.rotary import Rope, rotate
+
+pytest.importorskip("triton")
+
+from kernels.linear import gemv as gemv_module
+from kernels.linear.gemv import gated_gemv, gemv
+from kernels.ops import fused
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter has no bfloat16.
+TOLERANCES = [(torch.float32, 2e-6), (torch.float16, 2e-3), *([(torch.bfloat16, 8e-3)] if ON_GPU else [])]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    """Within `tolerance` of the whole, as rounding is."""
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error < tolerance, float(error)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize("size", [64, 576, 1030])
+def test_norms(size: int, dtype: torch.dtype, tolerance: float) -> None:
+    x, residual, weight = (
+        random(5, size, dtype=dtype),
+        random(5, size + 1, dtype=dtype)[:, 1:].contiguous(),
+        random(size),
+    )
+    wanted = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    close(fused.rms_norm(x, weight, 1e-5), wanted, tolerance)
+    total = (x.float() + residual.float()).to(dtype)
+    normed = fused.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    close(normed, F.rms_norm(total.double(), (size,), weight.double(), 1e-5), tolerance)
+
+
+def test_norm_of_some_rows() -> None:
+    x, weight = random(6, 2 * 64), random(64)
+    rows = x[:, 64:]
+    close(fused.rms_norm(rows, weight, 1e-6), F.rms_norm(rows.double(), (64,), weight.double(), 1e-6), 2e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize("size", [48, 1500])
+def test_activations(size: int, dtype: torch.dtype, tolerance: float) -> None:
+    gate_up = random(3, 2 * size, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    close(fused.silu_and_mul(gate_up), F.silu(gate) * up, tolerance)
+    close(fused.gelu_tanh_and_mul(gate_up), F.gelu(gate, approximate="tanh") * up, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 2, 128), (4, 1, 20)])
+def test_rotate_and_store(
+    heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    page_size, num_pages, context = 4, 10, 512
+    rope = Rope(head_dim, 1e4)
+    qkv = random(6, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    positions = torch.tensor([0, 1, 77, 500, 511, 3], device=DEVICE)
+    places = torch.tensor([(0, 0), (0, 1), (3, 3), (9, 2), (5, 0), (7, 1)], device=DEVICE)
+    rows = places[:, 0] * kv_heads * page_size + places[:, 1]
+    pages = torch.zeros(2, num_pages, kv_heads, page_size, head_dim, device=DEVICE, dtype=dtype)
+    norms = (random(head_dim), random(head_dim + 1)[1:].contiguous()) if has_norms else (None, None)
+    got = fused.rotate_and_store(qkv, heads, rope.table(context, DEVICE), positions, rows, pages, *norms, 1e-6)
+    q, k, v = qkv.double().view(6, -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    if norms[0] is not None and norms[1] is not None:
+        q = F.rms_norm(q, (head_dim,), norms[0].double(), 1e-6)
+        k = F.rms_norm(k, (head_dim,), norms[1].double(), 1e-6)
+    angles = [part.double() for part in rope.angles(positions, torch.float32)]
+    close(got, rotate(q, *angles), tolerance)
+    close(pages[0, places[:, 0], :, places[:, 1]], rotate(k, *angles), tolerance)
+    assert torch.equal(pages[1, places[:, 0], :, places[:, 1]].double(), v)
+    written = torch.zeros(num_pages, page_size, dtype=torch.bool, device=DEVICE)
+    written[places[:, 0], places[:, 1]] = True
+    assert not pages.transpose(2, 3)[:, ~written].any()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+@pytest.mark.parametrize(("rows", "columns", "read_as"), [(50, 64, 50), (101, 1500, 701), (203, 520, 4096)])
+def test_gemv(
+    rows: int, columns: int, read_as: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the tiles of a weight of `read_as` rows: so many take the interpreter half a minute."""
+    tile = gemv_module._tile
+    monkeypatch.setattr(gemv_module, "_tile", lambda rows, *others: tile(read_as, *others))
+    x, weight, bias = random(1, columns, dtype=dtype), random(rows, columns, dtype=dtype), random(rows, dtype=dtype)
+    norm, residual = random(columns, dtype=dtype), random(1, rows, dtype=dtype)
+    close(gemv(x, weight), x.double() @ weight.double().T, tolerance)
+    normed = F.rms_norm(x.double(), (columns,), norm.double(), 1e-5)
+    wanted = normed @ weight.double().T + bias.double() + residual.double()
+    close(gemv(x, weight, bias, norm=norm, eps=1e-5, residual=residual), wanted, tolerance)
+    out = torch.empty(1, rows, device=DEVICE)
+    assert gemv(x, weight, out=out) is out
+    close(out, x.double() @ weight.double().T, 2e-6)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(50, 64), (101, 1500)])
+def test_gated_gemv(rows: int, columns: int, gelu: bool) -> None:
+    x, weight, bias, norm = random(1, columns), random(2 * rows, columns), random(2 * rows), random(columns)
+    gate, up = (F.rms_norm(x.double(), (columns,), norm.double(), 1e-5) @ weight.double().T + bias).chunk(2, dim=-1)
+    wanted = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+    close(gated_gemv(x, weight, bias, norm=norm, eps=1e-5, gelu=gelu), wanted, 2e-6)
+
+
+def chain(x: torch.Tensor, weights: list[torch.Tensor], after_each: Callable[[], None]) -> torch.Tensor:
+    """Kernels that each read what the one before wrote, with and without a plain one between; memory of earlier ones is
+    taken again."""
+    square, wide, norm = weights
+    residual = x.clone()
+    for _ in range(20):
+        if len(x) == 1:
+            steps: list[Callable[[torch.Tensor], torch.Tensor]] = [
+                lambda y: gated_gemv(y, wide, norm=norm, eps=1e-5),
+                lambda y: gemv(y, square, residual=residual),
+                lambda y: fused.add_rms_norm(y, residual, norm, 1e-5),
+            ]
+        else:
+            steps = [
+                lambda y: fused.silu_and_mul(F.linear(y, wide)),
+                lambda y: fused.rms_norm(y, norm, 1e-5),
+                lambda y: fused.add_rms_norm(y, residual, norm, 1e-5),
+            ]
+        for step in steps:
+            x = step(x)
+            after_each()
+    return x
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("n", [1, 200])
+def test_kernels_wait_for_the_ones_before_them(n: int) -> None:
+    """A graph, in which each starts as early as it may, gives what they give one at a time."""
+    size, dtype = 2048, torch.bfloat16
+    weights = [
+        random(size, size, dtype=dtype) / 45,
+        random(2 * size, size, dtype=dtype) / 45,
+        random(size, dtype=dtype),
+    ]
+    x = random(n, size, dtype=dtype)
+    wanted = chain(x, weights, torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x, weights, lambda: None)
+    for _ in range(50):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, wanted)

@@ -1,0 +1,70 @@
+"""The mechanical part of how Shoal's prose is written: the subject of a first sentence is a noun, and some words that
+make a reader search for what they stand for are not used. The rest takes a reader."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels", "bench", "helm")
+# A docstring that begins so has no noun for its subject.
+PRONOUNS = {"It", "Its", "That", "Those", "These", "They", "This", "What", "Whatever", "Whoever", "Who", "Of", "One", "Ones", "Theirs", "Somebody", "Nobody"}  # fmt: skip  # noqa: E501
+# What to write instead: alongside, no sequence (or router, rank), the caller, again, n.
+WORDS = re.compile(r"\b(beside|nobody|nobody's|somebody|whoever|anew|so many|so long as)\b", re.IGNORECASE)
+FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "cluster/ray/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def docstrings(path: Path) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                found.append((getattr(node, "lineno", 1), text))
+    return found
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """Strings with spaces, and comments, by line."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return [
+        (token.start[0] + number, line)
+        for token in tokens
+        if token.type in (tokenize.STRING, tokenize.COMMENT)
+        for number, line in enumerate(token.string.split("\n"))
+    ]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_first_sentence_begins_with_a_noun_or_a_verb(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in FILES
+        if path.is_relative_to(ROOT / room)
+        for line, text in docstrings(path)
+        if re.split(r"\W", text, maxsplit=1)[0] in PRONOUNS
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_words_that_stand_for_others_are_not_used(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in FILES
+        if path.is_relative_to(ROOT / room)
+        for number, line in prose(path)
+        if WORDS.search(line)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_do_not_use_them(page: Path) -> None:
+    wrong = [f"{n}: {line}" for n, line in enumerate(page.read_text().splitlines(), 1) if WORDS.search(line)]
+    assert wrong == []

@@ -1,0 +1,353 @@
+"""The engine with fake parts: how requests enter, fail and leave. That tokens are right is in test_exactness."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.fakes import FakePending
+from worker.config import WorkerConfig
+from worker.engine.engine import Engine
+from worker.messages import Failure, Generate, Grammar, Output, SamplingParams
+from worker.structured_output import CompilerUnavailable, GrammarError
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0)
+GRAMMAR = SamplingParams(max_tokens=5, temperature=0, grammar=Grammar("regex", "a+"))
+
+
+@pytest.fixture(
+    params=[{}, {"overlap": True}, {"pp": 3}, {"pp": 3, "overlap": True}], ids=["", "overlap", "pp", "pp-overlap"]
+)
+def make(fake_parts, request):
+    """Makes (engine, parts); at the end every page and slot must be back."""
+    engines = []
+
+    def make(config: dict | None = None, **runner):
+        parts = fake_parts(**{"page_size": 4, **runner})
+        ready = []
+        engine = Engine(
+            Path("none"),
+            WorkerConfig(**({"page_size": parts.runner.page_size, "overlap": False} | request.param | (config or {}))),
+            load=parts,
+            on_ready=lambda: ready.append(1),
+        )
+        engine.ready = ready
+        engines.append((engine, parts))
+        return engine, parts
+
+    yield make
+    for engine, parts in engines:
+        engine.abort(list(engine.scheduler._sequences))
+        engine.check_integrity()
+        assert not parts.sampler.slots, "a slot is left in the sampler"
+        assert not len(engine._grammar_queue)
+        engine.reset_cache()
+        assert engine.tree.pool.num_free == parts.runner.num_pages
+        engine.close()
+        assert parts.grammars.closed
+
+
+def request(request_id: str, prompt: list[int], sampling: SamplingParams = GREEDY, **fields) -> Generate:
+    return Generate(request_id=request_id, prompt_ids=prompt, sampling=sampling, **fields)
+
+
+def run(engine: Engine, max_steps: int = 1000) -> dict[str, list[Output]]:
+    outputs: dict[str, list[Output]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outputs
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        engine.check_integrity()
+    raise AssertionError("it does not come to an end")
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_generate_answers_in_order(make):
+    engine, parts = make({"max_running": 3, "max_waiting": 4})
+    prompts = [[i, i + 1, 3, 4, 5] for i in range(20)]
+    seen = []
+    each = [SamplingParams(max_tokens=1 + i % 7, temperature=0) for i in range(20)]
+    finished = engine.generate(prompts, each, progress=seen.append)
+    assert [f.token_ids for f in finished] == [
+        parts.runner.generate(p, s.max_tokens) for p, s in zip(prompts, each, strict=True)
+    ]
+    assert {f.finish_reason for f in finished} == {"length"}
+    assert seen[-1] == 20 and seen == sorted(seen)
+    again = engine.generate(prompts, GREEDY)
+    assert [f.cached_tokens for f in again] == [4] * 20
+
+
+def test_generate_goes_on_where_more_wait_than_may(make, crowded):
+    """Those that were preempted wait beside as many as may."""
+    engine, parts = make({"max_running": 8, "max_waiting": 8, "token_budget": 64}, num_pages=24)
+    prompts = [[4 + i % 40, i % 7] for i in range(60)]
+    greedy = SamplingParams(max_tokens=40, temperature=0)
+    finished = engine.generate(prompts, greedy)
+    assert [f.token_ids for f in finished] == [parts.runner.generate(prompt, 40) for prompt in prompts]
+    assert engine.load().preemptions > 0
+
+
+def test_generate_reports_a_prompt_that_cannot_run(make):
+    engine, parts = make()
+    bad, good = engine.generate([[], [1, 2]], GREEDY)
+    assert bad.failure is not None and bad.failure.param == "prompt"
+    assert good.token_ids == parts.runner.generate([1, 2], 5)
+
+
+def test_generate_leaves_nothing_behind_when_interrupted(make):
+    engine, _ = make()
+
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3]] * 4, GREEDY, progress=interrupt)
+    assert len(engine.scheduler) == 0
+    engine.check_integrity()
+
+
+def test_preempted_sequences_take_their_slots_again(make, crowded):
+    engine, parts = make(num_pages=12)
+    params = SamplingParams(max_tokens=24, temperature=0)
+    prompts = [[i] * 8 for i in range(4)]
+    finished = engine.generate(prompts, params)
+    assert engine.load().preemptions > 0
+    assert [f.token_ids for f in finished] == [parts.runner.generate(p, 24) for p in prompts]
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_failing_model_fails_the_batch_and_nobody_else(make):
+    engine, parts = make({"max_running": 2}, poison=49)
+    for name, prompt in (("good", [1, 2, 3, 4, 5]), ("bad", [1, 49]), ("later", [3, 4, 5, 6, 7, 8])):
+        engine.add(request(name, prompt))
+    outputs = run(engine)
+    for name in ("good", "bad"):
+        (output,) = outputs[name]
+        assert output.failure is not None and output.failure.kind == "internal"
+        assert "poisoned" in output.failure.message
+    assert tokens(outputs["later"]) == parts.runner.generate([3, 4, 5, 6, 7, 8], 5)
+    assert engine.load().failed == 2
+
+
+def test_pages_of_a_failed_step_are_not_cached(make):
+    engine, parts = make({"token_budget": 8}, poison=49)
+    prompt = [8] * 12
+    engine.add(request("bad", [*prompt, 49]))
+    run(engine)
+    assert engine.tree.num_cached == 2, "the two pages of the first step, not the one of the second"
+    parts.runner.poison = None
+    (finished,) = engine.generate([prompt], GREEDY)
+    assert finished.token_ids == parts.runner.generate(prompt, 5)
+
+
+def test_a_lost_device_is_an_error_with_a_name(make, monkeypatch):
+    from worker.engine import steps as module
+
+    engine, _ = make(poison=49)
+    monkeypatch.setattr(module, "_is_lost", lambda device: True)
+    engine.add(request("bad", [49]))
+    with pytest.raises(module.DeviceLost, match="step 1"):
+        engine.step()
+
+
+def test_one_that_the_sampler_cannot_take_fails_alone(make):
+    engine, parts = make()
+    parts.sampler.refuse = 9
+    engine.add(request("bad", [9, 1, 2]))
+    engine.add(request("good", [1, 2, 3]))
+    outputs = run(engine)
+    (output,) = outputs["bad"]
+    assert output.failure is not None and output.failure.kind == "internal"
+    assert tokens(outputs["good"]) == parts.runner.generate([1, 2, 3], 5)
+
+
+def test_what_is_learned_of_a_step_is_without_those_that_were_withdrawn(make, monkeypatch):
+    engine, parts = make()
+    planned, computed = {}, {}
+    remember, forward = engine.timeline.planned, parts.runner.forward
+    monkeypatch.setattr(engine.timeline, "planned", lambda s: planned.update({s.plan.step: s.shape}) or remember(s))
+    monkeypatch.setattr(parts.runner, "forward", lambda p: computed.update({p.step: p.num_tokens}) or forward(p))
+    parts.sampler.refuse = 9
+    engine.add(request("bad", [9] * 40))
+    engine.add(request("good", [1, 2, 3]))
+    run(engine)
+    assert planned[1].tokens == computed[1] == 3 and planned[1].chunks == 1
+    assert {step: shape.tokens for step, shape in planned.items()} == computed
+
+
+def test_one_that_cannot_be_sampled_fails_alone(make):
+    engine, parts = make()
+    parts.sampler.choke = 9
+    engine.add(request("good", [1, 2, 3]))
+    engine.add(request("bad", [9, 1, 2]))
+    engine.add(request("too", [2, 2, 3]))
+    outputs = run(engine)
+    (output,) = outputs["bad"]
+    assert output.failure is not None and (output.failure.kind, output.failure.param) == ("invalid", "regex")
+    assert tokens(outputs["good"]) == parts.runner.generate([1, 2, 3], 5)
+    assert tokens(outputs["too"]) == parts.runner.generate([2, 2, 3], 5)
+
+
+def test_a_broken_sampler_fails_the_batch_and_nothing_leaks(make):
+    engine, parts = make({"token_budget": 4})
+    engine.add(request("a", [1, 2, 3]))
+    engine.add(request("long", [1, 5, 2, 3, 4, 5]))
+    parts.sampler.broken = True
+    (output,) = engine.step()
+    assert output.request_id == "a" and "broken" in output.failure.message
+    parts.sampler.broken = False
+    assert tokens(run(engine)["long"]) == parts.runner.generate([1, 5, 2, 3, 4, 5], 5)
+
+
+def test_tokens_that_are_not_to_be_had_end_their_batch_only(make, monkeypatch):
+    engine, parts = make({"token_budget": 4})
+    engine.add(request("a", [1, 2, 3]))
+    engine.add(request("long", [1, 5, 2, 3, 4, 5]))
+
+    def fail(self):
+        raise RuntimeError("no copy came")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakePending, "result", fail)
+        outputs = engine.step() or engine.step()
+    (output,) = outputs
+    assert output.request_id == "a" and "no copy came" in output.failure.message
+    assert tokens(run(engine)["long"]) == parts.runner.generate([1, 5, 2, 3, 4, 5], 5)
+
+
+def test_tokens_of_a_lost_device_end_the_engine(make, monkeypatch):
+    from worker.engine import steps as module
+
+    def fail(self):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    engine, _ = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakePending, "result", fail)
+        patch.setattr(module, "_is_lost", lambda device: True)
+        with pytest.raises(module.DeviceLost, match="step 1"):
+            engine.generate([[1, 2, 3]], GREEDY)
+
+
+# ---------------------------------------------------------------- grammars
+
+
+def test_waits_for_its_grammar_and_holds_nobody_up(make):
+    engine, parts = make()
+    engine.add(request("constrained", [1, 2, 3], GRAMMAR))
+    assert not engine.has_work and engine.load().waiting == 1
+    engine.add(request("free", [4, 5]))
+    assert set(run(engine)) == {"free"}
+    parts.grammars.futures[0].set_result(None)
+    assert engine.ready and engine.has_work
+    outputs = run(engine)
+    assert tokens(outputs["constrained"]) == parts.runner.generate([1, 2, 3], 5)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "param"),
+    [
+        (GrammarError("no such thing"), "invalid", "regex"),
+        (CompilerUnavailable("no such thing"), "unavailable", None),
+        (RuntimeError("no such thing"), "internal", None),
+    ],
+)
+def test_a_grammar_that_does_not_compile_fails_its_request(make, error, kind, param):
+    engine, parts = make()
+    engine.add(request("bad", [1, 2, 3], GRAMMAR))
+    engine.add(request("good", [1, 2, 3]))
+    parts.grammars.futures[0].set_exception(error)
+    outputs = run(engine)
+    (output,) = outputs["bad"]
+    assert isinstance(output.failure, Failure)
+    assert (output.failure.kind, output.failure.param) == (kind, param)
+    assert "no such thing" in output.failure.message
+    assert tokens(outputs["good"]) == parts.runner.generate([1, 2, 3], 5)
+
+
+def test_abort_while_the_grammar_compiles(make):
+    engine, parts = make()
+    engine.add(request("a", [1, 2, 3], GRAMMAR))
+    engine.abort(["a"])
+    assert parts.grammars.futures[0].cancelled()
+    engine.add(request("a", [1, 2, 3], GRAMMAR))  # the same id again: not to be taken for the first
+    assert run(engine) == {}
+    parts.grammars.futures[1].set_result(None)
+    assert tokens(run(engine)["a"]) == parts.runner.generate([1, 2, 3], 5)
+
+
+def test_a_refused_request_compiles_nothing(make):
+    engine, parts = make()
+    engine.add(request("a", [], GRAMMAR))
+    assert run(engine)["a"][0].finish_reason == "error"
+    assert parts.grammars.futures == []
+
+
+# ---------------------------------------------------------------- log probabilities of prompts
+
+
+@pytest.mark.parametrize("budget", [1, 3, 512])
+@pytest.mark.parametrize("length", [1, 2, 9])
+@pytest.mark.parametrize("warm", [False, True])
+def test_prompt_logprobs_of_every_position(make, budget, length, warm):
+    engine, parts = make({"token_budget": budget})
+    prompt = [(5 * i + 3) % 50 for i in range(length)]
+    if warm:
+        engine.generate([prompt], GREEDY)
+    params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=1)
+    (finished,) = engine.generate([prompt], params)
+    assert finished.token_ids == parts.runner.generate(prompt, 3)
+    assert finished.cached_tokens == 0
+    first, *rest = finished.prompt_logprobs
+    assert first is None
+    assert [p.token_id for p in rest] == prompt[1:]
+    # The fake model puts all its weight on one token: the first of those it would say after each part of the prompt.
+    likeliest = [parts.runner.generate(prompt[:i], 1)[0] for i in range(1, length)]
+    assert [p.top[0][0] for p in rest] == likeliest
+    row = torch.full((50,), -1.0)
+    row[0] = 9.0
+    best = float(row.log_softmax(0)[0])
+    assert [p.logprob for p in rest] == pytest.approx(
+        [best if token == top else best - 10 for token, top in zip(prompt[1:], likeliest, strict=True)], abs=1e-4
+    )
+
+
+def test_prompt_logprobs_survive_a_preemption(make, crowded):
+    engine, parts = make({"token_budget": 2}, num_pages=12)
+    long = [(5 * i + 3) % 50 for i in range(20)]
+    params = SamplingParams(max_tokens=10, temperature=0, prompt_logprobs=0)
+    engine.add(request("first", [1] * 8, SamplingParams(max_tokens=38, temperature=0)))
+    for _ in range(4):
+        engine.step()
+    engine.add(request("echo", long, params))
+    outputs = run(engine)
+    assert engine.load().preemptions > 0
+    (told,) = [o.prompt_logprobs for o in outputs["echo"] if o.prompt_logprobs is not None]
+    assert [p.token_id for p in told[1:]] == long[1:]
+    assert tokens(outputs["echo"]) == parts.runner.generate(long, 10)
+
+
+def test_prompt_logprobs_are_not_told_again_when_resumed(make):
+    engine, parts = make()
+    prompt = [1, 2, 3, 4, 5]
+    whole = parts.runner.generate(prompt, 5)
+    params = SamplingParams(max_tokens=5, temperature=0, prompt_logprobs=0)
+    engine.add(request("a", prompt, params, output_ids=whole[:2]))
+    outputs = run(engine)["a"]
+    assert tokens(outputs) == whole[2:]
+    assert all(o.prompt_logprobs is None for o in outputs)
+
+
+def test_after_the_last_request_there_is_nothing_to_do(make, monkeypatch):
+    engine, _ = make()
+    said: list[str] = []
+    monkeypatch.setattr(engine.timeline, "nothing", said.append)
+    engine.add(request("a", [1, 2, 3]))
+    run(engine)
+    assert said[-1:] == ["nothing_to_do"]

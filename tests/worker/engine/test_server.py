@@ -1,0 +1,432 @@
+"""The server on a real socket with fake parts, spoken to as a router does."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+import zmq
+
+from radix.mirror import Mirror
+from worker.config import WorkerConfig
+from worker.engine import server as module
+from worker.engine.server import Server
+from worker.errors import DeviceLost
+from worker.messages import (
+    Abort,
+    CacheEvents,
+    Generate,
+    Grammar,
+    Output,
+    Outputs,
+    ReplicaLoad,
+    SamplingParams,
+    Subscribe,
+    decode_from_replica,
+    encode,
+)
+
+TIMEOUT_MS = 20_000
+
+
+class Router:
+    """A DEALER that keeps what it hears."""
+
+    def __init__(self, context: zmq.Context, address: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+        self.outputs: dict[str, list[Output]] = {}
+        self.loads: list[ReplicaLoad] = []
+        self.events: list[CacheEvents] = []
+
+    def send(self, message) -> None:
+        self.socket.send(encode(message))
+
+    def generate(self, request_id: str, prompt: list[int], max_tokens: int = 5, **fields) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, grammar=fields.pop("grammar", None))
+        self.send(Generate(request_id=request_id, prompt_ids=prompt, sampling=sampling, **fields))
+
+    def hear(self) -> None:
+        """Takes the next message in."""
+        assert self.socket.poll(TIMEOUT_MS), "the server is silent"
+        message = decode_from_replica(self.socket.recv())
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+        elif isinstance(message, ReplicaLoad):
+            self.loads.append(message)
+        else:
+            self.events.append(message)
+
+    def until(self, condition) -> None:
+        while not condition():
+            self.hear()
+
+    def finished(self, *request_ids: str) -> bool:
+        return all(i in self.outputs and self.outputs[i][-1].finish_reason for i in request_ids)
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Running:
+    """A server in a thread, its fake parts, and routers."""
+
+    def __init__(self, parts, **config) -> None:
+        self.parts = parts
+        self.server = Server(Path("none"), WorkerConfig(page_size=parts.runner.page_size, **config), load=parts)
+        self.context = zmq.Context()
+        self.routers: list[Router] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except BaseException as error:
+            self.error = error
+
+    def router(self) -> Router:
+        self.routers.append(Router(self.context, self.server.address))
+        return self.routers[-1]
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        for router in self.routers:
+            router.close()
+        self.context.term()
+
+
+@pytest.fixture
+def serve(fake_parts) -> Iterator:
+    running: list[Running] = []
+
+    def start(config: dict | None = None, **runner) -> Running:
+        running.append(Running(fake_parts(**{"page_size": 4, **runner}), **(config or {})))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.stop()
+        if one.error is None:
+            one.server.engine.abort(list(one.server.engine.scheduler._sequences))
+            one.server.engine.check_integrity()
+            assert not one.parts.sampler.slots
+            assert one.parts.grammars.closed
+
+
+def gate(runner) -> threading.Semaphore:
+    """Makes every step wait until it is let through, so that a test knows where the server is. Where a test waits with
+    `condition or steps.release()`, whatever it hears lets another step through."""
+    semaphore = threading.Semaphore(0)
+    forward = runner.forward
+
+    def gated(plan):
+        assert semaphore.acquire(timeout=20)
+        return forward(plan)
+
+    runner.forward = gated
+    return semaphore
+
+
+OPEN = 1 << 20  # steps: as many as there may be
+
+
+def test_streams_tokens_to_the_router_that_asked(serve):
+    s = serve()
+    a, b = s.router(), s.router()
+    a.generate("x", [1, 2, 3])
+    b.generate("y", [4, 5], max_tokens=7)
+    a.until(lambda: a.finished("x"))
+    b.until(lambda: b.finished("y"))
+    assert a.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
+    assert b.tokens("y") == s.parts.runner.generate([4, 5], 7)
+    assert set(a.outputs) == {"x"} and set(b.outputs) == {"y"}
+    assert [len(o.token_ids) for o in a.outputs["x"]] == [1] * 5
+    assert a.outputs["x"][0].cached_tokens == 0 and a.outputs["x"][0].queue_s >= 0
+
+
+def test_many_at_once(serve):
+    s = serve(num_pages=40)
+    router = s.router()
+    names = [str(i) for i in range(200)]
+    for i, name in enumerate(names):
+        router.generate(name, [i % 50, i % 7, 3], max_tokens=1 + i % 9)
+    router.until(lambda: router.finished(*names))
+    for i, name in enumerate(names):
+        assert router.tokens(name) == s.parts.runner.generate([i % 50, i % 7, 3], 1 + i % 9)
+
+
+def test_refusals_and_ids_in_use_are_answered(serve):
+    s = serve()
+    steps = gate(s.parts.runner)
+    a, b = s.router(), s.router()
+    a.generate("x", [1])
+    a.generate("bad", [])
+    a.generate("x", [2])
+    a.until(lambda: a.finished("x"))
+    assert "in use" in a.outputs["x"][-1].failure.message
+    a.outputs.clear()
+    b.generate("x", [1])
+    steps.release(OPEN)
+    b.until(lambda: b.finished("x"))
+    a.until(lambda: a.finished("bad"))
+    assert a.outputs["bad"][-1].failure.param == "prompt"
+
+
+def test_rubbish_is_dropped(serve):
+    s = serve()
+    router = s.router()
+    router.socket.send(b"")
+    router.socket.send(b"\xff\x00 rubbish")
+    router.socket.send(b"\x80" * 10_000)
+    router.socket.send_multipart([b"two", b"frames"])
+    router.socket.send(encode(Outputs([])))
+    router.generate("x", [1, 2, 3])
+    router.until(lambda: router.finished("x"))
+    assert router.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
+
+
+def test_abort_stops_and_nothing_follows(serve):
+    s = serve()
+    steps = gate(s.parts.runner)
+    router = s.router()
+    router.send(Subscribe())
+    router.generate("long", [1, 2, 3], max_tokens=100)
+    steps.release(3)
+    router.until(lambda: len(router.outputs.get("long", [])) == 3)
+    router.send(Abort(["long", "unknown"]))
+    router.until(lambda: (router.loads and router.loads[-1].aborts == 1) or steps.release())
+    assert router.loads[-1].kv_tokens_used == 0 and router.loads[-1].running == 0
+    before = len(router.outputs["long"])
+    router.generate("next", [9])
+    steps.release(OPEN)
+    router.until(lambda: router.finished("next"))
+    assert len(router.outputs["long"]) == before < 100
+
+
+def test_one_router_cannot_abort_for_another(serve):
+    s = serve()
+    steps = gate(s.parts.runner)
+    a, b = s.router(), s.router()
+    a.generate("x", [1, 2, 3])
+    steps.release(1)
+    a.until(lambda: "x" in a.outputs)
+    b.send(Abort(["x"]))
+    b.generate("y", [1])
+    steps.release(OPEN)
+    b.until(lambda: b.finished("y"))
+    a.until(lambda: a.finished("x"))
+    assert a.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("waits_for", ["pages", "grammar"])
+def test_a_router_that_goes_away_frees_its_pages(serve, monkeypatch, waits_for):
+    """Also when nothing is being sent to it, because its request waits."""
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.02)
+    s = serve({"max_running": 1}, num_pages=1000)
+    gone, watcher = s.router(), s.router()
+    watcher.send(Subscribe())
+    watcher.until(lambda: watcher.loads)
+    steps = gate(s.parts.runner)
+    if waits_for == "pages":
+        watcher.generate("mine", [1, 2, 3], max_tokens=3000)
+        watcher.until(lambda: watcher.loads[-1].waiting + watcher.loads[-1].running == 1 or steps.release())
+        gone.generate("theirs", [4, 5])
+    else:
+        gone.generate("theirs", [4, 5], grammar=Grammar("regex", "a"))
+    watcher.until(lambda: watcher.loads[-1].waiting == 1 or steps.release())
+    gone.close()
+    watcher.until(lambda: watcher.loads[-1].aborts == 1 or steps.release())
+    assert watcher.loads[-1].waiting == 0
+    steps.release(OPEN)
+
+
+def test_wakes_when_a_grammar_is_there(serve):
+    s = serve()
+    router = s.router()
+    router.send(Subscribe())
+    router.generate("x", [1, 2, 3], grammar=Grammar("regex", "a"))
+    router.until(lambda: router.loads and router.loads[-1].waiting == 1)
+    s.parts.grammars.futures[0].set_result(None)
+    router.until(lambda: router.finished("x"))
+    assert router.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
+
+
+def test_events_keep_a_mirror_exact(serve):
+    s = serve(num_pages=30)
+    early, late = s.router(), s.router()
+    early.send(Subscribe())
+    for i in range(20):
+        early.generate(str(i), [i % 3] * 6 + [i], max_tokens=9)
+    early.until(lambda: early.finished(*map(str, range(20))))
+    late.send(Subscribe())
+    late.until(lambda: late.events)
+    assert late.events[0].snapshot
+    early.generate("last", [7] * 20, max_tokens=40)
+    early.until(lambda: early.finished("last"))
+    end = late.events[0].first_seq
+    early.until(lambda: early.events[-1].first_seq + len(early.events[-1].events) >= end)
+    for router in (early, late):
+        router.send(Subscribe())  # whatever is on its way comes before the snapshot that this asks for
+        router.until(lambda r=router: r.events[-1].snapshot and len(r.events) > 1)
+        *changes, final = router.events
+        assert {message.incarnation for message in changes} == {s.server.incarnation}
+        mirror, expected = Mirror(4), changes[0].first_seq
+        for message in changes:
+            assert message.first_seq == expected
+            expected += 0 if message.snapshot else len(message.events)
+            for event in message.events:
+                mirror.apply(event)
+        assert expected == final.first_seq
+        assert sorted(mirror.snapshot(), key=lambda e: e.node) == sorted(final.events, key=lambda e: e.node)
+
+
+def test_load_counts_the_bookings_of_each_router(serve):
+    s = serve()
+    a, b = s.router(), s.router()
+    for router in (a, b):
+        router.send(Subscribe())
+        router.until(lambda r=router: r.loads)
+    for booking in (1, 2, 3):
+        a.generate(f"a{booking}", [1, 2], booking=booking)
+    b.generate("b1", [3, 4], booking=1)
+    a.until(lambda: a.loads[-1].finished == 4)
+    b.until(lambda: b.loads[-1].finished == 4)
+    assert (a.loads[-1].bookings_seen, b.loads[-1].bookings_seen) == (3, 1)
+    last = a.loads[-1]
+    assert (last.running, last.waiting, last.kv_tokens_used, last.kv_tokens_total) == (0, 0, 0, 256)
+    assert (last.prompt_tokens, last.output_tokens) == (8, 20)
+    assert last.incarnation == s.server.incarnation
+
+
+def test_load_is_not_told_after_every_step(serve, monkeypatch):
+    monkeypatch.setattr(module, "LOAD_EVERY_S", 1e9)
+    s = serve()
+    router = s.router()
+    router.send(Subscribe())
+    router.generate("x", [1, 2, 3], max_tokens=50)
+    router.until(lambda: router.loads and router.loads[-1].finished == 1)
+    assert len(router.outputs["x"]) == 50
+    assert len(router.loads) <= 4  # subscribed, arrived, the first in a while, idle
+
+
+def test_does_not_spin_when_idle(serve, monkeypatch):
+    waits = []
+    wait = Server._wait
+    monkeypatch.setattr(Server, "_wait", lambda self, ms: (waits.append(1), wait(self, ms))[1])
+    s = serve()
+    router = s.router()
+    for name in "abc":
+        router.generate(name, [1])
+        router.until(lambda n=name: router.finished(n))
+    assert len(waits) <= 3 + 3 + 1
+
+
+def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkeypatch):
+    s = serve({"overlap": True, "token_budget": 64})
+    router = s.router()
+    wait = Server._wait
+
+    def spare_s(engine):
+        return 0.05 if engine.runner.plans and "b" not in engine.scheduler else 0.0
+
+    def wait_for_b(self, timeout_ms):
+        if timeout_ms is not None and timeout_ms <= 50 and "b" not in self._owners:
+            router.generate("b", [2, 3])
+            timeout_ms = TIMEOUT_MS
+        wait(self, timeout_ms)
+
+    monkeypatch.setattr("worker.engine.engine.Engine.spare_s", spare_s)
+    monkeypatch.setattr(Server, "_wait", wait_for_b)
+    router.generate("a", [1, 2, 3])
+    router.until(lambda: router.finished("a", "b"))
+    plans = s.parts.runner.plans
+    assert [len(plan) for plan in plans[:2]] == [1, 2]
+
+
+def test_a_step_that_does_not_end_is_a_turn_that_does_not_end(serve, monkeypatch):
+    s = serve()
+    steps = gate(s.parts.runner)
+    begun, forward = threading.Semaphore(0), s.parts.runner.forward
+    s.parts.runner.forward = lambda plan: begun.release() or forward(plan)
+    router = s.router()
+    router.generate("x", [1, 2, 3], max_tokens=2)
+    turns = []
+    for _ in range(2):
+        assert begun.acquire(timeout=20)
+        turns += [s.server.turn, s.server.turn]
+        steps.release()
+    assert turns[0] == turns[1] < turns[2] == turns[3]
+    router.until(lambda: router.finished("x"))
+    polled: SimpleQueue[int | None] = SimpleQueue()
+    poll = zmq.Poller.poll
+    monkeypatch.setattr(
+        "worker.engine.server.zmq.Poller.poll", lambda poller, ms: (polled.put(s.server.turn), poll(poller, ms))[1]
+    )
+    assert s.server.at_rest(lambda engine: engine.has_work) is False  # so it waits once more
+    assert polled.get(timeout=20) is None
+
+
+def test_a_lost_device_ends_the_loop_with_its_name(serve, monkeypatch):
+    monkeypatch.setattr("worker.engine.steps._is_lost", lambda device: True)
+    s = serve(poison=49)
+    router = s.router()
+    router.generate("x", [49])
+    s.thread.join(20)
+    assert isinstance(s.error, DeviceLost)
+
+
+def test_what_is_asked_of_the_engine_is_answered_by_its_thread_at_rest(serve):
+    running = serve()
+    steps = gate(running.parts.runner)
+    begun, forward = threading.Event(), running.parts.runner.forward
+    running.parts.runner.forward = lambda plan: begun.set() or forward(plan)
+    router = running.router()
+    router.generate("a", [1, 2, 3], max_tokens=4)
+    with ThreadPoolExecutor(1) as other:
+        assert begun.wait(20)
+        asked = other.submit(running.server.at_rest, lambda engine: (threading.current_thread(), engine.has_work))
+        steps.release(OPEN)
+        router.until(lambda: router.finished("a"))
+        assert asked.result(20) == (running.thread, False)
+        with pytest.raises(ZeroDivisionError):
+            running.server.at_rest(lambda engine: 1 / 0)
+        running.server.stop()
+        running.thread.join(20)
+        with pytest.raises(RuntimeError, match="the replica has ended"):
+            running.server.at_rest(lambda engine: None)
+
+
+def test_stops_though_nobody_ever_spoke(serve):
+    serve()
+
+
+def test_a_request_that_cannot_be_taken_is_answered(serve, monkeypatch):
+    def submit(grammar):
+        raise ValueError("no compiler today")
+
+    s = serve()
+    s.parts.grammars.submit = submit
+    router = s.router()
+    router.generate("x", [1], grammar=Grammar("regex", "a"))
+    router.until(lambda: router.finished("x"))
+    assert router.outputs["x"][0].failure.kind == "internal"
+    router.generate("x", [1, 2, 3])
+    router.until(lambda: len(router.outputs["x"]) == 6)
+
+
+def test_a_host_that_is_not_here_is_an_error(fake_parts):
+    parts = fake_parts()
+    with pytest.raises(ValueError, match="cannot listen"):
+        Server(Path("none"), WorkerConfig(), host="192.0.2.1", load=parts)
+    assert parts.grammars.closed

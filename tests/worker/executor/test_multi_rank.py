@@ -1,0 +1,286 @@
+"""Tensor parallelism: the tokens of one rank whatever their number, and an end with a reason when a rank is lost."""
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from tests.worker.conftest import TINY, Sequences, together
+from worker.config import WorkerConfig
+from worker.engine.engine import Engine
+from worker.errors import DeviceLost, RankLost
+from worker.executor import launch, multi_rank
+from worker.executor.executor import ForwardOutput
+from worker.executor.model_runner import ModelRunner
+from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store
+from worker.messages import SamplingParams
+from worker.models import decoder
+from worker.parallel.communicator import Communicator
+from worker.parallel.pipeline_stage import PipelineStage
+from worker.parallel.rendezvous import Rendezvous
+from worker.step import Chunk, Plan
+
+ENDS_S = 60
+
+
+def settings(**changes: object) -> WorkerConfig:
+    return WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 1024, **changes})
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(4, 131) for _ in range(rng.randint(1, 40))] for _ in range(count)]
+
+
+# ---------------------------------------------------------------- the same tokens
+
+
+def generated(runner: ModelRunner) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens and logits of three sequences in chunks of 7."""
+    sequences = Sequences(runner)
+    for slot, prompt in enumerate(prompts(3)):
+        sequences.add(slot, prompt)
+    for _ in range(12):
+        sequences.advance(dict.fromkeys(sequences.tokens, 7))
+    return list(sequences.tokens.values()), torch.cat([row for rows in sequences.logits.values() for row in rows])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Path]) -> None:
+    folder = tiny_model(name)
+    tokens, logits = generated(ModelRunner(folder, settings()))
+    for got in together(
+        size, lambda group: generated(ModelRunner(folder, settings(tp=size), stage=PipelineStage.only(group)))
+    ):
+        assert got[0] == tokens
+        torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3"])
+def test_many_tokens_in_two_halves(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(name)
+    tokens, logits = generated(ModelRunner(folder, settings()))
+    monkeypatch.setattr(decoder, "HALVES_FROM_TOKENS", 4)
+    sums: list[int] = []
+    beside = Communicator.all_reduce_async
+    monkeypatch.setattr(Communicator, "all_reduce_async", lambda group, x: (sums.append(len(x)), beside(group, x))[1])
+    for got in together(
+        2, lambda group: generated(ModelRunner(folder, settings(tp=2), stage=PipelineStage.only(group)))
+    ):
+        assert got[0] == tokens
+        torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
+    # Three chunks of seven at once; what has two norms around a sum is not cut.
+    assert {10, 11} <= set(sums) if name != "gemma3" else not sums
+
+
+def test_all_ranks_have_the_pages_of_the_poorest(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = iter([640, 320, 480])
+    monkeypatch.setattr("worker.executor.kv_cache.cpu_tokens", lambda bytes_per_token, fraction: next(has))
+    folder, config = tiny_model("llama"), settings(tp=3, kv_tokens=None)
+    pages = together(3, lambda group: ModelRunner(folder, config, stage=PipelineStage.only(group)).num_pages)
+    assert pages == [20, 20, 20]
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_an_engine_of_two_ranks_and_its_end(tiny_model: Callable[[str], Path]) -> None:
+    """One start of processes for all of it: what is said, with and without overlap, and that a rank that is killed ends
+    the engine with its name."""
+    folder, sampling = tiny_model("llama"), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with closing(Engine(folder, settings())) as alone:
+        expected = [finished.token_ids for finished in alone.generate(prompts(5), sampling)]
+    with closing(Engine(folder, settings(tp=2, overlap=True, token_budget=16, max_running=3))) as engine:
+        assert [finished.token_ids for finished in engine.generate(prompts(5), sampling)] == expected
+        assert isinstance(engine.runner, MultiRankExecutor)
+        (process,) = engine.runner._processes
+        process.kill()
+        with pytest.raises(DeviceLost, match=r"^rank 1: its process ended with status -9$"):
+            engine.generate(prompts(5), sampling)
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_a_rank_ends_with_the_process_that_started_it(tiny_model: Callable[[str], Path]) -> None:
+    store, address = open_store()  # where it will wait in vain
+    config = settings(tp=2).model_dump(mode="json")
+    store.set("plans/1", "tcp://127.0.0.1:9")
+    process = launch._start(launch._RankSpec(str(tiny_model("llama")), config, 1, address), {})
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(ENDS_S) == 1
+
+
+def test_closing_ends_all_processes(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_rank, "GRACE_S", ENDS_S)  # nobody is killed on a machine that is busy
+    leader = launch.launch(tiny_model("llama"), settings(tp=2))
+    leader.close()
+    leader.close()
+    assert [process.returncode for process in leader._processes] == [0]
+
+
+# ---------------------------------------------------------------- ranks that fail
+
+
+class Pair:
+    """A leader, and a follower in a thread."""
+
+    def __init__(self, folder: Path, follower_folder: Path | None = None) -> None:
+        self.threads = ThreadPoolExecutor(1)
+        self._arguments = folder, follower_folder or folder
+        self.follower: Follower | None = None
+
+    def start(self) -> MultiRankExecutor:
+        store, address = open_store()
+        mine, its = self._arguments
+        self.ended = self.threads.submit(self._follow, its, address)
+        self.leader = MultiRankExecutor(mine, settings(tp=2), store)
+        return self.leader
+
+    def _follow(self, folder: Path, address: str) -> None:
+        self.follower = Follower(folder, settings(tp=2), 1, find_store(address))
+        self.follower.run()
+
+
+@pytest.fixture
+def pair(tiny_model: Callable[[str], Path]) -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(**arguments: Path) -> Pair:
+        pairs.append(Pair(tiny_model("llama"), **arguments))
+        return pairs[-1]
+
+    yield make
+    for one in pairs:
+        one.threads.shutdown()
+
+
+def plan(step: int, token: int = 5) -> Plan:
+    return Plan.from_chunks(step, [Chunk(0, step, [token], min(step, 1), [0] if step == 0 else [], 1)])
+
+
+def test_a_rank_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> None:
+    one = pair(follower_folder=tmp_path)
+    with pytest.raises(RankLost, match=r"^rank 1: ValueError: .* has no readable model configuration"):
+        one.start()
+    assert isinstance(one.ended.exception(ENDS_S), ValueError)
+
+
+def test_a_leader_that_cannot_load(pair: Callable[..., Pair], tmp_path: Path) -> None:
+    one = pair()
+    one._arguments = tmp_path, one._arguments[1]
+    with pytest.raises(ValueError, match="no readable model configuration"):
+        one.start()
+    assert "rank 0: ValueError" in str(one.ended.exception(ENDS_S))
+
+
+def test_a_collective_that_fails_names_the_rank_that_ended_first(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object) -> PipelineStage:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(PipelineStage, "join", cut)
+    store, address = open_store()
+    Rendezvous(store, 0, 1).fail("rank 0: ValueError: no such model")
+    with pytest.raises(RankLost, match=r"^rank 0: ValueError"):
+        Follower(tiny_model("llama"), settings(tp=2), 1, find_store(address))
+
+
+def test_graphs_go_before_the_communicators_that_they_use(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[str] = []
+    leave = Communicator.close
+    monkeypatch.setattr(Communicator, "close", lambda group: gone.append(f"group {group.rank}") or leave(group))
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))  # so the follower is there
+    assert one.follower is not None
+    for runner in (leader.runner, one.follower._runner):
+        graphs = SimpleNamespace(close=lambda rank=runner.communicator.rank: gone.append(f"graphs {rank}"))
+        monkeypatch.setattr(runner, "_graphs", graphs)
+    leader.close()
+    one.ended.result(ENDS_S)
+    for rank in (0, 1):
+        assert gone.index(f"graphs {rank}") < gone.index(f"group {rank}")
+
+
+def test_a_rank_that_fails_in_a_step(pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))
+    assert one.follower is not None
+    real = one.follower._runner.forward
+
+    def fail(its_plan: Plan) -> ForwardOutput:
+        if its_plan.step == 2:
+            raise MemoryError("no memory for it")
+        return real(its_plan)
+
+    monkeypatch.setattr(one.follower._runner, "forward", fail)
+    leader.forward(plan(1))
+    for _ in range(2):  # once in the middle of the step, then at once
+        with pytest.raises(RankLost, match=r"^rank 1: MemoryError: no memory for it$"):
+            leader.forward(plan(2))
+    assert isinstance(one.ended.exception(ENDS_S), MemoryError)
+    leader.close()
+
+
+def test_a_leader_that_fails_in_a_step(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    leader = one.start()
+    wrong = Plan.from_chunks(0, [Chunk(0, 0, [5] * 40, 0, [0], 1)])  # 40 tokens in one page: no rank can run that
+    with pytest.raises(RankLost, match=r"^rank [01]: ValueError: slot 0"):
+        leader.forward(wrong)
+    assert one.ended.exception(ENDS_S) is not None
+    leader.close()
+
+
+def test_a_leader_whose_device_is_lost_before_it_leaves(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))
+    leave = multi_rank._leave_together
+
+    def lost(stage: PipelineStage, device: torch.device) -> None:
+        if stage is leader.stage:
+            raise RuntimeError("an illegal memory access was encountered")
+        leave(stage, device)
+
+    monkeypatch.setattr(multi_rank, "_leave_together", lost)
+    leader.close()
+    with pytest.raises(RankLost, match=r"^rank 0: RuntimeError: an illegal memory access was encountered$"):
+        one.ended.result(ENDS_S)
+
+
+def test_tokens_that_only_the_first_rank_has(pair: Callable[..., Pair]) -> None:
+    one = pair()
+    leader = one.start()
+    leader.forward(plan(0))
+    told = leader.forward(plan(1, 77)).logits.clone()
+    leader.last_tokens[0] = 77
+    leader.forward(plan(0))
+    assert torch.equal(leader.forward(plan(1, -1)).logits, told)
+    leader.close()
+    assert one.ended.exception(ENDS_S) is None
+
+
+def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_rank, "CONNECT_S", 0.2)
+    store, address = open_store()
+    del store
+    with pytest.raises(RankLost, match="the leading rank does not answer"):
+        find_store(address)

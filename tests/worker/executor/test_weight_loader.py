@@ -1,0 +1,248 @@
+"""Weights in the decoder's own parameters: whole, cut over ranks, random."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.linear.fp8_linear import Fp8Weight, quantize
+from kernels.linear.linear import Linear
+from tests.worker.conftest import COMMON, together
+from worker.config import WorkerConfig
+from worker.executor import weight_loader
+from worker.executor.model_runner import ModelRunner, resolve_device
+from worker.executor.weight_loader import load_weights
+from worker.models import decoder
+from worker.models.config import decoder_config, read_config
+from worker.models.decoder import parameter_shapes
+from worker.models.sharding import Shard
+from worker.parallel.communicator import Communicator
+from worker.parallel.pipeline_stage import PipelineStage
+from worker.step import Chunk, Plan
+
+CPU = torch.device("cpu")
+NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3"]
+
+
+def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "auto") -> dict[str, torch.Tensor]:
+    shard = Shard(decoder_config(read_config(folder)), rank, size)
+    return load_weights(folder, shard, CPU, torch.float32, load_format)
+
+
+def padded(part: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
+    """The part with zeros after it."""
+    missing = list(part.shape)
+    missing[dim] = rows - missing[dim]
+    return torch.cat((part, torch.zeros(missing)), dim)
+
+
+def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
+    """A rank's parameters, cut out of the whole model's."""
+    config, own = shard.whole, shard.config
+    size = config.head_dim
+
+    def rows(part: range, unit: int = 1) -> slice:
+        return slice(part.start * unit, part.stop * unit)
+
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.split([config.num_heads * size, config.num_kv_heads * size, config.num_kv_heads * size])
+        kv_rows = own.num_kv_heads * size
+        parts = [padded(x[rows(shard.kv_heads, size)], kv_rows) for x in (k, v)]
+        return torch.cat([padded(q[rows(shard.heads, size)], own.num_heads * size), *parts])
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([padded(half[rows(shard.intermediate)], own.intermediate_size) for half in x.chunk(2)])
+
+    cut: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "qkv": stacked,
+        "gate_up": gated,
+        "out": lambda x: padded(x[:, rows(shard.heads, size)], own.num_heads * size, 1),
+        "down": lambda x: padded(x[:, rows(shard.intermediate)], own.intermediate_size, 1),
+        "embedding": lambda x: padded(x[rows(shard.vocabulary)], own.vocab_rows),
+        "out_bias": lambda x: x if shard.rank == 0 else torch.zeros_like(x),
+    }
+    cut |= {"qkv_bias": stacked, "gate_up_bias": gated, "head": cut["embedding"], "down_bias": cut["out_bias"]}
+    return {name: cut.get(name.split(".")[-1], torch.clone)(x) for name, x in whole.items()}
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_has_its_part(name: str, size: int, load_format: str, tiny_model: Callable[[str], Path]) -> None:
+    whole = load(tiny_model(name), load_format=load_format)
+    for rank in range(size):
+        shard = Shard(decoder_config(read_config(tiny_model(name))), rank, size)
+        got, wanted = load(tiny_model(name), rank, size, load_format), expected(whole, shard)
+        assert {key: tuple(x.shape) for key, x in got.items()} == parameter_shapes(shard.config)
+        for key in wanted:
+            assert torch.equal(got[key], wanted[key]), key
+
+
+def test_a_rank_reads_its_part_only(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, ...]] = []
+    from worker.executor import weight_loader
+
+    real = weight_loader._cut
+    monkeypatch.setattr(weight_loader, "_cut", lambda *args: read.append(tuple((x := real(*args)).shape)) or x)
+    load(tiny_model("llama"), 1, 2)
+    numbers = sum(torch.Size(shape).numel() for shape in read)
+    whole = sum(x.numel() for x in load_file(tiny_model("llama") / "model.safetensors").values())
+    assert numbers < 0.55 * whole
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A folder with a configuration and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | {"model_type": "llama"}))
+    return tmp_path
+
+
+def test_random_weights_need_a_configuration_only(bare: Path) -> None:
+    def logits(group: Communicator | None = None, **config: object) -> torch.Tensor:
+        settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 128, "load_format": "dummy", **config}
+        runner = ModelRunner(bare, WorkerConfig.model_validate(settings), stage=PipelineStage.only(group))
+        return runner.forward(Plan.from_chunks(0, [Chunk(0, 0, list(range(40, 80)), 0, [2, 0, 5], 40)])).logits
+
+    alone = logits()
+    assert alone.isfinite().all() and 0.3 < alone.std() < 3
+    assert alone.argmax(1).unique().numel() > 10
+    assert torch.equal(alone, logits())
+    for parts in together(3, lambda group: logits(group, tp=3)):
+        torch.testing.assert_close(parts, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_random_tensors_differ(bare: Path) -> None:
+    parameters = load(bare, load_format="dummy")
+    assert parameters["norm"].unique().tolist() == [1.0]
+    q, k = parameters["layers.0.qkv"][:24], parameters["layers.0.qkv"][48:72]
+    assert not torch.equal(q, k) and not torch.equal(parameters["layers.0.qkv"], parameters["layers.1.qkv"])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+            "lacks 1 of 39 tensors: model.layers.1.mlp.up",
+        ),
+        (lambda tensors: tensors.update(extra=torch.ones(1)), "has a tensor that a llama model does not: extra"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}),
+            r"model.norm.weight has shape \(5,\), but its configuration says \(48,\)",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(
+    change: Callable[[dict], object], complaint: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tensors = load_file(tiny_model("llama") / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((tiny_model("llama") / "config.json").read_text())
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
+
+
+def test_progress_counts_to_the_end(tiny_model: Callable[[str], Path]) -> None:
+    seen: list[tuple[int, int]] = []
+    shard = Shard(decoder_config(read_config(tiny_model("llama"))), 1, 2)
+    load_weights(tiny_model("llama"), shard, CPU, torch.float32, "auto", lambda *now: seen.append(now))
+    assert [done for done, _ in seen] == list(range(1, 40)) and {total for _, total in seen} == {39}
+
+
+def test_half_a_file(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = (tiny_model("llama") / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "config.json").write_text((tiny_model("llama") / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read as safetensors"):
+        load(tmp_path)
+
+
+# ---------------------------------------------------------------- in 8 bits
+
+
+def in_8_bits(folder: Path, rank: int = 0, size: int = 1) -> weight_loader.Parameters:
+    shard = Shard(decoder_config(read_config(folder)), rank, size)
+    return load_weights(folder, shard, CPU, torch.float32, "auto", quantization="fp8")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_matrices_of_layers_are_rounded(size: int, tiny_model: Callable[[str], Path]) -> None:
+    for rank in range(size):
+        whole, got = (
+            load(tiny_model("llama_biased_tied"), rank, size),
+            in_8_bits(tiny_model("llama_biased_tied"), rank, size),
+        )
+        assert got.keys() == whole.keys()
+        for name, value in got.items():
+            if name.rpartition(".")[2] in ("qkv", "out", "gate_up", "down"):
+                assert isinstance(value, Fp8Weight)
+                assert all(map(torch.equal, value, quantize(whole[name])))
+            else:
+                assert isinstance(value, torch.Tensor) and torch.equal(value, whole[name])
+
+
+def test_one_layer_at_a_time_is_there_twice(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[int] = []
+
+    def count(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        waiting.append(progress[-1])
+        return quantize(x)
+
+    progress = [0]
+    monkeypatch.setattr(weight_loader, "quantize", count)
+    shard = Shard(decoder_config(read_config(tiny_model("llama"))))
+    load_weights(tiny_model("llama"), shard, CPU, torch.float32, "auto", lambda done, _: progress.append(done), "fp8")
+    assert len(waiting) == 4 * 4
+    assert all(done < 9 * (i // 4 + 1) + 2 for i, done in enumerate(waiting))  # a layer has nine tensors
+
+
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3"])
+def test_a_model_in_8_bits(name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.from_chunks(0, [Chunk(0, 0, list(range(4, 24)), 0, [0, 1], 20)])
+
+    def logits(**settings: object) -> torch.Tensor:
+        config = WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 64, **settings})
+        if config.tp == 1:
+            return ModelRunner(tiny_model(name), config).forward(plan).logits
+
+        def forward(group: Communicator) -> torch.Tensor:
+            return ModelRunner(tiny_model(name), config, stage=PipelineStage.only(group)).forward(plan).logits
+
+        return together(config.tp, forward)[0]
+
+    class Rounded(Linear):
+        """Both sides are rounded as they come to a product in float32."""
+
+        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+            super().__init__(weight if len(weight) == 131 else rounded(weight), bias)
+            self.is_head = len(weight) == 131
+
+        def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            return super().__call__(x if self.is_head else rounded(x), out)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        values, scales = quantize(x)
+        return values.float() * scales
+
+    exact, got, parallel = logits(), logits(quantization="fp8"), logits(quantization="fp8", tp=2)
+    monkeypatch.setattr(decoder, "Linear", Rounded)
+    wanted = logits()
+    # Little differences move some elements to the next of the few values that there are.
+    assert (got - wanted).norm() < 0.03 * wanted.norm()
+    # Ranks have scales of their own.
+    assert all(0.005 < (one - exact).norm() / exact.norm() < 0.4 for one in (got, parallel))
+
+
+def test_gpus_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.9 on; this one has 8\.0"):
+        resolve_device(WorkerConfig(quantization="fp8"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert resolve_device(WorkerConfig(quantization="fp8"))[1] == torch.bfloat16
+    with pytest.raises(ValueError, match="set dtype to bfloat16"):
+        resolve_device(WorkerConfig(quantization="fp8", dtype="float32"))

@@ -1,0 +1,157 @@
+"""Every architecture against transformers: the same logits, the same tokens, however the work is cut."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from tests.worker.conftest import TINY, Sequences
+from worker.config import WorkerConfig
+from worker.executor.model_runner import ModelRunner, _eos_token_ids
+from worker.models.config import ARCHITECTURES, decoder_config, read_config
+from worker.step import Chunk, Plan
+
+NEW_TOKENS = 8
+
+
+def prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(4, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def expected(folder: Path, batch: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+    """For each prompt: it and the tokens that transformers adds, and the logits of all positions but the last."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    results = []
+    for prompt in batch:
+        tokens = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        results.append((tokens[0].tolist(), model(tokens).logits[0, :-1].float()))
+    return results
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("chunk", "page_size"), [(1, 16), (7, 1), (64, 4), (7, 16)])
+def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model: Callable[[str], Path]) -> None:
+    folder = tiny_model(name)
+    runner = ModelRunner(folder, WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=page_size))
+    batch = prompts((1, 33, 6, 70), runner.vocab_size)
+    wanted = expected(folder, batch)
+    sequences = Sequences(runner)
+    slots = (5, 0, 63, 2)
+    for slot, prompt in zip(slots, batch, strict=True):
+        # Each joins while the earlier ones decode or are in the middle of their prompts.
+        sequences.add(slot, prompt)
+        sequences.advance(dict.fromkeys(reversed(sequences.tokens), chunk))
+    ends = {slot: len(prompt) + NEW_TOKENS for slot, prompt in zip(slots, batch, strict=True)}
+    while unfinished := [s for s in slots if len(sequences.tokens[s]) < ends[s]]:
+        sequences.advance(dict.fromkeys(unfinished, chunk))
+    for slot, (tokens, logits) in zip(slots, wanted, strict=True):
+        assert sequences.tokens[slot][: len(tokens)] == tokens
+        got = torch.cat(sequences.logits[slot])[: len(logits)]
+        torch.testing.assert_close(got, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [('{"eos_token_id": 5}', (5,)), ('{"eos_token_id": [5, 6]}', (5, 6)), ("{}", (2,)), ('{"eos_token_id": null}', ())],
+)
+def test_tokens_that_end_a_text(said: str, ends: tuple[int, ...], tmp_path: Path) -> None:
+    assert _eos_token_ids(tmp_path, [2]) == (2,)
+    (tmp_path / "generation_config.json").write_text(said)
+    assert _eos_token_ids(tmp_path, 2) == ends
+
+
+@pytest.mark.parametrize("said", ["", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}'])
+def test_wrong_tokens_that_end_a_text_are_named(said: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(said)
+    with pytest.raises(ValueError, match=r"generation_config\.json") as error:
+        _eos_token_ids(tmp_path, 2)
+    assert "eos_token_id" not in said or "eos_token_id" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """The last layer computes what is wanted only, but all keys and values, which the second step reads."""
+    runner = ModelRunner(tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4))
+    batch, cuts = prompts((40, 9, 30, 21), runner.vocab_size), (20, 1, 29, 20)
+    pages = iter(range(runner.num_pages))
+
+    def last_logits(first: list[int], second: list[int]) -> list[torch.Tensor]:
+        """Two steps with so many logits of each chunk; of these the last, where there is one."""
+        firsts, seconds = [], []
+        for slot, (prompt, cut, *counts) in enumerate(zip(batch, cuts, first, second, strict=True)):
+            own = [next(pages) for _ in range(10)]
+            firsts.append(Chunk(slot, 0, prompt[:cut], 0, own, counts[0]))
+            seconds.append(Chunk(slot, cut, prompt[cut:], 10, [], counts[1]))
+        rows = [
+            *runner.forward(Plan.from_chunks(0, firsts)).logits.split(first),
+            *runner.forward(Plan.from_chunks(1, seconds)).logits.split(second),
+        ]
+        return [part[-1:] for part in rows]
+
+    every = last_logits(list(cuts), [20, 8, 1, 1])
+    for some in (last_logits([0, 1, 3, 1], [1, 1, 1, 1]), last_logits([0, 0, 0, 0], [2, 0, 1, 0])):
+        for got, wanted in zip(some, every, strict=True):
+            torch.testing.assert_close(got, wanted[: len(got)], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
+    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4)
+    decoder = ModelRunner(tiny_model(name), config).decoder
+    shapes: list[tuple[int, ...]] = []
+    logits = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda x: shapes.append(tuple(logits(x).shape)))
+    decoder.warm(27)
+    assert shapes == [(rows, decoder.config.vocab_size) for rows in (8, 16, 24)]
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {model_type for model_type, _ in TINY.values()} == set(ARCHITECTURES)
+
+
+def test_other_architecture_lists_what_is_supported() -> None:
+    with pytest.raises(ValueError, match=r"'gpt2' is not supported; these are: llama, mistral"):
+        decoder_config(GPT2Config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 64,
+                    "long_factor": [1.0] * 64,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "rope type 'longrope' is not supported; these are: default",
+        ),
+    ],
+)
+def test_unsupported_variants(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoder_config(LlamaConfig(**changes))
+
+
+def test_a_configuration_that_contradicts_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 48, "num_attention_heads": 9}')
+    with pytest.raises(ValueError, match=r"no readable model configuration: (.|\n)*not a multiple of the number of"):
+        read_config(tmp_path)
+
+
+def test_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no readable model configuration"):
+        read_config(tmp_path)

@@ -1,0 +1,76 @@
+"""When pages run out: who gives way, and how little is lost."""
+
+import random
+
+import pytest
+
+from tests.worker.driver import prompt
+
+
+def test_preempts_the_latest_and_loses_nothing(drive, crowded):
+    d = drive(num_pages=12, token_budget=64)
+    for i in range(4):
+        d.add(str(i), prompt(8, seed=i), max_tokens=24)
+    d.run()
+    assert d.scheduler.load().preemptions > 0
+    assert all(d.tokens(str(i)) == d.runner.generate(prompt(8, seed=i), 24) for i in range(4))
+    assert next(name for name in d.outputs if d.reason(name)) == "0"
+
+
+def test_preempts_the_lowest_priority(drive):
+    d = drive(num_pages=12, token_budget=64)
+    d.add("low", prompt(16, seed=1), max_tokens=30, priority=-1)
+    d.step()
+    d.add("high", prompt(8, seed=2), max_tokens=30, priority=1)
+    finished = []
+    while d.scheduler.has_work:
+        d.step()
+        finished += [name for name in ("low", "high") if d.reason(name) and name not in finished]
+    assert finished == ["high", "low"]
+    assert d.scheduler.load().preemptions > 0
+    assert d.tokens("low") == d.runner.generate(prompt(16, seed=1), 30)
+
+
+def test_eviction_comes_before_preemption(drive):
+    d = drive(num_pages=12)
+    for i in range(10):
+        d.add(str(i), prompt(16, seed=i), max_tokens=8)
+        d.run()
+    assert d.scheduler.load().preemptions == 0
+    assert all(d.tokens(str(i)) == d.runner.generate(prompt(16, seed=i), 8) for i in range(10))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known lengths", "guessed lengths"])
+def test_under_pressure_few_are_preempted_and_few_pages_lie_idle(drive, known):
+    """200 requests in a cache that holds a tenth of them. Either nothing but the limit ends them, or a limit far above
+    what they produce, a third of it on average, which is to be learnt."""
+    rng = random.Random(1)
+    d = drive(num_pages=300, page_size=4, token_budget=64, max_running=64, eos=() if known else (49,))
+    lengths = {str(i): rng.randrange(10, 60) for i in range(200)}
+    for name, length in lengths.items():
+        d.now_s += 0.1  # far enough apart that the order is that of arrival
+        d.add(name, prompt(rng.randrange(8, 60), seed=int(name)), max_tokens=length if known else 100)
+    held, steps = 0, 0
+    while d.scheduler.has_work or d.flight:
+        for seq in d.scheduler.running:
+            if not known and seq.num_known - seq.num_prompt >= lengths[seq.request_id] - 1:
+                seq.stop_ids = frozenset(range(50))  # whatever comes next is its end
+                d.scheduler._stop_checker._num_stopped_by[:] = 1000
+        d.step()
+        if len(d.scheduler._waiting):
+            held += d.runner.num_pages - d.scheduler.kv_cache.num_available
+            steps += 1
+    assert d.scheduler.load().finished == 200
+    assert d.scheduler.load().preemptions <= (4 if known else 10)
+    assert held / steps > (0.85 if known else 0.7) * d.runner.num_pages
+
+
+def test_resumes_from_what_is_still_cached(drive, crowded):
+    d = drive(num_pages=16, token_budget=64)
+    d.add("a", prompt(8, seed=1), max_tokens=40)
+    d.add("b", prompt(8, seed=2), max_tokens=40)
+    plans = d.run()
+    assert d.scheduler.load().preemptions > 0
+    assert d.outputs["b"][0].cached_tokens == 0
+    resets = [c for plan in plans for c in plan.chunks if c.num_kept_pages == 0 and c.start > 0]
+    assert resets, "nothing was resumed from the cache"

@@ -1,0 +1,121 @@
+"""Which of the waiting sequences goes next."""
+
+import pytest
+
+from tests.worker.driver import Driver, prompt
+from worker.messages import SamplingParams
+from worker.scheduler.waiting_queue import AGEING_TOKENS_S
+
+
+def order_of(d: Driver) -> list[str]:
+    """Request ids in the order of their first tokens."""
+    d.run()
+    return [name for name, outputs in d.outputs.items() if outputs[0].token_ids]
+
+
+def test_higher_priority_first_then_arrival(drive):
+    d = drive(max_running=1)
+    for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", -1), ("e", 5)):
+        d.add(name, prompt(6, seed=ord(name)), priority=priority, max_tokens=1)
+    assert order_of(d) == ["c", "e", "a", "b", "d"]
+
+
+def test_who_lacks_the_fewest_tokens_goes_first_until_one_starves(drive):
+    """What is cached of a prompt is none of them."""
+    d = drive(max_running=1, starvation_s=5.0)
+    d.add("warm", prompt(40), max_tokens=1)
+    d.run()
+    d.add("cold", prompt(12, seed=1), max_tokens=1)
+    d.add("some", prompt(8) + prompt(8, seed=2), max_tokens=1)
+    d.add("most", prompt(40), max_tokens=1)
+    assert order_of(d) == ["warm", "most", "some", "cold"]
+
+    d = drive(max_running=1, starvation_s=5.0)
+    d.add("warm", prompt(40), max_tokens=1)
+    d.run()
+    d.add("cold", prompt(8, seed=1), max_tokens=1)
+    d.now_s = 6.0
+    d.add("most", prompt(40), max_tokens=1)
+    assert order_of(d) == ["warm", "cold", "most"]
+
+
+@pytest.mark.parametrize(("later_s", "order"), [(0.01, ["warm", "short", "long"]), (0.1, ["warm", "long", "short"])])
+def test_a_second_of_waiting_is_worth_so_many_tokens(drive, later_s, order):
+    """100 fewer are worth 0.04 s."""
+    assert AGEING_TOKENS_S == 2500
+    d = drive(max_running=1, num_pages=64)
+    d.add("warm", prompt(6), max_tokens=1)
+    d.add("long", prompt(108, seed=1), max_tokens=1)
+    d.now_s = later_s
+    d.add("short", prompt(8, seed=2), max_tokens=1)
+    assert order_of(d) == order
+
+
+@pytest.mark.parametrize(
+    ("now_s", "order"), [(0.01, ["short", "long"]), (0.1, ["long", "short"]), (6.0, ["long", "short"])]
+)
+def test_a_long_prompt_that_runs_lets_a_short_one_pass(drive, now_s, order):
+    """But not for ever: who has waited for long goes on."""
+    d = drive(num_pages=96, token_budget=16)
+    d.add("long", prompt(160, seed=1), max_tokens=1)
+    d.step()
+    d.now_s = now_s
+    d.add("short", prompt(12, seed=2), max_tokens=1)
+    assert order_of(d) == order
+    assert d.tokens("long") == d.runner.generate(prompt(160, seed=1), 1)
+
+
+def test_one_that_waits_for_anothers_prefix_starts_when_that_is_cached(drive):
+    """Though there are no pages for all of it."""
+    d = drive(num_pages=16, token_budget=16)
+    d.add("a", prompt(40), max_tokens=20)
+    d.step()
+    d.add("b", [*prompt(40), 1], max_tokens=2)
+    while not d.reason("b"):
+        d.step()
+        assert not d.reason("a")
+    assert d.outputs["b"][0].cached_tokens == 40
+    d.run()
+    assert d.tokens("b") == d.runner.generate([*prompt(40), 1], 2)
+
+
+def test_thousands_wait_without_a_look_up_each_step(drive, monkeypatch):
+    d = drive(max_running=1)
+    for i in range(3000):
+        d.add(str(i), prompt(6, seed=i), max_tokens=1)
+    looked_up = []
+    find = d.tree.match
+    monkeypatch.setattr(d.tree, "match", lambda tokens: looked_up.append(0) or find(tokens))
+    for _ in range(20):
+        d.step()
+    assert len(looked_up) < 20 * 12
+
+
+def test_longest_outputs_first_for_jobs(drive):
+    """Whoever waits how long; what is cached goes before."""
+    d = drive(max_running=1, schedule="offline", starvation_s=0.0)
+    d.add("warm", prompt(8), max_tokens=1)
+    d.run()
+    d.now_s = 100.0
+    for name, seed, most in (("a", 1, 3), ("b", 2, 9), ("c", 3, 5), ("d", 4, 9)):
+        d.add(name, prompt(6, seed=seed), max_tokens=most)
+    d.add("cached", prompt(8) + prompt(3, seed=5), max_tokens=2)
+    d.add("first", prompt(6, seed=6), priority=1, max_tokens=1)
+    assert order_of(d) == ["warm", "first", "cached", "b", "d", "c", "a"]
+
+
+def test_no_request_is_overtaken_by_later_jobs(drive):
+    """What comes within a time is one job."""
+    d = drive(max_running=1, schedule="offline", starvation_s=5.0)
+    for now_s, name, most in ((0.0, "a", 2), (4.0, "b", 9), (6.0, "c", 30), (11.0, "d", 40), (12.0, "e", 20)):
+        d.now_s = now_s
+        d.add(name, prompt(6, seed=most), max_tokens=most)
+    assert order_of(d) == ["b", "a", "d", "c", "e"]
+
+
+def test_outputs_are_as_long_as_others_were(drive):
+    """Where an end token may come: the limit says little."""
+    d = drive(max_running=1, schedule="offline", eos=(7,))
+    d.add("known", prompt(6, seed=1), sampling=SamplingParams(max_tokens=90, temperature=0, ignore_eos=True))
+    d.add("guessed", prompt(6, seed=2), max_tokens=100)  # of which 7 in 10 are expected at first
+    assert order_of(d) == ["known", "guessed"]

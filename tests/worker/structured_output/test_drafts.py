@@ -1,0 +1,62 @@
+"""Schemas of older drafts are refused with the keyword, its draft, and what to write today."""
+
+import json
+
+import pytest
+
+from worker.structured_output.error import GrammarError
+from worker.structured_output.schema import schema_to_ebnf
+
+BOUND = {"type": "integer", "minimum": 0, "exclusiveMinimum": True}
+NAMED = {"$defs": {"a": {"$anchor": "name", "type": "string"}}, "$ref": "#name"}
+OLD = "http://json-schema.org/draft-07/schema#"
+
+
+def refusal(schema: object) -> str:
+    with pytest.raises(GrammarError) as error:
+        schema_to_ebnf(json.dumps(schema))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "where", "whose", "today"),
+    [
+        ({"items": [{"type": "string"}]}, "#/items", "before 2020-12", "write prefixItems"),
+        ({"properties": {"items": {"items": []}}}, "#/properties/items/items", "before 2020-12", "write prefixItems"),
+        ({"properties": {"n": BOUND}}, "#/properties/n/exclusiveMinimum", "draft-04", "instead of minimum"),
+        ({"exclusiveMaximum": False}, "#/exclusiveMaximum", "draft-04", "instead of maximum"),
+        ({"properties": {"n": {"required": True}}}, "#/properties/n/required", "draft-03", "list the names"),
+        ({"properties": {"n": {"type": "any"}}}, "#/properties/n/type", "draft-03", "leave type out"),
+        ({"$defs": {"n": {"$id": "#n"}}}, "#/$defs/n/$id", "draft-07", "#/$defs/name"),
+        ({"properties": {"n": NAMED}}, "$ref at #/properties/n", "draft-07", "#/$defs/name"),
+        ({"properties": {"n": {"dependencies": {"a": ["b"]}}}}, "dependencies at #/properties/n", "07", "anyOf"),
+        ({"items": {"$recursiveRef": "#"}}, "$recursiveRef at #/items", "2019-09", "write $ref"),
+    ],
+)
+def test_a_keyword_of_an_older_draft(schema: object, where: str, whose: str, today: str) -> None:
+    said = refusal(schema)
+    assert where in said and whose in said and today in said
+    assert "draft 2020-12" in said
+
+
+@pytest.mark.parametrize("schema", [{"items": 3}, {"properties": {"items": [1]}}, {"type": "nope"}, {"$id": "a#b"}])
+def test_what_was_never_valid_is_no_draft_s(schema: object) -> None:
+    assert "draft" not in refusal(schema)
+
+
+@pytest.mark.parametrize(
+    ("declared", "draft"),
+    [(OLD, "draft-07"), ("https://json-schema.org/draft/2019-09/schema", "draft 2019-09")],
+)
+def test_a_refusal_tells_of_the_schema_s_own_draft(declared: str, draft: str) -> None:
+    said = refusal({"$schema": declared, "not": {}})
+    assert said.startswith("not at # is not supported") and f"its $schema is that of {draft}, and" in said
+
+
+@pytest.mark.parametrize("declared", ["https://json-schema.org/draft/2020-12/schema", "https://example.com/mine", 3])
+def test_a_refusal_is_silent_about_any_other(declared: object) -> None:
+    assert "is that of" not in refusal({"$schema": declared, "not": {}})
+
+
+def test_an_older_draft_is_no_reason_to_refuse() -> None:
+    assert schema_to_ebnf(json.dumps({"$schema": OLD, "type": "string"}))

@@ -1,0 +1,229 @@
+"""Whatever a converted expression lets through, Python's own `re` matches too."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker.structured_output import charset, regex
+from worker.structured_output.ebnf import EMPTY, Regex, to_text
+from worker.structured_output.error import GrammarError
+
+
+def ebnf(pattern: str) -> str:
+    return to_text({"start": Regex(pattern) if pattern else EMPTY}, "start")
+
+
+def quoted(pattern: str) -> str:
+    return to_text({"start": Regex(f'"(?:{pattern})"')}, "start")
+
+
+chars = st.sampled_from(
+    ["a", "b", "Z", "7", "_", "-", " ", "é", "中", "😀", r"\.", r"\[", r"\\", '"', r"\"", r"\n", r"\t"]
+)
+classes = st.sampled_from(
+    [
+        r"\d",
+        r"\w",
+        r"\s",
+        r"\D",
+        r"\W",
+        r"\S",
+        ".",
+        "[a-c]",
+        "[^a-c]",
+        r"[\d_]",
+        r"[^\s\d]",
+        r"[^\W_]",
+        "[à-ÿ]",
+        '[^"\\\\]',
+        '["\\\\\n]',
+        "[܀-𐄀]",
+        r"[\x00-\x20]",
+        "[^\x00-\uffff]",
+        r"[]^-]",
+    ]
+)
+atoms = chars | classes
+expressions = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda p: f"(?:{p[0]}|{p[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{0,3}", "{1,}", "{2,}?", "{0}", "*?"])).map(
+            lambda p: f"({p[0]}){p[1]}"
+        ),
+        inner.map(lambda p: f"(?P<x{abs(hash(p))}>{p})"),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=120)
+@given(pattern=expressions, anchors=st.sampled_from(["", "^", "$", "^$"]), seed=st.integers(0, 1000))
+def test_texts_of_an_expression_match_it(walker, pattern, anchors, seed):
+    try:
+        re.compile(pattern)
+    except re.error:  # a name twice
+        return
+    whole = ("^" if "^" in anchors else "") + f"(?:{pattern})" + ("$" if "$" in anchors else "")
+    converted = regex.plain(whole)
+    assert converted is not None
+    for offset in range(4):
+        text = walker.walk(ebnf(converted), seed + offset, 60)
+        if text is not None:
+            assert re.fullmatch(pattern, text.decode())
+
+    inside = regex.in_json(whole)
+    if inside is not None:
+        for offset in range(4):
+            text = walker.walk(quoted(inside), seed + offset, 60)
+            if text is not None:
+                assert re.fullmatch(pattern, json.loads(text))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("abc", ["abc"], ["ab", "abcd", "xabc", ""]),
+        ("^a|b$", ["a", "b"], ["ab", ""]),
+        ("^(?:ab|cd)$", ["ab", "cd"], ["abcd"]),
+        ("(^a|^b)c", ["ac", "bc"], ["c"]),
+        ("", [""], ["a"]),
+        ("a{0}", [""], ["a"]),
+        ("(a|)b", ["ab", "b"], ["a"]),
+        (r"\d{3}-\d{4}", ["555-1234"], ["55-1234", "٣٣٣-٣٣٣٣"]),
+        (".", ["a", "é", "😀", "\x00"], ["", "\n", "\r", "\u2028", "ab"]),
+        (r"[^\d]", ["a", "é"], ["1", "٣"]),
+        (r"\W", ["-", "。"], ["a", "é", "_"]),
+        ("a{2,3}?", ["aa", "aaa"], ["a", "aaaa"]),
+        ("a{130}", ["a" * 130], ["a" * 129, "a" * 131]),
+        ("(?:ab){126,260}", ["ab" * 126, "ab" * 260, "ab" * 200], ["ab" * 125, "ab" * 261]),
+        ("x{129,}", ["x" * 129, "x" * 400], ["x" * 128]),
+        ("[][^-]+", ["][^-"], ["a"]),
+        (r"\x41\u00e9\U0001F600\t", ["Aé😀\t"], ["A"]),
+        ("(?:a?){3}", ["", "aaa"], ["aaaa"]),
+        ("[\x00-\U0010ffff]", ["\x00", "߿", "ࠀ", "\ud7ff", "\ue000", "😀"], ["", "ab"]),
+    ],
+)
+def test_an_expression_matches_the_whole(walker, pattern, matching, other):
+    converted = ebnf(regex.plain(pattern))
+    for text in matching:
+        assert walker.accepts(converted, text), text
+        assert re.fullmatch(pattern, text)
+    for text in other:
+        assert not walker.accepts(converted, text), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(", "missing \\)"),
+        ("[a", "unterminated character set"),
+        ("*a", "nothing to repeat"),
+        ("a{5,2}", "min repeat greater"),
+        (r"\p{L}", "bad escape"),
+        ("(?=a)b", "look-ahead"),
+        ("(?<!a)b", "look-behind"),
+        ("(a)\\1", "references to groups"),
+        ("(?i)a", "flags"),
+        ("(?i:a)", "flags"),
+        (r"\bword\b", "anchor"),
+        ("a^b", "anchor"),
+        ("a$b", "anchor"),
+        ("(^a)*", "anchor"),
+        ("(?>a)", "atomic"),
+        ("a*+", "possessive"),
+        ("(a)?(?(1)b|c)", "conditional"),
+        ("(?:a{1000}){1000}", "counts more than"),
+        ("a{99999999999999}", "not valid"),
+    ],
+)
+def test_what_a_grammar_cannot_follow_is_refused(pattern, reason):
+    with pytest.raises(GrammarError, match=reason):
+        regex.plain(pattern)
+    with pytest.raises(GrammarError, match=reason):
+        regex.in_json(pattern)
+
+
+@pytest.mark.parametrize("pattern", [r"[^\s\S]", r"a[^\s\S]", r"(?:[^\s\S])+", "[\ud800-\udfff]"])
+def test_an_expression_without_texts_is_none(pattern):
+    assert regex.plain(pattern) is None
+
+
+def test_parts_without_texts_are_left_out(walker):
+    grammar = ebnf(regex.plain(r"(?:a|c[^\s\S])b"))
+    assert walker.accepts(grammar, "ab") and not walker.accepts(grammar, "cb")
+    assert walker.accepts(ebnf(regex.plain(r"x(?:[^\s\S])*y")), "xy")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "value"),
+    [('say "hi"', 'say "hi"'), (r"C:\\dir", "C:\\dir"), (r"a\nb\tc", "a\nb\tc"), (r"[\x00-\x1f]", "\x07"), ("/", "/")],
+)
+def test_what_json_must_escape_is_escaped(walker, pattern, value):
+    assert walker.accepts(quoted(regex.in_json(pattern)), json.dumps(value))
+
+
+def test_characters_that_need_escapes_are_left_out_where_there_are_others(walker):
+    grammar = quoted(regex.in_json(r'[a"\\]+'))
+    assert walker.accepts(grammar, '"aa"')
+    assert not walker.accepts(grammar, json.dumps('a"'))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least", "most", "good", "bad"),
+    [
+        ("^[a-z]+$", 2, 4, ["ab", "abcd"], ["a", "abcde"]),
+        ("[a-z]*", 0, 3, ["", "abc"], ["abcd"]),
+        ("^a{2,}$", 0, 3, ["aa", "aaa"], ["a", "aaaa"]),
+        (r"^\d{3}$", 1, 5, ["123"], ["12"]),
+        ("^.*$", 3, None, ["abc"], ["ab"]),
+    ],
+)
+def test_lengths_narrow_a_repeated_character(walker, pattern, least, most, good, bad):
+    grammar = quoted(regex.in_json(pattern, least, most))
+    assert all(walker.accepts(grammar, json.dumps(text)) for text in good)
+    assert not any(walker.accepts(grammar, json.dumps(text)) for text in bad)
+
+
+def test_lengths_that_an_expression_does_not_keep_are_refused():
+    with pytest.raises(GrammarError, match="limits of length"):
+        regex.in_json("[a-z]+-[a-z]+", 0, 5)
+
+
+# ---------------------------------------------------------------- sets of characters
+
+code_points = st.integers(0, 0x10FFFF)
+sets = st.lists(st.tuples(code_points, code_points).map(lambda p: (min(p), max(p))), min_size=1, max_size=4).map(
+    charset.union
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranges=sets, probes=st.lists(code_points, max_size=10))
+def test_a_set_spelled_out_is_that_set_in_utf8(walker, ranges, probes):
+    ranges = charset.intersection(ranges, charset.SCALARS)
+    if not ranges:
+        return
+    grammar = ebnf(charset.pattern(ranges))
+    edges = [c + d for first, last in ranges for c in (first, last) for d in (-1, 0, 1)]
+    for code in {*edges, *probes}:
+        if 0 <= code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF:
+            inside = any(first <= code <= last for first, last in ranges)
+            assert walker.accepts(grammar, chr(code)) == inside, hex(code)
+    for offset in range(6):  # nothing but UTF-8, whatever bytes are tried
+        walker.walk(grammar, offset).decode()
+
+
+@given(a=sets, b=sets, probes=st.lists(code_points, min_size=1, max_size=10))
+def test_sets_keep_the_laws_of_sets(a, b, probes):
+    def has(ranges: charset.Ranges, code: int) -> bool:
+        return any(first <= code <= last for first, last in ranges)
+
+    for code in [*probes, *(edge for r in (a, b) for pair in r for edge in pair)]:
+        assert has(charset.union([*a, *b]), code) == (has(a, code) or has(b, code))
+        assert has(charset.intersection(a, b), code) == (has(a, code) and has(b, code))
+        assert has(charset.complement(a), code) != has(a, code)

@@ -1,0 +1,57 @@
+"""Plans as columns: what goes to the other ranks, what is left of one, and the tables that follow from them."""
+
+import random
+
+import numpy as np
+import pytest
+
+from worker.executor.page_table import PageTable
+from worker.step import PENDING, Chunk, Plan
+
+CHUNKS = [
+    Chunk(3, 7, [PENDING], 2, [], 1),
+    Chunk(0, 0, [5, 6, 7], 0, [9, 4], 0),
+    Chunk(8, 16, [1], 4, [11], 1),
+    Chunk(2, 4, [2, 3], 1, [], 2),
+]
+
+
+def test_a_plan_is_the_same_on_every_rank():
+    plan = Plan.from_chunks(7_000_000_000, CHUNKS)
+    assert plan.chunks == CHUNKS and len(plan) == 4 and plan.num_tokens == 7
+    there = Plan.decode(plan.encode())
+    assert there.chunks == CHUNKS and there.step == 7_000_000_000
+    one = Plan.from_chunks(1, CHUNKS[:1])
+    assert Plan.decode(one.encode()).chunks == CHUNKS[:1]
+
+
+@pytest.mark.parametrize("chosen", range(16))
+def test_chunks_are_left_out(chosen):
+    mask = np.array([bool(chosen & 1 << i) for i in range(4)])
+    left = Plan.from_chunks(1, CHUNKS).only(mask)
+    assert left.num_tokens == left.lengths.sum() and len(left) == mask.sum()
+    if chosen:
+        assert left.chunks == [chunk for chunk, stays in zip(CHUNKS, mask, strict=True) if stays]
+
+
+def test_tables_hold_what_plans_said():
+    rng = random.Random(0)
+    tables, expected = PageTable(6, 20, 4), {slot: [] for slot in range(6)}
+    for step in range(200):
+        chunks = []
+        for slot in rng.sample(range(6), rng.randint(1, 6)):
+            kept = rng.choice([0, len(expected[slot]), len(expected[slot])])
+            pages = rng.choices(range(1000), k=rng.randint(0 if kept else 1, min(3, 20 - kept)))
+            expected[slot][kept:] = pages
+            chunks.append(Chunk(slot, 4 * len(expected[slot]) - 1, [1], kept, pages, 1))
+        tables.update(Plan.from_chunks(step, chunks))
+        for slot, pages in expected.items():
+            assert tables.rows[slot, : len(pages)].tolist() == pages
+
+
+def test_a_chunk_outside_its_pages_is_an_error():
+    tables = PageTable(4, 3, 4)
+    with pytest.raises(ValueError, match="slot 2: a chunk to position 9 does not fit 2 pages of 4 tokens"):
+        tables.update(Plan.from_chunks(1, [Chunk(1, 0, [1], 0, [7], 1), Chunk(2, 7, [1, 2], 0, [5, 6], 1)]))
+    with pytest.raises(ValueError, match="slot 1: 4 pages do not fit a table of 3"):
+        tables.update(Plan.from_chunks(2, [Chunk(1, 0, [1], 0, [7, 8, 9, 10], 1)]))

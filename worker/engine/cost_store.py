@@ -1,0 +1,171 @@
+"""Cost models of a replica's stages: a roofline at first, then fitted to measured steps, and saved on disk.
+
+The roofline only has to be right about relative costs, because it is scaled to the first measured steps. An unknown
+device therefore gets the roofline of a known one.
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.cost import CostModel
+from pipeline.padding import UNPADDED, PaddedSizes
+from pipeline.policy import Objective, Policy, PolicySettings
+from pipeline.roofline import DEVICES, LINKS, DeviceSpec, StageSpec
+from pipeline.schedule import POLICIES, make_policy
+from pipeline.shape import BatchShape
+from worker.config import WorkerConfig
+from worker.executor.gpu_defaults import roofline_model
+from worker.models.config import decoder_config, read_config
+from worker.models.sharding import Shard
+
+log = logging.getLogger(__name__)
+
+SAVE_EVERY_S = 60.0  # at most, and only while nothing runs
+# Exposed time of a step, in seconds: ENDS_S for its tokens and the next plan, if the scheduler waits for the tokens,
+# and BETWEEN_S for each transfer between two stages.
+ENDS_S, BETWEEN_S = 1e-3, 2e-4
+# The default objective on a GPU is 50 ms: 20 tokens a second, faster than anyone reads. Measured on one H200 with
+# Azure's conversations (8B, 24 requests/s): the 99th percentile of TBT is 47 ms instead of 171 ms, and TPOT is 11%
+# shorter. In return the median TTFT is 10% longer, and its 99th percentile twice as long
+# (bench/results/first_day.json). If a decode iteration is long, as with 70B models or on small GPUs, the objective is
+# TBT_SLO_ITERATIONS iterations instead: Sarathi-Serve's strict objective (arXiv 2403.02310, section 5.1).
+TBT_SLO_S, TBT_SLO_ITERATIONS = 0.05, 5
+
+
+class CostStore:
+    """The cost models, one for each stage. `models` is empty if costs are not predicted."""
+
+    def __init__(
+        self, models: Sequence[CostModel] = (), folder: Path | None = None, objective: Objective | None = None
+    ) -> None:
+        """Loads what earlier runs learned from `folder`, where `save` also writes. Without a folder nothing is saved.
+        `objective`: default for schedule uniform if the configuration sets none."""
+        self.models = list(models)
+        self._default = objective
+        self._folder = folder
+        self._saved_s = time.monotonic()
+        self._num_saved = 0
+        if folder is not None:
+            for model in self.models:
+                _load(model, self._file(folder, model))
+            self._num_saved = self._num_observed
+
+    @classmethod
+    def load(cls, model: Path, config: WorkerConfig, device: torch.device, folder: Path | None = None) -> "CostStore":
+        """Returns the cost models of a model, given as a folder or file, on devices like this one. `folder` is as in
+        `__init__`."""
+        whole = decoder_config(read_config(model))
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        rows = rows_of(config, device)
+        shards = [Shard(whole, stage=stage, stages=config.pp, cut=config.cut) for stage in range(config.pp)]
+        called = model.stem if model.is_file() else model.name  # a folder's name may have dots: Llama-3.1-8B
+        objective = Objective(TBT_SLO_S, TBT_SLO_ITERATIONS) if device.type == "cuda" else None
+        return cls([_guess(called, shard, config, name, rows) for shard in shards], folder, objective)
+
+    def policy(self, config: WorkerConfig, overlap: bool) -> Policy:
+        """Returns the policy of the configured schedule. `overlap`: whether tokens pass from the last stage to the
+        first from device to device."""
+        ends_s = BETWEEN_S if overlap and predicts(config) else ENDS_S
+        exposed_s = ends_s + (config.pp - 1) * BETWEEN_S if config.pp > 1 else 0.0
+        models = self.models if predicts(config) else ()
+        settings = PolicySettings(config.pp, config.token_budget, models, self.objective(config), exposed_s)
+        return make_policy(config.schedule_name, settings)
+
+    def objective(self, config: WorkerConfig) -> Objective | None:
+        """Returns the objective of the configured schedule, None if the schedule has none."""
+        if config.schedule_name != "uniform" or config.tbt_slo == 0:
+            return None
+        return self._default if config.tbt_slo is None else Objective(config.tbt_slo)
+
+    def observe(self, shape: BatchShape, seconds: Sequence[float]) -> None:
+        """Learns from a step. `seconds`: measured time on each stage."""
+        if self.models:
+            for model, measured in zip(self.models, seconds, strict=True):
+                model.observe(shape, measured)
+
+    def decode_s(self, shape: BatchShape) -> float:
+        """Predicted seconds of a step on the last stage that its decodes cause; 0 without models."""
+        if not self.models:
+            return 0.0
+        cost = self.models[-1].coefficients
+        return cost.decode * shape.decodes + cost.decode_context * shape.decode_context
+
+    def save(self) -> None:
+        """Writes the models to the folder, if they have learned anything since the last time. Gives up with a warning
+        if the folder cannot be written."""
+        if self._folder is None or self._num_observed == self._num_saved:
+            return
+        self._saved_s, self._num_saved = time.monotonic(), self._num_observed
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for model in self.models:
+                file = self._file(self._folder, model)
+                half = file.with_suffix(f".{os.getpid()}")
+                model.save(half)
+                half.replace(file)
+        except OSError as error:
+            log.warning("what steps cost is not kept: %s", error)
+            self._folder = None
+
+    def save_if_due(self) -> None:
+        """Calls `save` at most once every `SAVE_EVERY_S`. Called while nothing runs."""
+        if time.monotonic() - self._saved_s > SAVE_EVERY_S:
+            self.save()
+
+    @property
+    def _num_observed(self) -> int:
+        return sum(model.num_observed for model in self.models)
+
+    @staticmethod
+    def _file(folder: Path, model: CostModel) -> Path:
+        """File of a model, named by all that its costs depend on."""
+        of = model.identity
+        parts = (of["model"], of["device"], of["dtype"], f"tp{of['tp']}", f"pp{of['pp']}", f"stage{of['stage']}")
+        return folder / (re.sub(r"[^A-Za-z0-9.]+", "_", "-".join(parts)) + ".json")
+
+
+def predicts(config: WorkerConfig) -> bool:
+    """Whether the configured schedule needs predicted costs of steps."""
+    return POLICIES[config.schedule_name].predicts
+
+
+def rows_of(config: WorkerConfig, device: torch.device) -> PaddedSizes:
+    """Returns the padded sizes of a replica's steps on such a device. `config` limits the sizes."""
+    return PaddedSizes.of_graphs(config.max_running, config.token_budget) if device.type == "cuda" else UNPADDED
+
+
+def _load(model: CostModel, file: Path) -> None:
+    """Loads a saved model, if there is one and it can be read."""
+    try:
+        model.load(file)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        log.warning("%s is ignored, and the costs of steps are learned again: %s", file, error)
+
+
+def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: PaddedSizes) -> CostModel:
+    known: DeviceSpec = next((found for key, found in DEVICES.items() if key in device.lower()), DEVICES["h200"])
+    link = LINKS["nvlink"] if config.tp > 1 else None
+    stage = StageSpec(
+        roofline_model(name, shard.whole), known, len(shard.layers), shard.config.is_last, config.tp, link, rows
+    )
+    whole = shard.whole
+    identity: dict[str, Any] = {
+        "model": name,
+        "sizes": [whole.num_layers, whole.hidden_size, whole.intermediate_size, whole.num_heads, whole.num_kv_heads],
+        "layers": len(shard.layers),
+        "device": device,
+        "dtype": config.quantization or config.dtype,
+        "tp": config.tp,
+        "pp": config.pp,
+        "stage": shard.stage,
+    }
+    return CostModel(stage.seconds, identity, shard.stage, rows)

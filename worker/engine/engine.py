@@ -1,0 +1,261 @@
+"""A replica without its socket: scheduler, executor, sampler and grammars, and the loop that runs steps on them.
+
+`worker.engine.steps` has the parts of a step, and `worker.engine.loops` the three orders in which they run: serial,
+overlapped, and pipelined. Which loop runs is decided once, in `Engine.__init__`.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pipeline.meter import Meter
+from radix.events import Event, Stored
+from radix.pages import PagePool
+from radix.tree import Tree
+from worker.config import WorkerConfig
+from worker.engine.cost_store import CostStore, predicts
+from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
+from worker.engine.stage_timeline import StageTimeline
+from worker.engine.steps import Steps
+from worker.executor.executor import Executor
+from worker.executor.gpu_defaults import with_gpu_defaults
+from worker.executor.launch import open_executor
+from worker.messages import Failure, Generate, Output, ReplicaLoad, SamplingParams, TokenLogprobs
+from worker.sampling.sampler import Sampler
+from worker.scheduler.scheduler import Scheduler
+from worker.structured_output import GrammarCompiler, GrammarQueue
+
+log = logging.getLogger(__name__)
+
+TOLD_S = 2.0  # longest time that a stage's step times may take to arrive
+
+
+class Components(NamedTuple):
+    """The parts of an engine that are loaded: everything but the scheduler and the radix tree."""
+
+    runner: Executor
+    sampler: Sampler
+    grammars: GrammarCompiler
+    costs: CostStore = CostStore()
+
+
+def load_components(
+    model_dir: Path,
+    config: WorkerConfig,
+    open_runner: Callable[[Path, WorkerConfig], Executor] = open_executor,
+    cost_folder: Path | None = None,
+) -> Components:
+    """Loads the model of a folder. What steps cost is learned, where it matters, and kept in `cost_folder`. Raises
+    whatever the model's files or the device have to complain about."""
+    runner = open_runner(model_dir, config)
+    sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
+    grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
+    costs = CostStore()
+    if config.pp > 1 or predicts(config):
+        costs = CostStore.load(model_dir, config, runner.device, cost_folder)
+    return Components(runner, sampler, grammars, costs)
+
+
+@dataclass
+class Finished:
+    """The result of one prompt of `Engine.generate`. `token_ids` are the output tokens, a stop token included."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str = ""
+    failure: Failure | None = None
+    cached_tokens: int = 0
+
+    def take(self, output: Output) -> None:
+        """Adds an output of the prompt."""
+        self.token_ids += output.token_ids
+        if output.logprobs:
+            self.logprobs += output.logprobs
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.failure = output.failure
+
+
+class Engine:
+    """Runs requests. One thread at a time; only `on_ready` is called from another."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: WorkerConfig,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
+        load: Callable[[Path, WorkerConfig], Components] = load_components,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_event` is called with every change of the radix tree. `on_ready` is called, from any thread, when a
+        request whose grammar has compiled wants a `step`. `load` makes the components."""
+        config = with_gpu_defaults(config, Path(model_dir))
+        self.runner, self.sampler, self.grammars, self.costs = load(Path(model_dir), config)
+        self.tree = Tree(config.page_size, PagePool(self.runner.num_pages, config.page_size), on_event=on_event)
+        overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        self.timeline = StageTimeline(config.pp, self.costs)
+        self.scheduler = Scheduler(
+            config,
+            self.tree,
+            vocab_size=self.runner.vocab_size,
+            context_length=self.runner.context_length,
+            eos_token_ids=self.runner.eos_token_ids,
+            policy=self.costs.policy(config, overlap),
+            ahead_s=lambda: self._loop.ahead_s(),
+            returning_s=lambda step: self._loop.returning_s(step),
+            clock=clock,
+        )
+        self._grammar_queue = GrammarQueue(self.grammars, on_ready)
+        self._steps = Steps(self.scheduler, self.runner, self.sampler, self.timeline, self._grammar_queue)
+        self._loop: StepLoop
+        if config.pp > 1:
+            self._loop = PipelineLoop(self._steps, overlap)
+        else:
+            self._loop = OverlapLoop(self._steps) if overlap else SerialLoop(self._steps)
+
+    # ------------------------------------------------------------ requests
+
+    def add(self, request: Generate) -> None:
+        """Takes a request; what becomes of it comes out of `step`. Raises ValueError for an id that is in use."""
+        grammar = request.sampling.grammar
+        if self.scheduler.add(request, ready=grammar is None) and grammar is not None:
+            self._grammar_queue.submit(request.request_id, grammar)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forgets these requests and frees their pages at once. Unknown ids are ignored. No output follows."""
+        request_ids = list(request_ids)
+        self.scheduler.abort(request_ids)
+        for request_id in request_ids:
+            self._grammar_queue.forget(request_id)
+        self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do now. Requests that wait for a grammar do not count: `on_ready` tells."""
+        return self.scheduler.has_work or self._loop.has_work or self._grammar_queue.has_ready
+
+    def spare_s(self) -> float:
+        """Seconds for which the next `step` may be put off, because the device is busy until then."""
+        return self._loop.spare_s()
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Runs one turn of the loop. Returns the outputs since the last call. Raises DeviceLost."""
+        for request_id, failure in self._grammar_queue.poll():
+            if failure is None:
+                self.scheduler.release(request_id)
+            else:
+                self.scheduler.fail(request_id, failure)
+        self._steps.record_times()
+        self._loop.turn()
+        outputs = self.scheduler.take_outputs()
+        if not self.has_work:
+            self._rest()
+        self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
+        if len(self._grammar_queue):
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._grammar_queue.forget(output.request_id)
+        return outputs
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | list[SamplingParams],
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Finished]:
+        """Runs prompts to their end, without a server. `sampling`: one for all prompts, or one for each. `progress` is
+        called after every step with the number of finished prompts. Returns the results in the order of `prompts`; a
+        prompt that could not run has a `failure`."""
+        each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+        finished = {f"prompt-{i}": Finished() for i in range(len(prompts))}
+        arrivals = zip(finished, prompts, each, strict=True)
+        num_done = 0
+        with frozen_heap():
+            try:
+                while num_done < len(prompts):
+                    # Preempted sequences wait too, and may exceed `max_waiting`.
+                    room = max(0, self.scheduler.config.max_waiting - self.scheduler.num_waiting)
+                    for name, prompt, params in islice(arrivals, room):
+                        self.add(Generate(request_id=name, prompt_ids=prompt, sampling=params))
+                    if not self.has_work:
+                        self._grammar_queue.wait()
+                    for output in self.step():
+                        finished[output.request_id].take(output)
+                        num_done += output.finish_reason is not None
+                    if progress is not None:
+                        progress(num_done)
+            finally:  # nothing goes on after an interrupt
+                self.abort(name for name, result in finished.items() if not result.finish_reason)
+        return list(finished.values())
+
+    # ------------------------------------------------------------ what is there
+
+    def load(self) -> ReplicaLoad:
+        """The replica's load. The caller fills in `incarnation` and `bookings_seen`."""
+        load = self.scheduler.load()
+        load.stage_seconds = self.timeline.spent()
+        return load
+
+    def meter(self) -> Meter:
+        """Where the stages' time went. To be called while nothing runs. Waits up to TOLD_S for the stages' times."""
+        deadline_s = time.monotonic() + TOLD_S
+        self._steps.record_times()
+        while self.timeline.meter.under_way and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+            self._steps.record_times()
+        return self.timeline.meter
+
+    def trace(self) -> str:
+        """The newest steps on all stages, as JSON that Perfetto opens (https://ui.perfetto.dev)."""
+        self._steps.record_times()
+        return self.timeline.meter.trace_json()
+
+    def snapshot(self) -> list[Stored]:
+        """Events that build the tree as it is now."""
+        return self.tree.snapshot()
+
+    def reset_cache(self) -> None:
+        """Forgets every cached prefix. Raises ValueError while a request runs."""
+        self.tree.reset()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page, slot and sequence is where it belongs. Walks everything."""
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Ends the compiler's thread and the other ranks. The engine is of no use afterwards."""
+        self.costs.save()
+        self.grammars.close()
+        self.runner.close()
+
+    def _rest(self) -> None:
+        """Records that there is nothing to do."""
+        self._steps.record_times()
+        self.timeline.nothing("nothing_to_do")
+        self.costs.save_if_due()
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Hides objects that exist now from the garbage collector, while requests run. A model and its libraries are
+    hundreds of thousands of objects that stay, and a full collection over them takes longer than many steps."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

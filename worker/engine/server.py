@@ -1,0 +1,336 @@
+"""The replica's server: a ZeroMQ socket and the loop around the engine. Requests come in; tokens, cache events and load
+go out.
+
+One thread runs the loop: receive, step, send. It blocks when there is nothing to compute.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import zmq
+
+from radix.events import Event
+from worker.config import WorkerConfig
+from worker.engine.engine import Components, Engine, frozen_heap, load_components
+from worker.messages import (
+    HEARTBEAT_MS,
+    HEARTBEAT_TIMEOUT_MS,
+    Abort,
+    CacheEvents,
+    Failure,
+    FromReplica,
+    FromRouter,
+    Generate,
+    Output,
+    Outputs,
+    Subscribe,
+    decode_from_router,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+LOAD_EVERY_S = 0.05  # while steps run; load is sent at once after a new request and after the last step
+PROBE_EVERY_S = 1.0  # how often lost routers are detected while there is work
+MESSAGES_A_STEP = 64  # a flood of requests must not delay the running ones
+
+
+class Server:
+    """Serves one model on a ZeroMQ ROUTER socket. A router is identified by its connection, and must not set an
+    identity of its own: a router that reconnects counts as a new one, and never resumes in the middle of a stream."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: WorkerConfig,
+        host: str = "127.0.0.1",
+        *,
+        load: Callable[[Path, WorkerConfig], Components] = load_components,
+    ) -> None:
+        """Loads the model, then binds to a free port of `host`. `address` is the resulting ZeroMQ address. Raises
+        ValueError if `host` is no address of this machine, and the exceptions of `load`."""
+        self._events: list[Event] = []
+        self._next_event = 0  # number of the next event
+        self.incarnation = os.urandom(8).hex()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._stopping = threading.Event()
+        self._questions: SimpleQueue[tuple[Callable[[Engine], Any], Future[Any]]] = SimpleQueue()
+        self.engine = Engine(model_dir, config, on_event=self._events.append, on_ready=self._wake, load=load)
+        self._page_size = config.page_size
+
+        self._owners: dict[str, bytes] = {}  # request id: router
+        self._bookings: dict[bytes, int] = {}  # router: its highest booking so far
+        self._subscribers: set[bytes] = set()
+        self._load_due = False
+        self._load_sent_s = 0.0
+        self._probed_s = 0.0
+        self._turns = 0
+        self._waits = True  # whether the loop waits for something to do
+        self._context = zmq.Context()
+        try:
+            self._socket = self._bind(host)
+        except zmq.ZMQError as error:
+            self.engine.close()
+            self._context.term()
+            raise ValueError(f"cannot listen on {host!r}: {error}; give an address of this machine") from error
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def run(self) -> None:
+        """Serves until `stop`, then frees everything. Raises DeviceLost, after which the engine cannot go on."""
+        try:
+            with frozen_heap():
+                while not self._stopping.is_set():
+                    self._turns += 1
+                    self._receive()
+                    if self.engine.has_work:
+                        self._send_outputs(self.engine.step())
+                        if not self.engine.has_work:
+                            self._load_due = True
+                    self._publish()
+                    self._probe()
+                    if not self.engine.has_work:
+                        self._answer()
+        finally:
+            self.close()
+
+    @property
+    def turn(self) -> int | None:
+        """Number of the turn that `run` is in, None while it waits for something to do. A number that stays the same
+        for long means that a step hangs. May be called from any thread."""
+        return None if self._waits else self._turns
+
+    def stop(self) -> None:
+        """Ends `run` after its current step. May be called from any thread."""
+        self._stopping.set()
+        self._wake()
+
+    def at_rest(self, read: Callable[[Engine], Any]) -> Any:
+        """Runs `read` on the engine when there is nothing to compute, and returns its result.
+
+        `read` runs in the thread of `run`, because no other thread may use the engine. Call this from another thread.
+        Raises the exceptions of `read`, and RuntimeError if `run` ends before.
+        """
+        asked: Future[Any] = Future()
+        self._questions.put((read, asked))
+        if self._socket.closed:
+            self._dismiss()  # `run` has ended, so no other call does it
+        else:
+            self._wake()
+        return asked.result()
+
+    def close(self) -> None:
+        """Frees the port, the model and the grammar compiler's thread. Must not be called while another thread is in
+        `run`."""
+        if not self._socket.closed:
+            self._socket.close(linger=0)
+            self._context.term()
+            self.engine.close()
+            self._wake_in.close()
+            self._wake_out.close()
+        self._dismiss()
+
+    def _answer(self) -> None:
+        for read, asked in self._asked():
+            try:
+                asked.set_result(read(self.engine))
+            except Exception as error:
+                asked.set_exception(error)
+
+    def _dismiss(self) -> None:
+        for _, asked in self._asked():
+            asked.set_exception(RuntimeError("the replica has ended"))
+
+    def _asked(self) -> Iterator[tuple[Callable[[Engine], Any], Future[Any]]]:
+        with contextlib.suppress(Empty):
+            while True:
+                yield self._questions.get_nowait()
+
+    # ------------------------------------------------------------ in
+
+    def _receive(self) -> None:
+        """Takes the messages that have arrived. Waits for a message if there is nothing to compute, and as long as
+        planning of the next step can be put off."""
+        if not self.engine.has_work:
+            # Requests may wait for their grammars to compile while nothing runs: their routers are probed.
+            self._wait(int(PROBE_EVERY_S * 1000) if self._owners else None)
+        until_s = time.monotonic() + self.engine.spare_s()
+        self._take_arrived()
+        while (left_ms := int((until_s - time.monotonic()) * 1000)) > 0 and not self._stopping.is_set():
+            self._wait(left_ms)
+            self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        for _ in range(MESSAGES_A_STEP):
+            try:
+                router, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                log.warning("dropped a message that is not one frame")
+                continue
+            try:
+                message = decode_from_router(frame)
+            except msgspec.DecodeError as error:
+                log.warning("dropped a frame of %d bytes that is no message: %s", len(frame), error)
+                continue
+            self._take(router, message)
+
+    def _wait(self, timeout_ms: int | None) -> None:
+        """Waits until a message arrives, `_wake` is called, or the timeout has passed; None for no timeout."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_out, zmq.POLLIN)
+        self._waits = True
+        found = dict(poller.poll(timeout_ms))
+        self._waits = False
+        if self._wake_out.fileno() in found:
+            self._wake_out.recv(4096)
+
+    def _take(self, router: bytes, message: FromRouter) -> None:
+        self._bookings.setdefault(router, 0)
+        if isinstance(message, Generate):
+            self._bookings[router] = max(self._bookings[router], message.booking)
+            self._load_due = True
+            self._generate(router, message)
+        elif isinstance(message, Abort):
+            mine = [i for i in message.request_ids if self._owners.get(i) == router]
+            self._abort(mine)
+        elif isinstance(message, Subscribe):
+            self._subscribe(router)
+
+    def _generate(self, router: bytes, request: Generate) -> None:
+        request_id = request.request_id
+        if request_id in self._owners:
+            self._refuse(router, request_id, Failure("invalid", f"request id {request_id!r} is in use"))
+            return
+        try:
+            self.engine.add(request)
+        except Exception as error:
+            log.exception("request %s could not be taken", request_id)
+            self.engine.abort([request_id])
+            failure = Failure("internal", f"the request could not be taken: {type(error).__name__}: {error}")
+            self._refuse(router, request_id, failure)
+        else:
+            self._owners[request_id] = router
+
+    def _refuse(self, router: bytes, request_id: str, failure: Failure) -> None:
+        self._send(router, Outputs([Output(request_id=request_id, finish_reason="error", failure=failure)]))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self.engine.abort(request_ids)
+        for request_id in request_ids:
+            self._owners.pop(request_id, None)
+        self._load_due = True
+
+    def _subscribe(self, router: bytes) -> None:
+        self._send_events()  # so that the snapshot has the next event's number for every subscriber
+        self._subscribers.add(router)
+        snapshot = CacheEvents(
+            incarnation=self.incarnation,
+            first_seq=self._next_event,
+            events=list(self.engine.snapshot()),
+            page_size=self._page_size,
+            snapshot=True,
+        )
+        self._send(router, snapshot)
+        self._load_due = True
+
+    # ------------------------------------------------------------ out
+
+    def _send_outputs(self, outputs: list[Output]) -> None:
+        by_router: dict[bytes, list[Output]] = {}
+        for output in outputs:
+            router = self._owners.get(output.request_id)
+            if router is None:
+                continue  # the router is gone
+            by_router.setdefault(router, []).append(output)
+            if output.finish_reason is not None:
+                del self._owners[output.request_id]
+        for router, its_outputs in by_router.items():
+            self._send(router, Outputs(its_outputs))
+
+    def _publish(self) -> None:
+        """Sends subscribers new cache events, and the load if it is due."""
+        self._send_events()
+        now_s = time.monotonic()
+        if not self._load_due and (not self.engine.has_work or now_s - self._load_sent_s < LOAD_EVERY_S):
+            return
+        self._load_due = False
+        self._load_sent_s = now_s
+        if self._subscribers:
+            load = self.engine.load()
+            load.incarnation = self.incarnation
+            for router in list(self._subscribers):
+                load.bookings_seen = self._bookings[router]
+                self._send(router, load)
+
+    def _send_events(self) -> None:
+        if not self._events:
+            return
+        message = CacheEvents(
+            incarnation=self.incarnation,
+            first_seq=self._next_event,
+            events=list(self._events),
+            page_size=self._page_size,
+        )
+        self._next_event += len(self._events)
+        self._events.clear()
+        for router in list(self._subscribers):
+            self._send(router, message)
+
+    def _probe(self) -> None:
+        """Detects routers that are gone although nothing is sent to them, because their requests wait. ZeroMQ reports a
+        lost peer only on sending, so every router gets an empty message."""
+        now_s = time.monotonic()
+        if now_s - self._probed_s > PROBE_EVERY_S:
+            self._probed_s = now_s
+            for router in list(self._bookings):
+                self._send(router, Outputs([]))
+
+    def _send(self, router: bytes, message: FromReplica) -> None:
+        """Queues a message. The queue has no limit, so no tokens are dropped. If the router is gone, forgets it and
+        aborts its requests."""
+        try:
+            self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            log.info("a router has gone: its requests are aborted")
+            self._subscribers.discard(router)
+            self._bookings.pop(router, None)
+            self._abort([i for i, owner in self._owners.items() if owner == router])
+
+    # ------------------------------------------------------------ the socket
+
+    def _bind(self, host: str) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        router.set(zmq.SNDHWM, 0)
+        router.set(zmq.RCVHWM, 0)
+        router.set(zmq.LINGER, 0)
+        router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        router.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        try:
+            router.bind(f"tcp://{host}:*")
+        except zmq.ZMQError:
+            router.close()
+            raise
+        return router
+
+    def _wake(self) -> None:
+        try:
+            self._wake_in.send(b"\0")
+        except OSError:
+            return  # full, so the loop wakes anyway; or closed

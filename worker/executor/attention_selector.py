@@ -1,0 +1,48 @@
+"""The choice of a rank's attention backend, with the reason if a faster one is missing on its machine."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kernels.attention import flashinfer_backend
+from kernels.attention.interface import AttentionShape
+
+_SLOWER = "attention runs on Triton's kernels, which are slower"
+_INSTALL = "In the folder of Shoal's source: pip install --constraint requirements.lock '.[gpu]'"
+
+
+class AttentionChoice(NamedTuple):
+    """The attention backend of a rank. `name`: flashinfer, triton, numba or torch. `problem`: why a faster backend is
+    missing and how to get it, in one line; empty if there is no faster one."""
+
+    name: str
+    problem: str = ""
+
+
+def choose_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    build: Callable[[AttentionShape, torch.dtype, torch.device], object] = flashinfer_backend.modules,
+) -> AttentionChoice:
+    """Chooses FlashInfer if it has a kernel for this attention and works on this machine, else Triton; on a CPU numba,
+    or torch for a dtype that numba has no kernel for.
+
+    `build` prepares FlashInfer. It raises ImportError if FlashInfer is not installed, and OSError or RuntimeError if it
+    cannot be compiled.
+    """
+    if device.type == "cpu":
+        return AttentionChoice("numba" if dtype in (torch.float32, torch.bfloat16) else "torch")
+    if not flashinfer_backend.has_kernel(shape, dtype):
+        return AttentionChoice("triton")
+    try:
+        build(shape, dtype, device)
+    except ImportError:
+        problem = f"FlashInfer is not installed: {_SLOWER}. {_INSTALL}"
+    except (OSError, RuntimeError) as error:
+        why = (str(error) or type(error).__name__).splitlines()[0][:100]
+        problem = f"FlashInfer cannot be compiled here ({why}): {_SLOWER}. It needs nvcc, of CUDA's toolkit"
+    else:
+        return AttentionChoice("flashinfer")
+    return AttentionChoice("triton", problem)

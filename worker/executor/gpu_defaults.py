@@ -1,0 +1,91 @@
+"""Defaults that depend on the GPU, for settings that a configuration leaves open: the schedule, the largest step, and
+the number of sequences that run at once.
+
+Every rank of a replica derives the same values by itself, from the model's sizes and the memory of a device.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pipeline.roofline import DEVICES, ModelSpec, make_stages
+from worker.config import WorkerConfig
+from worker.executor.kv_cache import GPU_MEMORY_FRACTION
+from worker.models.config import DecoderConfig, decoder_config, read_config
+
+FP8_CAPABILITY = (8, 9)  # the first compute capability with matrix products in 8-bit floating point
+
+GPU_TOKEN_BUDGET = 8192  # prefill is compute-bound from some 1,000 tokens on; longer steps only make attention cheaper
+# `max_running` is the number of sequences of this length that the KV cache holds. Most sequences of a chat are longer
+# (Azure's conversation trace: 1,200 tokens on average), so memory limits the number of running sequences, not slots. A
+# limit above MOST_RUNNING gained nothing on an H200, where decodes of an 8B model are compute-bound by then.
+TOKENS_A_SEQUENCE = 512
+LEAST_RUNNING, MOST_RUNNING = 64, 1024
+RESERVED_BYTES = 4e9  # activations and graphs, roughly
+
+
+def resolve_device(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
+    """Returns the device and dtype of a configuration, with defaults for `auto`. Raises ValueError if it asks for a GPU
+    and there is none, or if the GPU or the dtype does not support the quantization."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ValueError("device is cuda, but PyTorch finds no GPU: set device to cpu or auto")
+    on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpu)
+    name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    if config.quantization == "fp8" and on_gpu:
+        if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+            own = ".".join(map(str, capability))
+            raise ValueError(f"quantization is fp8, for GPUs from compute capability 8.9 on; this one has {own}")
+        if name == "float32":
+            raise ValueError(
+                "quantization is fp8, which on a GPU does not go with dtype float32: set dtype to bfloat16"
+            )
+    return torch.device("cuda" if on_gpu else "cpu"), getattr(torch, name)
+
+
+def with_gpu_defaults(config: WorkerConfig, model: Path) -> WorkerConfig:
+    """Returns the configuration with a GPU's defaults for the settings that it leaves open; unchanged on a CPU. `model`
+    is the model's folder or file. Raises ValueError as `resolve_device` does."""
+    if resolve_device(config)[0].type == "cpu":
+        return config
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    return on_gpu(config, decoder_config(read_config(model)), memory_bytes)
+
+
+def on_gpu(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) -> WorkerConfig:
+    """Like `with_gpu_defaults`, for GPUs with `memory_bytes` of memory each."""
+    said = config.model_fields_set
+    settled: dict[str, object] = {"schedule": config.schedule or "uniform"}
+    if "token_budget" not in said:
+        settled["token_budget"] = GPU_TOKEN_BUDGET
+    if "max_running" not in said:
+        settled["max_running"] = most_running(config, model, memory_bytes)
+    return config.model_copy(update=settled)
+
+
+def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) -> int:
+    """Returns the default of `max_running`: the number of sequences of `TOKENS_A_SEQUENCE` tokens that the KV cache
+    holds, rounded down to a multiple of 16, at least `LEAST_RUNNING` and at most `MOST_RUNNING`."""
+    tokens = config.kv_tokens
+    if tokens is None:
+        device = replace(DEVICES["h200"], memory_bytes=float(memory_bytes))
+        stages = make_stages(roofline_model("", model), device, config.pp, config.tp)
+        fraction = config.kv_memory_fraction or GPU_MEMORY_FRACTION
+        tokens = min(stage.kv_tokens(fraction, RESERVED_BYTES) for stage in stages)
+    count = tokens // TOKENS_A_SEQUENCE // 16 * 16
+    return min(MOST_RUNNING, max(LEAST_RUNNING, count))
+
+
+def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:
+    """Returns the sizes of a model in the form that the roofline takes."""
+    return ModelSpec(
+        name,
+        config.num_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.vocab_size,
+    )

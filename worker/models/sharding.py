@@ -1,0 +1,137 @@
+"""Part of a model that each rank holds: its share of the layers of its stage.
+
+- Attention is cut by heads, the MLP by its intermediate size, embedding and head by rows of the vocabulary. Every rank
+  has all norms.
+- Sizes that cannot be divided are padded with heads, rows and columns of zeros. These add exactly nothing, and all
+  ranks have the same shapes.
+- With fewer KV heads than ranks, several ranks hold the same KV head.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipeline.stages import contiguous, split_layers
+from worker.models.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part of a model that one rank holds.
+
+    | field | meaning |
+    | --- | --- |
+    | `whole` | the whole model |
+    | `rank`, `size` | this rank among the ranks of its stage |
+    | `stage`, `stages` | its stage |
+    | `cut` | number of layers of each stage; None: divided by cost |
+
+    Ranges are in elements of the whole model. The rank's own sizes, in `config`, include padding and may be larger.
+
+    Raises ValueError for ranks without a head, stages without a layer, or a cut with another number of layers.
+    """
+
+    whole: DecoderConfig
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+    stages: int = 1
+    cut: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.size > self.whole.num_heads:
+            raise ValueError(
+                f"tp={self.size} is more than the model's {self.whole.num_heads} attention heads: lower tp"
+            )
+        if self.stages > self.whole.num_layers:
+            raise ValueError(f"pp={self.stages} is more than the model's {self.whole.num_layers} layers: lower pp")
+        if self.cut is not None and sum(self.cut) != self.whole.num_layers:
+            said = ",".join(map(str, self.cut))
+            raise ValueError(f"stage_layers={said} are {sum(self.cut)} layers: the model has {self.whole.num_layers}")
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        """Configuration of the decoder that every rank of this stage runs."""
+        whole = self.whole
+        if self.stages > 1:
+            layers = slice(self.layers.start, self.layers.stop)
+            whole = replace(
+                whole,
+                num_layers=len(self.layers),
+                windows=whole.windows[layers],
+                ropes=whole.ropes[layers],
+                is_first=self.stage == 0,
+                is_last=self.stage == self.stages - 1,
+            )
+        if self.size == 1:
+            return whole
+        return replace(
+            whole,
+            num_heads=self._heads_per_rank,
+            num_kv_heads=self._kv_heads_per_rank,
+            intermediate_size=_share(self.whole.intermediate_size, self.size),
+            ranks=self.size,
+        )
+
+    @cached_property
+    def layers(self) -> range:
+        """Layers of this stage. The head's cost counts for the last stage. The embedding's does not count for the
+        first, since a step reads next to nothing of it."""
+        whole = self.whole
+        if self.cut is not None:
+            return contiguous(self.cut)[self.stage]
+        attention = 2 * (whole.num_heads + whole.num_kv_heads) * whole.head_dim
+        # Weights per element of a token's hidden state.
+        head = whole.vocab_size / (attention + 3 * whole.intermediate_size)
+        return split_layers(whole.num_layers, self.stages, head)[self.stage]
+
+    @property
+    def heads(self) -> range:
+        """Query heads: those that read `kv_heads`, or this rank's share of them where several ranks hold the KV
+        head."""
+        kv_heads = self.kv_heads
+        if self._copies == 1:
+            return range(kv_heads.start * self._group, kv_heads.stop * self._group)
+        first = kv_heads.start * self._group
+        part = _part(self._group, self.rank % self._copies, self._heads_per_rank)
+        return range(first + part.start, first + part.stop) if kv_heads else range(0)
+
+    @property
+    def kv_heads(self) -> range:
+        """KV heads: this rank's own, or one that several ranks hold."""
+        return _part(self.whole.num_kv_heads, self.rank // self._copies, self._kv_heads_per_rank)
+
+    @property
+    def intermediate(self) -> range:
+        """Elements of the MLP's intermediate state."""
+        return _part(self.whole.intermediate_size, self.rank, self.config.intermediate_size)
+
+    @property
+    def vocabulary(self) -> range:
+        """Rows of the embedding and of the head. Empty if all rows of this rank are padding."""
+        return _part(self.whole.vocab_size, self.rank, self.config.vocab_rows)
+
+    @property
+    def _group(self) -> int:
+        """Number of query heads that read one KV head."""
+        return self.whole.num_heads // self.whole.num_kv_heads
+
+    @property
+    def _copies(self) -> int:
+        """Number of ranks that hold the same KV head."""
+        return min(max(1, self.size // self.whole.num_kv_heads), self._group)
+
+    @property
+    def _heads_per_rank(self) -> int:
+        return self._kv_heads_per_rank * _share(self._group, self._copies)
+
+    @property
+    def _kv_heads_per_rank(self) -> int:
+        return _share(self.whole.num_kv_heads, self.size // self._copies)
+
+
+def _share(total: int, parts: int) -> int:
+    return -(-total // parts)
+
+
+def _part(total: int, index: int, share: int) -> range:
+    return range(min(total, index * share), min(total, (index + 1) * share))

@@ -1,0 +1,111 @@
+"""Changes to single logits before a token is chosen: penalties for repetition, biases and bans of tokens."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.host_device import all_to_device
+from worker.messages import SamplingParams
+
+# Subtracted from the logits of banned tokens. Finite, so that these tokens can still be chosen where a grammar allows
+# no other. Far larger than any bias, so that otherwise their probability is 0.
+_BAN = 1e6
+
+
+class TokenCounts:
+    """Distinct tokens that a sequence's penalties apply to, and how often each was output."""
+
+    def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int]) -> None:
+        self._ids = np.empty(256, dtype=np.int64)
+        self._counts = np.empty(256, dtype=np.float32)
+        self._places: dict[int, int] = {}
+        for token_id in dict.fromkeys(prompt_ids):
+            self.add(token_id, 0)
+        for token_id in output_ids:
+            self.add(token_id, 1)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64[n]."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """float32[n]: 0 for a token that only the prompt has."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token_id: int, times: int) -> None:
+        """Adds `times` outputs of a token: 0 for a token of the prompt."""
+        place = self._places.get(token_id)
+        if place is not None:
+            self._counts[place] += times
+            return
+        size = len(self._places)
+        if size == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.empty_like(self._counts)])
+        self._ids[size], self._counts[size] = token_id, times
+        self._places[token_id] = size
+
+
+class LogitsAdjustments(NamedTuple):
+    """Changes to one row of logits.
+
+    | field | meaning |
+    | --- | --- |
+    | `params` | the strengths of the penalties |
+    | `history` | the tokens that penalties apply to, None without penalties |
+    | `bias` | token ids (int64) and the values (float32) added to their logits, or None |
+    | `suppressed` | token ids (int64) that are banned for now, or None |
+    """
+
+    params: SamplingParams
+    history: TokenCounts | None
+    bias: tuple[np.ndarray, np.ndarray] | None
+    suppressed: np.ndarray | None
+
+
+def apply_logits_adjustments(logits: torch.Tensor, rows: Sequence[int], edits: Sequence[LogitsAdjustments]) -> None:
+    """Applies `edits[i]` to row `rows[i]` of `logits` float32[n, vocab], in place: penalties, then biases, then
+    bans."""
+    both = list(zip(rows, edits, strict=True))
+    penalised = [(row, e.history, e.params) for row, e in both if e.history is not None and len(e.history.ids)]
+    if penalised:
+        _penalise(logits, penalised)
+    biased = [(row, *e.bias) for row, e in both if e.bias is not None]
+    if biased:
+        added = np.concatenate([values for _, _, values in biased])
+        *at, values = all_to_device([*_places([(row, ids) for row, ids, _ in biased]), added], logits.device)
+        logits[tuple(at)] += values
+    banned = [(row, e.suppressed) for row, e in both if e.suppressed is not None]
+    if banned:
+        logits[tuple(all_to_device(_places(banned), logits.device))] -= _BAN
+
+
+def _penalise(logits: torch.Tensor, rows: list[tuple[int, TokenCounts, SamplingParams]]) -> None:
+    """Applies the penalties.
+
+    1. Repetition, over prompt and output (Keskar et al., CTRL, 2019): as in transformers, a positive logit is divided
+       by the penalty, a negative one multiplied with it.
+    2. Presence and frequency, over the output alone (OpenAI's API).
+    """
+    each = np.array([[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for _, _, p in rows])
+    arrays = [
+        *_places([(row, history.ids) for row, history, _ in rows]),
+        np.concatenate([history.counts for _, history, _ in rows]),
+        np.repeat(np.arange(len(rows)), [len(history.ids) for _, history, _ in rows]),
+        each.astype(np.float32),
+    ]
+    row, column, counts, which, penalties = all_to_device(arrays, logits.device)
+    repetition, presence, frequency = penalties[which].unbind(dim=1)
+    values = logits[row, column]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[row, column] = values - frequency * counts - presence * (counts > 0)
+
+
+def _places(rows: Sequence[tuple[int, np.ndarray]]) -> list[np.ndarray]:
+    """Rows and columns, int64[n] each, of all tokens listed for each row."""
+    sizes = [len(ids) for _, ids in rows]
+    return [np.repeat(np.array([row for row, _ in rows], dtype=np.int64), sizes), np.concatenate([i for _, i in rows])]

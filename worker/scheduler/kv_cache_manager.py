@@ -1,0 +1,95 @@
+"""Page allocation: how KV pages pass between running sequences, the free list and the prefix tree."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from radix.tree import Tree
+from worker.scheduler.sequence import Sequence
+
+
+class KVCacheManager:
+    """The KV pages of one replica, allocated to sequences.
+
+    The pages of a sequence are first `num_shared` pages of the tree, kept by its lock on `node`, then its own pages.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self.pool = tree.pool
+        self.page_size = tree.page_size
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be evicted from the tree."""
+        return self.pool.num_free + self.tree.num_evictable
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        """Length of the cached prefix of `seq` now, in tokens; at most its `reusable_tokens`."""
+        return self.tree.match(seq.tokens.view(0, seq.reusable_tokens)).num_tokens
+
+    def acquire_prefix(self, seq: Sequence) -> None:
+        """Locks the cached prefix of `seq` in the tree and gives it these pages."""
+        match = self.tree.match(seq.tokens.view(0, seq.reusable_tokens))
+        self.tree.lock(match.node)
+        seq.node = match.node
+        seq.add_pages(match.pages)
+        seq.num_shared = len(match.pages)
+        seq.num_computed = seq.num_confirmed = match.num_tokens
+
+    def allocate(self, seq: Sequence, num_pages: int) -> None:
+        """Adds `num_pages` pages to a sequence. At least as many must be available."""
+        seq.add_pages(self._allocate_pages(num_pages))
+
+    def allocate_each(self, sequences: list[Sequence]) -> None:
+        """Adds a page to each sequence. At least as many must be available."""
+        for seq, page in zip(sequences, self._allocate_pages(len(sequences))[:, None], strict=True):
+            seq.add_pages(page)
+
+    def cache_prefix(self, seq: Sequence) -> None:
+        """Hands the whole pages of `seq` that ended steps computed to the tree, and locks them there.
+
+        If the tree has some of these tokens already, computed by another sequence, `seq` goes on with the tree's pages
+        and its own are freed. A step in flight may still read the freed pages. That is safe, because they are written
+        again only by later steps.
+        """
+        num_full = seq.num_confirmed // self.page_size
+        if num_full <= seq.num_shared:
+            return
+        tokens, pages = seq.tokens.view(0, num_full * self.page_size), seq.pages.view(0, num_full)
+        node, num_present = self.tree.insert(tokens, pages)
+        assert seq.node is not None
+        self.tree.lock(node)
+        self.tree.unlock(seq.node)
+        seq.node = node
+        twice = slice(seq.num_shared, num_present // self.page_size)
+        if twice.stop > twice.start:
+            self.pool.free(pages[twice])
+            pages[twice] = self.tree.match(tokens).pages[twice]
+            seq.num_sent_pages = 0
+        seq.num_shared = num_full
+
+    def free(self, seq: Sequence, keep: bool) -> None:
+        """Frees all pages of `seq`. `keep`: the whole pages that ended steps computed go to the tree first."""
+        if keep:
+            self.cache_prefix(seq)
+        self.pool.free(seq.pages.view(seq.num_shared, seq.pages.size))
+        assert seq.node is not None
+        self.tree.unlock(seq.node)
+        seq.node = None
+        seq.clear_pages()
+        seq.num_shared = seq.num_computed = seq.num_confirmed = 0
+
+    def _allocate_pages(self, num_pages: int) -> np.ndarray:
+        if num_pages > self.pool.num_free:
+            self.tree.evict(num_pages - self.pool.num_free)
+        pages = self.pool.allocate(num_pages)
+        assert pages is not None, "more pages were promised than there are"
+        return pages
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless every page has exactly one owner. Walks the tree."""
+        own = [seq.pages.view(seq.num_shared, seq.pages.size) for seq in running]
+        self.tree.check_integrity(np.concatenate(own).tolist() if own else ())
+        if not own:
+            assert self.tree.num_evictable == self.tree.num_cached, "pages are locked and nothing runs"

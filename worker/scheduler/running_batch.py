@@ -1,0 +1,66 @@
+"""The running sequences before a step, by what remains to be computed; all of them in a few NumPy operations."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.policy import Horizon, SchedulerView
+from worker.scheduler.sequence import Sequence
+from worker.scheduler.sequence_table import SequenceTable
+
+
+class RunningBatch(NamedTuple):
+    """The running sequences before a step, one entry per sequence, by rank.
+
+    | field | dtype | meaning |
+    | --- | --- | --- |
+    | `rows` | int64 | row in the `SequenceTable` |
+    | `lacking` | int32 | remaining tokens that no step holds |
+    | `computed` | int32 | tokens that are computed, or in flight |
+    | `in_prompt` | bool | a part of the prompt is not computed, or still in flight |
+    | `decode` | bool | one token remains, and the prompt is computed |
+    | `going` | bool | other tokens remain: prefills, and sequences whose last prompt chunk is in flight |
+
+    `is_ending`: a sequence has as many tokens as it may have, so that it ends with a step in flight.
+    """
+
+    rows: np.ndarray
+    lacking: np.ndarray
+    computed: np.ndarray
+    in_prompt: np.ndarray
+    decode: np.ndarray
+    going: np.ndarray
+    is_ending: bool
+
+    @classmethod
+    def classify(cls, rows: np.ndarray, counts: SequenceTable[Sequence]) -> "RunningBatch":
+        """The state of the sequences of `rows`, int64, by rank."""
+        tokens, computed = counts.tokens[rows], counts.computed[rows]
+        unfinished = tokens < counts.limit[rows]
+        in_prompt = counts.confirmed[rows] < counts.prompt[rows]
+        lacking = tokens - computed
+        decode = (lacking == 1) & unfinished & ~in_prompt
+        is_ending = bool(np.count_nonzero(unfinished) < len(rows))
+        return cls(rows, lacking, computed, in_prompt, decode, unfinished & ~decode, is_ending)
+
+    def view(self, counts: SequenceTable[Sequence]) -> SchedulerView:
+        """The part of the policy's view that describes running sequences."""
+        view = SchedulerView(
+            decoding=int(np.count_nonzero(self.decode)),
+            decoding_context=int(np.add.reduce(self.computed[self.decode])),
+        )
+        if np.count_nonzero(self.going):
+            computed, lacking = self.computed[self.going], self.lacking[self.going]
+            in_flight = (computed >= counts.prompt[self.rows[self.going]]) & (lacking == 1)  # the last prompt chunk
+            view.decoding += int(np.count_nonzero(in_flight))
+            view.decoding_context += int(computed[in_flight].sum())
+            view.waiting = len(lacking) - int(np.count_nonzero(in_flight))
+            view.waiting_tokens = int(lacking[~in_flight].sum())
+        return view
+
+    def horizon(self, counts: SequenceTable[Sequence], queue: np.ndarray) -> Horizon:
+        """The horizon of the running sequences and of the waiting ones, whose table rows are `queue`, int64."""
+        rows = np.concatenate((self.rows, queue))
+        missing = np.concatenate((np.where(self.going, self.lacking, 0), counts.tokens[queue] - counts.cached[queue]))
+        to_come = np.maximum(counts.expected[rows] - counts.tokens[rows], 1)
+        return Horizon.of(missing, to_come)

@@ -1,0 +1,144 @@
+"""A step while it is built: its sequences and the sizes of their chunks, within its budget."""
+
+import numpy as np
+
+from pipeline.budget import Budget
+from worker.scheduler.scheduled_step import ScheduledStep
+from worker.scheduler.sequence import Sequence
+from worker.scheduler.sequence_table import SequenceTable
+from worker.step import PENDING, PROMPT_LOGIT_ROWS, Plan
+
+_NOBODY = np.empty(0, dtype=np.int64)
+
+
+class StepBuilder:
+    """Collects the sequences of a step and the sizes of their chunks. Sequences are not changed before `build`."""
+
+    def __init__(self, budget: Budget, page_size: int, counts: SequenceTable[Sequence]) -> None:
+        self.budget = budget
+        self._page_size = page_size
+        self._counts = counts
+        self._prompt_rows_left = PROMPT_LOGIT_ROWS
+        self._decodes = _NOBODY
+        self._sizes: dict[Sequence, int] = {}
+        # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
+        self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sizes) or len(self._decodes) > 0
+
+    def limit(self, seq: Sequence) -> int:
+        """The longest chunk that `seq` may have in this step, in tokens."""
+        size = self._chunk(seq.num_computed, seq.num_missing)
+        return min(size, self._prompt_rows_left) if seq.wants_prompt_logits else size
+
+    def may_start(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence could have a first chunk in this step."""
+        cached = seq.cached_estimate
+        return self._chunk(cached, seq.num_tokens - cached) > 0
+
+    def add_decodes(self, rows: np.ndarray) -> None:
+        """Adds a decode for each sequence of `rows`, int64, all past their prompts. The caller has counted these in the
+        budget."""
+        self._decodes = rows
+
+    def add(self, seq: Sequence, size: int) -> None:
+        """Adds the next `size` tokens of `seq`, which has pages for them."""
+        self._sizes[seq] = size
+        self.budget.add(seq.num_computed, size)
+        if seq.wants_prompt_logits:
+            self._prompt_rows_left -= size
+
+    def watch(self, seq: Sequence) -> None:
+        """Lets other sequences wait for the prefix of `seq`. This step or one in flight computes a part of its
+        prompt."""
+        start, page = self._next_page(seq)
+        self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
+
+    def discard(self, seq: Sequence) -> None:
+        """Removes a sequence, if it is in the step."""
+        others = self._decodes[self._decodes != seq.row]
+        size = self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
+        if size:
+            self.budget.remove(seq.num_computed, size)
+        self._decodes = others
+        start, page = self._next_page(seq)
+        prefilling = self._prefilling.get(start, {}).get(page, [])
+        if seq in prefilling:
+            prefilling.remove(seq)
+
+    def computes_prefix_of(self, seq: Sequence) -> bool:
+        """Whether a sequence in this step, or in one in flight, computes the page that the waiting `seq` would compute
+        first. The tree has this page when that step has ended, so waiting costs less than computing it twice."""
+        tokens, cached, reusable = seq.tokens, seq.cached_estimate, seq.reusable_tokens
+        for start, prefilling in self._prefilling.items():
+            end = start + self._page_size
+            if cached <= start and end <= reusable:
+                alike = prefilling.get(tokens.view(start, end).tobytes(), ())
+                if any(tokens.agrees(other.tokens, 0, start) for other in alike):
+                    return True
+        return False
+
+    def build(self, number: int, after: int | None = None) -> ScheduledStep:
+        """Builds step `number`. Its tokens count as computed from now on. A sequence without remaining tokens gets one
+        more pending token. `after`: with pipeline parallelism, the step in flight that samples the tokens that are
+        pending now."""
+        counts, others = self._counts, list(self._sizes)
+        rows = self._decodes
+        if others:
+            rows = np.concatenate((rows, np.array([seq.row for seq in others], dtype=np.int64)))
+        lengths = np.ones(len(rows), dtype=np.int32)
+        lengths[len(self._decodes) :] = list(self._sizes.values())
+        starts, tokens, pending = counts.computed[rows], counts.tokens[rows], counts.pending[rows]
+        ends = starts + lengths
+        gives = ends == tokens
+        num_logits = gives.astype(np.int32)
+        prompted = []
+        for i, seq in enumerate(others, len(self._decodes)):
+            if seq.wants_prompt_logits:
+                num_logits[i] = ends[i] - max(starts[i], seq.reusable_tokens)
+                prompted.append(i)
+        token_ids = np.where(pending > 0, PENDING, counts.last_token[rows])
+        if others:
+            token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
+        num_kept, num_pages, pages = self._pages(rows)
+        counts.computed[rows] = ends
+        counts.tokens[rows] = tokens + gives
+        counts.pending[rows] = pending + gives
+        plan = Plan(number, counts.slots[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
+        gone = np.zeros(len(rows), dtype=bool)
+        after = after if np.count_nonzero(pending) else None
+        return ScheduledStep(plan, rows, counts.sequences_at(rows), gives, gone, prompted, self.budget.shape, after)
+
+    def _next_page(self, seq: Sequence) -> tuple[int, bytes]:
+        """The first page that ended steps have not filled: its first position, and its known tokens as int32 bytes."""
+        start = seq.num_confirmed // self._page_size * self._page_size
+        return start, seq.tokens.view(start, start + self._page_size).tobytes()
+
+    def _chunk(self, start: int, missing: int) -> int:
+        return self.budget.chunk(start, missing, missing)
+
+    def _token_ids(self, sequences: list[Sequence]) -> list[np.ndarray]:
+        """Token ids of each sequence's chunk, int32; `PENDING` if the host does not know the token yet."""
+        chunks = []
+        for seq in sequences:
+            start = seq.num_computed
+            known = seq.tokens.view(start, start + self._sizes[seq])
+            chunks.append(known if len(known) else np.array([PENDING], dtype=np.int32))
+        return chunks
+
+    def _pages(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Changes of the page tables since the ranks were last told, all int32.
+
+        Returns, per sequence, the number of pages that the ranks keep and the number of pages that follow these; and
+        the following pages of all sequences, concatenated.
+        """
+        counts = self._counts
+        kept, held = counts.sent[rows], counts.pages[rows]
+        changed = np.flatnonzero(kept != held)
+        if not len(changed):
+            return kept, kept - held, np.empty(0, dtype=np.int32)
+        edges = zip(counts.sequences_at(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)
+        pages = np.concatenate([seq.pages.view(first, last) for seq, first, last in edges])
+        counts.sent[rows] = held
+        return kept, held - kept, pages

@@ -1,0 +1,155 @@
+"""The values that pass between scheduler, executor and sampler in one step.
+
+| value | from | to | content |
+| --- | --- | --- | --- |
+| `Plan` | scheduler | every rank | which tokens to compute, in which pages |
+| `SampledTokens` | sampler | scheduler | the next tokens |
+| `StepTime` | every stage | the engine's `StageTimeline` | when a step was computed |
+
+Nothing but plans passes from the scheduler to the ranks. Ranks that apply the same plans in the same order hold the
+same page tables.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.meter import Span
+from worker.messages import Failure, TokenLogprobs
+
+# Token id of a token that a step in flight samples. The host does not know its value yet; the device reads it from
+# `last_tokens[slot]`.
+PENDING = -1
+# Limit per step of prompt tokens with log probabilities: each gives a row of logits, vocabulary x 4 bytes.
+PROMPT_LOGIT_ROWS = 256
+
+
+class Chunk(NamedTuple):
+    """The part of one sequence that a step computes: positions `start` to `start + len(token_ids) - 1`.
+
+    | field | meaning |
+    | --- | --- |
+    | `slot` | row in the ranks' page tables and in the sampler, the sequence's from start to end or preemption |
+    | `start` | position of the first token |
+    | `token_ids` | the tokens; `[PENDING]` if the token is to be read on the device |
+    | `num_kept_pages` | before the step runs, the row of the page table is cut to this number of pages |
+    | `pages` | then these pages are appended |
+    | `num_logits` | number of the chunk's last tokens that give a row of logits each |
+
+    `num_logits` is 0 in the middle of a prompt, 1 if the next token is sampled, and more if log probabilities of the
+    prompt are asked for. The KV of token i of a sequence is in page `table[i // page_size]` at offset `i % page_size`.
+    """
+
+    slot: int
+    start: int
+    token_ids: list[int]
+    num_kept_pages: int
+    pages: list[int]
+    num_logits: int
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """The plan of one step: chunks of different sequences, in the order in which their logits come back.
+
+    The fields of `Chunk` as columns, because most steps have hundreds of chunks of one token. Arrays are int32.
+
+    | field | shape | meaning |
+    | --- | --- | --- |
+    | `step` | | number of the step |
+    | `slots`, `starts`, `num_logits`, `num_kept_pages` | [chunks] | as in `Chunk` |
+    | `lengths`, `num_pages` | [chunks] | number of the chunk's tokens and of its new pages |
+    | `token_ids`, `pages` | [sum of these] | tokens and new pages of all chunks, concatenated |
+    """
+
+    step: int
+    slots: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    num_logits: np.ndarray
+    num_kept_pages: np.ndarray
+    num_pages: np.ndarray
+    token_ids: np.ndarray
+    pages: np.ndarray
+
+    @classmethod
+    def from_chunks(cls, step: int, chunks: Iterable[Chunk]) -> "Plan":
+        """The plan of the given chunks."""
+        slots, starts, token_ids, num_kept, pages, num_logits = zip(*chunks, strict=True)
+        lengths, num_pages = [len(ids) for ids in token_ids], [len(some) for some in pages]
+        flat = [[i for some in column for i in some] for column in (token_ids, pages)]
+        columns = (slots, starts, lengths, num_logits, num_kept, num_pages, *flat)
+        return cls(step, *(np.array(column, dtype=np.int32) for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def has_pending_tokens(self) -> bool:
+        """Whether a token is pending."""
+        return bool((self.token_ids == PENDING).any())
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The chunks one by one. Slow: for tests."""
+        token_ids = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
+        pages = np.split(self.pages, np.cumsum(self.num_pages)[:-1])
+        columns = (self.slots.tolist(), self.starts.tolist(), token_ids, self.num_kept_pages.tolist(), pages)
+        return [
+            Chunk(slot, start, ids.tolist(), kept, some.tolist(), num)
+            for slot, start, ids, kept, some, num in zip(*columns, self.num_logits.tolist(), strict=True)
+        ]
+
+    def only(self, chosen: np.ndarray) -> "Plan":
+        """The plan of the `chosen` chunks alone. `chosen`: bool [chunks]."""
+        columns = [column[chosen] for column in self._columns]
+        columns += [self.token_ids[np.repeat(chosen, self.lengths)], self.pages[np.repeat(chosen, self.num_pages)]]
+        return Plan(self.step, *columns)
+
+    def encode(self) -> bytes:
+        """The plan as one message frame for the other ranks."""
+        sizes = np.array([self.step, len(self), len(self.token_ids), len(self.pages)], dtype=np.int64)
+        return b"".join(part.tobytes() for part in (sizes, *self._columns, self.token_ids, self.pages))
+
+    @classmethod
+    def decode(cls, frame: bytes) -> "Plan":
+        """The plan of a frame that `encode` made. Its arrays are read-only."""
+        step, chunks, tokens, pages = np.frombuffer(frame, dtype=np.int64, count=4).tolist()
+        values = np.frombuffer(frame, dtype=np.int32, offset=32)
+        columns = values[: len(values) - tokens - pages].reshape(-1, chunks)
+        return cls(step, *columns, *np.split(values[columns.size :], [tokens]))
+
+    @property
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self.slots, self.starts, self.lengths, self.num_logits, self.num_kept_pages, self.num_pages
+
+
+class SampledTokens(NamedTuple):
+    """The result of sampling one step for n sequences. Other fields refer to a sequence by its index i in `token_ids`.
+
+    | field | meaning |
+    | --- | --- |
+    | `token_ids` | int64 [n], the next tokens |
+    | `logprobs` | log probabilities by i, where they were asked for |
+    | `failures` | failures by i; each fails one sequence, whose token is not valid |
+    | `complete` | every i whose grammar is complete with this token |
+    """
+
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs]
+    failures: dict[int, Failure]
+    complete: list[int]
+
+
+class StepTime(NamedTuple):
+    """The time in which a stage computed a step."""
+
+    stage: int
+    step: int
+    span: Span

@@ -1,0 +1,24 @@
+"""Structured output: from a JSON schema, a regular expression or a grammar to masks of allowed tokens.
+
+`schema.py` and `regex.py` convert what clients write into grammars (`ebnf.py`) that xgrammar follows exactly, and
+refuse what cannot be converted. `process.py` compiles grammars in processes that can be killed.
+
+Read `compiler.py` first, then `state.py`.
+"""
+
+from worker.structured_output.compiler import GrammarCompiler
+from worker.structured_output.error import CompilerUnavailable, GrammarError
+from worker.structured_output.grammar_queue import GrammarQueue
+from worker.structured_output.state import CompiledGrammar, GrammarState, apply_bitmask, fill_masks, new_bitmask
+
+__all__ = [
+    "CompiledGrammar",
+    "CompilerUnavailable",
+    "GrammarCompiler",
+    "GrammarError",
+    "GrammarQueue",
+    "GrammarState",
+    "apply_bitmask",
+    "fill_masks",
+    "new_bitmask",
+]

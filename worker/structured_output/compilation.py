@@ -1,0 +1,135 @@
+"""Compilation of one grammar with xgrammar, inside the process that is made for it."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from worker.structured_output import regex
+from worker.structured_output.ebnf import EMPTY, Node, Regex, Terminal, alt, to_text
+from worker.structured_output.error import GrammarError
+from worker.structured_output.schema import any_object_to_ebnf, schema_to_ebnf
+from worker.structured_output.serialised import serialised
+from worker.structured_output.tokens import token_bytes
+
+RAW_VOCABULARY = 0  # xgrammar.VocabType.RAW: tokens are given as bytes
+_TRIAL_TOKENS = 48
+SLOW_FILL_S = 0.25
+
+
+_LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)
+
+
+def to_ebnf(kind: str, text: str) -> str:
+    """Converts any `messages.Grammar` to xgrammar's EBNF. Raises GrammarError."""
+    match kind:
+        case "json_schema":
+            return schema_to_ebnf(text)
+        case "json_object":
+            return any_object_to_ebnf()
+        case "regex":
+            pattern = regex.plain(text)
+            if pattern is None:
+                raise GrammarError("no text matches the regular expression")
+            return to_text({"start": Regex(pattern) if pattern else EMPTY}, "start")
+        case "choice":
+            return to_text({"start": _choice(text)}, "start")
+        case "ebnf":
+            if _LARK_RULE.search(text) and "::=" not in text:
+                raise GrammarError('the grammar is in Lark\'s syntax: write rules in EBNF, such as root ::= "a"')
+            return text
+    raise GrammarError(f"there is no kind of grammar called {kind!r}")
+
+
+def _choice(text: str) -> Node:
+    try:
+        choices = json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"choice is not valid JSON: {error}") from None
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) for c in choices):
+        raise GrammarError("choice must be a list of one or more strings")
+    try:
+        json.dumps(choices, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise GrammarError("a choice has half a surrogate pair in it, which is no character") from None
+    return alt(map(Terminal, choices))
+
+
+class Compilation:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self._core = _xgrammar()
+        self._vocab_size = vocab_size
+        texts = token_bytes(model_dir, vocab_size)
+        self._info = self._core.TokenizerInfo(texts, RAW_VOCABULARY, vocab_size, eos_token_ids, False)
+        self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
+
+    def run(self, kind: str, text: str) -> bytes:
+        """The compiled grammar, as `serialised` writes it. Raises GrammarError or MemoryError."""
+        try:
+            ebnf = to_ebnf(kind, text)
+        except RecursionError:
+            raise GrammarError("the grammar is nested too deeply") from None
+        if "\0" in ebnf:
+            raise GrammarError("a grammar cannot contain the character U+0000")
+        compiler = self._core.GrammarCompiler(self._info, self._threads, True, -1)
+        try:
+            compiled = compiler.compile_grammar_from_strings(ebnf, "root")
+            self._try_out(compiled)
+            return serialised(compiled)
+        except RuntimeError as error:
+            if "bad_alloc" in str(error):
+                raise MemoryError from None
+            raise GrammarError(_readable(str(error))) from None
+        except UnicodeDecodeError as error:  # xgrammar's message may contain a part of a character
+            raise GrammarError(_readable(error.object.decode(errors="replace"))) from None
+
+    def _try_out(self, compiled: Any) -> None:
+        """Follows the grammar along random tokens. Raises GrammarError if it allows no token, or is too slow for a
+        server, which waits for it at every token."""
+        matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
+        bitmask = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
+        choose = random.Random(0)
+        for step in range(_TRIAL_TOKENS):
+            began = time.thread_time()
+            matcher.fill_next_token_bitmask(bitmask, 0, False)
+            if time.thread_time() - began > SLOW_FILL_S:
+                raise GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
+            allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+            if step == 0 and not len(allowed):
+                raise GrammarError("the grammar allows no token of this model to begin with")
+            if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed)), False):
+                return
+            if matcher.is_terminated():
+                return
+
+
+def _readable(message: str) -> str:
+    """xgrammar's message without its prefix: time, source file and condition."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", lines[0] if lines else "unknown error")
+    text = re.sub(r"^Check failed: \(.*?\) is false: ", "", text)
+    return f"the grammar does not compile: {text[:500]}"
+
+
+def _xgrammar() -> Any:
+    """xgrammar's C++ classes alone. The package would also import torch and transformers, which takes seconds and
+    200 MB, for parts that are not needed here."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    spec = importlib.util.find_spec("xgrammar")
+    if spec is None or spec.submodule_search_locations is None:
+        raise RuntimeError("xgrammar is not installed")
+    package = types.ModuleType("xgrammar")
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules["xgrammar"] = package
+    importlib.import_module("xgrammar.load_binding")
+    return importlib.import_module("xgrammar.tvm_ffi_binding._ffi_api")

@@ -1,0 +1,178 @@
+"""From a grammar's text to a compiled grammar: compiled in another process, cached here."""
+
+import contextlib
+import ctypes
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from worker.messages import Grammar
+from worker.structured_output.error import CompilerUnavailable
+from worker.structured_output.process import CompilerProcess
+from worker.structured_output.state import CompiledGrammar
+from worker.structured_output.tokens import token_bytes
+
+if TYPE_CHECKING:
+    import xgrammar
+
+_MOST_ROOM_S = 60.0  # longest wait for memory, until requests with large grammars end
+_WORTH_A_TRIM_BYTES = 1 << 20
+
+
+class GrammarCompiler:
+    """Compiles grammars in the background, two at a time, and caches those used last.
+
+    - The cache takes up to `cache_bytes`. Evicted grammars that requests still hold may take as much again; then no
+      other is compiled until some are freed.
+    - Reading the text of a compiled grammar takes ten times the text's size for a moment. So one is read at a time, and
+      its memory is returned to the system.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        vocab_size: int,
+        timeout_s: float,
+        eos_token_ids: Iterable[int],
+        *,
+        memory_bytes: int = 1 << 30,
+        cache_bytes: int = 256 << 20,
+    ) -> None:
+        """`model_dir` holds tokenizer.json. `vocab_size` is that of the logits. Compiling a grammar may take
+        `timeout_s` seconds of CPU time and `memory_bytes`. Cached grammars may take `cache_bytes` together."""
+        self._model_dir = Path(model_dir)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._timeout_s = timeout_s
+        self._cache_bytes = cache_bytes
+        self._process = CompilerProcess(self._model_dir, vocab_size, self._eos_token_ids, memory_bytes=memory_bytes)
+        self._lock = threading.Lock()
+        self._info_lock = threading.Lock()
+        self._info: xgrammar.TokenizerInfo | None = None
+        self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._reading = threading.Lock()
+        self._room = threading.Condition()
+        self._bytes = 0  # of all grammars, in the cache or held by requests
+        self._closed = False
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
+            self._threads.submit(self._process.start)
+            self._threads.submit(self._tokenizer_info)
+
+    def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
+        """Compiles a grammar, or takes it from the cache. Raises RuntimeError after `close`.
+
+        The future fails with GrammarError if the grammar is at fault (the message is for the client), and with
+        CompilerUnavailable if the machine is. Cancelling it does not affect other requests for the same grammar.
+        """
+        with self._lock:
+            shared = self._kept.get(grammar)
+            fresh = shared is None
+            if shared is None:
+                shared = self._kept[grammar] = self._threads.submit(self._compile, grammar)
+            self._kept.move_to_end(grammar)
+        if fresh:
+            shared.add_done_callback(lambda done: self._settle(grammar, done))
+        own: Future[CompiledGrammar] = Future()
+        shared.add_done_callback(lambda done: _pass_on(done, own))
+        return own
+
+    def close(self) -> None:
+        """Ends the process and the threads. Compilations in flight fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+        self._process.close()
+        self._threads.shutdown(wait=True)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that compiles, if there is one."""
+        return self._process.pid
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        info = self._tokenizer_info()
+        self._wait_for_room()
+        text = self._process.compile(grammar.kind, grammar.text, self._timeout_s)
+        with self._reading:
+            return self._read(text, grammar.kind, info)
+
+    def _read(self, text: str, kind: str, info: "xgrammar.TokenizerInfo") -> CompiledGrammar:
+        import xgrammar
+
+        # The size that xgrammar reports leaves out the automata of rules, which may be most of it. The text has them.
+        compiled = CompiledGrammar(xgrammar.CompiledGrammar.deserialize_json(text, info), kind, len(text))
+        with self._room:
+            self._bytes += compiled.size_bytes
+        weakref.finalize(compiled, self._gone, compiled.size_bytes).atexit = False
+        if compiled.size_bytes > _WORTH_A_TRIM_BYTES:
+            _trim()
+        return compiled
+
+    def _wait_for_room(self) -> None:
+        """Waits while grammars, including evicted ones that requests still hold, take too much memory. Raises
+        CompilerUnavailable after `_MOST_ROOM_S`."""
+        with self._room:
+            if not self._room.wait_for(lambda: self._closed or self._bytes <= 2 * self._cache_bytes, _MOST_ROOM_S):
+                raise CompilerUnavailable("the grammars of other requests take all memory that there is for grammars")
+
+    def _gone(self, size_bytes: int) -> None:
+        with self._room:
+            self._bytes -= size_bytes
+            self._room.notify_all()
+
+    def _tokenizer_info(self) -> "xgrammar.TokenizerInfo":
+        """The vocabulary, equal to that of the process: xgrammar compares them."""
+        import xgrammar
+
+        with self._info_lock:
+            if self._info is None:
+                texts = token_bytes(self._model_dir, self._vocab_size)
+                self._info = xgrammar.TokenizerInfo(
+                    texts, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids
+                )
+            return self._info
+
+    def _settle(self, grammar: Grammar, done: "Future[CompiledGrammar]") -> None:
+        """Drops a grammar that failed. Otherwise evicts the least recently used while the cache is too large."""
+        evicted = []  # freed after the lock is released
+        with self._lock:
+            if done.cancelled() or done.exception() is not None:
+                del self._kept[grammar]
+                return
+            sizes = {g: f.result().size_bytes for g, f in self._kept.items() if _succeeded(f)}
+            total = sum(sizes.values())
+            for oldest, size in sizes.items():
+                if total <= self._cache_bytes or oldest == grammar:
+                    break
+                evicted.append(self._kept.pop(oldest))
+                total -= size
+        if evicted:
+            evicted.clear()
+            _trim()
+
+
+def _trim() -> None:
+    """Returns free memory to the system. By itself, glibc does not if memory in use lies above it."""
+    with contextlib.suppress(AttributeError):  # only GNU's C library has this function
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _succeeded(future: "Future[CompiledGrammar]") -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _pass_on(done: "Future[CompiledGrammar]", own: "Future[CompiledGrammar]") -> None:
+    if not own.set_running_or_notify_cancel():
+        return
+    if done.cancelled():
+        own.set_exception(RuntimeError("the compiler is closed"))
+    elif (error := done.exception()) is not None:
+        own.set_exception(error)
+    else:
+        own.set_result(done.result())

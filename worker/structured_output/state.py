@@ -1,0 +1,113 @@
+"""State of a sequence in its grammar, and the masks of allowed tokens that follow from it."""
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from worker.structured_output.error import GrammarError
+
+if TYPE_CHECKING:  # slow to import, and the process that compiles needs neither
+    import torch
+    import xgrammar
+
+# A batch waits for the slowest of its masks. A grammar that takes longer fails its own request. Most such grammars are
+# found by the trial after their compilation.
+_SLOW_FILL_S = 1.0
+
+
+class CompiledGrammar:
+    """A grammar ready for use by any number of sequences."""
+
+    def __init__(self, handle: "xgrammar.CompiledGrammar", kind: str, size_bytes: int = 0) -> None:
+        """`size_bytes`: approximate memory of the grammar."""
+        self.handle = handle
+        self.size_bytes = size_bytes
+        # The request's parameter that the grammar came in.
+        self.param = "response_format" if kind.startswith("json") else kind
+
+
+class GrammarState:
+    """Follows one sequence's output. Not thread-safe."""
+
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        """Starts at the grammar's beginning."""
+        import xgrammar
+
+        self.compiled = compiled
+        self.matcher: Any = xgrammar.GrammarMatcher(compiled.handle)
+        self.num_tokens = 0
+        self.terminated = False
+        """Whether the output is complete and its end token accepted. No token may follow."""
+        self._end_ids = frozenset(self.matcher.stop_token_ids)
+
+    @property
+    def param(self) -> str:
+        """The request's parameter that the grammar came in."""
+        return self.compiled.param
+
+    def accept(self, token_id: int) -> None:
+        """Advances by one token. Raises GrammarError if the grammar does not allow it."""
+        if not self.matcher.accept_token(token_id):
+            raise GrammarError(
+                f"the grammar does not allow token {token_id} as number {self.num_tokens + 1} of the output"
+            )
+        self.num_tokens += 1
+        if token_id in self._end_ids:
+            self.terminated = bool(self.matcher.is_terminated())
+
+
+def new_bitmask(rows: int, vocab_size: int) -> "torch.Tensor":
+    """Masks for `fill_masks`: int32[rows, ceil(vocab_size / 32)] on the CPU."""
+    import torch
+
+    return torch.zeros((rows, -(-vocab_size // 32)), dtype=torch.int32)
+
+
+def fill_masks(
+    states: Sequence[GrammarState], bitmask: "torch.Tensor", rows: Sequence[int], threads: int = 1
+) -> dict[int, GrammarError]:
+    """Writes the tokens that may follow `states[i]` into row `rows[i]` of `bitmask`, on `threads` threads.
+
+    `bitmask` is int32[n, ceil(vocab / 32)] on the CPU: bit t % 32 of word t // 32 is set if token t is allowed. Where
+    the output can only end, the end tokens alone are allowed.
+
+    Returns errors by position in `states`, for a state that allows no token, and for one whose mask took longer than
+    `_SLOW_FILL_S`.
+    """
+    errors = {i: GrammarError("the output is complete already") for i, state in enumerate(states) if state.terminated}
+    running = [i for i in range(len(states)) if i not in errors]
+    began = time.monotonic()
+    _batch(threads).batch_fill_next_token_bitmask(
+        [states[i].matcher for i in running], bitmask, [rows[i] for i in running]
+    )
+    if time.monotonic() - began > _SLOW_FILL_S:
+        # Finds the grammars that are slow themselves, in CPU time, rather than because the machine is busy.
+        for i in running:
+            began = time.thread_time()
+            states[i].matcher.fill_next_token_bitmask(bitmask, rows[i])
+            if time.thread_time() - began > _SLOW_FILL_S:
+                errors[i] = GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
+    allows = np.any(bitmask.numpy()[: max(rows, default=-1) + 1], axis=1).tolist()
+    for i in running:
+        if not allows[rows[i]]:
+            errors.setdefault(i, GrammarError("the grammar allows no token here"))
+    return errors
+
+
+def apply_bitmask(logits: "torch.Tensor", bitmask: "torch.Tensor", rows: list[int]) -> None:
+    """Sets the logits of forbidden tokens to -inf, in place. Row i of `bitmask` applies to row i of `logits`
+    float32[n, vocab], for each i in `rows`. Both are on the same device."""
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=logits.shape[1], indices=rows)
+
+
+@cache
+def _batch(threads: int) -> Any:
+    """xgrammar's object that fills many masks at once."""
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(max_threads=threads)

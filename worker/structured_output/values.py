@@ -1,0 +1,187 @@
+"""Grammars of the parts of JSON: strings, numbers, literals, and lists of members with their commas."""
+
+import json
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from worker.structured_output import decimals, regex
+from worker.structured_output.charset import JSON_PLAIN, complement, intersection, literal, pattern
+from worker.structured_output.conjunction import Schema
+from worker.structured_output.ebnf import EMPTY, NEVER, Alt, Node, Ref, Regex, Repeat, Terminal, alt, optional, seq
+from worker.structured_output.error import GrammarError
+from worker.structured_output.formats import FORMATS
+
+# Formats of the standard that have no expression in `formats`. Formats that are not in the standard are only hints.
+_OTHER_FORMATS = (
+    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+)
+_MOST_MULTIPLES = 1_000
+_MOST_STATES = 128  # characters of a string that an automaton counts
+_MOST_COUNTED = 100_000
+
+_PLAIN = pattern(JSON_PLAIN)
+_HEX = "[0-9a-fA-F]"
+# Surrogates are written in pairs or not at all.
+_ESCAPE = (
+    rf'\\(?:["\\/bfnrt]|u(?:[0-9a-cA-CefEF]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}'
+    rf"|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}))"
+)
+_CHARACTER = f"(?:{_PLAIN}|{_ESCAPE})"
+# At most one space: a small model that may write any whitespace sometimes never stops.
+COMMA = seq(Terminal(","), Ref("space"))
+COLON = seq(Terminal(":"), Ref("space"))
+
+
+def common_rules() -> dict[str, Node]:
+    """The rules that grammars of JSON refer to, among them `any` and `object` for values without a schema."""
+    words = [Terminal("true"), Terminal("false"), Terminal("null")]
+    return {
+        "space": optional(Terminal(" ")),
+        "string": Regex(f'"{_CHARACTER}*"'),
+        "number": Regex(decimals.number(None, None) or ""),
+        "any": Alt((Ref("object"), Ref("array"), Ref("string"), Ref("number"), *words)),
+        "object": seq(Terminal("{"), listed([], seq(Ref("string"), COLON, Ref("any")), 0, None), Terminal("}")),
+        "array": array([], Ref("any"), 0, None),
+    }
+
+
+def constant(value: Any) -> Node:
+    """Exactly this value, in one spelling."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair needs an escape
+        text = json.dumps(value)
+    return Terminal(text)
+
+
+def array(first: Sequence[Node], rest: Node, least: int, most: int | None) -> Node:
+    """An array of `least` to `most` items: those of `first`, then any number of `rest`."""
+    return seq(Terminal("["), listed(first, rest, least, most), Terminal("]"))
+
+
+def listed(first: Sequence[Node], rest: Node, least: int, most: int | None) -> Node:
+    """`first`, then `rest` repeated to `least` to `most` items in all, with commas. All of `first` always come."""
+    if least > _MOST_COUNTED:
+        raise GrammarError(f"a minimum of {least} items is not supported")
+    most = None if most is None else min(most, max(least, _MOST_COUNTED))
+    if first:
+        commas = [part for node in first[1:] for part in (COMMA, node)]
+        done = len(first)
+        return seq(first[0], *commas, _repeat(seq(COMMA, rest), least - done, None if most is None else most - done))
+    if most == 0:
+        return EMPTY
+    body = seq(rest, _repeat(seq(COMMA, rest), least - 1, None if most is None else most - 1))
+    return body if least else optional(body)
+
+
+def _repeat(part: Node, least: int, most: int | None) -> Node:
+    return EMPTY if most == 0 else Repeat(part, max(0, least), most)
+
+
+# ---------------------------------------------------------------- strings
+
+
+def string(schema: Schema, at: str) -> Node:
+    """A string by `format`, `pattern`, `minLength` and `maxLength`. With any of these, its characters need no escape
+    where there is a choice."""
+    least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+    if most is not None:
+        if most < least:
+            return NEVER
+        most = max(least, min(int(most), _MOST_COUNTED))
+    if least > _MOST_COUNTED:
+        raise GrammarError(f"minLength at {at}: {least} is not supported")
+    expression = schema.get("pattern")
+    name = schema.get("format")
+    if name in _OTHER_FORMATS:
+        raise GrammarError(f"format {name!r} at {at} is not supported; supported are {', '.join(sorted(FORMATS))}")
+    if name in FORMATS:
+        if expression is not None:
+            raise GrammarError(f"pattern and format at {at} are not supported together")
+        expression = FORMATS[name]
+    if expression is not None:
+        try:
+            inner = regex.in_json(expression, least, most)
+        except GrammarError as error:
+            raise GrammarError(f"pattern at {at}: {error}") from None
+        return NEVER if inner is None else Regex(f'"(?:{inner})"')
+    return _of_length(least, most)
+
+
+def _of_length(least: int, most: int | None) -> Node:
+    if least == 0 and most is None:
+        return Ref("string")
+    if least > _MOST_STATES or (most or 0) > _MOST_STATES:
+        return seq(Terminal('"'), Repeat(Regex(_PLAIN), least, most), Terminal('"'))
+    if most is None:
+        return Regex(f'"{_CHARACTER}{{{least}}}{_CHARACTER}*"')
+    return Regex(f'"{_PLAIN}{{{least},{most}}}"')
+
+
+def other_name(names: Iterable[str]) -> Node:
+    """A string that is none of `names`, of characters that need no escape."""
+    trie: dict[str, Any] = {}
+    for name in names:
+        if all(any(first <= ord(c) <= last for first, last in JSON_PLAIN) for c in name):
+            node = trie
+            for char in name:
+                node = node.setdefault(char, {})
+            node[""] = {}
+    return Regex(f'"{_none_of(trie)}"')
+
+
+def _none_of(trie: dict[str, Any]) -> str:
+    following = sorted(char for char in trie if char)
+    taken = complement(tuple((ord(char), ord(char)) for char in following))
+    choices = [f"{pattern(intersection(taken, JSON_PLAIN))}{_PLAIN}*"]
+    choices += [literal(char) + _none_of(trie[char]) for char in following]
+    if "" not in trie:
+        choices.append("")
+    return f"(?:{'|'.join(choices)})"
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def number(schema: Schema, at: str, *, whole: bool) -> Node:
+    """A number, or integer, by its limits and `multipleOf`."""
+    low, above = _limit(schema, "minimum", "exclusiveMinimum", max)
+    high, below = _limit(schema, "maximum", "exclusiveMaximum", min)
+    factor = schema.get("multipleOf")
+    if factor is not None and not (whole and factor == 1):
+        return _multiples(Fraction(str(factor)), low, high, above, below, at)
+    if not whole:
+        found = decimals.number(low, high, above=above, below=below)
+    else:
+        low = low + 1 if low is not None and above and low.denominator == 1 else low
+        high = high - 1 if high is not None and below and high.denominator == 1 else high
+        found = decimals.integer(low, high)
+    return NEVER if found is None else Regex(found)
+
+
+def _limit(schema: Schema, key: str, exclusive_key: str, stricter: Any) -> tuple[Fraction | None, bool]:
+    """The stricter of an inclusive and an exclusive limit, and whether that one is exclusive."""
+    limits = [Fraction(str(schema[k])) for k in (key, exclusive_key) if k in schema]
+    if not limits:
+        return None, False
+    value = stricter(limits)
+    return value, exclusive_key in schema and Fraction(str(schema[exclusive_key])) == value
+
+
+def _multiples(
+    factor: Fraction, low: Fraction | None, high: Fraction | None, above: bool, below: bool, at: str
+) -> Node:
+    if factor.denominator != 1:
+        raise GrammarError(f"multipleOf at {at} is supported for whole numbers only, not {float(factor)}")
+    step = factor.numerator
+    if low is None or high is None or (high - low) / step > _MOST_MULTIPLES:
+        raise GrammarError(
+            f"multipleOf at {at} is supported only with a minimum and a maximum that have no more than "
+            f"{_MOST_MULTIPLES} multiples between them"
+        )
+    first, last = -(-low // step) * step, high // step * step
+    values = range(first, last + 1, step)
+    return alt(Terminal(str(v)) for v in values if not (above and v == low) and not (below and v == high))
