@@ -46,8 +46,8 @@ def server(arguments: Sequence[str], checkout: Path | None = None) -> Iterator[s
 
 def environment_of(checkout: Path) -> dict[str, str]:
     """The environment in which Python finds the modules of another checkout of Shoal first."""
-    paths = [str(checkout.resolve()), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    paths = [str(checkout.resolve()), *(path for path in sys.path if path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _await_ready(child: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
