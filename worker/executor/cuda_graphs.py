@@ -226,13 +226,13 @@ class CudaGraphRunner:
         is_first = self._decoder.config.is_first
         given = torch.where(given < 0, self._last_tokens[slots], given) if is_first else passed
         if not self._is_last:
-            hidden = self._decoder.hidden(given, positions, self._attention)
+            hidden = self._decoder.forward(given, positions, self._attention)
             if hidden.data_ptr() != passed.data_ptr():
                 passed.copy_(hidden)
             return
         wanted = None
         if kind is GraphKind.MIXED:
             wanted, slots = inputs["wanted"][:rows], inputs["owners"][:rows]
-        hidden = self._decoder.hidden(given, positions, self._attention, wanted)
+        hidden = self._decoder.forward(given, positions, self._attention, wanted)
         logits = self._decoder.logits(hidden, self._logits[:rows])
         greedy_argmax_into(logits, self._likeliest[:rows], slots, self._last_tokens)

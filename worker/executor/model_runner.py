@@ -104,13 +104,13 @@ class ModelRunner(Executor):
         self._has_pending_tokens = False  # whether this step has tokens that only the device knows
         self._working_bytes = 0  # peak memory of the largest step, if `_profile` has run it
         if self.device.type == "cuda":
-            self.decoder.prepare(
+            self.decoder.build_rope_tables(
                 min(self.model_config.context_length, config.context_length or self.model_config.context_length)
             )
             sizes = product_sizes(self._max_running, self._graph_tokens)
-            self.decoder.choose_products(sizes, self._token_budget, gemm_folder)
+            self.decoder.autotune_gemms(sizes, self._token_budget, gemm_folder)
             if self.stage.count > 1:
-                self.decoder.warm(self._max_running)
+                self.decoder.warm_up(self._max_running)
             columns = self.vocab_size if self.stage.is_last else 0
             self._logits = torch.empty(self._max_running, columns, dtype=torch.float32, device=self.device)
         self.num_pages = self._num_pages(config)
@@ -238,9 +238,9 @@ class ModelRunner(Executor):
         elif self._has_pending_tokens:
             given = torch.where(given < 0, self.last_tokens[slots[0]], given)
         if not self.stage.is_last:
-            return self.decoder.hidden(given, positions, attention)
+            return self.decoder.forward(given, positions, attention)
         layers = self.decoder if self._piecewise_graphs is None else self._piecewise_graphs
-        return self.decoder.logits(layers.hidden(given, positions, attention, wanted))
+        return self.decoder.logits(layers.forward(given, positions, attention, wanted))
 
     @torch.inference_mode()
     def _in_pieces(self, attention: GraphAttention) -> PiecewiseGraphs | None:

@@ -3,19 +3,19 @@
 Up to some number of tokens, a host takes longer to launch a layer's kernels one by one than the GPU takes to run them.
 The number depends on the model: some hundreds for an 8B model, some thousands for a 0.6B model. A graph launches all
 kernels at once. Attention stays outside the graphs, because its kernels depend on the batch. The gain is measured at
-start, and the graphs are used only where there is one.
+start, and the graphs are used only where there is one. With them, the first token of Qwen3-0.6B takes 3.1 ms after a
+prompt of 300 tokens and 4.4 ms after one of 1,024 on an H200 (bench/RESULTS.md: gpu.qwen3_06b.beside_8b).
 """
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from kernels.attention.interface import AttentionBackend, AttentionBatch, GraphAttention
-from worker.models.decoder import Decoder
+from worker.models.decoder import Decoder, PieceBuffers
 
 log = logging.getLogger(__name__)
 
@@ -24,73 +24,69 @@ LEAST_GAIN = 0.1
 
 
 class ProbeBatch(NamedTuple):
-    """A step to measure. `given`: token ids. `positions`: positions of the tokens. Both are int64 `[n]` on the
-    device."""
+    """A step to measure: a batch with the token ids and positions of its tokens, int64 `[n]` on the device."""
 
     batch: AttentionBatch
-    given: torch.Tensor
+    token_ids: torch.Tensor
     positions: torch.Tensor
 
 
-@dataclass
-class _PieceSlots:
-    """Implements `kernels.attention.interface.KVSlots` for a graph."""
-
-    kv: torch.Tensor
-    slots: torch.Tensor
-
-
 class PiecewiseGraphs:
-    """Runs `Decoder.hidden` with graphs, without pipeline parallelism. Graphs of all sizes share their input and output
-    tensors."""
+    """Runs `Decoder.forward` with graphs, without pipeline parallelism. Graphs of all sizes share their input and
+    output tensors."""
 
-    def __init__(self, decoder: Decoder, attention: GraphAttention, most: int) -> None:
-        """Allocate the shared tensors for up to `most` tokens. Until graphs are captured, `hidden` calls the
+    def __init__(self, decoder: Decoder, attention: GraphAttention, max_tokens: int) -> None:
+        """Allocate the shared tensors for up to `max_tokens` tokens. Until graphs are captured, `forward` calls the
         decoder's."""
-        self.most = most
+        self.max_tokens = max_tokens
         self._decoder, self._attention = decoder, attention
         config, device = decoder.config, decoder.device
-        heads = most, config.num_heads, config.head_dim
-        self._given, self._positions = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2))
         num_pages, num_kv_heads, page_size = attention.kv.shape[2:5]
-        self._scratch = (num_pages - 1) * num_kv_heads * page_size
-        self._rows = torch.full((most,), self._scratch, dtype=torch.int64, device=device)
-        self._x = torch.zeros(most, config.hidden_size, dtype=decoder.dtype, device=device)
-        self._queries, self._attended = (torch.zeros(heads, dtype=decoder.dtype, device=device) for _ in range(2))
+        self._padding_slot = (num_pages - 1) * num_kv_heads * page_size
+        heads = max_tokens, config.num_heads, config.head_dim
+        self._buffers = PieceBuffers(
+            token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            slots=torch.full((max_tokens,), self._padding_slot, dtype=torch.int64, device=device),
+            kv=attention.kv,
+            hidden=torch.zeros(max_tokens, config.hidden_size, dtype=decoder.dtype, device=device),
+            queries=torch.zeros(heads, dtype=decoder.dtype, device=device),
+            attended=torch.zeros(heads, dtype=decoder.dtype, device=device),
+        )
         self._graphs: dict[int, list[Callable[[], None]]] = {}
 
     @classmethod
     def if_faster(
-        cls, decoder: Decoder, attention: GraphAttention, sizes: list[int], make: Callable[[int], ProbeBatch]
+        cls, decoder: Decoder, attention: GraphAttention, sizes: list[int], make_probe: Callable[[int], ProbeBatch]
     ) -> "PiecewiseGraphs | None":
         """Capture the graphs of those sizes, in tokens, with which steps are measured to be faster; None if there are
         none.
 
         `sizes` ascend. Every fourth one and the last are measured, until one is not faster on every rank. Sizes above
-        the last faster one are left out. `make` returns a step of a given number of tokens; measuring it overwrites the
-        pages of its batch.
+        the last faster one are left out. `make_probe` returns a step of a given number of tokens; measuring it
+        overwrites the pages of its batch.
         """
         began_s = time.monotonic()
-        most = 0
+        max_tokens = 0
         for size in (*sizes[3:-1:4], *sizes[-1:]):
-            if not decoder.communicator.all_reduce_min(int(cls(decoder, attention, size).is_faster(make(size)))):
+            if not decoder.communicator.all_reduce_min(int(cls(decoder, attention, size).is_faster(make_probe(size)))):
                 break  # at least one rank is not faster
-            most = size
-        if not most:
+            max_tokens = size
+        if not max_tokens:
             return None
-        pieces = cls(decoder, attention, most)
-        pieces.capture([size for size in sizes if size <= most])
-        log.info("Captured steps of up to %d tokens in pieces in %.1f s", most, time.monotonic() - began_s)
+        pieces = cls(decoder, attention, max_tokens)
+        pieces.capture([size for size in sizes if size <= max_tokens])
+        log.info("Captured steps of up to %d tokens in pieces in %.1f s", max_tokens, time.monotonic() - began_s)
         return pieces
 
-    def is_faster(self, trial: ProbeBatch) -> bool:
-        """Whether graphs make a step of `most` tokens faster, by `LEAST_GAIN` at least."""
-        batch, given, positions = trial
+    def is_faster(self, probe: ProbeBatch) -> bool:
+        """Whether graphs make a step of `max_tokens` tokens faster, by `LEAST_GAIN` at least."""
+        batch, token_ids, positions = probe
         self._attention.plan(batch)
-        tokens = given, positions, self._attention, given[:1]
-        without_s = self._seconds(lambda: self._decoder.hidden(*tokens))
-        self.capture([self.most])
-        with_s = self._seconds(lambda: self.hidden(*tokens))
+        step = token_ids, positions, self._attention, token_ids[:1]
+        without_s = self._seconds(lambda: self._decoder.forward(*step))
+        self.capture([self.max_tokens])
+        with_s = self._seconds(lambda: self.forward(*step))
         return with_s < (1 - LEAST_GAIN) * without_s
 
     def capture(self, sizes: list[int]) -> None:
@@ -103,39 +99,35 @@ class PiecewiseGraphs:
         """Drop the graphs."""
         self._graphs.clear()
 
-    def hidden(
+    def forward(
         self,
-        given: torch.Tensor,
+        token_ids: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBackend,
-        wanted: torch.Tensor | None = None,
+        logit_indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Like `Decoder.hidden`. `attention` must be the backend that was given to `__init__`, and have planned the
+        """Like `Decoder.forward`. `attention` must be the backend that was given to `__init__`, and have planned the
         batch. Steps longer than the largest graph run without graphs."""
-        tokens = len(given)
-        size = min((size for size in self._graphs if size >= tokens), default=0)
+        n = len(token_ids)
+        size = min((size for size in self._graphs if size >= n), default=0)
         if not size:
-            return self._decoder.hidden(given, positions, attention, wanted)
-        self._given[:tokens].copy_(given)
-        self._positions[:tokens].copy_(positions)
-        self._rows[:tokens].copy_(attention.slots)
-        self._rows[tokens:size].fill_(self._scratch)  # padding goes into the last page, which no sequence uses
+            return self._decoder.forward(token_ids, positions, attention, logit_indices)
+        buffers = self._buffers
+        buffers.token_ids[:n].copy_(token_ids)
+        buffers.positions[:n].copy_(positions)
+        buffers.slots[:n].copy_(attention.slots)
+        buffers.slots[n:size].fill_(self._padding_slot)  # in the last page, which no sequence uses
         for layer, replay in enumerate(self._graphs[size]):
             replay()
-            self._attention.attend_into(layer, self._queries[:tokens], self._attended[:tokens])
-        return self._decoder.finish(self._x[:tokens], self._attended[:tokens].flatten(1), wanted)
-
-    def _piece(self, index: int, size: int) -> None:
-        places = _PieceSlots(self._attention.kv, self._rows[:size])
-        of_tokens = self._given[:size], self._x[:size], self._attended[:size].flatten(1), self._positions[:size]
-        self._decoder.piece(index, *of_tokens, places, self._queries[:size])
+            self._attention.attend_into(layer, buffers.queries[:n], buffers.attended[:n])
+        return self._decoder.finish(buffers.hidden[:n], buffers.attended[:n].flatten(1), logit_indices)
 
     def _captured(self, size: int, pool: Any) -> list[Callable[[], None]]:
         replays = []
         for index in range(self._decoder.config.num_layers):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._piece(index, size)
+                self._decoder.piece(index, self._buffers.first(size))
             replays.append(graph.replay)
         return replays
 

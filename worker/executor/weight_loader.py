@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from kernels.linear.fp8_linear import Fp8Weight, quantize
 from worker.models.config import DecoderConfig
-from worker.models.decoder import parameter_shapes
+from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
 
 Progress = Callable[[int, int], None]

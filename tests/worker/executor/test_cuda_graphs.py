@@ -213,7 +213,7 @@ class UncapturedPieces(PiecewiseGraphs):
 
     def _run(self, index: int, size: int) -> None:
         self.ran.add(size)
-        self._piece(index, size)
+        self._decoder.piece(index, self._buffers.first(size))
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine, unc
     folder = tiny_model(name)
     engine, _ = triton_engine(folder, token_budget=24, overlap=True)
     runner = engine.runner
-    runner.decoder.prepare(runner.context_length)
+    runner.decoder.build_rope_tables(runner.context_length)
     runner._graphs, runner._piecewise_graphs = None, uncaptured_pieces(runner.decoder, runner._attention, 16)
     runner._piecewise_graphs.capture(sizes := mixed_sizes(4, 16))
     # The longest step is longer than all pieces.
@@ -246,13 +246,13 @@ def test_pieces_are_kept_if_faster(
     """What steps take without and with them, of 32, of 64 and of 128 tokens."""
     engine, _ = triton_engine(tiny_model("llama"))
     runner, left = engine.runner, iter(seconds)
-    runner.decoder.prepare(runner.context_length)
+    runner.decoder.build_rope_tables(runner.context_length)
     monkeypatch.setattr(uncaptured_pieces, "_seconds", lambda _, step: (step(), next(left))[1])
     with torch.inference_mode():
         pieces = uncaptured_pieces.if_faster(runner.decoder, runner._attention, mixed_sizes(16, 256), runner._trial)
     assert next(left, None) is None, "no more is tried than what gains, and what does not"
     if most:
-        assert pieces.most == most and list(pieces._graphs) == [64, 56, 48, 40, 32, 28, 24, 20]
+        assert pieces.max_tokens == most and list(pieces._graphs) == [64, 56, 48, 40, 32, 28, 24, 20]
         assert pieces.ran == {32, 64, 128}
         pieces.close()
         assert not pieces._graphs

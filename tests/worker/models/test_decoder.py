@@ -109,7 +109,7 @@ def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
     shapes: list[tuple[int, ...]] = []
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda x: shapes.append(tuple(logits(x).shape)))
-    decoder.warm(27)
+    decoder.warm_up(27)
     assert shapes == [(rows, decoder.config.vocab_size) for rows in (8, 16, 24)]
 
 

@@ -1,0 +1,172 @@
+"""The layer of the decoder, stated once for all architectures. `DecoderLayer.forward` is the model.
+
+What differs between steps (their size, whether attention is inside a CUDA graph, the number of ranks) is not here:
+`worker.models.residual_stream` says which kernels a sublayer becomes, and `worker.models.decoder` runs the parts of the
+layers in several orders.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.attention.interface import AttentionBackend, KVSlots
+from kernels.linear.fp8_linear import Fp8Linear
+from kernels.linear.linear import Linear
+from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.norm import rms_norm
+from kernels.ops.rotary import Rope, rotate
+from worker.models.config import DecoderConfig
+from worker.models.residual_stream import Activation, ResidualStream
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """The inputs of a forward pass that all layers share.
+
+    - `positions`: int64 `[n]`.
+    - `attention`: the attention over the KV cache, which has planned the batch.
+    - `angles`: on a CPU, cosines and sines of the positions for each rotary embedding of the model. None on a GPU:
+      there the layers have tables.
+    """
+
+    positions: torch.Tensor
+    attention: AttentionBackend
+    angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] | None
+
+
+@dataclass
+class SelfAttention:
+    """Attention of layer `index`, over the KV cache. Parameters are named as in `parameter_shapes`.
+
+    `rope_table` is the `Rope.table` of this layer, on a GPU.
+    """
+
+    config: DecoderConfig
+    index: int
+    input_norm: torch.Tensor
+    qkv: Linear | Fp8Linear
+    out: Linear | Fp8Linear
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    out_norm: torch.Tensor | None = None
+    rope_table: torch.Tensor | None = None
+
+    @property
+    def rope(self) -> Rope:
+        return self.config.ropes[self.index]
+
+    def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Queries, keys and values before rotation, `[n, (num_heads + 2 * num_kv_heads) * head_dim]`, in `out` if
+        given."""
+        return x.project(self.input_norm, self.qkv, out)
+
+    def forward(self, qkv: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Concatenated outputs of the heads, `[n, num_heads * head_dim]`. Keys and values are in the KV cache
+        afterwards."""
+        if context.angles is None:
+            queries = self.rotate_and_store(qkv, context.positions, context.attention)
+            out = context.attention.attend(self.index, queries)
+        else:
+            out = context.attention.run(self.index, *self._rotate(qkv, *context.angles[self.rope]))
+        return out.flatten(1)
+
+    def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
+        """Adds the output product of `forward`'s result."""
+        x.add(self.out, attended, self.out_norm)
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, positions: torch.Tensor, kv_slots: KVSlots, queries: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The part of `forward` before attention, in one kernel on a GPU. Writes keys and values to `kv_slots`. Returns
+        the rotated queries, `[n, num_heads, head_dim]`, in `queries` if given."""
+        from kernels.ops.fused import rotate_and_store
+
+        assert self.rope_table is not None, "Decoder.build_rope_tables makes it"
+        return rotate_and_store(
+            qkv,
+            self.config.num_heads,
+            self.rope_table,
+            positions,
+            kv_slots.slots,
+            kv_slots.kv[self.index],
+            self.q_norm,
+            self.k_norm,
+            self.config.norm_eps,
+            queries,
+        )
+
+    def _rotate(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values. Queries and keys are rotated, and normalised before if the model does that."""
+        heads, kv_heads, eps = self.config.num_heads, self.config.num_kv_heads, self.config.norm_eps
+        qk, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + kv_heads, kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split((heads, kv_heads), dim=1)
+            qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
+        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
+        return q, k, v
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """Gated MLP of a layer (https://arxiv.org/abs/2002.05202). Parameters are named as in `parameter_shapes`."""
+
+    norm: torch.Tensor
+    gate_up: Linear | Fp8Linear
+    down: Linear | Fp8Linear
+    activation: Activation
+    out_norm: torch.Tensor | None = None
+
+    def forward(self, x: ResidualStream) -> None:
+        """Adds the MLP's output."""
+        gated = x.project_gated(self.norm, self.gate_up, self.activation)
+        x.add(self.down, gated, self.out_norm)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """A layer: attention, then an MLP. Each reads the residual stream through a norm, and adds its output to it.
+
+    The parts are members, so that a layer of another kind has another member: experts in place of `mlp`, or attention
+    with a state of its own in place of `attention`.
+    """
+
+    attention: SelfAttention
+    mlp: GatedMLP
+
+    @classmethod
+    def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
+        """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
+        `qkv`, `out`, `gate_up` and `down` are linear layers."""
+        attention = SelfAttention(
+            config,
+            index,
+            parameters["input_norm"],
+            parameters["qkv"],
+            parameters["out"],
+            parameters.get("q_norm"),
+            parameters.get("k_norm"),
+            parameters.get("attention_out_norm"),
+        )
+        mlp = GatedMLP(
+            parameters["mlp_norm"],
+            parameters["gate_up"],
+            parameters["down"],
+            silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul,
+            parameters.get("mlp_out_norm"),
+        )
+        return cls(attention, mlp)
+
+    def forward(self, x: ResidualStream, context: ForwardContext) -> None:
+        """Runs the layer: the part before attention, attention, and the part after it."""
+        qkv = self.attention.project(x)
+        attended = self.attention.forward(qkv, context)
+        self.post_attention(x, attended)
+
+    def post_attention(self, x: ResidualStream, attended: torch.Tensor) -> None:
+        """The part after attention, `attended` being the output of `SelfAttention.forward`. Needs no other token's
+        hidden states."""
+        self.attention.add_output(x, attended)
+        self.mlp.forward(x)

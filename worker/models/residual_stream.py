@@ -1,0 +1,134 @@
+"""The residual stream, which the sublayers of a decoder read and add to, and three ways to run that on a device.
+
+A sublayer reads the stream through a norm (`project`, `project_gated`) and ends with a product that is added to the
+stream (`add`). `worker.models.layer` says once which sublayers a layer has. The classes here say which kernels that
+makes, and when the ranks of tensor parallelism sum their parts. The sublayers are the same in each.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.linear.fp8_linear import Fp8Linear
+from kernels.linear.linear import Linear
+from kernels.ops.activation import gelu_tanh_and_mul
+from kernels.ops.norm import add_rms_norm, rms_norm
+from worker.parallel.communicator import Communicator
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""Gated activation, `[n, 2 * size]` to `[n, size]`."""
+
+EMBEDDING_TURN = 2
+"""Turn of `Communicator.reduce_buffer` for the sum of embeddings. The sums of a stream alternate between turns 0 and 1,
+and the last sum of a step has turn 1. So consecutive sums differ, also from one step to the next."""
+
+
+class ResidualStream:
+    """Hidden states of all tokens of a batch: every kernel runs once for the whole batch. The default.
+
+    An output is added to the hidden states as late as possible, by the norm that reads them next: one kernel adds and
+    normalises, and with several GPUs of one machine it also sums the ranks' parts (`kernels.comm.all_reduce`: NCCL
+    takes 19 us to begin what takes 5 us to send, 161 times in a decode step of a 70B model). On a single rank the
+    product itself adds to the hidden states where it can (`Linear.add_to`).
+    """
+
+    def __init__(self, x: torch.Tensor, communicator: Communicator, eps: float) -> None:
+        """x: `[n, hidden_size]`, contiguous, the same on all ranks of `communicator`. Overwritten. `eps` is that of all
+        norms."""
+        self.x = x
+        self._communicator, self._eps = communicator, eps
+        self._turn = 0
+        # Output of the last sublayer where x lacks it: this rank's part, or the sum of all ranks' parts.
+        self._update: torch.Tensor | None = None
+        self._is_summed = False
+
+    def project(self, norm: torch.Tensor, linear: Linear | Fp8Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Product of the normalised hidden states, `[n, linear's outputs]`, in `out` if given. norm:
+        `[hidden_size]`."""
+        return linear(self._normalised(norm), out)
+
+    def project_gated(self, norm: torch.Tensor, linear: Linear | Fp8Linear, activation: Activation) -> torch.Tensor:
+        """`project`, followed by the activation: `[n, linear's outputs / 2]`."""
+        return activation(linear(self._normalised(norm)))
+
+    def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        """Adds the sum of all ranks' `linear(y)`, normalised if there is a `norm`. y: `[n, linear's inputs]`."""
+        if norm is None and self._communicator.size == 1 and isinstance(linear, Linear) and linear.adds:
+            linear.add_to(self.x, y)
+            return
+        self._update, self._is_summed = linear(y, self._reduce_buffer()), False
+        if norm is not None:
+            self._update, self._is_summed = rms_norm(self._communicator.all_reduce(self._update), norm, self._eps), True
+
+    def complete(self) -> torch.Tensor:
+        """The hidden states with everything that was added, `[n, hidden_size]`."""
+        update = self._take_update()
+        if update is None:
+            return self.x
+        return self.x.add_(update if self._is_summed else self._communicator.all_reduce(update))
+
+    def _normalised(self, norm: torch.Tensor) -> torch.Tensor:
+        """Adds the last sublayer's output to x, and returns x normalised."""
+        update = self._take_update()
+        if update is None:
+            return rms_norm(self.x, norm, self._eps)
+        add_and_norm = add_rms_norm if self._is_summed else self._communicator.add_rms_norm
+        return add_and_norm(update, self.x, norm, self._eps)
+
+    def _take_update(self) -> torch.Tensor | None:
+        update, self._update = self._update, None
+        return update
+
+    def _reduce_buffer(self) -> torch.Tensor | None:
+        """Memory for this rank's part of the next sum (`Communicator.reduce_buffer`)."""
+        turn, self._turn = self._turn, 1 - self._turn
+        return self._communicator.reduce_buffer(len(self.x), self.x.shape[1], self.x.dtype, turn)
+
+
+class HalfBatchStream(ResidualStream):
+    """Hidden states of one half of a long batch, with tensor parallelism. While one half is summed, the other computes.
+
+    With many tokens an all-reduce takes as long as a matrix product. It runs on a stream of its own here, from the end
+    of the product until the norm that needs the sum. bench/RESULTS.md has no figure of a run without halves.
+    """
+
+    def __init__(self, x: torch.Tensor, communicator: Communicator, eps: float) -> None:
+        super().__init__(x, communicator, eps)
+        self._wait_for_sum: Callable[[], torch.Tensor] | None = None
+
+    def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        assert norm is None, "a norm of the output would need the sum at once"
+        self._wait_for_sum, self._is_summed = self._communicator.all_reduce_async(linear(y)), True
+
+    def _take_update(self) -> torch.Tensor | None:
+        wait, self._wait_for_sum = self._wait_for_sum, None
+        return None if wait is None else wait()
+
+
+class OneTokenStream(ResidualStream):
+    """Hidden states of a single token on a GPU, which then only reads weights: GEMV kernels, five a layer with
+    attention's excluded.
+
+    Norm, activation and residual are part of the products (`kernels.linear.gemv`). On an H200, Llama-3.1-8B decodes one
+    sequence at 233 tokens/s in bfloat16 and at 359 in fp8 (bench/RESULTS.md: gpu.llama8b, gpu.llama8b.fp8).
+    """
+
+    def project(self, norm: torch.Tensor, linear: Linear | Fp8Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+        from kernels.linear.gemv import gemv
+
+        return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, out=out)
+
+    def project_gated(self, norm: torch.Tensor, linear: Linear | Fp8Linear, activation: Activation) -> torch.Tensor:
+        from kernels.linear.gemv import gated_gemv
+
+        gelu = activation is gelu_tanh_and_mul
+        return gated_gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, gelu=gelu)
+
+    def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        from kernels.linear.gemv import gemv
+
+        assert norm is None, "the product adds its output to the hidden states"
+        residual = self.x if self._communicator.rank == 0 else None  # only one rank's part of the sum includes it
+        out = self._reduce_buffer()
+        part = gemv(y, linear.weight, linear.bias, linear.scales, residual=residual, out=out)
+        self.x = self._communicator.all_reduce(part)
