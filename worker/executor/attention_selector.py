@@ -1,4 +1,5 @@
-"""The choice of a rank's attention backend, with the reason if a faster one is missing on its machine."""
+"""The attention backend of a rank: its choice, with the reason if a faster one is missing on its machine, and its
+construction."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.attention import flashinfer_backend
-from kernels.attention.interface import AttentionShape
+from kernels.attention.interface import AttentionBackend, AttentionShape
+from kernels.attention.torch_backend import TorchAttention
 
 _SLOWER = "attention runs on Triton's kernels, which are slower"
 _INSTALL = "In the folder of Shoal's source: pip install --constraint requirements.lock '.[gpu]'"
@@ -18,6 +20,15 @@ class AttentionChoice(NamedTuple):
 
     name: str
     problem: str = ""
+
+
+class AttentionLimits(NamedTuple):
+    """The largest batches that a backend allocates for: sequences; pages of all of them together; tokens of a CUDA
+    graph."""
+
+    max_sequences: int
+    max_pages: int
+    max_tokens: int
 
 
 def choose_attention(
@@ -46,3 +57,22 @@ def choose_attention(
     else:
         return AttentionChoice("flashinfer")
     return AttentionChoice("triton", problem)
+
+
+def build_attention(
+    choice: AttentionChoice, kv: torch.Tensor, shape: AttentionShape, limits: AttentionLimits
+) -> AttentionBackend:
+    """Builds the chosen backend over the pages `kv`, in the layout of `kernels.attention.interface`. Backends of a CPU
+    have no limits."""
+    # Modules that not every machine can import are imported where they are used: numba on CPUs, Triton on GPUs.
+    if choice.name == "flashinfer":
+        return flashinfer_backend.FlashInferAttention(kv, shape, *limits)
+    if choice.name == "triton":
+        from kernels.attention.triton_backend import TritonAttention
+
+        return TritonAttention(kv, shape, *limits)
+    if choice.name == "numba":
+        from kernels.attention.cpu.numba_backend import NumbaAttention
+
+        return NumbaAttention(kv, shape)
+    return TorchAttention(kv, shape)

@@ -29,6 +29,21 @@ def num_pages(tokens: int, page_size: int) -> int:
     return pages
 
 
+def context_length(configured: int | None, model: int, capacity: int) -> int:
+    """Returns the longest sequence that a replica serves, in tokens: the configured length, or else the model's own, at
+    most the cache's `capacity`. Raises ValueError if the configured length is more than either."""
+    if configured is None:
+        return min(model, capacity)
+    if configured > model:
+        raise ValueError(f"context_length {configured} is more than the model's own, {model}")
+    if configured > capacity:
+        raise ValueError(
+            f"context_length {configured} is more than the KV cache holds, {capacity} tokens: "
+            "lower it, or set kv_tokens"
+        )
+    return configured
+
+
 def cpu_tokens(bytes_per_token: int, fraction: float | None = None) -> int:
     """Returns the default capacity of the KV cache on a CPU, in tokens. `fraction` is the part of the available memory
     that it may take, by default `CPU_MEMORY_FRACTION`; at most `CPU_MAX_TOKENS`."""

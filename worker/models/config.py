@@ -5,11 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from kernels.attention.interface import AttentionShape
 from kernels.ops.rotary import Rope
+
+
+class _EndTokens(msgspec.Struct):
+    """The end tokens in generation_config.json."""
+
+    eos_token_id: int | list[int] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,21 @@ def read_config(model: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{model} has no readable model configuration: {error}") from error
+
+
+def eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int, ...]:
+    """Returns the tokens that end a text: those in generation_config.json, else the model configuration's. Raises
+    ValueError, with the file's name, if the file cannot be decoded."""
+    path = model / "generation_config.json"
+    if path.exists():
+        try:
+            own = msgspec.json.decode(path.read_bytes(), type=_EndTokens)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not as it should be: {error}") from None
+        configured = configured if own.eos_token_id is msgspec.UNSET else own.eos_token_id
+    if configured is None:
+        return ()
+    return (configured,) if isinstance(configured, int) else tuple(configured)
 
 
 def decoder_config(hf: PretrainedConfig) -> DecoderConfig:

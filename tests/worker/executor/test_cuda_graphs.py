@@ -249,7 +249,7 @@ def test_pieces_are_kept_if_faster(
     runner.decoder.build_rope_tables(runner.context_length)
     monkeypatch.setattr(uncaptured_pieces, "_seconds", lambda _, step: (step(), next(left))[1])
     with torch.inference_mode():
-        pieces = uncaptured_pieces.if_faster(runner.decoder, runner._attention, mixed_sizes(16, 256), runner._trial)
+        pieces = uncaptured_pieces.if_faster(runner.decoder, runner._attention, mixed_sizes(16, 256), runner._probe)
     assert next(left, None) is None, "no more is tried than what gains, and what does not"
     if most:
         assert pieces.max_tokens == most and list(pieces._graphs) == [64, 56, 48, 40, 32, 28, 24, 20]

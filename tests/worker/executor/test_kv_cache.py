@@ -48,6 +48,25 @@ def test_a_cache_holds_a_page_at_least() -> None:
         kv_cache.num_pages(15, 16)
 
 
+@pytest.mark.parametrize(
+    ("configured", "capacity", "length"), [(None, 640, 256), (None, 160, 160), (100, 640, 100), (160, 160, 160)]
+)
+def test_context_length(configured: int | None, capacity: int, length: int) -> None:
+    assert kv_cache.context_length(configured, 256, capacity) == length
+
+
+@pytest.mark.parametrize(
+    ("configured", "message"),
+    [
+        (257, "257 is more than the model's own, 256"),
+        (200, "200 is more than the KV cache holds, 160 tokens: lower it"),
+    ],
+)
+def test_a_context_that_is_too_long_is_refused(configured: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kv_cache.context_length(configured, 256, 160)
+
+
 def test_memory_of_the_steps_under_way_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pages, no more than there are; of the device's memory, half of what is free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3000, 10_000))

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tests.worker.conftest import TINY, Sequences
 from worker.config import WorkerConfig
-from worker.executor.model_runner import ModelRunner, _eos_token_ids
-from worker.models.config import ARCHITECTURES, decoder_config, read_config
+from worker.executor.model_runner import ModelRunner
+from worker.models.config import ARCHITECTURES, decoder_config, eos_token_ids, read_config
 from worker.step import Chunk, Plan
 
 NEW_TOKENS = 8
@@ -61,16 +61,16 @@ def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model:
     [('{"eos_token_id": 5}', (5,)), ('{"eos_token_id": [5, 6]}', (5, 6)), ("{}", (2,)), ('{"eos_token_id": null}', ())],
 )
 def test_tokens_that_end_a_text(said: str, ends: tuple[int, ...], tmp_path: Path) -> None:
-    assert _eos_token_ids(tmp_path, [2]) == (2,)
+    assert eos_token_ids(tmp_path, [2]) == (2,)
     (tmp_path / "generation_config.json").write_text(said)
-    assert _eos_token_ids(tmp_path, 2) == ends
+    assert eos_token_ids(tmp_path, 2) == ends
 
 
 @pytest.mark.parametrize("said", ["", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}'])
 def test_wrong_tokens_that_end_a_text_are_named(said: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(said)
     with pytest.raises(ValueError, match=r"generation_config\.json") as error:
-        _eos_token_ids(tmp_path, 2)
+        eos_token_ids(tmp_path, 2)
     assert "eos_token_id" not in said or "eos_token_id" in str(error.value)
 
 
