@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with (graphs captured so far, number of graphs) after each capture."""
 
-_ROWS_APART = 64  # logits rows between two graphs of the same size
+_LOGITS_STRIDE = 64  # logits between two graphs of the same size
 
 
 class GraphKind(Enum):
@@ -41,11 +41,11 @@ def product_sizes(max_running: int, max_tokens: int) -> list[int]:
     return sorted({*decode_sizes(max_running), *(size for size in (320, 384, 448) if size <= max_tokens)})
 
 
-def logit_rows(size: int, most: int) -> list[int]:
-    """Numbers of logits rows, up to `most`, for which a mixed step of `size` tokens gets a graph each, ascending. The
-    LM head is the largest matrix of all, and its cost grows with every `_ROWS_APART` rows."""
-    size = min(size, most)
-    return [*range(_ROWS_APART, size, _ROWS_APART), size]
+def logit_counts(size: int, max_logits: int) -> list[int]:
+    """Numbers of logits, up to `max_logits`, for which a mixed step of `size` tokens gets a graph each, ascending. The
+    LM head is the largest matrix of all, and its cost grows with every `_LOGITS_STRIDE` logits."""
+    size = min(size, max_logits)
+    return [*range(_LOGITS_STRIDE, size, _LOGITS_STRIDE), size]
 
 
 class CudaGraphRunner:
@@ -75,31 +75,31 @@ class CudaGraphRunner:
         """
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
         self._logits, self._begin = logits, begin
-        self._likeliest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        most = max(len(logits), max_tokens)
+        self._greedy_tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        max_size = max(len(logits), max_tokens)
         config = decoder.config
         self._is_last = config.is_last
-        # Hidden states of every token: first the previous stage's output, then this stage's own.
-        rows = 0 if config.is_first and config.is_last else most
-        self._passed = logits.new_zeros(rows, config.hidden_size, dtype=decoder.dtype)
-        names = ("wanted", "owners", "token_ids", "positions", "slots")
-        self._inputs = GraphInputs(logits.device, dict.fromkeys(names, (torch.int64, most)))
+        # Hidden states of every token: first the previous stage's output, then this stage's own. For one stage, none.
+        num_hidden = 0 if config.is_first and config.is_last else max_size
+        self._hidden = logits.new_zeros(num_hidden, config.hidden_size, dtype=decoder.dtype)
+        names = ("logit_indices", "logit_slots", "token_ids", "positions", "slots")
+        self._inputs = GraphInputs(logits.device, dict.fromkeys(names, (torch.int64, max_size)))
         decodes = np.array(decode_sizes(len(logits)))
         self._sizes = {GraphKind.DECODE: decodes, GraphKind.MIXED: np.array(token_sizes(max_tokens))}
         if attention.has_plain_graphs:
             self._sizes[GraphKind.DECODE_SHARED_PREFIX] = decodes[decodes > 1]
-        # By kind, tokens and rows of logits, see `shapes`.
+        # By kind, tokens and number of logits, see `shapes`.
         self._graphs: dict[tuple[GraphKind, int, int], torch.cuda.CUDAGraph] = {}
 
     @property
     def shapes(self) -> list[tuple[GraphKind, int, int]]:
-        """Kind, tokens and rows of logits of every graph, the largest first. Rows are fewer than tokens only for
-        `MIXED` graphs of the last stage."""
+        """Kind, tokens and number of logits of every graph, the largest first. There are fewer logits than tokens only
+        in `MIXED` graphs of the last stage."""
         shapes = [
-            (kind, size, rows)
+            (kind, size, num_logits)
             for kind, sizes in self._sizes.items()
             for size in sizes.tolist()
-            for rows in self._rows(kind, size)
+            for num_logits in self._logit_counts(kind, size)
         ]
         return sorted(shapes, key=lambda shape: -shape[1])
 
@@ -109,17 +109,17 @@ class CudaGraphRunner:
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         shapes = self.shapes
-        for index, (kind, size, rows) in enumerate(shapes):
+        for index, (kind, size, num_logits) in enumerate(shapes):
             chunks = np.zeros(1, dtype=np.int32)
             batch = AttentionBatch(tables, chunks, chunks, chunks + 1)
             self._fill(kind, batch, np.zeros(1, dtype=np.int64), size, None)
             # A run before the capture compiles, loads and allocates what the first use needs.
-            self._forward(kind, size, rows)
+            self._forward(kind, size, num_logits)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._forward(kind, size, rows)
-            self._graphs[kind, size, rows] = graph
+                self._forward(kind, size, num_logits)
+            self._graphs[kind, size, num_logits] = graph
             if progress is not None:
                 progress(index + 1, len(shapes))
         torch.cuda.synchronize()
@@ -132,8 +132,7 @@ class CudaGraphRunner:
         self._graphs.clear()
 
     def fits(self, batch: AttentionBatch, num_logits: int) -> bool:
-        """Whether a graph exists for a mixed step with `num_logits` rows of logits, and is the fastest way to run
-        it."""
+        """Whether a graph exists for a mixed step with `num_logits` logits, and is the fastest way to run it."""
         fits = batch.num_tokens <= self._sizes[GraphKind.MIXED][-1] and num_logits <= len(self._logits)
         return fits and self._attention.fits_graph(batch)
 
@@ -141,49 +140,52 @@ class CudaGraphRunner:
         self,
         batch: AttentionBatch,
         token_ids: np.ndarray,
-        wanted: np.ndarray | None = None,
-        owners: np.ndarray | None = None,
+        logit_indices: np.ndarray | None = None,
+        logit_slots: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a step, and write the argmax of its logits to `last_tokens` as well.
 
         - `token_ids`: integers `[n]`; below 0 for a token that only the device has.
-        - `wanted`: indices of the tokens whose logits are returned, int64 `[m]`. None for a step of decodes: logits of
-          all tokens.
-        - `owners`: int64 `[m]`, the slots whose last tokens the argmax of each row becomes; -1 for none.
+        - `logit_indices`: indices of the tokens whose logits are returned, int64 `[m]`. None for a step of decodes:
+          logits of all tokens.
+        - `logit_slots`: int64 `[m]`, the slots whose newest token the argmax of each of these logits becomes; -1 for
+          none.
 
         Returns logits, `[m, vocab_size]`, and their argmax, int64 `[m]` (see `kernels.ops.argmax`). On a stage before
         the last one, returns the hidden states of all tokens, `[n, hidden_size]`, and None. The next run overwrites the
         returned tensors.
         """
-        self._replay(GraphKind.DECODE if wanted is None else GraphKind.MIXED, batch, token_ids, wanted, owners)
+        kind = GraphKind.DECODE if logit_indices is None else GraphKind.MIXED
+        self._replay(kind, batch, token_ids, logit_indices, logit_slots)
         if not self._is_last:
-            return self._passed[: len(token_ids)], None
-        rows = len(token_ids) if wanted is None else len(wanted)
-        return self._logits[:rows], self._likeliest[:rows]
+            return self._hidden[: len(token_ids)], None
+        num_logits = len(token_ids) if logit_indices is None else len(logit_indices)
+        return self._logits[:num_logits], self._greedy_tokens[:num_logits]
 
     def _replay(
         self,
         kind: GraphKind,
         batch: AttentionBatch,
         token_ids: np.ndarray,
-        wanted: np.ndarray | None,
-        owners: np.ndarray | None,
+        logit_indices: np.ndarray | None,
+        logit_slots: np.ndarray | None,
     ) -> None:
         sizes = self._sizes[kind]
         size = int(sizes[np.searchsorted(sizes, len(token_ids))])
         shared = self._attention.shared_prefixes(batch) if size > 1 else None
         if kind is GraphKind.DECODE and shared is not None and GraphKind.DECODE_SHARED_PREFIX in self._sizes:
             kind = GraphKind.DECODE_SHARED_PREFIX
-        self._fill(kind, batch, token_ids, size, shared, wanted, owners)
-        if (passed := self._begin()) is not None:
-            self._passed[: len(passed)].copy_(passed)
-            self._passed[len(passed) : size].zero_()
-        rows = size if wanted is None else next(rows for rows in self._rows(kind, size) if rows >= len(wanted))
-        self._graphs[kind, size, rows].replay()
+        self._fill(kind, batch, token_ids, size, shared, logit_indices, logit_slots)
+        if (received := self._begin()) is not None:
+            self._hidden[: len(received)].copy_(received)
+            self._hidden[len(received) : size].zero_()
+        least = size if logit_indices is None else len(logit_indices)
+        num_logits = next(count for count in self._logit_counts(kind, size) if count >= least)
+        self._graphs[kind, size, num_logits].replay()
 
-    def _rows(self, kind: GraphKind, size: int) -> list[int]:
-        """Numbers of logits rows of the graphs of `size` tokens, ascending."""
-        return logit_rows(size, len(self._logits)) if kind is GraphKind.MIXED and self._is_last else [size]
+    def _logit_counts(self, kind: GraphKind, size: int) -> list[int]:
+        """Numbers of logits of the graphs of `size` tokens, ascending."""
+        return logit_counts(size, len(self._logits)) if kind is GraphKind.MIXED and self._is_last else [size]
 
     def _fill(
         self,
@@ -192,47 +194,47 @@ class CudaGraphRunner:
         token_ids: np.ndarray,
         size: int,
         shared: SharedPrefixes | None,
-        wanted: np.ndarray | None = None,
-        owners: np.ndarray | None = None,
+        logit_indices: np.ndarray | None = None,
+        logit_slots: np.ndarray | None = None,
     ) -> None:
         if shared is None and not (kind is GraphKind.DECODE and self._attention.has_plain_graphs):
             # This kind of graph always reads shared prefixes once, even if there are none.
             shared = SharedPrefixes.none()
         self._attention.plan_graph(batch, size, shared, chunks=kind is GraphKind.MIXED)
         # Padding writes its keys and values to the last page and its token to the last entry of `last_tokens`, which no
-        # sequence uses. Its rows of logits are not read.
-        nobody = len(self._last_tokens) - 1
-        slots, takers = np.full(size, nobody), np.full(size, nobody)
+        # sequence uses. Its logits are not read.
+        padding_slot = len(self._last_tokens) - 1
+        slots, greedy_slots = np.full(size, padding_slot), np.full(size, padding_slot)
         slots[: len(token_ids)] = np.repeat(batch.rows, batch.lengths)
-        if owners is not None:
-            takers[: len(owners)] = np.where(owners < 0, nobody, owners)
+        if logit_slots is not None:
+            greedy_slots[: len(logit_slots)] = np.where(logit_slots < 0, padding_slot, logit_slots)
         self._inputs.fill(
             {
-                "wanted": np.zeros(0, dtype=np.int64) if wanted is None else wanted,
-                "owners": takers,
+                "logit_indices": np.zeros(0, dtype=np.int64) if logit_indices is None else logit_indices,
+                "logit_slots": greedy_slots,
                 "token_ids": token_ids,
                 "positions": token_positions(batch),
                 "slots": slots,
             }
         )
 
-    def _forward(self, kind: GraphKind, size: int, rows: int) -> None:
+    def _forward(self, kind: GraphKind, size: int, num_logits: int) -> None:
         # Imported only on a GPU: a machine without one needs no Triton.
         from kernels.ops.argmax import greedy_argmax_into
 
-        inputs = self._inputs
-        given, slots = inputs["token_ids"][:size], inputs["slots"][:size]
-        positions, passed = inputs["positions"][:size], self._passed[:size]
+        buffers = self._inputs
+        token_ids, slots = buffers["token_ids"][:size], buffers["slots"][:size]
+        positions, hidden = buffers["positions"][:size], self._hidden[:size]
         is_first = self._decoder.config.is_first
-        given = torch.where(given < 0, self._last_tokens[slots], given) if is_first else passed
+        inputs = torch.where(token_ids < 0, self._last_tokens[slots], token_ids) if is_first else hidden
         if not self._is_last:
-            hidden = self._decoder.forward(given, positions, self._attention)
-            if hidden.data_ptr() != passed.data_ptr():
-                passed.copy_(hidden)
+            out = self._decoder.forward(inputs, positions, self._attention)
+            if out.data_ptr() != hidden.data_ptr():
+                hidden.copy_(out)
             return
-        wanted = None
+        logit_indices = None
         if kind is GraphKind.MIXED:
-            wanted, slots = inputs["wanted"][:rows], inputs["owners"][:rows]
-        hidden = self._decoder.forward(given, positions, self._attention, wanted)
-        logits = self._decoder.logits(hidden, self._logits[:rows])
-        greedy_argmax_into(logits, self._likeliest[:rows], slots, self._last_tokens)
+            logit_indices, slots = buffers["logit_indices"][:num_logits], buffers["logit_slots"][:num_logits]
+        out = self._decoder.forward(inputs, positions, self._attention, logit_indices)
+        logits = self._decoder.logits(out, self._logits[:num_logits])
+        greedy_argmax_into(logits, self._greedy_tokens[:num_logits], slots, self._last_tokens)

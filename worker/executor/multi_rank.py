@@ -189,9 +189,9 @@ class MultiRankExecutor(Executor):
         """See `Executor.take_step_times`."""
         ran = self.runner.take_step_times()
         while self._times.poll(0):
-            told = msgspec.msgpack.decode(self._times.recv(), type=_StageTimes)
-            by = self._clocks.offset_s(told.stamp)
-            ran += [StepTime(stage, step, Span(*(at_s + by for at_s in span))) for stage, step, span in told.ran]
+            times = msgspec.msgpack.decode(self._times.recv(), type=_StageTimes)
+            offset_s = self._clocks.offset_s(times.stamp)
+            ran += [StepTime(stage, step, Span(*(at_s + offset_s for at_s in span))) for stage, step, span in times.ran]
         return ran
 
     def close(self) -> None:
@@ -359,9 +359,9 @@ class Follower:
         step at the same time."""
         if ran := self._runner.take_step_times():
             if self._stage.communicator.rank == 0:
-                told = _StageTimes(ClockStamp(self._host, time.monotonic(), self._came), ran)
+                times = _StageTimes(ClockStamp(self._host, time.monotonic(), self._came), ran)
                 with suppress(zmq.Again):  # the queue is full: no one takes the times
-                    self._times.send(msgspec.msgpack.encode(told), zmq.NOBLOCK)
+                    self._times.send(msgspec.msgpack.encode(times), zmq.NOBLOCK)
             self._came.clear()
 
     def close(self) -> None:
