@@ -28,7 +28,7 @@ class Admission:
         self,
         config: WorkerConfig,
         holdings: KVCacheManager,
-        counts: SequenceTable[Sequence],
+        table: SequenceTable[Sequence],
         clock: Callable[[], float],
         longest_first: bool = False,
     ) -> None:
@@ -39,7 +39,7 @@ class Admission:
         self.kv_demand = PeakKVEstimator(holdings.page_size)
         self._holdings = holdings
         self._page_size = holdings.page_size
-        self._counts = counts
+        self._table = table
         self._clock = clock
         self._num_changes = 0  # how often a sequence was added or left
         self._blocked_at: tuple[int, int] | None = None  # `_comings` when a sequence last found no room
@@ -61,7 +61,7 @@ class Admission:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
         self._num_changes += 1
         if self._longest_first:  # no other policy reads it
-            seq.num_expected = seq.num_tokens + self.kv_demand.expected_tokens(seq)
+            seq.expected_tokens = seq.num_tokens + self.kv_demand.expected_tokens(seq)
         if ready:
             self.queue.add(seq, step)
         else:
@@ -99,8 +99,8 @@ class Admission:
         if self.is_blocked(step):
             return
         comings = self._comings(step)
-        counts, rows = self._counts, running.rows
-        growth = -(-(counts.limit[rows] - 1) // self._page_size) - counts.pages[rows]
+        table, rows = self._table, running.rows
+        growth = -(-(table.token_limit[rows] - 1) // self._page_size) - table.num_pages[rows]
         self.kv_demand.begin(running, int(np.maximum(growth, 0).sum()))
         now_s = self._clock()
         limit = None if before is None else self.queue.urgency(before, now_s)

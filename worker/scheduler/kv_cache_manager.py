@@ -26,11 +26,11 @@ class KVCacheManager:
 
     def cached_tokens(self, seq: Sequence) -> int:
         """Length of the cached prefix of `seq` now, in tokens; at most its `reusable_tokens`."""
-        return self.tree.match(seq.tokens.view(0, seq.reusable_tokens)).num_tokens
+        return self.tree.match(seq.token_ids(0, seq.reusable_tokens)).num_tokens
 
     def acquire_prefix(self, seq: Sequence) -> None:
         """Locks the cached prefix of `seq` in the tree and gives it these pages."""
-        match = self.tree.match(seq.tokens.view(0, seq.reusable_tokens))
+        match = self.tree.match(seq.token_ids(0, seq.reusable_tokens))
         self.tree.lock(match.node)
         seq.node = match.node
         seq.add_pages(match.pages)
@@ -56,8 +56,8 @@ class KVCacheManager:
         num_full = seq.num_confirmed // self.page_size
         if num_full <= seq.num_shared:
             return
-        tokens, pages = seq.tokens.view(0, num_full * self.page_size), seq.pages.view(0, num_full)
-        node, num_present = self.tree.insert(tokens, pages)
+        token_ids, pages = seq.token_ids(0, num_full * self.page_size), seq.pages(0, num_full)
+        node, num_present = self.tree.insert(token_ids, pages)
         assert seq.node is not None
         self.tree.lock(node)
         self.tree.unlock(seq.node)
@@ -65,7 +65,7 @@ class KVCacheManager:
         twice = slice(seq.num_shared, num_present // self.page_size)
         if twice.stop > twice.start:
             self.pool.free(pages[twice])
-            pages[twice] = self.tree.match(tokens).pages[twice]
+            pages[twice] = self.tree.match(token_ids).pages[twice]
             seq.num_sent_pages = 0
         seq.num_shared = num_full
 
@@ -73,7 +73,7 @@ class KVCacheManager:
         """Frees all pages of `seq`. `keep`: the whole pages that ended steps computed go to the tree first."""
         if keep:
             self.cache_prefix(seq)
-        self.pool.free(seq.pages.view(seq.num_shared, seq.pages.size))
+        self.pool.free(seq.own_pages)
         assert seq.node is not None
         self.tree.unlock(seq.node)
         seq.node = None
@@ -89,7 +89,7 @@ class KVCacheManager:
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every page has exactly one owner. Walks the tree."""
-        own = [seq.pages.view(seq.num_shared, seq.pages.size) for seq in running]
+        own = [seq.own_pages for seq in running]
         self.tree.check_integrity(np.concatenate(own).tolist() if own else ())
         if not own:
             assert self.tree.num_evictable == self.tree.num_cached, "pages are locked and nothing runs"

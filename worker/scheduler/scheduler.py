@@ -279,10 +279,10 @@ class Scheduler:
         """
         assert self._in_flight[0] is step, "updates come in the order of the steps"
         now_s = self.clock()
-        is_decode = step.samples & (step.plan.lengths == 1) & (step.plan.starts >= self._table.prompt[step.rows])
+        is_decode = step.samples & (step.plan.lengths == 1) & (step.plan.starts >= self._table.num_prompt[step.rows])
         decodes = step.rows[is_decode & ~step.dropped]
         if len(decodes):
-            self.policy.finished(now_s - float(self._table.answered_s[decodes].min()))
+            self.policy.finished(now_s - float(self._table.last_output_s[decodes].min()))
         self._confirm(step)
         for chunk, logprobs in prompt_logprobs.items():
             known = step.sequences[chunk].prompt_logprobs
@@ -299,10 +299,10 @@ class Scheduler:
         load = copy.copy(self.counters)
         load.running = len(self.running)
         load.waiting = len(self._waiting)
-        rows, waiting, counts = self.running.rows, self._waiting.rows, self._table
-        load.context_tokens = int(counts.computed[rows].sum())
-        load.waiting_tokens = int(np.maximum(counts.prompt[rows] - counts.computed[rows], 0).sum())
-        load.waiting_tokens += int(np.maximum(counts.prompt[waiting] - counts.cached[waiting], 0).sum())
+        rows, waiting, table = self.running.rows, self._waiting.rows, self._table
+        load.context_tokens = int(table.num_computed[rows].sum())
+        load.waiting_tokens = int(np.maximum(table.num_prompt[rows] - table.num_computed[rows], 0).sum())
+        load.waiting_tokens += int(np.maximum(table.num_prompt[waiting] - table.cached_estimate[waiting], 0).sum())
         load.kv_tokens_cached = self.kv_cache.tree.num_evictable * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
@@ -317,14 +317,12 @@ class Scheduler:
         assert len(places) == len(self._sequences), "a sequence is nowhere, or in two places"
         assert all(self._sequences[seq.request_id] is seq for seq in places)
         for seq in self.running:
-            assert seq.num_computed <= seq.pages.size * self.page_size, "tokens without a page"
+            assert seq.num_computed <= seq.num_pages * self.page_size, "tokens without a page"
             assert seq.num_confirmed <= min(seq.num_computed, seq.num_known)
             assert seq.num_pending <= len(self._in_flight)
         for seq in waiting:
-            assert seq.slot == -1 and seq.pages.size == 0 and seq.node is None, "a waiting sequence holds pages"
+            assert seq.slot == -1 and seq.num_pages == 0 and seq.node is None, "a waiting sequence holds pages"
         self._table.check_integrity(places)
-        for seq in places:
-            assert (seq.num_known, seq.num_pages) == (seq.tokens.size, seq.pages.size), "counted wrongly"
 
     # ------------------------------------------------------------ arrival
 
@@ -350,11 +348,11 @@ class Scheduler:
 
     def _snapshot(self, running: RunningBatch) -> SchedulerView:
         """The view for the policy. Also decides whether the next step overlaps the oldest one (`_returning`)."""
-        counts, queue = self._table, self._waiting.queue.rows
-        view = running.view(counts)
+        table, queue = self._table, self._waiting.queue.rows
+        view = running.view(table)
         view.free_kv = self.kv_cache.num_available / self.num_pages
         if len(queue):
-            queued = int((counts.tokens[queue] - counts.cached[queue]).sum())
+            queued = int((table.num_tokens[queue] - table.cached_estimate[queue]).sum())
             if not self.running.has_room or self._waiting.is_blocked(self._step):
                 view.blocked_tokens = queued
             else:
@@ -367,7 +365,7 @@ class Scheduler:
             self._returning = self._in_flight[0]
             view.in_flight = view.in_flight[1:]
         if self.policy.longest_first and view.waiting_tokens and not view.blocked_tokens:
-            view.horizon = running.horizon(counts, queue)
+            view.horizon = running.horizon(table, queue)
         return view
 
     def _look_ahead(self, view: SchedulerView) -> None:
@@ -379,19 +377,19 @@ class Scheduler:
     def _schedule_running(self, running: RunningBatch) -> list[Sequence]:
         """Adds decodes of running sequences to the step, as many as the budget takes. Returns the running sequences
         that need other chunks, by rank; the caller adds these one by one."""
-        rows, counts = running.rows, self._table
+        rows, table = running.rows, self._table
         decode, going = running.decode, running.going
         if self.config.pp > 1:
-            is_known = counts.pending[rows] == 0
+            is_known = table.num_pending[rows] == 0
             if (back := self._returning) is not None:
-                is_known |= (counts.pending[rows] == 1) & np.isin(rows, back.rows[back.samples & ~back.dropped])
+                is_known |= (table.num_pending[rows] == 1) & np.isin(rows, back.rows[back.samples & ~back.dropped])
             decode, going = decode & is_known, going & is_known
             if not self.policy.chunks_follow:
-                going &= counts.confirmed[rows] == running.computed
+                going &= table.num_confirmed[rows] == running.computed
         if np.count_nonzero(running.in_prompt):
-            for seq in counts.sequences_at(rows[running.in_prompt]):
+            for seq in table.sequences_at(rows[running.in_prompt]):
                 self._builder.watch(seq)
-        others = counts.sequences_at(rows[going]) if np.count_nonzero(going) else []
+        others = table.sequences_at(rows[going]) if np.count_nonzero(going) else []
         self._schedule_decodes(rows[decode])
         return others
 
@@ -401,23 +399,23 @@ class Scheduler:
         With pipeline parallelism, sequences whose last token came first go first. If there may not be pages for all,
         the order is by rank instead: only the sequence of the first rank is certain to get a page.
         """
-        counts, budget = self._table, self._builder.budget
+        table, budget = self._table, self._builder.budget
         decodes = ready
         if self.config.pp > 1:
-            since_s = np.where(counts.pending[ready] > 0, math.inf, counts.answered_s[ready])
+            since_s = np.where(table.num_pending[ready] > 0, math.inf, table.last_output_s[ready])
             decodes = ready[np.argsort(since_s, kind="stable")]
-        contexts = counts.computed[decodes]
+        contexts = table.num_computed[decodes]
         taken = budget.take_decodes(contexts)
         decodes, contexts = decodes[:taken], contexts[:taken]
-        short = decodes[contexts >= counts.pages[decodes] * self.page_size]
+        short = decodes[contexts >= table.num_pages[decodes] * self.page_size]
         if len(short) <= self.kv_cache.num_available:
             if len(short):
-                self.kv_cache.allocate_each(counts.sequences_at(short))
+                self.kv_cache.allocate_each(table.sequences_at(short))
             self._builder.add_decodes(decodes)
             return
         for context in contexts.tolist():
             budget.remove(context, 1)
-        for seq in counts.sequences_at(ready):
+        for seq in table.sequences_at(ready):
             if taken and seq.is_running and self._make_room(seq, 1):
                 self._builder.add(seq, 1)
                 taken -= 1
@@ -515,12 +513,12 @@ class Scheduler:
 
     def _confirm(self, step: ScheduledStep) -> None:
         """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree."""
-        counts, plan = self._table, step.plan
+        table, plan = self._table, step.plan
         there = np.flatnonzero(~step.dropped)
-        there = there[counts.slots[step.rows[there]] >= 0]  # without preempted sequences
+        there = there[table.slot[step.rows[there]] >= 0]  # without preempted sequences
         rows, starts = step.rows[there], plan.starts[there]
-        counts.confirmed[rows] = starts + plan.lengths[there]
-        for chunk in there[starts < counts.prompt[rows]].tolist():
+        table.num_confirmed[rows] = starts + plan.lengths[there]
+        for chunk in there[starts < table.num_prompt[rows]].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:
@@ -529,24 +527,24 @@ class Scheduler:
                 self.fail(step.sequences[chosen[place]].request_id, failure)
         places = np.flatnonzero(~step.dropped[chosen])
         chunks, ids = chosen[places], sampled.token_ids[places]
-        rows, counts = step.rows[chunks], self._table
+        rows, table = step.rows[chunks], self._table
         sequences = [step.sequences[chunk] for chunk in chunks.tolist()]
         given = list(zip(sequences, ids.tolist(), strict=True))
         for seq, token_id in given:
-            seq.fresh.append(token_id)
+            seq.new_token_ids.append(token_id)
         outputs = [Output(request_id=seq.request_id, token_ids=[token_id]) for seq, token_id in given]
-        counts.pending[rows] -= 1
-        counts.last_token[rows] = ids
-        counts.answered_s[rows] = now_s
+        table.num_pending[rows] -= 1
+        table.last_token[rows] = ids
+        table.last_output_s[rows] = now_s
         self.counters.output_tokens += len(ids)
         if sampled.logprobs:
             for output, place in zip(outputs, places.tolist(), strict=True):
                 if place in sampled.logprobs:
                     output.logprobs = [sampled.logprobs[place]]
-        for i in np.flatnonzero(~counts.announced[rows]).tolist():
+        for i in np.flatnonzero(~table.announced[rows]).tolist():
             self._announce(sequences[i], outputs[i])
-        counts.announced[rows] = True
-        ends = self._stop_checker.may_stop(counts, rows, ids)
+        table.announced[rows] = True
+        ends = self._stop_checker.may_stop(table, rows, ids)
         if sampled.complete:
             ends |= np.isin(places, sampled.complete)
         for i in np.flatnonzero(ends).tolist():

@@ -95,7 +95,7 @@ class WaitingQueue:
 
     def _place(self, seq: Sequence) -> tuple[int, bool, int, int, int]:
         """Sort key of the queue, ascending; constant while a sequence waits."""
-        to_come = seq.num_expected - seq.num_tokens if self._longest_first else 0
+        to_come = seq.expected_tokens - seq.num_tokens if self._longest_first else 0
         return (-seq.priority, not seq.preempted, seq.job, -to_come, seq.arrival)
 
     def urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, float, int, int]:

@@ -70,7 +70,7 @@ class Piped(Driver):
         rows = self.executor.forward(step.plan).logits.argmax(1)
         self.executor.last_tokens.copy_(known)
         update = self.sample(step, rows)
-        assert (self.scheduler._table.slots[step.rows[update[0]]] == step.plan.slots[update[0]]).all(), "another's"
+        assert (self.scheduler._table.slot[step.rows[update[0]]] == step.plan.slots[update[0]]).all(), "another's"
         if self.hands_back:
             self.sampled = step
             self.fill()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline.schedule import POLICIES
 from tests.worker.driver import Driver, prompt
 from worker.messages import Generate, SamplingParams
-from worker.scheduler.sequence import IntRow
+from worker.scheduler.sequence import Sequence
 
 # ---------------------------------------------------------------- one request
 
@@ -179,8 +179,8 @@ def test_different_prompts_do_not_wait_for_each_other(drive):
 
 def test_prompts_that_start_at_once_are_not_all_compared_with_each_other(drive, monkeypatch):
     d = drive(num_pages=400, token_budget=1000)
-    compared, agrees = [], IntRow.agrees
-    monkeypatch.setattr(IntRow, "agrees", lambda *rows: compared.append(rows) or agrees(*rows))
+    compared, shares_prefix = [], Sequence.shares_prefix
+    monkeypatch.setattr(Sequence, "shares_prefix", lambda *some: compared.append(some) or shares_prefix(*some))
     for i in range(64):
         d.add(str(i), prompt(9, seed=i))
     d.step()
