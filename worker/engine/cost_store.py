@@ -136,6 +136,12 @@ def predicts(config: WorkerConfig) -> bool:
     return POLICIES[config.schedule_name].predicts
 
 
+def needs_costs(config: WorkerConfig) -> bool:
+    """Whether a replica learns what its steps cost: for its schedule, or, with several stages, to tell what they wait
+    for (`Meter.planned`)."""
+    return predicts(config) or config.pp > 1
+
+
 def rows_of(config: WorkerConfig, device: torch.device) -> PaddedSizes:
     """Returns the padded sizes of a replica's steps on such a device. `config` limits the sizes."""
     return PaddedSizes.of_graphs(config.max_running, config.token_budget) if device.type == "cuda" else UNPADDED

@@ -21,7 +21,7 @@ from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
-from worker.engine.cost_store import CostStore, predicts
+from worker.engine.cost_store import CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
 from worker.engine.stage_timeline import StageTimeline
 from worker.engine.steps import Steps
@@ -59,7 +59,7 @@ def load_components(
     sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
     grammars = GrammarCompiler(model_dir, executor.vocab_size, config.grammar_timeout_s, executor.eos_token_ids)
     costs = CostStore()
-    if config.pp > 1 or predicts(config):
+    if needs_costs(config):
         costs = CostStore.load(model_dir, config, executor.device, cost_folder)
     return Components(executor, sampler, grammars, costs)
 

@@ -11,7 +11,7 @@ from worker.scheduler.running import RunningSequences
 from worker.scheduler.sequence import Sequence, pages_for
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
-from worker.scheduler.waiting_queue import WaitingQueue
+from worker.scheduler.waiting_queue import QueueOrder, WaitingQueue
 
 # Steps after which admission is tried again even if no sequence has arrived or left.
 RETRY_STEPS = 16
@@ -30,11 +30,9 @@ class Admission:
         holdings: KVCacheManager,
         table: SequenceTable[Sequence],
         clock: Callable[[], float],
-        longest_first: bool = False,
+        order: QueueOrder,
     ) -> None:
-        """`longest_first`: see `WaitingQueue`."""
-        self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens, longest_first, config.pp == 1)
-        self._longest_first = longest_first
+        self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens, order)
         self.held: dict[str, Sequence] = {}  # by request id
         self.kv_demand = PeakKVEstimator(holdings.page_size)
         self._holdings = holdings
@@ -60,7 +58,7 @@ class Admission:
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
         self._num_changes += 1
-        if self._longest_first:  # no other policy reads it
+        if self.queue.order is QueueOrder.LONGEST_OUTPUT:
             seq.expected_tokens = seq.num_tokens + self.kv_demand.expected_tokens(seq)
         if ready:
             self.queue.add(seq, step)

@@ -25,14 +25,8 @@ in this way, and no sequence is accepted that needs more than all pages.
 - Freed pages may go to other sequences at once, because steps run in the order in which they were planned. The tree
   only gets pages that ended steps computed.
 
-**Pipeline parallelism.** Up to `policy.most_in_flight` steps are in flight, so that no stage waits for another.
-
-- Prefill: the next chunk of a sequence may be in the very next step (`policy.chunks_follow`).
-- Decode: a sequence waits for its token before its next decode. The exception is the oldest step when it is about to
-  end (`policy.may_overlap_oldest`): its tokens are then `PENDING` in the next plan, and go from the last stage to the
-  first one from GPU to GPU.
-- Preemption: the token in flight is discarded, because its slot may belong to another sequence when it is sampled. It
-  is sampled again later with the same seed and position.
+**Pipeline parallelism.** Up to `policy.most_in_flight` steps are in flight, so that no stage waits for another. What
+differs from one stage is in `steps_in_flight.py`.
 """
 
 import copy
@@ -58,8 +52,10 @@ from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.sequence import Sequence, pages_for
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
+from worker.scheduler.steps_in_flight import PipelineStepsInFlight, StepsInFlight
 from worker.scheduler.stop_checker import StopChecker
 from worker.scheduler.validation import overloaded, refusal
+from worker.scheduler.waiting_queue import QueueOrder
 
 if TYPE_CHECKING:
     from worker.step import SampledTokens
@@ -96,7 +92,6 @@ class Scheduler:
         """
         self.config = config
         self.policy = policy
-        self._ahead_s, self._returning_s = ahead_s, returning_s
         self.kv_cache = KVCacheManager(tree)
         self.num_pages = tree.pool.num_pages
         self.page_size = tree.page_size
@@ -111,13 +106,21 @@ class Scheduler:
         self.running = RunningSequences(num_slots)
         self._sequences: dict[str, Sequence] = {}
         self._table = SequenceTable[Sequence](config.max_waiting + num_slots)
-        self._waiting = Admission(config, self.kv_cache, self._table, clock, policy.longest_first)
+        self._num_stages = policy.settings.stages
+        self._in_flight: StepsInFlight
+        if self._num_stages == 1:
+            self._in_flight = StepsInFlight(self._table, policy, ahead_s)
+            order = QueueOrder.SHORTEST_PREFILL
+        else:
+            self._in_flight = PipelineStepsInFlight(self._table, policy, ahead_s, returning_s)
+            order = QueueOrder.LONGEST_PREFIX
+        if policy.longest_first:
+            order = QueueOrder.LONGEST_OUTPUT
+        self._waiting = Admission(config, self.kv_cache, self._table, clock, order)
         self._stop_checker = StopChecker(vocab_size)
         self._outputs: list[Output] = []
         self._builder = StepBuilder(Budget(0), self.page_size, self._table)  # of the newest step
         self._view = SchedulerView()  # the state before the newest step
-        self._returning: ScheduledStep | None = None  # the oldest step, if the policy overlaps it with the next one
-        self._in_flight: deque[ScheduledStep] = deque()  # steps before their `update`, oldest first
         # If the last `schedule` had a budget but no work for a step: the cause of idle time, as `Meter` names it.
         self._idle_reason: str | None = None
         self._ending = False  # whether a running sequence ends with a step in flight
@@ -211,7 +214,7 @@ class Scheduler:
         """Chooses the next step: starts and preempts sequences, and allocates pages."""
         running = RunningBatch.classify(self.running.rows, self._table)
         view = self._view = self._snapshot(running)
-        is_clumped = view.decoding >= self.config.pp or view.waiting > 0
+        is_clumped = view.decoding >= self._num_stages or view.waiting > 0
         budget = self.policy.begin(view)
         step = self._build(budget, running)
         if budget is not None and step is None and view.decoding and view.waiting_tokens:
@@ -235,7 +238,7 @@ class Scheduler:
     def ask_again_s(self) -> float:
         """Seconds after which `schedule`, which has just returned no step, may return one even if nothing else
         happens."""
-        self._look_ahead(self._view)
+        self._in_flight.look_ahead(self._view)
         return self.policy.ask_again_s(self._view, is_idle=self._idle_reason is not None)
 
     def _build(self, budget: Budget | None, running: RunningBatch) -> ScheduledStep | None:
@@ -245,7 +248,7 @@ class Scheduler:
         self._ending = running.is_ending
         self._builder = StepBuilder(budget, self.page_size, self._table)
         preemptions = self.counters.preemptions
-        lets_pass = self.config.pp == 1 and not self.policy.longest_first
+        lets_pass = self._waiting.queue.order is QueueOrder.SHORTEST_PREFILL
         others = self._schedule_running(running)
         for seq in self._in_order(others) if lets_pass else others:
             # Pages that a preemption has just freed are for running sequences.
@@ -258,7 +261,7 @@ class Scheduler:
             return None
         self._step += 1
         self.counters.steps = self._step
-        return self._builder.build(self._step, None if self._returning is None else self._returning.plan.step)
+        return self._builder.build(self._step, self._in_flight.overlapped_step)
 
     def update(
         self,
@@ -277,7 +280,7 @@ class Scheduler:
         Results of sequences that were dropped since are ignored. Sequences are found by chunk and not by slot, because
         a slot may have another owner by now.
         """
-        assert self._in_flight[0] is step, "updates come in the order of the steps"
+        assert self._in_flight.oldest is step, "updates come in the order of the steps"
         now_s = self.clock()
         is_decode = step.samples & (step.plan.lengths == 1) & (step.plan.starts >= self._table.num_prompt[step.rows])
         decodes = step.rows[is_decode & ~step.dropped]
@@ -290,7 +293,7 @@ class Scheduler:
                 known.extend(logprobs)
         if sampled is not None:
             self._append_tokens(step, chosen, sampled, now_s)
-        self._in_flight.popleft()
+        self._in_flight.remove_oldest()
 
     # ------------------------------------------------------------ load and integrity
 
@@ -347,7 +350,7 @@ class Scheduler:
     # ------------------------------------------------------------ choosing sequences
 
     def _snapshot(self, running: RunningBatch) -> SchedulerView:
-        """The view for the policy. Also decides whether the next step overlaps the oldest one (`_returning`)."""
+        """The state before the next step, for the policy."""
         table, queue = self._table, self._waiting.queue.rows
         view = running.view(table)
         view.free_kv = self.kv_cache.num_available / self.num_pages
@@ -358,34 +361,16 @@ class Scheduler:
             else:
                 view.waiting += len(queue)
                 view.waiting_tokens += queued
-        view.in_flight = [step.shape for step in self._in_flight]
-        self._returning = None
-        self._look_ahead(view)
-        if self._in_flight and self.policy.may_overlap_oldest(view):
-            self._returning = self._in_flight[0]
-            view.in_flight = view.in_flight[1:]
+        self._in_flight.describe(view)
         if self.policy.longest_first and view.waiting_tokens and not view.blocked_tokens:
             view.horizon = running.horizon(table, queue)
         return view
-
-    def _look_ahead(self, view: SchedulerView) -> None:
-        """Sets the predicted times of the view."""
-        view.ahead_s = self._ahead_s()
-        is_away = self.config.pp > 1 and self._in_flight and self._returning is None
-        view.returning_s = self._returning_s(self._in_flight[0]) if is_away else math.inf
 
     def _schedule_running(self, running: RunningBatch) -> list[Sequence]:
         """Adds decodes of running sequences to the step, as many as the budget takes. Returns the running sequences
         that need other chunks, by rank; the caller adds these one by one."""
         rows, table = running.rows, self._table
-        decode, going = running.decode, running.going
-        if self.config.pp > 1:
-            is_known = table.num_pending[rows] == 0
-            if (back := self._returning) is not None:
-                is_known |= (table.num_pending[rows] == 1) & np.isin(rows, back.rows[back.samples & ~back.dropped])
-            decode, going = decode & is_known, going & is_known
-            if not self.policy.chunks_follow:
-                going &= table.num_confirmed[rows] == running.computed
+        decode, going = self._in_flight.schedulable(running)
         if np.count_nonzero(running.in_prompt):
             for seq in table.sequences_at(rows[running.in_prompt]):
                 self._builder.watch(seq)
@@ -396,14 +381,11 @@ class Scheduler:
     def _schedule_decodes(self, ready: np.ndarray) -> None:
         """Adds decodes to the step, as many as the budget takes. `ready`: int64, table rows of the sequences, by rank.
 
-        With pipeline parallelism, sequences whose last token came first go first. If there may not be pages for all,
-        the order is by rank instead: only the sequence of the first rank is certain to get a page.
+        If there may not be pages for all, sequences of earlier ranks go first: only the sequence of the first rank is
+        certain to get a page.
         """
         table, budget = self._table, self._builder.budget
-        decodes = ready
-        if self.config.pp > 1:
-            since_s = np.where(table.num_pending[ready] > 0, math.inf, table.last_output_s[ready])
-            decodes = ready[np.argsort(since_s, kind="stable")]
+        decodes = self._in_flight.in_decode_order(ready)
         contexts = table.num_computed[decodes]
         taken = budget.take_decodes(contexts)
         decodes, contexts = decodes[:taken], contexts[:taken]
@@ -480,10 +462,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._builder.discard(seq)
-        if self.config.pp > 1:
-            for step in self._in_flight:
-                step.drop(seq.row)
-            seq.num_tokens, seq.num_pending = seq.num_known, 0
+        self._in_flight.preempt(seq)
         self._free(seq, keep=True)
         seq.preempted = True
         self._waiting.kv_demand.preempt()
@@ -499,8 +478,7 @@ class Scheduler:
             self._free(seq, keep)
         else:
             self._waiting.remove(seq)
-        for step in self._in_flight:
-            step.drop(seq.row)
+        self._in_flight.drop(seq)
         self._table.remove(seq.row)
 
     def _free(self, seq: Sequence, keep: bool) -> None:
