@@ -6,6 +6,7 @@ import numpy as np
 
 from radix.tree import Tree
 from worker.scheduler.sequence import Sequence
+from worker.scheduler.sequence_table import SequenceTable
 
 
 class KVCacheManager:
@@ -14,8 +15,9 @@ class KVCacheManager:
     The pages of a sequence are first `num_shared` pages of the tree, kept by its lock on `node`, then its own pages.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, table: SequenceTable[Sequence]) -> None:
         self.tree = tree
+        self._table = table
         self.pool = tree.pool
         self.page_size = tree.page_size
 
@@ -41,10 +43,13 @@ class KVCacheManager:
         """Adds `num_pages` pages to a sequence. At least as many must be available."""
         seq.add_pages(self._allocate_pages(num_pages))
 
-    def allocate_each(self, sequences: list[Sequence]) -> None:
-        """Adds a page to each sequence. At least as many must be available."""
-        for seq, page in zip(sequences, self._allocate_pages(len(sequences))[:, None], strict=True):
-            seq.add_pages(page)
+    def allocate_each(self, rows: np.ndarray) -> None:
+        """Adds a page to each sequence. `rows`: int64, their table rows. At least as many must be available."""
+        sequences, num_pages = self._table.sequences_at(rows), self._table.num_pages[rows].tolist()
+        pages = self._allocate_pages(len(rows)).tolist()
+        for seq, index, page in zip(sequences, num_pages, pages, strict=True):
+            seq.write_page(index, page)
+        self._table.num_pages[rows] += 1
 
     def cache_prefix(self, seq: Sequence) -> None:
         """Hands the whole pages of `seq` that ended steps computed to the tree, and locks them there.

@@ -92,7 +92,6 @@ class Scheduler:
         """
         self.config = config
         self.policy = policy
-        self.kv_cache = KVCacheManager(tree)
         self.num_pages = tree.pool.num_pages
         self.page_size = tree.page_size
         self.vocab_size = vocab_size
@@ -106,6 +105,7 @@ class Scheduler:
         self.running = RunningSequences(num_slots)
         self._sequences: dict[str, Sequence] = {}
         self._table = SequenceTable[Sequence](config.max_waiting + num_slots)
+        self.kv_cache = KVCacheManager(tree, self._table)
         self._num_stages = policy.settings.stages
         self._in_flight: StepsInFlight
         if self._num_stages == 1:
@@ -392,7 +392,7 @@ class Scheduler:
         short = decodes[contexts >= table.num_pages[decodes] * self.page_size]
         if len(short) <= self.kv_cache.num_available:
             if len(short):
-                self.kv_cache.allocate_each(table.sequences_at(short))
+                self.kv_cache.allocate_each(short)
             self._builder.add_decodes(decodes)
             return
         for context in contexts.tolist():

@@ -29,10 +29,19 @@ class IntBuffer:
         """Writes integers that fit into 32 bits to `start` and the entries after it."""
         end = start + len(values)
         if end > len(self.values):
-            grown = np.empty(max(16, end, 2 * len(self.values)), dtype=np.int32)
-            grown[:start] = self.values[:start]
-            self.values = grown
+            self._grow(end)
         self.values[start:end] = values
+
+    def write_one(self, index: int, value: int) -> None:
+        """Writes one integer."""
+        if index >= len(self.values):
+            self._grow(index + 1)
+        self.values[index] = value
+
+    def _grow(self, needed: int) -> None:
+        values = np.empty(max(16, needed, 2 * len(self.values)), dtype=np.int32)
+        values[: len(self.values)] = self.values
+        self.values = values
 
 
 class Sequence:
@@ -195,6 +204,10 @@ class Sequence:
         num_pages = self.num_pages
         self._pages.write(num_pages, pages)
         self.num_pages = num_pages + len(pages)
+
+    def write_page(self, index: int, page: int) -> None:
+        """Sets page number `index`, which the caller counts in `num_pages`."""
+        self._pages.write_one(index, page)
 
     def clear_pages(self) -> None:
         """Removes all pages from the sequence. The pool and the tree are not told."""
