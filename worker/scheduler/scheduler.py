@@ -33,7 +33,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -116,7 +116,7 @@ class Scheduler:
             order = QueueOrder.LONGEST_PREFIX
         if policy.longest_first:
             order = QueueOrder.LONGEST_OUTPUT
-        self._waiting = Admission(config, self.kv_cache, self._table, clock, order)
+        self._waiting = Admission(config, self.running, self.kv_cache, self._table, order)
         self._stop_checker = StopChecker(vocab_size)
         self._outputs: list[Output] = []
         self._builder = StepBuilder(Budget(0), self.page_size, self._table)  # of the newest step
@@ -247,16 +247,8 @@ class Scheduler:
             return None
         self._ending = running.is_ending
         self._builder = StepBuilder(budget, self.page_size, self._table)
-        preemptions = self.counters.preemptions
-        lets_pass = self._waiting.queue.order is QueueOrder.SHORTEST_PREFILL
-        others = self._schedule_running(running)
-        for seq in self._in_order(others) if lets_pass else others:
-            # Pages that a preemption has just freed are for running sequences.
-            if lets_pass and len(self._waiting.queue) and self.counters.preemptions == preemptions:
-                self._admit(before=seq)
-            self._schedule_chunk(seq)
-        if len(self._waiting.queue) and self.counters.preemptions == preemptions:
-            self._admit()
+        self._waiting.begin(self._builder, self._step)
+        self._schedule_chunks(self._schedule_running(running))
         if not self._builder:
             return None
         self._step += 1
@@ -402,10 +394,30 @@ class Scheduler:
                 self._builder.add(seq, 1)
                 taken -= 1
 
+    def _schedule_chunks(self, prefills: list[Sequence]) -> None:
+        """Adds chunks of running sequences and of waiting ones, which start, while the budget lasts. `prefills`: the
+        running sequences that need chunks, by rank."""
+        for seq in self._in_chunk_order(prefills):
+            if seq.is_running:
+                self._schedule_chunk(seq)
+                self._waiting.running_grew()
+            elif self._waiting.admit(seq):
+                self._start(seq)
+                self._schedule_chunk(seq)
+                self._waiting.started(seq)
+
+    def _in_chunk_order(self, prefills: list[Sequence]) -> Iterator[Sequence]:
+        """Running prefills and waiting sequences, in the order in which they may have chunks: running ones first, or
+        all by urgency, so that short prompts overtake a long one."""
+        queue = self._waiting.queue
+        if queue.order is QueueOrder.SHORTEST_PREFILL:
+            yield from queue.by_urgency([*prefills, *self._waiting.candidates()], self.clock())
+        else:
+            yield from prefills
+            yield from queue.by_urgency(self._waiting.candidates(), self.clock())
+
     def _schedule_chunk(self, seq: Sequence) -> None:
         """Adds the next chunk of a running sequence to the step, unless there are no tokens or pages for it now."""
-        if seq.slot < 0:
-            return  # preempted by a sequence of an earlier rank
         limit = self._builder.limit(seq)
         size = chunk_tokens(seq.num_missing, limit, self._make_room(seq, limit)) if limit > 0 else 0
         if size > 0:
@@ -431,22 +443,6 @@ class Scheduler:
             self.kv_cache.allocate(seq, pages)
         return room + pages * self.page_size
 
-    def _in_order(self, others: list[Sequence]) -> list[Sequence]:
-        """Sorts running prefills by the urgency of the waiting queue, so that short prompts overtake a long one."""
-        now_s = self.clock()
-        return sorted(others, key=lambda seq: self._waiting.queue.urgency(seq, now_s))
-
-    def _admit(self, before: Sequence | None = None) -> None:
-        """Starts waiting sequences while there are slots, tokens and pages. With `before`, a running
-        prefill, only those at least as urgent."""
-        if not self.running.has_room or self._builder.budget.tokens_left <= 0:
-            return
-        for seq in self._waiting.starting(self.running, self._builder, self._step, before):
-            self._start(seq)
-            self._schedule_chunk(seq)
-            if not self.running.has_room:
-                return
-
     def _start(self, seq: Sequence) -> None:
         """Gives a sequence a slot, and counts its first start."""
         self.running.add(seq)
@@ -461,7 +457,7 @@ class Scheduler:
     # ------------------------------------------------------------ preemption and end
 
     def _preempt(self, seq: Sequence) -> None:
-        self._builder.discard(seq)
+        self._builder.preempt(seq)
         self._in_flight.preempt(seq)
         self._free(seq, keep=True)
         seq.preempted = True

@@ -18,6 +18,7 @@ class StepBuilder:
         self.budget = budget
         self._page_size = page_size
         self._table = table
+        self.has_preempted = False  # whether a sequence was preempted while the step is built
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
         self._decodes = _NOBODY
         self._sizes: dict[Sequence, int] = {}
@@ -55,8 +56,9 @@ class StepBuilder:
         start, page = self._next_page(seq)
         self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
 
-    def discard(self, seq: Sequence) -> None:
-        """Removes a sequence, if it is in the step."""
+    def preempt(self, seq: Sequence) -> None:
+        """Removes a sequence that is preempted, if it is in the step."""
+        self.has_preempted = True
         others = self._decodes[self._decodes != seq.row]
         size = self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
         if size:

@@ -87,14 +87,17 @@ class WaitingQueue:
         self._rows = None
         del self._queue[bisect_left(self._queue, self._place(seq), key=self._place)]
 
-    def in_order(self, step: int, now_s: float) -> list[Sequence]:
-        """The sequences of the window, most urgent first. Looks up cached prefixes that are out of date."""
+    def window(self, step: int) -> list[Sequence]:
+        """The sequences that compete for being next. Looks up cached prefixes that are out of date."""
         window = self._queue[:WINDOW]
         old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
         for seq in sorted(old, key=lambda seq: seq.estimated_at_step)[:LOOKUPS_A_STEP]:
             self._estimate(seq, step)
-        window.sort(key=lambda seq: self.urgency(seq, now_s))
         return window
+
+    def by_urgency(self, sequences: list[Sequence], now_s: float) -> list[Sequence]:
+        """Waiting sequences and running prefills, most urgent first."""
+        return sorted(sequences, key=lambda seq: self._urgency(seq, now_s))
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""
@@ -105,7 +108,7 @@ class WaitingQueue:
         to_come = seq.expected_tokens - seq.num_tokens if self.order is QueueOrder.LONGEST_OUTPUT else 0
         return (-seq.priority, not seq.preempted, seq.job, -to_come, seq.arrival)
 
-    def urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, float, int, int]:
+    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, float, int, int]:
         """Sort key, ascending, of waiting sequences and running prefills."""
         may_starve = self.order is not QueueOrder.LONGEST_OUTPUT
         starved = seq.preempted or (may_starve and now_s - seq.arrived_s > self._starvation_s)
