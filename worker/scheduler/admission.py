@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeline.budget import Budget
 from worker.config import WorkerConfig
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.kv_demand import PeakKVEstimator
@@ -42,7 +41,7 @@ class Admission:
         self._table = table
         self._num_changes = 0  # how often a sequence was added or left
         self._blocked_at: tuple[int, int] | None = None  # `_comings` when a sequence last found no room
-        self._builder = StepBuilder(Budget(0), self._page_size, table)  # of the step that is built
+        self._builder: StepBuilder  # of the step that is built
         self._step = 0
         self._is_closed = True  # whether no sequence may start in this step any more
         self._has_forecast = False  # whether `kv_demand` knows the pages that running sequences hold now
@@ -69,6 +68,11 @@ class Admission:
             self.queue.add(seq, step)
         else:
             self.held[seq.request_id] = seq
+
+    def add_preempted(self, seq: Sequence) -> None:
+        """Adds a sequence that was preempted for the step that is built."""
+        self.kv_demand.preempt()
+        self.add(seq, self._step)
 
     def release(self, request_id: str, step: int) -> Sequence:
         """Moves a sequence from `held` to the queue. Returns it. Raises KeyError if there is none with this id."""

@@ -65,9 +65,7 @@ class OutputLengthHistory:
             self._sums = np.cumsum(self._sorted[::-1])[::-1]
         part = produced / allowed
         first = int(self._sorted.searchsorted(part, side="right"))
-        longer = len(self._sorted) - first
-        if longer == 0:
-            return allowed - produced
+        longer = len(self._sorted) - first  # at least one, the limit's 1.0
         expected = (self._sums[first] / longer - part) * allowed
         return min(allowed - produced, math.ceil(expected * (1 + self._margin)))
 

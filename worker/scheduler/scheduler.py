@@ -11,10 +11,7 @@ phase; a decode is a sequence with one remaining token. A step is filled in this
 When a step is made, and how much it may hold, is decided by a policy (`pipeline/schedule.py`). Which sequences go into
 it is decided here.
 
-**Preemption.** When pages run out, cached pages are evicted first. Then the running sequence of the last rank (lowest
-priority, latest arrival) is preempted. Its computed pages go to the tree. It waits at the front of its priority, and
-resumes from the pages that are still cached. There is no deadlock: the sequence of the first rank can take every page
-in this way, and no sequence is accepted that needs more than all pages.
+When pages run out, sequences are preempted (`preemption.py`).
 
 **Steps in flight.** The next step may be planned while the current one runs.
 
@@ -45,11 +42,14 @@ from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
 from worker.scheduler.admission import Admission
+from worker.scheduler.integrity import check_sequences
 from worker.scheduler.kv_cache_manager import KVCacheManager
+from worker.scheduler.output_queue import OutputQueue
+from worker.scheduler.preemption import Preemption
 from worker.scheduler.running import RunningSequences
 from worker.scheduler.running_batch import RunningBatch
 from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
-from worker.scheduler.sequence import Sequence, pages_for
+from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
 from worker.scheduler.steps_in_flight import PipelineStepsInFlight, StepsInFlight
@@ -117,13 +117,13 @@ class Scheduler:
         if policy.longest_first:
             order = QueueOrder.LONGEST_OUTPUT
         self._waiting = Admission(config, self.running, self.kv_cache, self._table, order)
+        self._preemption = Preemption(self.running, self._waiting, self.kv_cache, self._in_flight)
         self._stop_checker = StopChecker(vocab_size)
-        self._outputs: list[Output] = []
-        self._builder = StepBuilder(Budget(0), self.page_size, self._table)  # of the newest step
+        self._outputs = OutputQueue(self._table, self._stop_checker)
+        self._builder: StepBuilder  # of the newest step
         self._view = SchedulerView()  # the state before the newest step
         # If the last `schedule` had a budget but no work for a step: the cause of idle time, as `Meter` names it.
         self._idle_reason: str | None = None
-        self._ending = False  # whether a running sequence ends with a step in flight
         # Whether more prompt tokens wait than the newest step took. A new request then misses the next step anyway.
         self.is_full = False
         self._step = 0
@@ -159,7 +159,7 @@ class Scheduler:
         failure = self._refusal(request)
         if failure is not None:
             self.counters.failed += 1
-            self._outputs.append(Output(request_id=request.request_id, finish_reason="error", failure=failure))
+            self._outputs.add_failure(request.request_id, failure)
             return False
         if not self.num_waiting:
             self._starts_s.clear()
@@ -188,7 +188,7 @@ class Scheduler:
         """Removes these requests, waiting or running, and frees their pages. Unknown ids are ignored. No output
         follows."""
         request_ids = dict.fromkeys(request_ids)
-        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+        self._outputs.discard(request_ids)
         for request_id in request_ids:
             seq = self._sequences.get(request_id)
             if seq is not None:
@@ -201,12 +201,11 @@ class Scheduler:
         if seq is not None:
             self._forget(seq, keep=False)
             self.counters.failed += 1
-            self._outputs.append(Output(request_id=request_id, finish_reason="error", failure=failure))
+            self._outputs.add_failure(request_id, failure)
 
     def take_outputs(self) -> list[Output]:
         """Returns the outputs since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outputs.take()
 
     # ------------------------------------------------------------ a step
 
@@ -216,12 +215,12 @@ class Scheduler:
         view = self._view = self._snapshot(running)
         is_clumped = view.decoding >= self._num_stages or view.waiting > 0
         budget = self.policy.begin(view)
-        step = self._build(budget, running)
+        step = self._fill_step(budget, running)
         if budget is not None and step is None and view.decoding and view.waiting_tokens:
             # The policy may have held decodes back for prompts that got no pages.
             view.waiting = view.waiting_tokens = 0
             budget = self.policy.begin(view)
-            step = self._build(budget, RunningBatch.classify(self.running.rows, self._table))
+            step = self._fill_step(budget, RunningBatch.classify(self.running.rows, self._table))
         self._idle_reason = None
         if step is not None:
             self._in_flight.append(step)
@@ -240,20 +239,6 @@ class Scheduler:
         happens."""
         self._in_flight.look_ahead(self._view)
         return self.policy.ask_again_s(self._view, is_idle=self._idle_reason is not None)
-
-    def _build(self, budget: Budget | None, running: RunningBatch) -> ScheduledStep | None:
-        """Builds a step within the budget. Returns None without a budget, or if no sequence fits."""
-        if budget is None:
-            return None
-        self._ending = running.is_ending
-        self._builder = StepBuilder(budget, self.page_size, self._table)
-        self._waiting.begin(self._builder, self._step)
-        self._schedule_chunks(self._schedule_running(running))
-        if not self._builder:
-            return None
-        self._step += 1
-        self.counters.steps = self._step
-        return self._builder.build(self._step, self._in_flight.overlapped_step)
 
     def update(
         self,
@@ -294,6 +279,8 @@ class Scheduler:
         load = copy.copy(self.counters)
         load.running = len(self.running)
         load.waiting = len(self._waiting)
+        load.output_tokens = self._outputs.num_tokens
+        load.preemptions = self._preemption.num_preempted
         rows, waiting, table = self.running.rows, self._waiting.rows, self._table
         load.context_tokens = int(table.num_computed[rows].sum())
         load.waiting_tokens = int(np.maximum(table.num_prompt[rows] - table.num_computed[rows], 0).sum())
@@ -305,19 +292,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has one owner and every sequence is in one place. Walks all pages and
         sequences."""
-        self.running.check_integrity()
-        self.kv_cache.check_integrity(self.running)
-        waiting = list(self._waiting)
-        places = [*self.running, *waiting]
-        assert len(places) == len(self._sequences), "a sequence is nowhere, or in two places"
-        assert all(self._sequences[seq.request_id] is seq for seq in places)
-        for seq in self.running:
-            assert seq.num_computed <= seq.num_pages * self.page_size, "tokens without a page"
-            assert seq.num_confirmed <= min(seq.num_computed, seq.num_known)
-            assert seq.num_pending <= len(self._in_flight)
-        for seq in waiting:
-            assert seq.slot == -1 and seq.num_pages == 0 and seq.node is None, "a waiting sequence holds pages"
-        self._table.check_integrity(places)
+        check_sequences(self._sequences, self.running, self._waiting, self.kv_cache, self._table, len(self._in_flight))
 
     # ------------------------------------------------------------ arrival
 
@@ -336,7 +311,7 @@ class Scheduler:
             return False
         self._table.remove(seq.row)
         self.counters.finished += 1
-        self._outputs.append(output)
+        self._outputs.add(output)
         return True
 
     # ------------------------------------------------------------ choosing sequences
@@ -358,17 +333,28 @@ class Scheduler:
             view.horizon = running.horizon(table, queue)
         return view
 
-    def _schedule_running(self, running: RunningBatch) -> list[Sequence]:
-        """Adds decodes of running sequences to the step, as many as the budget takes. Returns the running sequences
-        that need other chunks, by rank; the caller adds these one by one."""
-        rows, table = running.rows, self._table
+    def _fill_step(self, budget: Budget | None, running: RunningBatch) -> ScheduledStep | None:
+        """Fills a step within the budget: decodes first, then chunks. Returns None without a budget, or if no sequence
+        fits."""
+        if budget is None:
+            return None
+        self._builder = StepBuilder(budget, self.page_size, self._table)
+        self._waiting.begin(self._builder, self._step)
+        self._preemption.begin(self._builder, running.is_ending)
+        for seq in self._sequences_at(running.rows, running.in_prompt):
+            self._builder.watch(seq)
         decode, going = self._in_flight.schedulable(running)
-        if np.count_nonzero(running.in_prompt):
-            for seq in table.sequences_at(rows[running.in_prompt]):
-                self._builder.watch(seq)
-        others = table.sequences_at(rows[going]) if np.count_nonzero(going) else []
-        self._schedule_decodes(rows[decode])
-        return others
+        self._schedule_decodes(running.rows[decode])
+        self._schedule_chunks(self._sequences_at(running.rows, going))
+        if not self._builder:
+            return None
+        self._step += 1
+        self.counters.steps = self._step
+        return self._builder.build(self._step, self._in_flight.overlapped_step)
+
+    def _sequences_at(self, rows: np.ndarray, chosen: np.ndarray) -> list[Sequence]:
+        """The `chosen` of the sequences of `rows`. Most steps have decodes alone, where none is."""
+        return self._table.sequences_at(rows[chosen]) if np.count_nonzero(chosen) else []
 
     def _schedule_decodes(self, ready: np.ndarray) -> None:
         """Adds decodes to the step, as many as the budget takes. `ready`: int64, table rows of the sequences, by rank.
@@ -390,7 +376,7 @@ class Scheduler:
         for context in contexts.tolist():
             budget.remove(context, 1)
         for seq in table.sequences_at(ready):
-            if taken and seq.is_running and self._make_room(seq, 1):
+            if taken and seq.is_running and self._preemption.make_room(seq, 1):
                 self._builder.add(seq, 1)
                 taken -= 1
 
@@ -419,29 +405,11 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence) -> None:
         """Adds the next chunk of a running sequence to the step, unless there are no tokens or pages for it now."""
         limit = self._builder.limit(seq)
-        size = chunk_tokens(seq.num_missing, limit, self._make_room(seq, limit)) if limit > 0 else 0
+        if limit <= 0:
+            return
+        size = chunk_tokens(seq.num_missing, limit, self._preemption.make_room(seq, limit))
         if size > 0:
             self._builder.add(seq, size)
-
-    def _make_room(self, seq: Sequence, tokens: int) -> int:
-        """Allocates pages for `tokens` more tokens of a running sequence, or for as many as there are pages.
-
-        Returns the number of tokens that fit now.
-
-        Sequences of later ranks are preempted only if not even one token fits, and only if no sequence is about to free
-        its pages by ending with the step in flight.
-        """
-        room = seq.num_pages * self.page_size - seq.num_computed
-        if room >= tokens:
-            return room
-        wanted = pages_for(tokens - room, self.page_size)
-        pages = min(wanted, self.kv_cache.num_available)
-        while pages == 0 and room == 0 and not self._ending and self.running.last is not seq:
-            self._preempt(self.running.last)
-            pages = min(wanted, self.kv_cache.num_available)
-        if pages:
-            self.kv_cache.allocate(seq, pages)
-        return room + pages * self.page_size
 
     def _start(self, seq: Sequence) -> None:
         """Gives a sequence a slot, and counts its first start."""
@@ -454,16 +422,7 @@ class Scheduler:
             self.counters.cached_tokens += seq.cached_tokens
         self._builder.watch(seq)
 
-    # ------------------------------------------------------------ preemption and end
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._builder.preempt(seq)
-        self._in_flight.preempt(seq)
-        self._free(seq, keep=True)
-        seq.preempted = True
-        self._waiting.kv_demand.preempt()
-        self.counters.preemptions += 1
-        self._waiting.add(seq, self._step)
+    # ------------------------------------------------------------ results
 
     def _forget(self, seq: Sequence, keep: bool) -> None:
         """Removes a sequence, waiting or running. Its chunks in flight are dropped. `keep`: its computed pages go to
@@ -471,19 +430,11 @@ class Scheduler:
         del self._sequences[seq.request_id]
         self._stop_checker.remove(seq)
         if seq.is_running:
-            self._free(seq, keep)
+            self._preemption.release(seq, keep)
         else:
             self._waiting.remove(seq)
         self._in_flight.drop(seq)
         self._table.remove(seq.row)
-
-    def _free(self, seq: Sequence, keep: bool) -> None:
-        """Frees a running sequence's slot and pages. `keep`: its computed pages go to the tree first."""
-        self.kv_cache.free(seq, keep)
-        self._waiting.vacated()
-        self.running.remove(seq)
-
-    # ------------------------------------------------------------ tokens
 
     def _confirm(self, step: ScheduledStep) -> None:
         """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree."""
@@ -496,45 +447,11 @@ class Scheduler:
             self.kv_cache.cache_prefix(step.sequences[chunk])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:
-        for place, failure in sampled.failures.items():
-            if not step.dropped[chosen[place]]:
-                self.fail(step.sequences[chosen[place]].request_id, failure)
-        places = np.flatnonzero(~step.dropped[chosen])
-        chunks, ids = chosen[places], sampled.token_ids[places]
-        rows, table = step.rows[chunks], self._table
-        sequences = [step.sequences[chunk] for chunk in chunks.tolist()]
-        given = list(zip(sequences, ids.tolist(), strict=True))
-        for seq, token_id in given:
-            seq.new_token_ids.append(token_id)
-        outputs = [Output(request_id=seq.request_id, token_ids=[token_id]) for seq, token_id in given]
-        table.num_pending[rows] -= 1
-        table.last_token[rows] = ids
-        table.last_output_s[rows] = now_s
-        self.counters.output_tokens += len(ids)
-        if sampled.logprobs:
-            for output, place in zip(outputs, places.tolist(), strict=True):
-                if place in sampled.logprobs:
-                    output.logprobs = [sampled.logprobs[place]]
-        for i in np.flatnonzero(~table.announced[rows]).tolist():
-            self._announce(sequences[i], outputs[i])
-        table.announced[rows] = True
-        ends = self._stop_checker.may_stop(table, rows, ids)
-        if sampled.complete:
-            ends |= np.isin(places, sampled.complete)
-        for i in np.flatnonzero(ends).tolist():
-            self._end(sequences[i], outputs[i], int(places[i]) in sampled.complete)
-        self._outputs += outputs
-
-    def _announce(self, seq: Sequence, output: Output) -> None:
-        """Sets the fields that only a sequence's first output has."""
-        output.cached_tokens = seq.cached_tokens
-        output.queue_s = (seq.started_s or seq.arrived_s) - seq.arrived_s
-        output.prompt_logprobs = seq.prompt_logprobs
-
-    def _end(self, seq: Sequence, output: Output, is_complete: bool) -> None:
-        """Removes a sequence if its last token ends it."""
-        self._stop_checker.check(seq, output, is_complete)
-        if output.finish_reason is not None:
+        """Appends the tokens of a step to its sequences, and removes the sequences that failed or ended."""
+        for i, failure in sampled.failures.items():
+            if not step.dropped[chosen[i]]:
+                self.fail(step.sequences[chosen[i]].request_id, failure)
+        for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
             self._forget(seq, keep=True)
             self.counters.finished += 1

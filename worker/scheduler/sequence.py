@@ -78,7 +78,6 @@ class Sequence:
         "new_token_ids",
         "node",
         "num_shared",
-        "preempted",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -114,7 +113,6 @@ class Sequence:
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
         self.ends_at_limit = not self.stop_ids and self.sampling.grammar is None  # nothing else can end it
-        self.preempted = False  # whether it ever was: a preempted sequence that waits ran before
         self.job = 0  # see `WaitingQueue`
         self.grammar: GrammarState | None = None
 
@@ -151,6 +149,11 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it waits because it was preempted: it has started before."""
+        return self.started_s is not None and not self.is_running
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class WaitingQueue:
         """Adds a sequence, before step number `step` is planned."""
         self._estimate(seq, step)
         self._rows = None
-        if self.order is QueueOrder.LONGEST_OUTPUT and not seq.preempted:
+        if self.order is QueueOrder.LONGEST_OUTPUT and not seq.is_preempted:
             if seq.arrived_s - self._job_began_s > self._starvation_s:
                 self._job, self._job_began_s = self._job + 1, seq.arrived_s
             seq.job = self._job
@@ -106,12 +106,12 @@ class WaitingQueue:
     def _place(self, seq: Sequence) -> tuple[int, bool, int, int, int]:
         """Sort key of the queue, ascending; constant while a sequence waits."""
         to_come = seq.expected_tokens - seq.num_tokens if self.order is QueueOrder.LONGEST_OUTPUT else 0
-        return (-seq.priority, not seq.preempted, seq.job, -to_come, seq.arrival)
+        return (-seq.priority, not seq.is_preempted, seq.job, -to_come, seq.arrival)
 
     def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, float, int, int]:
         """Sort key, ascending, of waiting sequences and running prefills."""
         may_starve = self.order is not QueueOrder.LONGEST_OUTPUT
-        starved = seq.preempted or (may_starve and now_s - seq.arrived_s > self._starvation_s)
+        starved = seq.is_preempted or (may_starve and now_s - seq.arrived_s > self._starvation_s)
         priority, is_new, job, to_come, arrival = self._place(seq)
         if self.order is QueueOrder.SHORTEST_PREFILL:
             num_uncached = seq.num_missing if seq.is_running else seq.num_tokens - seq.cached_estimate
