@@ -126,8 +126,15 @@ class CostStore:
     @staticmethod
     def _file(folder: Path, model: CostModel) -> Path:
         """File of a model, named by all that its costs depend on."""
-        of = model.identity
-        parts = (of["model"], of["device"], of["dtype"], f"tp{of['tp']}", f"pp{of['pp']}", f"stage{of['stage']}")
+        identity = model.identity
+        parts = (
+            identity["model"],
+            identity["device"],
+            identity["dtype"],
+            f"tp{identity['tp']}",
+            f"pp{identity['pp']}",
+            f"stage{identity['stage']}",
+        )
         return folder / (re.sub(r"[^A-Za-z0-9.]+", "_", "-".join(parts)) + ".json")
 
 

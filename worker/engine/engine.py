@@ -35,7 +35,7 @@ from worker.structured_output import GrammarCompiler, GrammarQueue
 
 log = logging.getLogger(__name__)
 
-TOLD_S = 2.0  # longest time that a stage's step times may take to arrive
+STEP_TIMES_TIMEOUT_S = 2.0  # longest time that a stage's step times may take to arrive
 
 
 class Components(NamedTuple):
@@ -75,7 +75,7 @@ class Finished:
     failure: Failure | None = None
     cached_tokens: int = 0
 
-    def take(self, output: Output) -> None:
+    def add(self, output: Output) -> None:
         """Adds an output of the prompt."""
         self.token_ids += output.token_ids
         if output.logprobs:
@@ -195,7 +195,7 @@ class Engine:
                     if not self.has_work:
                         self._grammar_queue.wait()
                     for output in self.step():
-                        finished[output.request_id].take(output)
+                        finished[output.request_id].add(output)
                         num_done += output.finish_reason is not None
                     if progress is not None:
                         progress(num_done)
@@ -212,8 +212,9 @@ class Engine:
         return load
 
     def meter(self) -> Meter:
-        """Where the stages' time went. To be called while nothing runs. Waits up to TOLD_S for the stages' times."""
-        deadline_s = time.monotonic() + TOLD_S
+        """Where the stages' time went. To be called while nothing runs. Waits for the stages' times, up to
+        STEP_TIMES_TIMEOUT_S."""
+        deadline_s = time.monotonic() + STEP_TIMES_TIMEOUT_S
         self._steps.record_times()
         while self.timeline.meter.under_way and time.monotonic() < deadline_s:
             time.sleep(0.001)

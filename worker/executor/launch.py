@@ -57,8 +57,8 @@ def launch(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in other_ranks(config):
-            seat = _RankSpec(str(model), config.model_dump(mode="json"), rank, address)
-            processes.append(_start(seat, {_MACHINE: f"rank {rank}"} if shared else {}))
+            spec = _RankSpec(str(model), config.model_dump(mode="json"), rank, address)
+            processes.append(_start(spec, {_MACHINE: f"rank {rank}"} if shared else {}))
     except BaseException:
         for process in processes:
             end(process, 0)
@@ -75,12 +75,12 @@ class _RankSpec(msgspec.Struct):
     address: str
 
 
-def _start(seat: _RankSpec, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+def _start(spec: _RankSpec, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, "PYTHONPATH": paths, **environment}
     process = subprocess.Popen([sys.executable, "-m", "worker.executor.launch"], stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(seat) + b"\n")
+    process.stdin.write(msgspec.json.encode(spec) + b"\n")
     process.stdin.flush()
     return process
 
@@ -99,10 +99,10 @@ def _show(done: int, total: int) -> None:
 def _main() -> None:
     """Runs a follower. Its `_RankSpec` comes by standard input, which closes when the process that started it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles Ctrl-C
-    seat = msgspec.json.decode(sys.stdin.buffer.readline(), type=_RankSpec)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=_RankSpec)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    config = WorkerConfig.model_validate(seat.config)
-    Follower(Path(seat.model), config, seat.rank, find_store(seat.address)).run()
+    config = WorkerConfig.model_validate(spec.config)
+    Follower(Path(spec.model), config, spec.rank, find_store(spec.address)).run()
 
 
 def _end_with_parent() -> None:

@@ -189,9 +189,9 @@ class MultiRankExecutor(Executor):
         """See `Executor.take_step_times`."""
         ran = self.runner.take_step_times()
         while self._times.poll(0):
-            told = msgspec.msgpack.decode(self._times.recv(), type=_StageTimes)
-            by = self._clocks.offset_s(told.stamp)
-            ran += [StepTime(stage, step, Span(*(at_s + by for at_s in span))) for stage, step, span in told.ran]
+            report = msgspec.msgpack.decode(self._times.recv(), type=_StageTimes)
+            by = self._clocks.offset_s(report.stamp)
+            ran += [StepTime(stage, step, Span(*(at_s + by for at_s in span))) for stage, step, span in report.ran]
         return ran
 
     def close(self) -> None:
@@ -341,9 +341,9 @@ class Follower:
         plans: deque[Plan] = deque()
         ended = False
         while plans or not ended:
-            self._tell_times()
+            self._send_times()
             while not plans and not ended and self._runner.is_running and not self._plans.poll(TELL_EVERY_MS):
-                self._tell_times()
+                self._send_times()
             while not ended and (not plans or self._plans.poll(0)):
                 frame = self._plans.recv()
                 ended = not frame
@@ -354,14 +354,14 @@ class Follower:
             if plans:
                 self._runner.forward(plans.popleft())
 
-    def _tell_times(self) -> None:
+    def _send_times(self) -> None:
         """Sends new step times to the leading rank. Only the first rank of a stage sends: all ranks of a stage run a
         step at the same time."""
         if ran := self._runner.take_step_times():
             if self._stage.communicator.rank == 0:
-                told = _StageTimes(ClockStamp(self._host, time.monotonic(), self._came), ran)
+                report = _StageTimes(ClockStamp(self._host, time.monotonic(), self._came), ran)
                 with suppress(zmq.Again):  # the queue is full: no one takes the times
-                    self._times.send(msgspec.msgpack.encode(told), zmq.NOBLOCK)
+                    self._times.send(msgspec.msgpack.encode(report), zmq.NOBLOCK)
             self._came.clear()
 
     def close(self) -> None:

@@ -343,9 +343,9 @@ class Scheduler:
         self._preemption.begin(self._builder, running.is_ending)
         for seq in self._sequences_at(running.rows, running.in_prompt):
             self._builder.watch(seq)
-        decode, going = self._in_flight.schedulable(running)
+        decode, chunked = self._in_flight.schedulable(running)
         self._schedule_decodes(running.rows[decode])
-        self._schedule_chunks(self._sequences_at(running.rows, going))
+        self._schedule_chunks(self._sequences_at(running.rows, chunked))
         if not self._builder:
             return None
         self._step += 1
@@ -439,11 +439,11 @@ class Scheduler:
     def _confirm(self, step: ScheduledStep) -> None:
         """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree."""
         table, plan = self._table, step.plan
-        there = np.flatnonzero(~step.dropped)
-        there = there[table.slot[step.rows[there]] >= 0]  # without preempted sequences
-        rows, starts = step.rows[there], plan.starts[there]
-        table.num_confirmed[rows] = starts + plan.lengths[there]
-        for chunk in there[starts < table.num_prompt[rows]].tolist():
+        kept = np.flatnonzero(~step.dropped)
+        kept = kept[table.slot[step.rows[kept]] >= 0]  # without preempted sequences
+        rows, starts = step.rows[kept], plan.starts[kept]
+        table.num_confirmed[rows] = starts + plan.lengths[kept]
+        for chunk in kept[starts < table.num_prompt[rows]].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:

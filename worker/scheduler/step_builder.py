@@ -8,7 +8,7 @@ from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 from worker.step import PENDING, PROMPT_LOGIT_ROWS, Plan
 
-_NOBODY = np.empty(0, dtype=np.int64)
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 class StepBuilder:
@@ -20,7 +20,7 @@ class StepBuilder:
         self._table = table
         self.has_preempted = False  # whether a sequence was preempted while the step is built
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
-        self._decodes = _NOBODY
+        self._decodes = _NO_ROWS
         self._sizes: dict[Sequence, int] = {}
         # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
         self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
@@ -93,8 +93,8 @@ class StepBuilder:
         lengths[len(self._decodes) :] = list(self._sizes.values())
         starts, tokens, pending = table.num_computed[rows], table.num_tokens[rows], table.num_pending[rows]
         ends = starts + lengths
-        gives = ends == tokens
-        num_logits = gives.astype(np.int32)
+        samples = ends == tokens
+        num_logits = samples.astype(np.int32)
         prompted = []
         for i, seq in enumerate(others, len(self._decodes)):
             if seq.wants_prompt_logits:
@@ -105,12 +105,12 @@ class StepBuilder:
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
         num_kept, num_pages, pages = self._pages(rows)
         table.num_computed[rows] = ends
-        table.num_tokens[rows] = tokens + gives
-        table.num_pending[rows] = pending + gives
+        table.num_tokens[rows] = tokens + samples
+        table.num_pending[rows] = pending + samples
         plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
-        gone = np.zeros(len(rows), dtype=bool)
+        dropped = np.zeros(len(rows), dtype=bool)
         after = after if np.count_nonzero(pending) else None
-        return ScheduledStep(plan, rows, table.sequences_at(rows), gives, gone, prompted, self.budget.shape, after)
+        return ScheduledStep(plan, rows, table.sequences_at(rows), samples, dropped, prompted, self.budget.shape, after)
 
     def _next_page(self, seq: Sequence) -> tuple[int, bytes]:
         """The first page that ended steps have not filled: its first position, and its known tokens as int32 bytes."""
@@ -140,7 +140,7 @@ class StepBuilder:
         changed = np.flatnonzero(kept != held)
         if not len(changed):
             return kept, kept - held, np.empty(0, dtype=np.int32)
-        edges = zip(table.sequences_at(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)
-        pages = np.concatenate([seq.pages(first, last) for seq, first, last in edges])
+        changes = zip(table.sequences_at(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)
+        pages = np.concatenate([seq.pages(first, last) for seq, first, last in changes])
         table.num_sent_pages[rows] = held
         return kept, held - kept, pages

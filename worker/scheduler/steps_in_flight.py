@@ -69,7 +69,7 @@ class StepsInFlight:
     def schedulable(self, running: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         """The sequences of `running` that may be in the next step: those with a decode, and those with other chunks.
         Two arrays, bool [n]."""
-        return running.decode, running.going
+        return running.decode, running.chunked
 
     def in_decode_order(self, rows: np.ndarray) -> np.ndarray:
         """The order in which sequences with a decode go into the step. `rows`: their rows, int64, by rank."""
@@ -127,10 +127,10 @@ class PipelineStepsInFlight(StepsInFlight):
         if (oldest := self._overlapped) is not None:
             samples = oldest.rows[oldest.samples & ~oldest.dropped]
             is_known |= (table.num_pending[rows] == 1) & np.isin(rows, samples)
-        going = running.going & is_known
+        chunked = running.chunked & is_known
         if not self._policy.chunks_follow:
-            going &= table.num_confirmed[rows] == running.computed
-        return running.decode & is_known, going
+            chunked &= table.num_confirmed[rows] == running.computed
+        return running.decode & is_known, chunked
 
     def in_decode_order(self, rows: np.ndarray) -> np.ndarray:
         """As `StepsInFlight.in_decode_order`: sequences whose last token came first go first."""
