@@ -109,10 +109,10 @@ class Scheduler:
         self._num_stages = policy.settings.stages
         self._in_flight: StepsInFlight
         if self._num_stages == 1:
-            self._in_flight = StepsInFlight(self._table, policy, ahead_s)
+            self._in_flight = StepsInFlight(ahead_s)
             order = QueueOrder.SHORTEST_PREFILL
         else:
-            self._in_flight = PipelineStepsInFlight(self._table, policy, ahead_s, returning_s)
+            self._in_flight = PipelineStepsInFlight(ahead_s, returning_s, self._table, policy)
             order = QueueOrder.LONGEST_PREFIX
         if policy.longest_first:
             order = QueueOrder.LONGEST_OUTPUT

@@ -24,10 +24,8 @@ class StepsInFlight:
     may be in the next step, and a preempted one keeps its pending token as an output.
     """
 
-    def __init__(self, table: SequenceTable[Sequence], policy: Policy, ahead_s: Callable[[], float]) -> None:
+    def __init__(self, ahead_s: Callable[[], float]) -> None:
         """`ahead_s`: see `Scheduler`."""
-        self._table = table
-        self._policy = policy
         self._ahead_s = ahead_s
         self._steps: deque[ScheduledStep] = deque()
 
@@ -94,14 +92,16 @@ class PipelineStepsInFlight(StepsInFlight):
 
     def __init__(
         self,
-        table: SequenceTable[Sequence],
-        policy: Policy,
         ahead_s: Callable[[], float],
         returning_s: Callable[[ScheduledStep], float],
+        table: SequenceTable[Sequence],
+        policy: Policy,
     ) -> None:
         """`ahead_s`, `returning_s`: see `Scheduler`."""
-        super().__init__(table, policy, ahead_s)
+        super().__init__(ahead_s)
         self._returning_s = returning_s
+        self._table = table
+        self._policy = policy
         self._overlapped: ScheduledStep | None = None  # the oldest step, if the next one overlaps it
 
     def preempt(self, seq: Sequence) -> None:
