@@ -47,21 +47,22 @@ class Preemption:
         wanted = pages_for(tokens - room, page_size)
         pages = min(wanted, self._kv_cache.num_available)
         while pages == 0 and room == 0 and not self._is_ending and self._running.last is not seq:
-            self._preempt(self._running.last)
+            self.preempt(self._running.last)
             pages = min(wanted, self._kv_cache.num_available)
         if pages:
             self._kv_cache.allocate(seq, pages)
         return room + pages * page_size
+
+    def preempt(self, seq: Sequence) -> None:
+        """Returns a running sequence to the queue, while a step is built. Its known tokens are kept."""
+        self._builder.preempt(seq)
+        self._in_flight.preempt(seq)
+        self.release(seq, keep=True)
+        self._waiting.add_preempted(seq)
+        self.num_preempted += 1
 
     def release(self, seq: Sequence, keep: bool) -> None:
         """Frees a running sequence's slot and pages. `keep`: its computed pages go to the tree first."""
         self._kv_cache.free(seq, keep)
         self._waiting.vacated()
         self._running.remove(seq)
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._builder.preempt(seq)
-        self._in_flight.preempt(seq)
-        self.release(seq, keep=True)
-        self._waiting.add_preempted(seq)
-        self.num_preempted += 1

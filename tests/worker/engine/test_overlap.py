@@ -56,7 +56,7 @@ def test_only_decodes_tell_how_long_a_token_took(drive, monkeypatch):
         d.step()
     d.land()
     assert gaps and max(gaps) <= 1.0
-    d.scheduler._preempt(next(iter(d.scheduler.running)))
+    d.scheduler._preemption.preempt(next(iter(d.scheduler.running)))
     d.now_s += 100.0  # what it computes again, of its outputs too, is no decode
     d.run()
     assert d.tokens("a") == d.executor.generate(prompt(8), 6)
@@ -68,7 +68,7 @@ def preempted_in_flight(d: Driver, max_tokens: int) -> Driver:
     d.add("a", prompt(8), max_tokens=max_tokens)
     d.step()
     d.step()
-    d.scheduler._preempt(next(iter(d.scheduler.running)))
+    d.scheduler._preemption.preempt(next(iter(d.scheduler.running)))
     return d
 
 

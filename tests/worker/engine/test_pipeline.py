@@ -220,7 +220,7 @@ def test_the_slot_of_one_that_is_preempted_may_be_anothers_before_its_step_ends(
     assert step is not None
     d.under_way.append(step)
     d.add("b", prompt(9, seed=1), max_tokens=3, priority=1)
-    d.scheduler._preempt(next(iter(d.scheduler.running)))
+    d.scheduler._preemption.preempt(next(iter(d.scheduler.running)))
     d.run()
     assert d.tokens("a") == d.executor.generate(prompt(8), 6)
     assert d.tokens("b") == d.executor.generate(prompt(9, seed=1), 3)

@@ -17,6 +17,18 @@ def test_preempts_the_latest_and_loses_nothing(drive, crowded):
     assert next(name for name in d.outputs if d.reason(name)) == "0"
 
 
+def test_a_sequence_counts_as_preempted_until_it_runs_again(drive, crowded):
+    d = drive(num_pages=12, token_budget=64)
+    for i in range(4):
+        d.add(str(i), prompt(8, seed=i), max_tokens=24)
+    preempted = set()
+    while d.scheduler.has_work or d.flight:
+        d.step()
+        preempted |= {seq.request_id for seq in d.scheduler._waiting if seq.is_preempted}
+        assert not any(seq.is_preempted for seq in d.scheduler.running)
+    assert preempted and all(d.reason(name) == "length" for name in preempted)
+
+
 def test_preempts_the_lowest_priority(drive):
     d = drive(num_pages=12, token_budget=64)
     d.add("low", prompt(16, seed=1), max_tokens=30, priority=-1)
