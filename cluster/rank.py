@@ -76,13 +76,13 @@ class Rank:
         opened: Callable[..., Executor] = partial(open_executor, gemm_folder=gemm_folder)
         if self._store is not None:
             opened = partial(MultiRankExecutor, store=self._store, host=host, gemm_folder=gemm_folder)
-        load = partial(load_components, open_runner=opened, cost_folder=cache_folder() / "costs")
+        load = partial(load_components, make_executor=opened, cost_folder=cache_folder() / "costs")
         self._loop = self._server = server = Server(folder, config, host=host, load=load)
         engine = server.engine
         return {
             "address": server.address,
             "context_length": engine.scheduler.context_length,
-            "attention": tuple(engine.runner.attention_choice),
+            "attention": tuple(engine.executor.attention_choice),
         }
 
     def observed(self) -> tuple[Any, Any, int]:
@@ -109,7 +109,7 @@ def _observed(engine: "Engine") -> tuple[Any, Any, int]:
     meter = engine.meter()
     observed = copy.deepcopy((meter, engine.costs.models))
     meter.reset()
-    return *observed, engine.runner.num_pages * engine.runner.page_size
+    return *observed, engine.executor.num_pages * engine.executor.page_size
 
 
 def _host(config: Config) -> str:

@@ -52,7 +52,7 @@ class Generation:
         async def follow(sequence: Choice) -> None:
             begun = False
 
-            async def take(piece: Piece) -> None:
+            async def on_piece(piece: Piece) -> None:
                 nonlocal begun
                 usage = self._usage() if self._job.usage_so_far else always
                 data = self._form.chunk(sequence.index, piece, usage)
@@ -62,7 +62,7 @@ class Generation:
                 if data:
                     await emit(data)
 
-            await self._follow(sequence, take)
+            await self._follow(sequence, on_piece)
 
         await _together([follow(sequence) for sequence in self._job.sequences])
         await emit((self._form.usage(self._usage()) if self._job.include_usage else b"") + DONE)
@@ -75,19 +75,19 @@ class Generation:
             answer = answers[sequence.index]
             text: list[str] = []
 
-            async def take(piece: Piece) -> None:
+            async def on_piece(piece: Piece) -> None:
                 text.append(piece.text)
                 answer.tokens += piece.tokens
                 answer.finish_reason = piece.finish_reason
 
-            await self._follow(sequence, take)
+            await self._follow(sequence, on_piece)
             answer.text = "".join(text)
 
         await _together([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
 
-    async def _follow(self, sequence: Choice, take: Callable[[Piece], Awaitable[None]]) -> None:
-        """Runs one sequence, and hands each piece of its text to `take`."""
+    async def _follow(self, sequence: Choice, on_piece: Callable[[Piece], Awaitable[None]]) -> None:
+        """Runs one sequence, and passes each piece of its text to `on_piece`."""
         job = self._job
         transcript = OutputText(
             self._service.tokenizer,
@@ -113,11 +113,11 @@ class Generation:
                             self._cached_tokens += output.cached_tokens or 0
                         if job.echo:
                             prompt = sequence.prompt
-                            await take(transcript.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
+                            await on_piece(transcript.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
                     piece = transcript.push(_without_tokens(output) if job.discard else output)
                     if piece.finish_reason is not None:
                         ending = piece.finish_reason
-                    await take(piece)
+                    await on_piece(piece)
                     if piece.finish_reason is not None:
                         break
         except ApiError as error:

@@ -267,9 +267,9 @@ class ExactReplica:
             yield engine
 
     def close(self) -> None:
-        """Ends the runner and the grammar compiler."""
+        """Ends the executor and the grammar compiler."""
         self._parts.grammars.close()
-        self._parts.runner.close()
+        self._parts.executor.close()
 
 
 def tokens(finished: list[Finished]) -> list[list[int]]:

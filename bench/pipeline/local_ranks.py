@@ -22,7 +22,7 @@ class InProcess:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.kv_tokens = engine.runner.num_pages * engine.runner.page_size
+        self.kv_tokens = engine.executor.num_pages * engine.executor.page_size
 
     def add(self, request: Generate) -> None:
         self.engine.add(request)
@@ -81,7 +81,7 @@ class LocalRanks:
             self._target.finish()
             self._target.engine.close()
         elif self._parts is not None:
-            self._parts.runner.close()
+            self._parts.executor.close()
             self._parts.grammars.close()
         self._layout = self._setting = self._parts = self._target = None
         gc.unfreeze()  # otherwise reference cycles keep the memory that the next layout needs

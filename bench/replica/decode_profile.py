@@ -120,7 +120,7 @@ def _run(engine: "Engine", steps: int) -> float:
 
 
 def _synchronize(engine: "Engine") -> None:
-    if engine.runner.device.type == "cuda":
+    if engine.executor.device.type == "cuda":
         import torch
 
-        torch.cuda.synchronize(engine.runner.device)
+        torch.cuda.synchronize(engine.executor.device)

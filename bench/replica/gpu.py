@@ -215,7 +215,7 @@ class Bench:
             loaded = replica.age_s() - start
             replica.generate(engine, ([[1, 2, 3, 4]], [1]))
             first = replica.age_s() - start
-            kv_tokens = engine.runner.num_pages * engine.runner.page_size
+            kv_tokens = engine.executor.num_pages * engine.executor.page_size
             figure = Figure(f"{self.model}.start_to_first_token.seconds", first, "s", False)
             self.report.add("start", {"engine_s": loaded, "kv_tokens": kv_tokens}, figure)
             print(f"first token after {first:.1f} s; the KV cache holds {kv_tokens:,} tokens", flush=True)

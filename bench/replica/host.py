@@ -1,4 +1,4 @@
-"""Host time of a step: scheduler, plan, page tables, sampler and messages of a replica whose runner computes nothing.
+"""Host time of a step: scheduler, plan, page tables, sampler and messages of a replica whose executor computes nothing.
 
     shoal bench host --batches 1,64,256,512
 
@@ -31,16 +31,16 @@ SETTLE_STEPS = 20
 
 
 def replica(max_running: int) -> "Engine":
-    """An engine whose runner computes nothing."""
+    """An engine whose executor computes nothing."""
     from bench.replica.null_executor import PAGE_SIZE, VOCAB_SIZE, NullExecutor
     from worker.config import WorkerConfig
     from worker.engine.engine import Components, Engine
     from worker.sampling.sampler import Sampler
 
     def load(folder: Path, config: "WorkerConfig") -> Any:
-        runner = NullExecutor(max_running, PROMPTS)
-        sampler = Sampler(max_running, VOCAB_SIZE, runner.device, runner.last_tokens)
-        return Components(runner, sampler, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+        executor = NullExecutor(max_running, PROMPTS)
+        sampler = Sampler(max_running, VOCAB_SIZE, executor.device, executor.last_tokens)
+        return Components(executor, sampler, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
 
     budget = PROMPTS * PROMPT_TOKENS
     settings = {"device": "cpu", "max_running": max_running, "token_budget": budget, "page_size": PAGE_SIZE}
@@ -56,7 +56,7 @@ class StepClock:
         self._engine = engine
         for name, owner, method in (
             ("schedule", engine.scheduler, "schedule"),
-            ("tables", engine.runner, "forward"),
+            ("tables", engine.executor, "forward"),
             ("launch sampling", engine.sampler, "launch"),
             ("update", engine.scheduler, "update"),
         ):

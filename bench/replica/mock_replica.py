@@ -1,4 +1,4 @@
-"""A mock replica at the pace of a GPU: everything is real except the runner, which computes nothing and keeps time.
+"""A mock replica at the pace of a GPU: everything is real except the executor, which computes nothing and keeps time.
 
 With this replica, routers and proxies can be measured on a machine without a GPU.
 
@@ -61,13 +61,13 @@ class MockExecutor(NullExecutor):
 class MockSampler(Sampler):
     """A sampler whose tokens are ready when the step would end."""
 
-    def __init__(self, runner: MockExecutor, max_running: int) -> None:
-        super().__init__(max_running, runner.vocab_size, runner.device, runner.last_tokens)
-        self._runner = runner
+    def __init__(self, executor: MockExecutor, max_running: int) -> None:
+        super().__init__(max_running, executor.vocab_size, executor.device, executor.last_tokens)
+        self._executor = executor
 
     def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: torch.Tensor | None = None) -> PendingSample:
         pending = super().launch(logits, slots, likeliest)
-        return cast(PendingSample, Paced(pending, self._runner.busy_until_s))
+        return cast(PendingSample, Paced(pending, self._executor.busy_until_s))
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Paced:
 def load_components(model: Path, config: WorkerConfig, pace: Pace | None = None) -> Components:
     """Components for `Engine` and `Server`, in place of those of `worker.engine.engine.load_components`. `model` is not
     read."""
-    runner = MockExecutor(config.max_running, pace or Pace())
+    executor = MockExecutor(config.max_running, pace or Pace())
     grammars: Any = SimpleNamespace(close=lambda: None)
-    return Components(runner, MockSampler(runner, config.max_running), grammars)
+    return Components(executor, MockSampler(executor, config.max_running), grammars)
 
 
 def engine(pace: Pace | None = None) -> Engine:

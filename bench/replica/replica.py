@@ -59,19 +59,19 @@ def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
 @contextmanager
 def again(folder: Path, config: WorkerConfig, parts: Components) -> Iterator[Engine]:
     """Another engine on a model that is already loaded, with a new scheduler and an empty cache. The cache uses only
-    the first pages of the runner's KV cache, enough for `kv_tokens` tokens.
+    the first pages of the executor's KV cache, enough for `kv_tokens` tokens.
 
     No other engine may run on these parts meanwhile, and another engine's cache is lost. At the end, the engine's
     integrity is checked, for example for lost pages.
     """
     config = with_gpu_defaults(config, folder)
     assert config.kv_tokens is not None
-    runner = parts.runner
-    whole = runner.num_pages, runner.context_length
-    runner.num_pages = kv_cache.num_pages(config.kv_tokens, runner.page_size)
-    runner.context_length = min(runner.context_length, config.context_length or runner.context_length)
-    sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-    costs = CostStore.load(folder, config, runner.device) if predicts(config) else CostStore()
+    executor = parts.executor
+    whole = executor.num_pages, executor.context_length
+    executor.num_pages = kv_cache.num_pages(config.kv_tokens, executor.page_size)
+    executor.context_length = min(executor.context_length, config.context_length or executor.context_length)
+    sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
+    costs = CostStore.load(folder, config, executor.device) if predicts(config) else CostStore()
     try:
         engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler, costs=costs))
         yield engine
@@ -79,7 +79,7 @@ def again(folder: Path, config: WorkerConfig, parts: Components) -> Iterator[Eng
             engine.step()
         engine.check_integrity()
     finally:
-        runner.num_pages, runner.context_length = whole
+        executor.num_pages, executor.context_length = whole
 
 
 def age_s() -> float:
@@ -219,20 +219,20 @@ def press(engine: Engine, folder: Path, config: WorkerConfig, job: Job) -> Press
     whole = generate(engine, job)
     engine.reset_cache()
     computed = 0
-    parts = Components(engine.runner, engine.sampler, engine.grammars, engine.costs)
+    parts = Components(engine.executor, engine.sampler, engine.grammars, engine.costs)
     with again(folder, config, parts) as pressed:
-        forward = engine.runner.forward
+        forward = engine.executor.forward
 
         def counted(plan: Plan) -> ForwardOutput:
             nonlocal computed
             computed += plan.num_tokens
             return forward(plan)
 
-        engine.runner.forward = counted  # type: ignore[method-assign]
+        engine.executor.forward = counted  # type: ignore[method-assign]
         try:
             timed = measure(pressed, "pressure", job, 0, 1)
         finally:
-            engine.runner.forward = forward  # type: ignore[method-assign]
+            engine.executor.forward = forward  # type: ignore[method-assign]
     same = sum(map(list.__eq__, timed.rounds[0].outputs, whole.outputs)) / len(whole.outputs)
     # Without preemption, all tokens of a sequence are computed once, except the last one and cached ones.
     once = timed.input_tokens + timed.output_tokens - len(job[0]) - timed.rounds[0].cached_tokens

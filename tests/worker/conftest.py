@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.worker.driver import Driver
-from tests.worker.fakes import FakeGrammars, FakeParts, FakeRunner, pages_now
+from tests.worker.fakes import FakeExecutor, FakeGrammars, FakeParts, pages_now
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.engine import Components
@@ -172,9 +172,9 @@ def together(size: int, work: Callable[[Communicator], Any], timeout_s: float = 
 
 
 @pytest.fixture(scope="session")
-def fake_runner() -> type[FakeRunner]:
+def fake_executor() -> type[FakeExecutor]:
     """The class: make one of any size."""
-    return FakeRunner
+    return FakeExecutor
 
 
 @pytest.fixture
@@ -184,27 +184,27 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.scheduler.kv_demand.peak_pages", pages_now)
 
 
-def without_grammars(model_dir: Path, config: WorkerConfig, runner: ModelRunner | MultiRankExecutor) -> Components:
+def without_grammars(model_dir: Path, config: WorkerConfig, executor: ModelRunner | MultiRankExecutor) -> Components:
     """The real parts but for the grammars' compiler, a process that most tests have no use for."""
-    sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-    costs = CostStore.load(model_dir, config, runner.device) if predicts(config) else CostStore()
-    return Components(runner, sampler, FakeGrammars(), costs)
+    sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
+    costs = CostStore.load(model_dir, config, executor.device) if predicts(config) else CostStore()
+    return Components(executor, sampler, FakeGrammars(), costs)
 
 
 @pytest.fixture(scope="session")
 def fake_parts() -> type[FakeParts]:
-    """The class: its arguments are the fake runner's."""
+    """The class: its arguments are the fake executor's."""
     return FakeParts
 
 
 @pytest.fixture(params=[False, True], ids=["", "overlap"])
-def drive(fake_runner, request):
+def drive(fake_executor, request):
     """Makes a Driver; at the end nothing may be left over."""
     drivers = []
 
     def make(num_pages: int = 64, page_size: int = 4, **config) -> Driver:
-        runner = {k: config.pop(k) for k in ("vocab_size", "context_length") if k in config}
-        fake = fake_runner(num_pages=num_pages, page_size=page_size, **runner)
+        executor = {k: config.pop(k) for k in ("vocab_size", "context_length") if k in config}
+        fake = fake_executor(num_pages=num_pages, page_size=page_size, **executor)
         drivers.append(Driver(fake, overlap=request.param, **config))
         return drivers[-1]
 
@@ -214,6 +214,6 @@ def drive(fake_runner, request):
         driver.scheduler.check_integrity()
         driver.scheduler.abort(list(driver.scheduler._sequences))
         driver.scheduler.check_integrity()
-        assert driver.tree.num_cached + driver.tree.pool.num_free == driver.runner.num_pages
+        assert driver.tree.num_cached + driver.tree.pool.num_free == driver.executor.num_pages
         driver.tree.reset()
-        assert driver.tree.pool.num_free == driver.runner.num_pages
+        assert driver.tree.pool.num_free == driver.executor.num_pages

@@ -1,4 +1,4 @@
-"""A scheduler driven without an engine, against a runner that answers wrongly if a page, a position or a token is
+"""A scheduler driven without an engine, against an executor that answers wrongly if a page, a position or a token is
 wrong."""
 
 import math
@@ -22,22 +22,22 @@ STAGES = any_models(4)
 
 
 class Driver:
-    """A scheduler with a fake runner: what `worker.engine.engine` does, without tensors. With `overlap`, the tokens of
-    a step come to the scheduler after the next one was planned and computed."""
+    """A scheduler with a fake executor: what `worker.engine.engine` does, without tensors. With `overlap`, the tokens
+    of a step come to the scheduler after the next one was planned and computed."""
 
-    def __init__(self, runner, *, eos: tuple[int, ...] = (), overlap: bool = False, **config) -> None:
-        self.runner = runner
+    def __init__(self, executor, *, eos: tuple[int, ...] = (), overlap: bool = False, **config) -> None:
+        self.executor = executor
         self.overlap = overlap
         self.flight: tuple[ScheduledStep, np.ndarray, SampledTokens] | None = None
         self.now_s = 0.0
         self.complete: list[int] = []  # of the next step's rows, those whose grammar is complete with their token
-        self.config = WorkerConfig(page_size=runner.page_size, **config)
-        self.tree = Tree(runner.page_size, PagePool(runner.num_pages, runner.page_size))
+        self.config = WorkerConfig(page_size=executor.page_size, **config)
+        self.tree = Tree(executor.page_size, PagePool(executor.num_pages, executor.page_size))
         self.scheduler = Scheduler(
             self.config,
             self.tree,
-            vocab_size=runner.vocab_size,
-            context_length=runner.context_length,
+            vocab_size=executor.vocab_size,
+            context_length=executor.context_length,
             eos_token_ids=eos,
             policy=CostStore(STAGES[: self.config.pp]).policy(self.config, overlap=False),
             returning_s=self.returning_s,
@@ -58,7 +58,7 @@ class Driver:
             self.land()
         else:
             assert 0 < step.plan.num_tokens <= self.config.token_budget
-            rows = self.runner.forward(step.plan).logits.argmax(1)
+            rows = self.executor.forward(step.plan).logits.argmax(1)
             self.land()
             self.flight = step, *self.sample(step, rows)
             if not self.overlap:
@@ -69,7 +69,7 @@ class Driver:
     def sample(self, step: ScheduledStep, rows: torch.Tensor) -> tuple[np.ndarray, SampledTokens]:
         chosen = np.flatnonzero(step.samples & ~step.dropped)
         tokens = rows[np.cumsum(step.plan.num_logits)[chosen] - 1]
-        self.runner.last_tokens[step.plan.slots[chosen]] = tokens
+        self.executor.last_tokens[step.plan.slots[chosen]] = tokens
         complete, self.complete = self.complete, []
         return chosen, SampledTokens(tokens.numpy(), {}, {}, complete)
 

@@ -1,4 +1,4 @@
-"""A runner whose answers are a hash, and what goes with it, for everything of the worker that needs no model."""
+"""An executor whose answers are a hash, and what goes with it, for everything of the worker that needs no model."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,8 +27,8 @@ def mix(state: int, value: int) -> int:
     return (x * 0xBF58476D1CE4E5B9) & MASK
 
 
-class FakeRunner(Executor):
-    """A runner whose "model" is a hash, with KV in pages like a real one's, so that a wrong page, position or token
+class FakeExecutor(Executor):
+    """An executor whose "model" is a hash, with KV in pages like a real one's, so that a wrong page, position or token
     gives a wrong next token: a token's KV depends on all tokens before it, and the next token on the KV of all.
 
     Tokens are 0 .. vocab_size-1. Pages start with rubbish. A step that computes the token `poison` fails.
@@ -187,13 +187,13 @@ def any_models(stages: int) -> list[CostModel]:
 
 
 class FakeParts:
-    """For `load=` of an engine: a fake runner, sampler and compiler."""
+    """For `load=` of an engine: a fake executor, sampler and compiler."""
 
-    def __init__(self, **runner: object) -> None:
-        self.runner = FakeRunner(**runner)
-        self.sampler = FakeSampler(self.runner.last_tokens)
+    def __init__(self, **executor: object) -> None:
+        self.executor = FakeExecutor(**executor)
+        self.sampler = FakeSampler(self.executor.last_tokens)
         self.grammars = FakeGrammars()
 
     def __call__(self, model_dir: Path, config: WorkerConfig) -> Components:
-        self.runner.page_size = config.page_size
-        return Components(self.runner, self.sampler, self.grammars, CostStore(any_models(config.pp)))
+        self.executor.page_size = config.page_size
+        return Components(self.executor, self.sampler, self.grammars, CostStore(any_models(config.pp)))

@@ -126,14 +126,27 @@ class CostStore:
     @staticmethod
     def _file(folder: Path, model: CostModel) -> Path:
         """File of a model, named by all that its costs depend on."""
-        of = model.identity
-        parts = (of["model"], of["device"], of["dtype"], f"tp{of['tp']}", f"pp{of['pp']}", f"stage{of['stage']}")
+        identity = model.identity
+        parts = (
+            identity["model"],
+            identity["device"],
+            identity["dtype"],
+            f"tp{identity['tp']}",
+            f"pp{identity['pp']}",
+            f"stage{identity['stage']}",
+        )
         return folder / (re.sub(r"[^A-Za-z0-9.]+", "_", "-".join(parts)) + ".json")
 
 
 def predicts(config: WorkerConfig) -> bool:
     """Whether the configured schedule needs predicted costs of steps."""
     return POLICIES[config.schedule_name].predicts
+
+
+def needs_costs(config: WorkerConfig) -> bool:
+    """Whether a replica learns what its steps cost: for its schedule, or, with several stages, to tell what they wait
+    for (`Meter.planned`)."""
+    return predicts(config) or config.pp > 1
 
 
 def rows_of(config: WorkerConfig, device: torch.device) -> PaddedSizes:

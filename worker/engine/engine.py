@@ -21,7 +21,7 @@ from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
-from worker.engine.cost_store import CostStore, predicts
+from worker.engine.cost_store import CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
 from worker.engine.stage_timeline import StageTimeline
 from worker.engine.steps import Steps
@@ -35,13 +35,13 @@ from worker.structured_output import GrammarCompiler, GrammarQueue
 
 log = logging.getLogger(__name__)
 
-TOLD_S = 2.0  # longest time that a stage's step times may take to arrive
+STEP_TIMES_TIMEOUT_S = 2.0  # longest time that a stage's step times may take to arrive
 
 
 class Components(NamedTuple):
     """The parts of an engine that are loaded: everything but the scheduler and the radix tree."""
 
-    runner: Executor
+    executor: Executor
     sampler: Sampler
     grammars: GrammarCompiler
     costs: CostStore = CostStore()
@@ -50,18 +50,18 @@ class Components(NamedTuple):
 def load_components(
     model_dir: Path,
     config: WorkerConfig,
-    open_runner: Callable[[Path, WorkerConfig], Executor] = open_executor,
+    make_executor: Callable[[Path, WorkerConfig], Executor] = open_executor,
     cost_folder: Path | None = None,
 ) -> Components:
     """Loads the model of a folder. What steps cost is learned, where it matters, and kept in `cost_folder`. Raises
     whatever the model's files or the device have to complain about."""
-    runner = open_runner(model_dir, config)
-    sampler = Sampler(config.max_running, runner.vocab_size, runner.device, runner.last_tokens)
-    grammars = GrammarCompiler(model_dir, runner.vocab_size, config.grammar_timeout_s, runner.eos_token_ids)
+    executor = make_executor(model_dir, config)
+    sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
+    grammars = GrammarCompiler(model_dir, executor.vocab_size, config.grammar_timeout_s, executor.eos_token_ids)
     costs = CostStore()
-    if config.pp > 1 or predicts(config):
-        costs = CostStore.load(model_dir, config, runner.device, cost_folder)
-    return Components(runner, sampler, grammars, costs)
+    if needs_costs(config):
+        costs = CostStore.load(model_dir, config, executor.device, cost_folder)
+    return Components(executor, sampler, grammars, costs)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Finished:
     failure: Failure | None = None
     cached_tokens: int = 0
 
-    def take(self, output: Output) -> None:
+    def add(self, output: Output) -> None:
         """Adds an output of the prompt."""
         self.token_ids += output.token_ids
         if output.logprobs:
@@ -104,23 +104,23 @@ class Engine:
         """`on_event` is called with every change of the radix tree. `on_ready` is called, from any thread, when a
         request whose grammar has compiled wants a `step`. `load` makes the components."""
         config = with_gpu_defaults(config, Path(model_dir))
-        self.runner, self.sampler, self.grammars, self.costs = load(Path(model_dir), config)
-        self.tree = Tree(config.page_size, PagePool(self.runner.num_pages, config.page_size), on_event=on_event)
-        overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        self.executor, self.sampler, self.grammars, self.costs = load(Path(model_dir), config)
+        self.tree = Tree(config.page_size, PagePool(self.executor.num_pages, config.page_size), on_event=on_event)
+        overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
         self.scheduler = Scheduler(
             config,
             self.tree,
-            vocab_size=self.runner.vocab_size,
-            context_length=self.runner.context_length,
-            eos_token_ids=self.runner.eos_token_ids,
+            vocab_size=self.executor.vocab_size,
+            context_length=self.executor.context_length,
+            eos_token_ids=self.executor.eos_token_ids,
             policy=self.costs.policy(config, overlap),
             ahead_s=lambda: self._loop.ahead_s(),
             returning_s=lambda step: self._loop.returning_s(step),
             clock=clock,
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
-        self._steps = Steps(self.scheduler, self.runner, self.sampler, self.timeline, self._grammar_queue)
+        self._steps = Steps(self.scheduler, self.executor, self.sampler, self.timeline, self._grammar_queue)
         self._loop: StepLoop
         if config.pp > 1:
             self._loop = PipelineLoop(self._steps, overlap)
@@ -195,7 +195,7 @@ class Engine:
                     if not self.has_work:
                         self._grammar_queue.wait()
                     for output in self.step():
-                        finished[output.request_id].take(output)
+                        finished[output.request_id].add(output)
                         num_done += output.finish_reason is not None
                     if progress is not None:
                         progress(num_done)
@@ -212,8 +212,9 @@ class Engine:
         return load
 
     def meter(self) -> Meter:
-        """Where the stages' time went. To be called while nothing runs. Waits up to TOLD_S for the stages' times."""
-        deadline_s = time.monotonic() + TOLD_S
+        """Where the stages' time went. To be called while nothing runs. Waits for the stages' times, up to
+        STEP_TIMES_TIMEOUT_S."""
+        deadline_s = time.monotonic() + STEP_TIMES_TIMEOUT_S
         self._steps.record_times()
         while self.timeline.meter.under_way and time.monotonic() < deadline_s:
             time.sleep(0.001)
@@ -241,7 +242,7 @@ class Engine:
         """Ends the compiler's thread and the other ranks. The engine is of no use afterwards."""
         self.costs.save()
         self.grammars.close()
-        self.runner.close()
+        self.executor.close()
 
     def _rest(self) -> None:
         """Records that there is nothing to do."""

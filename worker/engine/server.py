@@ -166,12 +166,12 @@ class Server:
             # Requests may wait for their grammars to compile while nothing runs: their routers are probed.
             self._wait(int(PROBE_EVERY_S * 1000) if self._owners else None)
         until_s = time.monotonic() + self.engine.spare_s()
-        self._take_arrived()
+        self._handle_arrived()
         while (left_ms := int((until_s - time.monotonic()) * 1000)) > 0 and not self._stopping.is_set():
             self._wait(left_ms)
-            self._take_arrived()
+            self._handle_arrived()
 
-    def _take_arrived(self) -> None:
+    def _handle_arrived(self) -> None:
         for _ in range(MESSAGES_A_STEP):
             try:
                 router, frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -185,7 +185,7 @@ class Server:
             except msgspec.DecodeError as error:
                 log.warning("dropped a frame of %d bytes that is no message: %s", len(frame), error)
                 continue
-            self._take(router, message)
+            self._handle(router, message)
 
     def _wait(self, timeout_ms: int | None) -> None:
         """Waits until a message arrives, `_wake` is called, or the timeout has passed; None for no timeout."""
@@ -198,7 +198,7 @@ class Server:
         if self._wake_out.fileno() in found:
             self._wake_out.recv(4096)
 
-    def _take(self, router: bytes, message: FromRouter) -> None:
+    def _handle(self, router: bytes, message: FromRouter) -> None:
         self._bookings.setdefault(router, 0)
         if isinstance(message, Generate):
             self._bookings[router] = max(self._bookings[router], message.booking)

@@ -177,7 +177,7 @@ class Steps:
         compiled = self._grammar_queue.compiled(seq.request_id)
         # A sequence that was preempted starts with a new matcher, which accepts its outputs again.
         seq.grammar = GrammarState(compiled) if compiled is not None else None
-        prompt_ids = seq.tokens.view(0, seq.num_prompt).tolist()
+        prompt_ids = seq.token_ids(0, seq.num_prompt).tolist()
         eos_token_ids = self._executor.eos_token_ids
         self._sampler.add(seq.slot, seq.sampling, prompt_ids, seq.output_ids(), eos_token_ids, seq.grammar)
 
@@ -200,7 +200,7 @@ class Steps:
 def _prompt_logprobs(seq: Sequence, end: int, logits: torch.Tensor) -> PendingLogprobs:
     """Log probabilities of the prompt tokens that follow the tokens of `logits` `[n, vocab_size]`, the last of which is
     before position `end`. The prompt's last token has no prompt token after it."""
-    token_ids = seq.tokens.view(end - len(logits) + 1, min(end + 1, seq.num_prompt))
+    token_ids = seq.token_ids(end - len(logits) + 1, min(end + 1, seq.num_prompt))
     return prompt_logprobs(logits[: len(token_ids)], token_ids, seq.sampling.prompt_logprobs or 0)
 
 

@@ -341,9 +341,9 @@ class Follower:
         plans: deque[Plan] = deque()
         ended = False
         while plans or not ended:
-            self._tell_times()
+            self._send_times()
             while not plans and not ended and self._runner.is_running and not self._plans.poll(TELL_EVERY_MS):
-                self._tell_times()
+                self._send_times()
             while not ended and (not plans or self._plans.poll(0)):
                 frame = self._plans.recv()
                 ended = not frame
@@ -354,7 +354,7 @@ class Follower:
             if plans:
                 self._runner.forward(plans.popleft())
 
-    def _tell_times(self) -> None:
+    def _send_times(self) -> None:
         """Sends new step times to the leading rank. Only the first rank of a stage sends: all ranks of a stage run a
         step at the same time."""
         if ran := self._runner.take_step_times():

@@ -27,7 +27,7 @@ Parameters = dict[str, torch.Tensor | Fp8Weight]
 _QUANTIZED = ("qkv", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
 
 
-class _Place(NamedTuple):
+class _Destination(NamedTuple):
     """Destination of a checkpoint's tensor of `shape`: its part `kept` along `dim` goes to `parameter`, from index
     `first` on along `dim`."""
 
@@ -62,29 +62,29 @@ def load_weights(
     complete. Raises ValueError if a file cannot be read, or a tensor is missing, unexpected or of the wrong shape.
     """
     config = shard.whole
-    places = _places(shard)
+    destinations = _destinations(shard)
     shapes = parameter_shapes(shard.config)
     parameters: dict[str, torch.Tensor] = {}
     quantized: dict[str, Fp8Weight] = {}
-    missing = set(places)
-    parts = Counter(place.parameter for place in places.values())
-    for tensor in _tensors(model, places, config, device, dtype, load_format):
+    missing = set(destinations)
+    parts = Counter(destination.parameter for destination in destinations.values())
+    for tensor in _tensors(model, destinations, config, device, dtype, load_format):
         if _is_ignored(tensor.name, config) or _is_elsewhere(tensor.name, shard):
             continue
-        if tensor.name not in places:
+        if tensor.name not in destinations:
             raise ValueError(f"{model} has a tensor that a {config.model_type} model does not: {tensor.name}")
-        place = places[tensor.name]
-        if tensor.shape != place.shape:
+        destination = destinations[tensor.name]
+        if tensor.shape != destination.shape:
             raise ValueError(
-                f"{model}: {tensor.name} has shape {tensor.shape}, but its configuration says {place.shape}"
+                f"{model}: {tensor.name} has shape {tensor.shape}, but its configuration says {destination.shape}"
             )
-        name = place.parameter
+        name = destination.parameter
         if name not in parameters:
             make = torch.empty if shard.size == 1 else torch.zeros  # padding of a rank's part is zero
             parameters[name] = make(shapes[name], device=device, dtype=_dtype(config, name, dtype))
-        if len(place.kept):
-            target = parameters[name].narrow(place.dim, place.first, len(place.kept))
-            part = tensor.read(place.dim, place.kept)
+        if len(destination.kept):
+            target = parameters[name].narrow(destination.dim, destination.first, len(destination.kept))
+            part = tensor.read(destination.dim, destination.kept)
             if device.type == "cuda" and part.device.type == "cpu":
                 # All cores copy the file into pinned memory. The GPU fetches it from there while they go on.
                 part = part.pin_memory()
@@ -94,11 +94,11 @@ def load_weights(
         if quantization is not None and not parts[name] and name.rpartition(".")[2] in _QUANTIZED:
             quantized[name] = Fp8Weight(*quantize(parameters.pop(name)))
         if progress is not None:
-            progress(len(places) - len(missing), len(places))
+            progress(len(destinations) - len(missing), len(destinations))
     if missing:
         some = ", ".join(sorted(missing)[:4])
         raise ValueError(
-            f"{model} lacks {len(missing)} of {len(places)} tensors: {some}{', …' if len(missing) > 4 else ''}"
+            f"{model} lacks {len(missing)} of {len(destinations)} tensors: {some}{', …' if len(missing) > 4 else ''}"
         )
     if config.gemma_norms:
         for name in parameters:
@@ -107,23 +107,25 @@ def load_weights(
     return {**parameters, **quantized}
 
 
-def _places(shard: Shard) -> dict[str, _Place]:
+def _destinations(shard: Shard) -> dict[str, _Destination]:
     """Destinations of all tensors of a model that this rank needs, by Hugging Face's names."""
     shapes = parameter_shapes(shard.config)
     vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), range(shard.whole.hidden_size)
-    places = {
-        "model.embed_tokens.weight": _Place("embedding", 0, vocabulary, 0, shard.vocabulary),
-        "model.norm.weight": _Place("norm", 0, (len(hidden),), 0, hidden),
-        "lm_head.weight": _Place("head", 0, vocabulary, 0, shard.vocabulary),
+    destinations = {
+        "model.embed_tokens.weight": _Destination("embedding", 0, vocabulary, 0, shard.vocabulary),
+        "model.norm.weight": _Destination("norm", 0, (len(hidden),), 0, hidden),
+        "lm_head.weight": _Destination("head", 0, vocabulary, 0, shard.vocabulary),
     }
-    layer = _layer_places(shard)
+    layer = _layer_destinations(shard)
     for own, index in enumerate(shard.layers):
-        for tensor, place in layer.items():
-            places[f"model.layers.{index}.{tensor}"] = place._replace(parameter=f"layers.{own}.{place.parameter}")
-    return {tensor: place for tensor, place in places.items() if place.parameter in shapes}
+        for tensor, destination in layer.items():
+            destinations[f"model.layers.{index}.{tensor}"] = destination._replace(
+                parameter=f"layers.{own}.{destination.parameter}"
+            )
+    return {tensor: destination for tensor, destination in destinations.items() if destination.parameter in shapes}
 
 
-def _layer_places(shard: Shard) -> dict[str, _Place]:
+def _layer_destinations(shard: Shard) -> dict[str, _Destination]:
     """Destinations of the tensors of any one layer, including biases and norms that the model may not have."""
     whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
     q_rows, kv_rows, inner_rows = (
@@ -134,7 +136,7 @@ def _layer_places(shard: Shard) -> dict[str, _Place]:
     q, kv, inner = _scaled(shard.heads, whole.head_dim), _scaled(shard.kv_heads, whole.head_dim), shard.intermediate
     first_k = own.num_heads * own.head_dim
     first_v = first_k + own.num_kv_heads * own.head_dim
-    places: dict[str, _Place] = {}
+    destinations: dict[str, _Destination] = {}
     for tensor, parameter, first, rows, kept in (
         ("self_attn.q_proj", "qkv", 0, q_rows, q),
         ("self_attn.k_proj", "qkv", first_k, kv_rows, kv),
@@ -142,22 +144,22 @@ def _layer_places(shard: Shard) -> dict[str, _Place]:
         ("mlp.gate_proj", "gate_up", 0, inner_rows, inner),
         ("mlp.up_proj", "gate_up", own.intermediate_size, inner_rows, inner),
     ):
-        places[f"{tensor}.weight"] = _Place(parameter, first, (rows, hidden), 0, kept)
-        places[f"{tensor}.bias"] = _Place(f"{parameter}_bias", first, (rows,), 0, kept)
+        destinations[f"{tensor}.weight"] = _Destination(parameter, first, (rows, hidden), 0, kept)
+        destinations[f"{tensor}.bias"] = _Destination(f"{parameter}_bias", first, (rows,), 0, kept)
     for tensor, parameter, columns, kept in (
         ("self_attn.o_proj", "out", q_rows, q),
         ("mlp.down_proj", "down", inner_rows, inner),
     ):
         once = range(hidden if shard.rank == 0 else 0)  # only rank 0 has the bias: ranks' outputs are added up
-        places[f"{tensor}.weight"] = _Place(parameter, 0, (hidden, columns), 1, kept)
-        places[f"{tensor}.bias"] = _Place(f"{parameter}_bias", 0, (hidden,), 0, once)
+        destinations[f"{tensor}.weight"] = _Destination(parameter, 0, (hidden, columns), 1, kept)
+        destinations[f"{tensor}.bias"] = _Destination(f"{parameter}_bias", 0, (hidden,), 0, once)
     for tensor, parameter, size in (
         ("self_attn.q_norm", "q_norm", whole.head_dim),
         ("self_attn.k_norm", "k_norm", whole.head_dim),
         *((tensor, parameter, hidden) for tensor, parameter in _layer_norms(whole)),
     ):
-        places[f"{tensor}.weight"] = _Place(parameter, 0, (size,), 0, range(size))
-    return places
+        destinations[f"{tensor}.weight"] = _Destination(parameter, 0, (size,), 0, range(size))
+    return destinations
 
 
 def _layer_norms(config: DecoderConfig) -> list[tuple[str, str]]:
@@ -201,14 +203,14 @@ def _is_elsewhere(name: str, shard: Shard) -> bool:
 
 def _tensors(
     model: Path,
-    places: dict[str, _Place],
+    destinations: dict[str, _Destination],
     config: DecoderConfig,
     device: torch.device,
     dtype: torch.dtype,
     load_format: str,
 ) -> Iterator[_Tensor]:
     if load_format == "dummy":
-        return _dummies(places, config, device, dtype)
+        return _dummies(destinations, config, device, dtype)
     return _safetensors(model)
 
 
@@ -241,31 +243,33 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _dummies(
-    places: dict[str, _Place], config: DecoderConfig, device: torch.device, dtype: torch.dtype
+    destinations: dict[str, _Destination], config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> Iterator[_Tensor]:
     """Random tensors. Each is made whole, from a seed that depends on its name only, and then cut, so the model is the
     same for any number of ranks."""
-    for name, place in places.items():
-        yield _Tensor(name, place.shape, partial(_dummy_part, name, place, config, device, dtype))
+    for name, destination in destinations.items():
+        yield _Tensor(name, destination.shape, partial(_dummy_part, name, destination, config, device, dtype))
 
 
 def _dummy_part(
     name: str,
-    place: _Place,
+    destination: _Destination,
     config: DecoderConfig,
     device: torch.device,
     dtype: torch.dtype,
     dim: int,
     part: range,
 ) -> torch.Tensor:
-    return _cut(_dummy(name, place, config, device, dtype), dim, part)
+    return _cut(_dummy(name, destination, config, device, dtype), dim, part)
 
 
-def _dummy(name: str, place: _Place, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _dummy(
+    name: str, destination: _Destination, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     """A random tensor. The scales are such that norms and matrices keep the size of their input, and logits are about
     1."""
-    if _is_norm(place.parameter):
-        return torch.full(place.shape, 0.0 if config.gemma_norms else 1.0, device=device, dtype=dtype)
-    scale = 0.02 if len(place.shape) == 1 else place.shape[1] ** -0.5
+    if _is_norm(destination.parameter):
+        return torch.full(destination.shape, 0.0 if config.gemma_norms else 1.0, device=device, dtype=dtype)
+    scale = 0.02 if len(destination.shape) == 1 else destination.shape[1] ** -0.5
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-    return torch.empty(place.shape, device=device, dtype=dtype).normal_(0.0, scale, generator=generator)
+    return torch.empty(destination.shape, device=device, dtype=dtype).normal_(0.0, scale, generator=generator)

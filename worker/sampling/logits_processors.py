@@ -20,7 +20,7 @@ class TokenCounts:
     def __init__(self, prompt_ids: Iterable[int], output_ids: Iterable[int]) -> None:
         self._ids = np.empty(256, dtype=np.int64)
         self._counts = np.empty(256, dtype=np.float32)
-        self._places: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
         for token_id in dict.fromkeys(prompt_ids):
             self.add(token_id, 0)
         for token_id in output_ids:
@@ -29,25 +29,25 @@ class TokenCounts:
     @property
     def ids(self) -> np.ndarray:
         """int64[n]."""
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._index_of)]
 
     @property
     def counts(self) -> np.ndarray:
         """float32[n]: 0 for a token that only the prompt has."""
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._index_of)]
 
     def add(self, token_id: int, times: int) -> None:
         """Adds `times` outputs of a token: 0 for a token of the prompt."""
-        place = self._places.get(token_id)
-        if place is not None:
-            self._counts[place] += times
+        index = self._index_of.get(token_id)
+        if index is not None:
+            self._counts[index] += times
             return
-        size = len(self._places)
+        size = len(self._index_of)
         if size == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.empty_like(self._counts)])
         self._ids[size], self._counts[size] = token_id, times
-        self._places[token_id] = size
+        self._index_of[token_id] = size
 
 
 class LogitsAdjustments(NamedTuple):
@@ -67,24 +67,26 @@ class LogitsAdjustments(NamedTuple):
     suppressed: np.ndarray | None
 
 
-def apply_logits_adjustments(logits: torch.Tensor, rows: Sequence[int], edits: Sequence[LogitsAdjustments]) -> None:
-    """Applies `edits[i]` to row `rows[i]` of `logits` float32[n, vocab], in place: penalties, then biases, then
+def apply_logits_adjustments(
+    logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[LogitsAdjustments]
+) -> None:
+    """Applies `adjustments[i]` to row `rows[i]` of `logits` float32[n, vocab], in place: penalties, then biases, then
     bans."""
-    both = list(zip(rows, edits, strict=True))
-    penalised = [(row, e.history, e.params) for row, e in both if e.history is not None and len(e.history.ids)]
-    if penalised:
-        _penalise(logits, penalised)
+    both = list(zip(rows, adjustments, strict=True))
+    penalized = [(row, e.history, e.params) for row, e in both if e.history is not None and len(e.history.ids)]
+    if penalized:
+        _penalize(logits, penalized)
     biased = [(row, *e.bias) for row, e in both if e.bias is not None]
     if biased:
         added = np.concatenate([values for _, _, values in biased])
-        *at, values = all_to_device([*_places([(row, ids) for row, ids, _ in biased]), added], logits.device)
+        *at, values = all_to_device([*_rows_and_columns([(row, ids) for row, ids, _ in biased]), added], logits.device)
         logits[tuple(at)] += values
     banned = [(row, e.suppressed) for row, e in both if e.suppressed is not None]
     if banned:
-        logits[tuple(all_to_device(_places(banned), logits.device))] -= _BAN
+        logits[tuple(all_to_device(_rows_and_columns(banned), logits.device))] -= _BAN
 
 
-def _penalise(logits: torch.Tensor, rows: list[tuple[int, TokenCounts, SamplingParams]]) -> None:
+def _penalize(logits: torch.Tensor, rows: list[tuple[int, TokenCounts, SamplingParams]]) -> None:
     """Applies the penalties.
 
     1. Repetition, over prompt and output (Keskar et al., CTRL, 2019): as in transformers, a positive logit is divided
@@ -93,7 +95,7 @@ def _penalise(logits: torch.Tensor, rows: list[tuple[int, TokenCounts, SamplingP
     """
     each = np.array([[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for _, _, p in rows])
     arrays = [
-        *_places([(row, history.ids) for row, history, _ in rows]),
+        *_rows_and_columns([(row, history.ids) for row, history, _ in rows]),
         np.concatenate([history.counts for _, history, _ in rows]),
         np.repeat(np.arange(len(rows)), [len(history.ids) for _, history, _ in rows]),
         each.astype(np.float32),
@@ -105,7 +107,7 @@ def _penalise(logits: torch.Tensor, rows: list[tuple[int, TokenCounts, SamplingP
     logits[row, column] = values - frequency * counts - presence * (counts > 0)
 
 
-def _places(rows: Sequence[tuple[int, np.ndarray]]) -> list[np.ndarray]:
+def _rows_and_columns(rows: Sequence[tuple[int, np.ndarray]]) -> list[np.ndarray]:
     """Rows and columns, int64[n] each, of all tokens listed for each row."""
     sizes = [len(ids) for _, ids in rows]
     return [np.repeat(np.array([row for row, _ in rows], dtype=np.int64), sizes), np.concatenate([i for _, i in rows])]

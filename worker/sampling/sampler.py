@@ -194,10 +194,8 @@ class Sampler:
         """Masks of all grammars, on the device: first of the `constrained` rows, then of the `custom` rows. The masks
         of `custom` rows without a grammar are not filled. None if no row has a grammar. Rows whose grammar allows no
         token are added to `failures`."""
-        rows, places = (
-            metadata.constrained_states + metadata.custom_states,
-            metadata.constrained + metadata.custom,
-        )
+        rows = metadata.constrained_states + metadata.custom_states
+        positions = metadata.constrained + metadata.custom
         states = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
         if not states:
             return None
@@ -205,7 +203,7 @@ class Sampler:
             self._masks = TokenBitmask(len(self._states), self.vocab_size, self.device)
         for i, error in self._masks.fill([state for _, state in states], [i for i, _ in states]).items():
             number, state = states[i]
-            failures[places[number]] = Failure("invalid", str(error), state.param)
+            failures[positions[number]] = Failure("invalid", str(error), state.param)
         return self._masks.on_device(len(rows))
 
     def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata, masks: torch.Tensor | None) -> torch.Tensor:
@@ -223,13 +221,13 @@ class Sampler:
             tokens.index_copy_(
                 0, metadata.on_device.greedy, _likeliest(work.index_select(0, metadata.on_device.greedy))
             )
-        for places, at in (
+        for positions, at in (
             (metadata.unfiltered, metadata.on_device.unfiltered),
             (metadata.filtered, metadata.on_device.filtered),
         ):
-            if len(places):
-                some = work if len(places) == len(work) else work.index_select(0, at)
-                tokens.index_copy_(0, at, self._draw(some, metadata.custom_slots[places]))
+            if len(positions):
+                some = work if len(positions) == len(work) else work.index_select(0, at)
+                tokens.index_copy_(0, at, self._draw(some, metadata.custom_slots[positions]))
         return tokens
 
     def _draw(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:

@@ -177,9 +177,9 @@ class SamplingMetadata:
         indices += [self.sampled_rows[self.logprobs], self.sampled_rows[others], self.slots[others]]
         return SamplingIndices(*all_to_device([*indices, self.greedy, self.unfiltered, self.filtered], self._device))
 
-    def _states_of(self, places: np.ndarray) -> list[SlotState]:
+    def _states_of(self, positions: np.ndarray) -> list[SlotState]:
         """States of the sampled rows at these positions."""
-        found = (self._states[slot] for slot in self.slots[places].tolist())
+        found = (self._states[slot] for slot in self.slots[positions].tolist())
         return [row for row in found if row is not None]
 
 

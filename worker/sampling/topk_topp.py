@@ -103,8 +103,8 @@ def _passed(cumulative: torch.Tensor, target: torch.Tensor, weights: torch.Tenso
     """The first column whose cumulative weight exceeds `target`, but at most the last column with a weight: rounding
     may put the target at the sum itself."""
     column = (cumulative <= target[:, None]).sum(dim=1)
-    places = torch.arange(weights.shape[1], device=weights.device)
-    last = torch.where(weights > 0, places, 0).amax(dim=1)
+    positions = torch.arange(weights.shape[1], device=weights.device)
+    last = torch.where(weights > 0, positions, 0).amax(dim=1)
     return torch.minimum(column, last)
 
 

@@ -130,13 +130,13 @@ def _pick(values: np.ndarray, ids: np.ndarray, keep: int, last: float, uniform: 
     In the order of rank it could swap two tokens.
     """
     kept = np.flatnonzero(values >= last)
-    if len(kept) > keep:  # ties for the last places
+    if len(kept) > keep:  # ties for the last ones
         ties = values == last
         room = keep - int((values > last).sum())
         kept = np.flatnonzero((values > last) | (ties & (np.cumsum(ties) <= room)))
     mass = np.cumsum(values[kept], dtype=np.float64)
-    place = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
-    return int(ids[kept[min(place, keep - 1)]])
+    index = int(np.searchsorted(mass, uniform * mass[-1], side="right"))
+    return int(ids[kept[min(index, keep - 1)]])
 
 
 def _invert(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Admission: which waiting sequences start, in the order of the queue, while there are slots, tokens and pages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from worker.scheduler.running import RunningSequences
 from worker.scheduler.sequence import Sequence, pages_for
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
-from worker.scheduler.waiting_queue import WaitingQueue
+from worker.scheduler.waiting_queue import QueueOrder, WaitingQueue
 
 # Steps after which admission is tried again even if no sequence has arrived or left.
 RETRY_STEPS = 16
@@ -27,22 +27,24 @@ class Admission:
     def __init__(
         self,
         config: WorkerConfig,
-        holdings: KVCacheManager,
-        counts: SequenceTable[Sequence],
-        clock: Callable[[], float],
-        longest_first: bool = False,
+        running: RunningSequences,
+        kv_cache: KVCacheManager,
+        table: SequenceTable[Sequence],
+        order: QueueOrder,
     ) -> None:
-        """`longest_first`: see `WaitingQueue`."""
-        self.queue = WaitingQueue(config.starvation_s, holdings.cached_tokens, longest_first, config.pp == 1)
-        self._longest_first = longest_first
+        self.queue = WaitingQueue(config.starvation_s, kv_cache.cached_tokens, order)
         self.held: dict[str, Sequence] = {}  # by request id
-        self.kv_demand = PeakKVEstimator(holdings.page_size)
-        self._holdings = holdings
-        self._page_size = holdings.page_size
-        self._counts = counts
-        self._clock = clock
+        self.kv_demand = PeakKVEstimator(kv_cache.page_size)
+        self._running = running
+        self._kv_cache = kv_cache
+        self._page_size = kv_cache.page_size
+        self._table = table
         self._num_changes = 0  # how often a sequence was added or left
         self._blocked_at: tuple[int, int] | None = None  # `_comings` when a sequence last found no room
+        self._builder: StepBuilder  # of the step that is built
+        self._step = 0
+        self._is_closed = True  # whether no sequence may start in this step any more
+        self._has_forecast = False  # whether `kv_demand` knows the pages that running sequences hold now
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.held)
@@ -60,12 +62,17 @@ class Admission:
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
         self._num_changes += 1
-        if self._longest_first:  # no other policy reads it
-            seq.num_expected = seq.num_tokens + self.kv_demand.expected_tokens(seq)
+        if self.queue.order is QueueOrder.LONGEST_OUTPUT:
+            seq.expected_tokens = seq.num_tokens + self.kv_demand.expected_tokens(seq)
         if ready:
             self.queue.add(seq, step)
         else:
             self.held[seq.request_id] = seq
+
+    def add_preempted(self, seq: Sequence) -> None:
+        """Adds a sequence that was preempted for the step that is built."""
+        self.kv_demand.preempt()
+        self.add(seq, self._step)
 
     def release(self, request_id: str, step: int) -> Sequence:
         """Moves a sequence from `held` to the queue. Returns it. Raises KeyError if there is none with this id."""
@@ -87,51 +94,80 @@ class Admission:
         """Called when a running sequence has given up its slot and pages."""
         self._num_changes += 1
 
-    def starting(
-        self, running: RunningSequences, batch: StepBuilder, step: int, before: Sequence | None = None
-    ) -> Iterator[Sequence]:
-        """Yields the sequences that start now. With `before`, a running prefill, only those at least as urgent.
+    def begin(self, builder: StepBuilder, step: int) -> None:
+        """Begins a new step, the one after number `step`. The next calls of `candidates` and `admit` refer to it."""
+        self._builder, self._step = builder, step
+        self._is_closed = self.is_blocked(step)
+        self._has_forecast = False
 
-        Each holds its cached prefix. The caller gives it a slot and its first chunk before it asks for the next one. A
-        sequence that does not fit blocks those behind it, or a long prompt would wait forever. A sequence whose prefix
-        another one is computing does not block them.
+    def candidates(self) -> list[Sequence]:
+        """The waiting sequences of which some may start in this step, in no particular order."""
+        return self.queue.window(self._step) if self._is_open else []
+
+    def admit(self, seq: Sequence) -> bool:
+        """Lets a waiting sequence start if there are a slot, tokens and pages for it. Returns whether it does.
+
+        Then it holds its cached prefix. The caller gives it a slot and its first chunk, and then calls `started`.
+        Candidates are to be tried in the order of their urgency: one that does not fit closes the step to those behind
+        it, or a long prompt would wait forever. A sequence whose prefix another one is computing does not close it.
         """
-        if self.is_blocked(step):
-            return
-        comings = self._comings(step)
-        counts, rows = self._counts, running.rows
-        growth = -(-(counts.limit[rows] - 1) // self._page_size) - counts.pages[rows]
-        self.kv_demand.begin(running, int(np.maximum(growth, 0).sum()))
-        now_s = self._clock()
-        limit = None if before is None else self.queue.urgency(before, now_s)
-        for seq in self.queue.in_order(step, now_s):
-            if limit is not None and self.queue.urgency(seq, now_s) > limit:
-                return
-            if not batch.may_start(seq):
-                return
-            if batch.computes_prefix_of(seq):
-                self.queue.outdate(seq, step)
-                continue  # also a starved one: it is next anyway, and then has less to compute
-            if not self._open(seq, len(running) > 0):
-                self._blocked_at = comings
-                return
-            self.queue.remove(seq)
-            yield seq
-            self.kv_demand.start(seq)
+        if not self._is_open:
+            return False
+        if not self._builder.may_start(seq):
+            self._is_closed = True
+            return False
+        if self._builder.computes_prefix_of(seq):
+            self.queue.outdate(seq, self._step)
+            return False  # also a starved one: it is next anyway, and then has less to compute
+        if not self._open(seq):
+            self._blocked_at = self._comings(self._step)
+            self._is_closed = True
+            return False
+        self.queue.remove(seq)
+        return True
+
+    def started(self, seq: Sequence) -> None:
+        """Called when an admitted sequence has its first chunk."""
+        self.kv_demand.start(seq)
+
+    def running_grew(self) -> None:
+        """Called when a running sequence may have got pages."""
+        self._has_forecast = False
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a sequence could still start in this step. Pages that a preemption has just freed are for running
+        sequences."""
+        return (
+            len(self.queue) > 0
+            and not self._is_closed
+            and not self._builder.has_preempted
+            and self._running.has_room
+            and self._builder.budget.tokens_left > 0
+        )
 
     def _comings(self, step: int) -> tuple[int, int]:
         """A value that changes whenever a sequence that found no room should try again."""
         return self._num_changes, step // RETRY_STEPS
 
-    def _open(self, seq: Sequence, others_run: bool) -> bool:
+    def _open(self, seq: Sequence) -> bool:
         """Acquires the cached prefix of a sequence if there are pages for its tokens and, by the forecast, for the
         future tokens of it and the running sequences. Returns whether it did."""
-        available = self._holdings.num_available
+        available = self._kv_cache.num_available
         least = pages_for(seq.num_tokens, self._page_size) - pages_for(seq.cached_estimate, self._page_size)
-        if others_run and least > available:
+        if len(self._running) and least > available:
             return False  # without the cost of a lookup in the tree
-        self._holdings.acquire_prefix(seq)
-        if self.kv_demand.has_room(seq, self._holdings.num_available):
+        self._kv_cache.acquire_prefix(seq)
+        if self._forecast().has_room(seq, self._kv_cache.num_available):
             return True
-        self._holdings.free(seq, keep=False)
+        self._kv_cache.free(seq, keep=False)
         return False
+
+    def _forecast(self) -> PeakKVEstimator:
+        """The forecast for the sequences that run now."""
+        if not self._has_forecast:
+            table, rows = self._table, self._running.rows
+            growth = -(-(table.token_limit[rows] - 1) // self._page_size) - table.num_pages[rows]
+            self.kv_demand.begin(self._running, int(np.maximum(growth, 0).sum()))
+            self._has_forecast = True
+        return self.kv_demand

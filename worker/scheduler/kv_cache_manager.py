@@ -6,6 +6,7 @@ import numpy as np
 
 from radix.tree import Tree
 from worker.scheduler.sequence import Sequence
+from worker.scheduler.sequence_table import SequenceTable
 
 
 class KVCacheManager:
@@ -14,8 +15,9 @@ class KVCacheManager:
     The pages of a sequence are first `num_shared` pages of the tree, kept by its lock on `node`, then its own pages.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, table: SequenceTable[Sequence]) -> None:
         self.tree = tree
+        self._table = table
         self.pool = tree.pool
         self.page_size = tree.page_size
 
@@ -26,11 +28,11 @@ class KVCacheManager:
 
     def cached_tokens(self, seq: Sequence) -> int:
         """Length of the cached prefix of `seq` now, in tokens; at most its `reusable_tokens`."""
-        return self.tree.match(seq.tokens.view(0, seq.reusable_tokens)).num_tokens
+        return self.tree.match(seq.token_ids(0, seq.reusable_tokens)).num_tokens
 
     def acquire_prefix(self, seq: Sequence) -> None:
         """Locks the cached prefix of `seq` in the tree and gives it these pages."""
-        match = self.tree.match(seq.tokens.view(0, seq.reusable_tokens))
+        match = self.tree.match(seq.token_ids(0, seq.reusable_tokens))
         self.tree.lock(match.node)
         seq.node = match.node
         seq.add_pages(match.pages)
@@ -41,10 +43,13 @@ class KVCacheManager:
         """Adds `num_pages` pages to a sequence. At least as many must be available."""
         seq.add_pages(self._allocate_pages(num_pages))
 
-    def allocate_each(self, sequences: list[Sequence]) -> None:
-        """Adds a page to each sequence. At least as many must be available."""
-        for seq, page in zip(sequences, self._allocate_pages(len(sequences))[:, None], strict=True):
-            seq.add_pages(page)
+    def allocate_each(self, rows: np.ndarray) -> None:
+        """Adds a page to each sequence. `rows`: int64, their table rows. At least as many must be available."""
+        sequences, num_pages = self._table.sequences_at(rows), self._table.num_pages[rows].tolist()
+        pages = self._allocate_pages(len(rows)).tolist()
+        for seq, index, page in zip(sequences, num_pages, pages, strict=True):
+            seq.write_page(index, page)
+        self._table.num_pages[rows] += 1
 
     def cache_prefix(self, seq: Sequence) -> None:
         """Hands the whole pages of `seq` that ended steps computed to the tree, and locks them there.
@@ -56,8 +61,8 @@ class KVCacheManager:
         num_full = seq.num_confirmed // self.page_size
         if num_full <= seq.num_shared:
             return
-        tokens, pages = seq.tokens.view(0, num_full * self.page_size), seq.pages.view(0, num_full)
-        node, num_present = self.tree.insert(tokens, pages)
+        token_ids, pages = seq.token_ids(0, num_full * self.page_size), seq.pages(0, num_full)
+        node, num_present = self.tree.insert(token_ids, pages)
         assert seq.node is not None
         self.tree.lock(node)
         self.tree.unlock(seq.node)
@@ -65,7 +70,7 @@ class KVCacheManager:
         twice = slice(seq.num_shared, num_present // self.page_size)
         if twice.stop > twice.start:
             self.pool.free(pages[twice])
-            pages[twice] = self.tree.match(tokens).pages[twice]
+            pages[twice] = self.tree.match(token_ids).pages[twice]
             seq.num_sent_pages = 0
         seq.num_shared = num_full
 
@@ -73,7 +78,7 @@ class KVCacheManager:
         """Frees all pages of `seq`. `keep`: the whole pages that ended steps computed go to the tree first."""
         if keep:
             self.cache_prefix(seq)
-        self.pool.free(seq.pages.view(seq.num_shared, seq.pages.size))
+        self.pool.free(seq.own_pages)
         assert seq.node is not None
         self.tree.unlock(seq.node)
         seq.node = None
@@ -89,7 +94,7 @@ class KVCacheManager:
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every page has exactly one owner. Walks the tree."""
-        own = [seq.pages.view(seq.num_shared, seq.pages.size) for seq in running]
+        own = [seq.own_pages for seq in running]
         self.tree.check_integrity(np.concatenate(own).tolist() if own else ())
         if not own:
             assert self.tree.num_evictable == self.tree.num_cached, "pages are locked and nothing runs"

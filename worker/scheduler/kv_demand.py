@@ -36,7 +36,7 @@ class OutputLengthHistory:
     FORGIVEN = 1 / 32  # fraction of the margin that each request that ends takes away
 
     def __init__(self) -> None:
-        self._parts: deque[float] = deque(self.FIRST, maxlen=self.REMEMBERED)
+        self._fractions: deque[float] = deque(self.FIRST, maxlen=self.REMEMBERED)
         self._num_guessed = len(self.FIRST)
         self._margin = 0.0
         # Caches, rebuilt on demand: the fractions and 1.0, ascending, and the sums from each to the last.
@@ -47,8 +47,8 @@ class OutputLengthHistory:
         """Adds a request that ended after `produced` of at most `allowed` output tokens."""
         if self._num_guessed:
             self._num_guessed -= 1
-            self._parts.popleft()
-        self._parts.append(produced / allowed)
+            self._fractions.popleft()
+        self._fractions.append(produced / allowed)
         self._margin -= self._margin * self.FORGIVEN
         self._sorted = None
 
@@ -61,14 +61,12 @@ class OutputLengthHistory:
         if produced >= allowed:
             return 0
         if self._sorted is None:
-            self._sorted = np.sort([*self._parts, 1.0])
+            self._sorted = np.sort([*self._fractions, 1.0])
             self._sums = np.cumsum(self._sorted[::-1])[::-1]
-        part = produced / allowed
-        first = int(self._sorted.searchsorted(part, side="right"))
-        longer = len(self._sorted) - first
-        if longer == 0:
-            return allowed - produced
-        expected = (self._sums[first] / longer - part) * allowed
+        fraction = produced / allowed
+        first = int(self._sorted.searchsorted(fraction, side="right"))
+        longer = len(self._sorted) - first  # at least one, the limit's 1.0
+        expected = (self._sums[first] / longer - fraction) * allowed
         return min(allowed - produced, math.ceil(expected * (1 + self._margin)))
 
 

@@ -15,52 +15,55 @@ class RunningBatch(NamedTuple):
     | field | dtype | meaning |
     | --- | --- | --- |
     | `rows` | int64 | row in the `SequenceTable` |
-    | `lacking` | int32 | remaining tokens that no step holds |
+    | `remaining` | int32 | remaining tokens that no step holds |
     | `computed` | int32 | tokens that are computed, or in flight |
     | `in_prompt` | bool | a part of the prompt is not computed, or still in flight |
     | `decode` | bool | one token remains, and the prompt is computed |
-    | `going` | bool | other tokens remain: prefills, and sequences whose last prompt chunk is in flight |
+    | `chunked` | bool | other tokens remain: prefills, and sequences whose last prompt chunk is in flight |
 
     `is_ending`: a sequence has as many tokens as it may have, so that it ends with a step in flight.
     """
 
     rows: np.ndarray
-    lacking: np.ndarray
+    remaining: np.ndarray
     computed: np.ndarray
     in_prompt: np.ndarray
     decode: np.ndarray
-    going: np.ndarray
+    chunked: np.ndarray
     is_ending: bool
 
     @classmethod
-    def classify(cls, rows: np.ndarray, counts: SequenceTable[Sequence]) -> "RunningBatch":
+    def classify(cls, rows: np.ndarray, table: SequenceTable[Sequence]) -> "RunningBatch":
         """The state of the sequences of `rows`, int64, by rank."""
-        tokens, computed = counts.tokens[rows], counts.computed[rows]
-        unfinished = tokens < counts.limit[rows]
-        in_prompt = counts.confirmed[rows] < counts.prompt[rows]
-        lacking = tokens - computed
-        decode = (lacking == 1) & unfinished & ~in_prompt
+        tokens, computed = table.num_tokens[rows], table.num_computed[rows]
+        unfinished = tokens < table.token_limit[rows]
+        in_prompt = table.num_confirmed[rows] < table.num_prompt[rows]
+        remaining = tokens - computed
+        decode = (remaining == 1) & unfinished & ~in_prompt
         is_ending = bool(np.count_nonzero(unfinished) < len(rows))
-        return cls(rows, lacking, computed, in_prompt, decode, unfinished & ~decode, is_ending)
+        return cls(rows, remaining, computed, in_prompt, decode, unfinished & ~decode, is_ending)
 
-    def view(self, counts: SequenceTable[Sequence]) -> SchedulerView:
+    def view(self, table: SequenceTable[Sequence]) -> SchedulerView:
         """The part of the policy's view that describes running sequences."""
         view = SchedulerView(
             decoding=int(np.count_nonzero(self.decode)),
             decoding_context=int(np.add.reduce(self.computed[self.decode])),
         )
-        if np.count_nonzero(self.going):
-            computed, lacking = self.computed[self.going], self.lacking[self.going]
-            in_flight = (computed >= counts.prompt[self.rows[self.going]]) & (lacking == 1)  # the last prompt chunk
+        if np.count_nonzero(self.chunked):
+            computed, remaining = self.computed[self.chunked], self.remaining[self.chunked]
+            # The last chunk of the prompt is in flight.
+            in_flight = (computed >= table.num_prompt[self.rows[self.chunked]]) & (remaining == 1)
             view.decoding += int(np.count_nonzero(in_flight))
             view.decoding_context += int(computed[in_flight].sum())
-            view.waiting = len(lacking) - int(np.count_nonzero(in_flight))
-            view.waiting_tokens = int(lacking[~in_flight].sum())
+            view.waiting = len(remaining) - int(np.count_nonzero(in_flight))
+            view.waiting_tokens = int(remaining[~in_flight].sum())
         return view
 
-    def horizon(self, counts: SequenceTable[Sequence], queue: np.ndarray) -> Horizon:
+    def horizon(self, table: SequenceTable[Sequence], queue: np.ndarray) -> Horizon:
         """The horizon of the running sequences and of the waiting ones, whose table rows are `queue`, int64."""
         rows = np.concatenate((self.rows, queue))
-        missing = np.concatenate((np.where(self.going, self.lacking, 0), counts.tokens[queue] - counts.cached[queue]))
-        to_come = np.maximum(counts.expected[rows] - counts.tokens[rows], 1)
+        missing = np.concatenate(
+            (np.where(self.chunked, self.remaining, 0), table.num_tokens[queue] - table.cached_estimate[queue])
+        )
+        to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 1)
         return Horizon.of(missing, to_come)

@@ -38,7 +38,7 @@ class ScheduledStep:
     @property
     def sequences_left(self) -> list[Sequence]:
         """The sequences that were not dropped."""
-        return [seq for seq, gone in zip(self.sequences, self.dropped.tolist(), strict=True) if not gone]
+        return [seq for seq, dropped in zip(self.sequences, self.dropped.tolist(), strict=True) if not dropped]
 
     def drop(self, row: int) -> None:
         """Throws away what this step gives the sequence of `row`, which has ended or was preempted."""
@@ -46,14 +46,14 @@ class ScheduledStep:
 
     def compact(self) -> None:
         """Removes the chunks of dropped sequences from the plan, before it runs."""
-        stay = ~self.dropped
+        kept = ~self.dropped
         for start, length in zip(self.plan.starts[self.dropped], self.plan.lengths[self.dropped], strict=True):
             self.shape.remove(int(start), int(length))
-        places = np.cumsum(stay) - 1
-        self.plan = self.plan.only(stay)
-        self.prompted = [int(places[i]) for i in self.prompted if stay[i]]
+        new_index = np.cumsum(kept) - 1
+        self.plan = self.plan.only(kept)
+        self.prompted = [int(new_index[i]) for i in self.prompted if kept[i]]
         self.sequences = self.sequences_left
-        self.rows, self.samples, self.dropped = self.rows[stay], self.samples[stay], self.dropped[stay]
+        self.rows, self.samples, self.dropped = self.rows[kept], self.samples[kept], self.dropped[kept]
 
 
 class SchedulerOutput(NamedTuple):

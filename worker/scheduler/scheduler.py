@@ -11,10 +11,7 @@ phase; a decode is a sequence with one remaining token. A step is filled in this
 When a step is made, and how much it may hold, is decided by a policy (`pipeline/schedule.py`). Which sequences go into
 it is decided here.
 
-**Preemption.** When pages run out, cached pages are evicted first. Then the running sequence of the last rank (lowest
-priority, latest arrival) is preempted. Its computed pages go to the tree. It waits at the front of its priority, and
-resumes from the pages that are still cached. There is no deadlock: the sequence of the first rank can take every page
-in this way, and no sequence is accepted that needs more than all pages.
+When pages run out, sequences are preempted (`preemption.py`).
 
 **Steps in flight.** The next step may be planned while the current one runs.
 
@@ -25,21 +22,15 @@ in this way, and no sequence is accepted that needs more than all pages.
 - Freed pages may go to other sequences at once, because steps run in the order in which they were planned. The tree
   only gets pages that ended steps computed.
 
-**Pipeline parallelism.** Up to `policy.most_in_flight` steps are in flight, so that no stage waits for another.
-
-- Prefill: the next chunk of a sequence may be in the very next step (`policy.chunks_follow`).
-- Decode: a sequence waits for its token before its next decode. The exception is the oldest step when it is about to
-  end (`policy.may_overlap_oldest`): its tokens are then `PENDING` in the next plan, and go from the last stage to the
-  first one from GPU to GPU.
-- Preemption: the token in flight is discarded, because its slot may belong to another sequence when it is sampled. It
-  is sampled again later with the same seed and position.
+**Pipeline parallelism.** Up to `policy.most_in_flight` steps are in flight, so that no stage waits for another. What
+differs from one stage is in `steps_in_flight.py`.
 """
 
 import copy
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,15 +42,20 @@ from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
 from worker.scheduler.admission import Admission
+from worker.scheduler.integrity import check_sequences
 from worker.scheduler.kv_cache_manager import KVCacheManager
+from worker.scheduler.output_queue import OutputQueue
+from worker.scheduler.preemption import Preemption
 from worker.scheduler.running import RunningSequences
 from worker.scheduler.running_batch import RunningBatch
 from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
-from worker.scheduler.sequence import Sequence, pages_for
+from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
+from worker.scheduler.steps_in_flight import PipelineStepsInFlight, StepsInFlight
 from worker.scheduler.stop_checker import StopChecker
 from worker.scheduler.validation import overloaded, refusal
+from worker.scheduler.waiting_queue import QueueOrder
 
 if TYPE_CHECKING:
     from worker.step import SampledTokens
@@ -96,8 +92,6 @@ class Scheduler:
         """
         self.config = config
         self.policy = policy
-        self._ahead_s, self._returning_s = ahead_s, returning_s
-        self.kv_cache = KVCacheManager(tree)
         self.num_pages = tree.pool.num_pages
         self.page_size = tree.page_size
         self.vocab_size = vocab_size
@@ -111,16 +105,25 @@ class Scheduler:
         self.running = RunningSequences(num_slots)
         self._sequences: dict[str, Sequence] = {}
         self._table = SequenceTable[Sequence](config.max_waiting + num_slots)
-        self._waiting = Admission(config, self.kv_cache, self._table, clock, policy.longest_first)
+        self.kv_cache = KVCacheManager(tree, self._table)
+        self._num_stages = policy.settings.stages
+        self._in_flight: StepsInFlight
+        if self._num_stages == 1:
+            self._in_flight = StepsInFlight(ahead_s)
+            order = QueueOrder.SHORTEST_PREFILL
+        else:
+            self._in_flight = PipelineStepsInFlight(ahead_s, returning_s, self._table, policy)
+            order = QueueOrder.LONGEST_PREFIX
+        if policy.longest_first:
+            order = QueueOrder.LONGEST_OUTPUT
+        self._waiting = Admission(config, self.running, self.kv_cache, self._table, order)
+        self._preemption = Preemption(self.running, self._waiting, self.kv_cache, self._in_flight)
         self._stop_checker = StopChecker(vocab_size)
-        self._outputs: list[Output] = []
-        self._builder = StepBuilder(Budget(0), self.page_size, self._table)  # of the newest step
+        self._outputs = OutputQueue(self._table, self._stop_checker)
+        self._builder: StepBuilder  # of the newest step
         self._view = SchedulerView()  # the state before the newest step
-        self._returning: ScheduledStep | None = None  # the oldest step, if the policy overlaps it with the next one
-        self._in_flight: deque[ScheduledStep] = deque()  # steps before their `update`, oldest first
         # If the last `schedule` had a budget but no work for a step: the cause of idle time, as `Meter` names it.
         self._idle_reason: str | None = None
-        self._ending = False  # whether a running sequence ends with a step in flight
         # Whether more prompt tokens wait than the newest step took. A new request then misses the next step anyway.
         self.is_full = False
         self._step = 0
@@ -156,7 +159,7 @@ class Scheduler:
         failure = self._refusal(request)
         if failure is not None:
             self.counters.failed += 1
-            self._outputs.append(Output(request_id=request.request_id, finish_reason="error", failure=failure))
+            self._outputs.add_failure(request.request_id, failure)
             return False
         if not self.num_waiting:
             self._starts_s.clear()
@@ -185,7 +188,7 @@ class Scheduler:
         """Removes these requests, waiting or running, and frees their pages. Unknown ids are ignored. No output
         follows."""
         request_ids = dict.fromkeys(request_ids)
-        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+        self._outputs.discard(request_ids)
         for request_id in request_ids:
             seq = self._sequences.get(request_id)
             if seq is not None:
@@ -198,12 +201,11 @@ class Scheduler:
         if seq is not None:
             self._forget(seq, keep=False)
             self.counters.failed += 1
-            self._outputs.append(Output(request_id=request_id, finish_reason="error", failure=failure))
+            self._outputs.add_failure(request_id, failure)
 
     def take_outputs(self) -> list[Output]:
         """Returns the outputs since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._outputs.take()
 
     # ------------------------------------------------------------ a step
 
@@ -211,14 +213,14 @@ class Scheduler:
         """Chooses the next step: starts and preempts sequences, and allocates pages."""
         running = RunningBatch.classify(self.running.rows, self._table)
         view = self._view = self._snapshot(running)
-        is_clumped = view.decoding >= self.config.pp or view.waiting > 0
+        is_clumped = view.decoding >= self._num_stages or view.waiting > 0
         budget = self.policy.begin(view)
-        step = self._build(budget, running)
+        step = self._fill_step(budget, running)
         if budget is not None and step is None and view.decoding and view.waiting_tokens:
             # The policy may have held decodes back for prompts that got no pages.
             view.waiting = view.waiting_tokens = 0
             budget = self.policy.begin(view)
-            step = self._build(budget, RunningBatch.classify(self.running.rows, self._table))
+            step = self._fill_step(budget, RunningBatch.classify(self.running.rows, self._table))
         self._idle_reason = None
         if step is not None:
             self._in_flight.append(step)
@@ -235,30 +237,8 @@ class Scheduler:
     def ask_again_s(self) -> float:
         """Seconds after which `schedule`, which has just returned no step, may return one even if nothing else
         happens."""
-        self._look_ahead(self._view)
+        self._in_flight.look_ahead(self._view)
         return self.policy.ask_again_s(self._view, is_idle=self._idle_reason is not None)
-
-    def _build(self, budget: Budget | None, running: RunningBatch) -> ScheduledStep | None:
-        """Builds a step within the budget. Returns None without a budget, or if no sequence fits."""
-        if budget is None:
-            return None
-        self._ending = running.is_ending
-        self._builder = StepBuilder(budget, self.page_size, self._table)
-        preemptions = self.counters.preemptions
-        lets_pass = self.config.pp == 1 and not self.policy.longest_first
-        others = self._schedule_running(running)
-        for seq in self._in_order(others) if lets_pass else others:
-            # Pages that a preemption has just freed are for running sequences.
-            if lets_pass and len(self._waiting.queue) and self.counters.preemptions == preemptions:
-                self._admit(before=seq)
-            self._schedule_chunk(seq)
-        if len(self._waiting.queue) and self.counters.preemptions == preemptions:
-            self._admit()
-        if not self._builder:
-            return None
-        self._step += 1
-        self.counters.steps = self._step
-        return self._builder.build(self._step, None if self._returning is None else self._returning.plan.step)
 
     def update(
         self,
@@ -277,12 +257,12 @@ class Scheduler:
         Results of sequences that were dropped since are ignored. Sequences are found by chunk and not by slot, because
         a slot may have another owner by now.
         """
-        assert self._in_flight[0] is step, "updates come in the order of the steps"
+        assert self._in_flight.oldest is step, "updates come in the order of the steps"
         now_s = self.clock()
-        is_decode = step.samples & (step.plan.lengths == 1) & (step.plan.starts >= self._table.prompt[step.rows])
+        is_decode = step.samples & (step.plan.lengths == 1) & (step.plan.starts >= self._table.num_prompt[step.rows])
         decodes = step.rows[is_decode & ~step.dropped]
         if len(decodes):
-            self.policy.finished(now_s - float(self._table.answered_s[decodes].min()))
+            self.policy.finished(now_s - float(self._table.last_output_s[decodes].min()))
         self._confirm(step)
         for chunk, logprobs in prompt_logprobs.items():
             known = step.sequences[chunk].prompt_logprobs
@@ -290,7 +270,7 @@ class Scheduler:
                 known.extend(logprobs)
         if sampled is not None:
             self._append_tokens(step, chosen, sampled, now_s)
-        self._in_flight.popleft()
+        self._in_flight.remove_oldest()
 
     # ------------------------------------------------------------ load and integrity
 
@@ -299,10 +279,12 @@ class Scheduler:
         load = copy.copy(self.counters)
         load.running = len(self.running)
         load.waiting = len(self._waiting)
-        rows, waiting, counts = self.running.rows, self._waiting.rows, self._table
-        load.context_tokens = int(counts.computed[rows].sum())
-        load.waiting_tokens = int(np.maximum(counts.prompt[rows] - counts.computed[rows], 0).sum())
-        load.waiting_tokens += int(np.maximum(counts.prompt[waiting] - counts.cached[waiting], 0).sum())
+        load.output_tokens = self._outputs.num_tokens
+        load.preemptions = self._preemption.num_preempted
+        rows, waiting, table = self.running.rows, self._waiting.rows, self._table
+        load.context_tokens = int(table.num_computed[rows].sum())
+        load.waiting_tokens = int(np.maximum(table.num_prompt[rows] - table.num_computed[rows], 0).sum())
+        load.waiting_tokens += int(np.maximum(table.num_prompt[waiting] - table.cached_estimate[waiting], 0).sum())
         load.kv_tokens_cached = self.kv_cache.tree.num_evictable * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
@@ -310,21 +292,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has one owner and every sequence is in one place. Walks all pages and
         sequences."""
-        self.running.check_integrity()
-        self.kv_cache.check_integrity(self.running)
-        waiting = list(self._waiting)
-        places = [*self.running, *waiting]
-        assert len(places) == len(self._sequences), "a sequence is nowhere, or in two places"
-        assert all(self._sequences[seq.request_id] is seq for seq in places)
-        for seq in self.running:
-            assert seq.num_computed <= seq.pages.size * self.page_size, "tokens without a page"
-            assert seq.num_confirmed <= min(seq.num_computed, seq.num_known)
-            assert seq.num_pending <= len(self._in_flight)
-        for seq in waiting:
-            assert seq.slot == -1 and seq.pages.size == 0 and seq.node is None, "a waiting sequence holds pages"
-        self._table.check_integrity(places)
-        for seq in places:
-            assert (seq.num_known, seq.num_pages) == (seq.tokens.size, seq.pages.size), "counted wrongly"
+        check_sequences(self._sequences, self.running, self._waiting, self.kv_cache, self._table, len(self._in_flight))
 
     # ------------------------------------------------------------ arrival
 
@@ -343,129 +311,105 @@ class Scheduler:
             return False
         self._table.remove(seq.row)
         self.counters.finished += 1
-        self._outputs.append(output)
+        self._outputs.add(output)
         return True
 
     # ------------------------------------------------------------ choosing sequences
 
     def _snapshot(self, running: RunningBatch) -> SchedulerView:
-        """The view for the policy. Also decides whether the next step overlaps the oldest one (`_returning`)."""
-        counts, queue = self._table, self._waiting.queue.rows
-        view = running.view(counts)
+        """The state before the next step, for the policy."""
+        table, queue = self._table, self._waiting.queue.rows
+        view = running.view(table)
         view.free_kv = self.kv_cache.num_available / self.num_pages
         if len(queue):
-            queued = int((counts.tokens[queue] - counts.cached[queue]).sum())
+            queued = int((table.num_tokens[queue] - table.cached_estimate[queue]).sum())
             if not self.running.has_room or self._waiting.is_blocked(self._step):
                 view.blocked_tokens = queued
             else:
                 view.waiting += len(queue)
                 view.waiting_tokens += queued
-        view.in_flight = [step.shape for step in self._in_flight]
-        self._returning = None
-        self._look_ahead(view)
-        if self._in_flight and self.policy.may_overlap_oldest(view):
-            self._returning = self._in_flight[0]
-            view.in_flight = view.in_flight[1:]
+        self._in_flight.describe(view)
         if self.policy.longest_first and view.waiting_tokens and not view.blocked_tokens:
-            view.horizon = running.horizon(counts, queue)
+            view.horizon = running.horizon(table, queue)
         return view
 
-    def _look_ahead(self, view: SchedulerView) -> None:
-        """Sets the predicted times of the view."""
-        view.ahead_s = self._ahead_s()
-        is_away = self.config.pp > 1 and self._in_flight and self._returning is None
-        view.returning_s = self._returning_s(self._in_flight[0]) if is_away else math.inf
+    def _fill_step(self, budget: Budget | None, running: RunningBatch) -> ScheduledStep | None:
+        """Fills a step within the budget: decodes first, then chunks. Returns None without a budget, or if no sequence
+        fits."""
+        if budget is None:
+            return None
+        self._builder = StepBuilder(budget, self.page_size, self._table)
+        self._waiting.begin(self._builder, self._step)
+        self._preemption.begin(self._builder, running.is_ending)
+        for seq in self._sequences_at(running.rows, running.in_prompt):
+            self._builder.watch(seq)
+        decode, chunked = self._in_flight.schedulable(running)
+        self._schedule_decodes(running.rows[decode])
+        self._schedule_chunks(self._sequences_at(running.rows, chunked))
+        if not self._builder:
+            return None
+        self._step += 1
+        self.counters.steps = self._step
+        return self._builder.build(self._step, self._in_flight.overlapped_step)
 
-    def _schedule_running(self, running: RunningBatch) -> list[Sequence]:
-        """Adds decodes of running sequences to the step, as many as the budget takes. Returns the running sequences
-        that need other chunks, by rank; the caller adds these one by one."""
-        rows, counts = running.rows, self._table
-        decode, going = running.decode, running.going
-        if self.config.pp > 1:
-            is_known = counts.pending[rows] == 0
-            if (back := self._returning) is not None:
-                is_known |= (counts.pending[rows] == 1) & np.isin(rows, back.rows[back.samples & ~back.dropped])
-            decode, going = decode & is_known, going & is_known
-            if not self.policy.chunks_follow:
-                going &= counts.confirmed[rows] == running.computed
-        if np.count_nonzero(running.in_prompt):
-            for seq in counts.sequences_at(rows[running.in_prompt]):
-                self._builder.watch(seq)
-        others = counts.sequences_at(rows[going]) if np.count_nonzero(going) else []
-        self._schedule_decodes(rows[decode])
-        return others
+    def _sequences_at(self, rows: np.ndarray, chosen: np.ndarray) -> list[Sequence]:
+        """The `chosen` of the sequences of `rows`. Most steps have decodes alone, where none is."""
+        return self._table.sequences_at(rows[chosen]) if np.count_nonzero(chosen) else []
 
     def _schedule_decodes(self, ready: np.ndarray) -> None:
         """Adds decodes to the step, as many as the budget takes. `ready`: int64, table rows of the sequences, by rank.
 
-        With pipeline parallelism, sequences whose last token came first go first. If there may not be pages for all,
-        the order is by rank instead: only the sequence of the first rank is certain to get a page.
+        If there may not be pages for all, sequences of earlier ranks go first: only the sequence of the first rank is
+        certain to get a page.
         """
-        counts, budget = self._table, self._builder.budget
-        decodes = ready
-        if self.config.pp > 1:
-            since_s = np.where(counts.pending[ready] > 0, math.inf, counts.answered_s[ready])
-            decodes = ready[np.argsort(since_s, kind="stable")]
-        contexts = counts.computed[decodes]
+        table, budget = self._table, self._builder.budget
+        decodes = self._in_flight.in_decode_order(ready)
+        contexts = table.num_computed[decodes]
         taken = budget.take_decodes(contexts)
         decodes, contexts = decodes[:taken], contexts[:taken]
-        short = decodes[contexts >= counts.pages[decodes] * self.page_size]
+        short = decodes[contexts >= table.num_pages[decodes] * self.page_size]
         if len(short) <= self.kv_cache.num_available:
             if len(short):
-                self.kv_cache.allocate_each(counts.sequences_at(short))
+                self.kv_cache.allocate_each(short)
             self._builder.add_decodes(decodes)
             return
         for context in contexts.tolist():
             budget.remove(context, 1)
-        for seq in counts.sequences_at(ready):
-            if taken and seq.is_running and self._make_room(seq, 1):
+        for seq in table.sequences_at(ready):
+            if taken and seq.is_running and self._preemption.make_room(seq, 1):
                 self._builder.add(seq, 1)
                 taken -= 1
 
+    def _schedule_chunks(self, prefills: list[Sequence]) -> None:
+        """Adds chunks of running sequences and of waiting ones, which start, while the budget lasts. `prefills`: the
+        running sequences that need chunks, by rank."""
+        for seq in self._in_chunk_order(prefills):
+            if seq.is_running:
+                self._schedule_chunk(seq)
+                self._waiting.running_grew()
+            elif self._waiting.admit(seq):
+                self._start(seq)
+                self._schedule_chunk(seq)
+                self._waiting.started(seq)
+
+    def _in_chunk_order(self, prefills: list[Sequence]) -> Iterator[Sequence]:
+        """Running prefills and waiting sequences, in the order in which they may have chunks: running ones first, or
+        all by urgency, so that short prompts overtake a long one."""
+        queue = self._waiting.queue
+        if queue.order is QueueOrder.SHORTEST_PREFILL:
+            yield from queue.by_urgency([*prefills, *self._waiting.candidates()], self.clock())
+        else:
+            yield from prefills
+            yield from queue.by_urgency(self._waiting.candidates(), self.clock())
+
     def _schedule_chunk(self, seq: Sequence) -> None:
         """Adds the next chunk of a running sequence to the step, unless there are no tokens or pages for it now."""
-        if seq.slot < 0:
-            return  # preempted by a sequence of an earlier rank
         limit = self._builder.limit(seq)
-        size = chunk_tokens(seq.num_missing, limit, self._make_room(seq, limit)) if limit > 0 else 0
+        if limit <= 0:
+            return
+        size = chunk_tokens(seq.num_missing, limit, self._preemption.make_room(seq, limit))
         if size > 0:
             self._builder.add(seq, size)
-
-    def _make_room(self, seq: Sequence, tokens: int) -> int:
-        """Allocates pages for `tokens` more tokens of a running sequence, or for as many as there are pages.
-
-        Returns the number of tokens that fit now.
-
-        Sequences of later ranks are preempted only if not even one token fits, and only if no sequence is about to free
-        its pages by ending with the step in flight.
-        """
-        room = seq.num_pages * self.page_size - seq.num_computed
-        if room >= tokens:
-            return room
-        wanted = pages_for(tokens - room, self.page_size)
-        pages = min(wanted, self.kv_cache.num_available)
-        while pages == 0 and room == 0 and not self._ending and self.running.last is not seq:
-            self._preempt(self.running.last)
-            pages = min(wanted, self.kv_cache.num_available)
-        if pages:
-            self.kv_cache.allocate(seq, pages)
-        return room + pages * self.page_size
-
-    def _in_order(self, others: list[Sequence]) -> list[Sequence]:
-        """Sorts running prefills by the urgency of the waiting queue, so that short prompts overtake a long one."""
-        now_s = self.clock()
-        return sorted(others, key=lambda seq: self._waiting.queue.urgency(seq, now_s))
-
-    def _admit(self, before: Sequence | None = None) -> None:
-        """Starts waiting sequences while there are slots, tokens and pages. With `before`, a running
-        prefill, only those at least as urgent."""
-        if not self.running.has_room or self._builder.budget.tokens_left <= 0:
-            return
-        for seq in self._waiting.starting(self.running, self._builder, self._step, before):
-            self._start(seq)
-            self._schedule_chunk(seq)
-            if not self.running.has_room:
-                return
 
     def _start(self, seq: Sequence) -> None:
         """Gives a sequence a slot, and counts its first start."""
@@ -478,19 +422,7 @@ class Scheduler:
             self.counters.cached_tokens += seq.cached_tokens
         self._builder.watch(seq)
 
-    # ------------------------------------------------------------ preemption and end
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._builder.discard(seq)
-        if self.config.pp > 1:
-            for step in self._in_flight:
-                step.drop(seq.row)
-            seq.num_tokens, seq.num_pending = seq.num_known, 0
-        self._free(seq, keep=True)
-        seq.preempted = True
-        self._waiting.kv_demand.preempt()
-        self.counters.preemptions += 1
-        self._waiting.add(seq, self._step)
+    # ------------------------------------------------------------ results
 
     def _forget(self, seq: Sequence, keep: bool) -> None:
         """Removes a sequence, waiting or running. Its chunks in flight are dropped. `keep`: its computed pages go to
@@ -498,71 +430,28 @@ class Scheduler:
         del self._sequences[seq.request_id]
         self._stop_checker.remove(seq)
         if seq.is_running:
-            self._free(seq, keep)
+            self._preemption.release(seq, keep)
         else:
             self._waiting.remove(seq)
-        for step in self._in_flight:
-            step.drop(seq.row)
+        self._in_flight.drop(seq)
         self._table.remove(seq.row)
-
-    def _free(self, seq: Sequence, keep: bool) -> None:
-        """Frees a running sequence's slot and pages. `keep`: its computed pages go to the tree first."""
-        self.kv_cache.free(seq, keep)
-        self._waiting.vacated()
-        self.running.remove(seq)
-
-    # ------------------------------------------------------------ tokens
 
     def _confirm(self, step: ScheduledStep) -> None:
         """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree."""
-        counts, plan = self._table, step.plan
-        there = np.flatnonzero(~step.dropped)
-        there = there[counts.slots[step.rows[there]] >= 0]  # without preempted sequences
-        rows, starts = step.rows[there], plan.starts[there]
-        counts.confirmed[rows] = starts + plan.lengths[there]
-        for chunk in there[starts < counts.prompt[rows]].tolist():
+        table, plan = self._table, step.plan
+        kept = np.flatnonzero(~step.dropped)
+        kept = kept[table.slot[step.rows[kept]] >= 0]  # without preempted sequences
+        rows, starts = step.rows[kept], plan.starts[kept]
+        table.num_confirmed[rows] = starts + plan.lengths[kept]
+        for chunk in kept[starts < table.num_prompt[rows]].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:
-        for place, failure in sampled.failures.items():
-            if not step.dropped[chosen[place]]:
-                self.fail(step.sequences[chosen[place]].request_id, failure)
-        places = np.flatnonzero(~step.dropped[chosen])
-        chunks, ids = chosen[places], sampled.token_ids[places]
-        rows, counts = step.rows[chunks], self._table
-        sequences = [step.sequences[chunk] for chunk in chunks.tolist()]
-        given = list(zip(sequences, ids.tolist(), strict=True))
-        for seq, token_id in given:
-            seq.fresh.append(token_id)
-        outputs = [Output(request_id=seq.request_id, token_ids=[token_id]) for seq, token_id in given]
-        counts.pending[rows] -= 1
-        counts.last_token[rows] = ids
-        counts.answered_s[rows] = now_s
-        self.counters.output_tokens += len(ids)
-        if sampled.logprobs:
-            for output, place in zip(outputs, places.tolist(), strict=True):
-                if place in sampled.logprobs:
-                    output.logprobs = [sampled.logprobs[place]]
-        for i in np.flatnonzero(~counts.announced[rows]).tolist():
-            self._announce(sequences[i], outputs[i])
-        counts.announced[rows] = True
-        ends = self._stop_checker.may_stop(counts, rows, ids)
-        if sampled.complete:
-            ends |= np.isin(places, sampled.complete)
-        for i in np.flatnonzero(ends).tolist():
-            self._end(sequences[i], outputs[i], int(places[i]) in sampled.complete)
-        self._outputs += outputs
-
-    def _announce(self, seq: Sequence, output: Output) -> None:
-        """Sets the fields that only a sequence's first output has."""
-        output.cached_tokens = seq.cached_tokens
-        output.queue_s = (seq.started_s or seq.arrived_s) - seq.arrived_s
-        output.prompt_logprobs = seq.prompt_logprobs
-
-    def _end(self, seq: Sequence, output: Output, is_complete: bool) -> None:
-        """Removes a sequence if its last token ends it."""
-        self._stop_checker.check(seq, output, is_complete)
-        if output.finish_reason is not None:
+        """Appends the tokens of a step to its sequences, and removes the sequences that failed or ended."""
+        for i, failure in sampled.failures.items():
+            if not step.dropped[chosen[i]]:
+                self.fail(step.sequences[chosen[i]].request_id, failure)
+        for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
             self._forget(seq, keep=True)
             self.counters.finished += 1

@@ -17,77 +17,67 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-class IntRow:
-    """A growable array of int32. The entries are `row.values[:len(row)]`."""
+class IntBuffer:
+    """A growable array of int32 without a length of its own: the owner knows how many entries are in use."""
 
-    __slots__ = ("size", "values")
+    __slots__ = ("values",)
 
     def __init__(self, values: list[int]) -> None:
         self.values = np.array(values, dtype=np.int32)
-        self.size = len(values)
 
-    def __len__(self) -> int:
-        return self.size
-
-    def view(self, start: int, end: int) -> np.ndarray:
-        """Entries `start` to `end - 1`, int32, as a view: valid until they are overwritten."""
-        return self.values[start : min(end, self.size)]
-
-    def agrees(self, other: "IntRow", start: int, end: int) -> bool:
-        """Whether both have the same entries from `start` to `end - 1`."""
-        return np.array_equal(self.view(start, end), other.view(start, end))
-
-    def extend(self, values: np.ndarray | list[int]) -> None:
-        """Appends integers that fit into 32 bits."""
-        end = self.size + len(values)
+    def write(self, start: int, values: np.ndarray | list[int]) -> None:
+        """Writes integers that fit into 32 bits to `start` and the entries after it."""
+        end = start + len(values)
         if end > len(self.values):
             self._grow(end)
-        self.values[self.size : end] = values
-        self.size = end
+        self.values[start:end] = values
 
-    def clear(self) -> None:
-        """Removes all entries."""
-        self.size = 0
+    def write_one(self, index: int, value: int) -> None:
+        """Writes one integer."""
+        if index >= len(self.values):
+            self._grow(index + 1)
+        self.values[index] = value
 
     def _grow(self, needed: int) -> None:
         values = np.empty(max(16, needed, 2 * len(self.values)), dtype=np.int32)
-        values[: self.size] = self.values[: self.size]
+        values[: len(self.values)] = self.values
         self.values = values
 
 
 class Sequence:
     """The state of one request, owned and changed by the scheduler alone.
 
-    Its counters are in a row of `SequenceTable`, which describes them. It runs while it has a slot (`slot >= 0`). Its
-    first `num_shared` pages belong to the tree, kept by a lock on `node`; the other pages are its own.
+    Its counters are in a row of `SequenceTable`, which owns and describes them. It runs while it has a slot
+    (`slot >= 0`). Its first `num_shared` pages belong to the tree, kept by a lock on `node`; the other pages are its
+    own.
     """
 
-    num_tokens = TableColumn("tokens")
-    num_pending = TableColumn("pending")
-    num_computed = TableColumn("computed")
-    num_confirmed = TableColumn("confirmed")
-    num_pages = TableColumn("pages")
-    num_expected = TableColumn("expected")
-    num_sent_pages = TableColumn("sent")
-    cached_estimate = TableColumn("cached")
-    last_token = TableColumn("last_token")
-    slot = TableColumn("slots")
+    num_tokens = TableColumn()
+    num_pending = TableColumn()
+    num_computed = TableColumn()
+    num_confirmed = TableColumn()
+    num_prompt = TableColumn()
+    token_limit = TableColumn()
+    expected_tokens = TableColumn()
+    num_pages = TableColumn()
+    num_sent_pages = TableColumn()
+    cached_estimate = TableColumn()
+    last_token = TableColumn()
+    slot = TableColumn()
 
     __slots__ = (
+        "_pages",
+        "_token_ids",
         "arrival",
         "arrived_s",
         "cached_tokens",
-        "counts",
         "ends_at_limit",
         "estimated_at_step",
-        "fresh",
         "grammar",
         "job",
+        "new_token_ids",
         "node",
-        "num_prompt",
         "num_shared",
-        "pages",
-        "preempted",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -95,21 +85,20 @@ class Sequence:
         "sampling",
         "started_s",
         "stop_ids",
-        "token_limit",
-        "tokens_before",
+        "table",
     )
 
     def __init__(
         self,
         request: Generate,
-        counts: "SequenceTable[Sequence]",
+        table: "SequenceTable[Sequence]",
         *,
         arrival: int,
         arrived_s: float,
         token_limit: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """Takes a row in `counts`.
+        """Takes a row in `table`.
 
         - `arrival`: number of the request, in the order of arrival.
         - `arrived_s`: the scheduler's clock at arrival.
@@ -124,21 +113,20 @@ class Sequence:
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
         self.ends_at_limit = not self.stop_ids and self.sampling.grammar is None  # nothing else can end it
-        self.preempted = False  # whether it ever was: a preempted sequence that waits ran before
         self.job = 0  # see `WaitingQueue`
         self.grammar: GrammarState | None = None
 
-        self.tokens_before = IntRow(request.prompt_ids + request.output_ids)
-        self.fresh: list[int] = []  # known tokens after `tokens_before`, which `tokens` appends to it
-        self.counts = counts
-        self.row = counts.add(self)
-        self.num_tokens = self.tokens_before.size
-        self.num_prompt = counts.prompt[self.row] = len(request.prompt_ids)
-        self.token_limit = counts.limit[self.row] = counts.expected[self.row] = token_limit
-        counts.answered_s[self.row] = arrived_s
-        self.last_token = int(self.tokens_before.values[-1])
+        self.table = table
+        self.row = table.add(self)
+        self.num_prompt = len(request.prompt_ids)
+        self.num_tokens = self.num_prompt + len(request.output_ids)
+        self.token_limit = token_limit
+        table.last_output_s[self.row] = arrived_s
+        self._token_ids = IntBuffer(request.prompt_ids + request.output_ids)
+        self.new_token_ids: list[int] = []  # the newest known tokens, which `token_ids` moves to the array
+        self.last_token = int(self._token_ids.values[-1])
 
-        self.pages = IntRow([])
+        self._pages = IntBuffer([])
         self.num_shared = 0
         self.node: PagedNode | None = None
         self.estimated_at_step = -1
@@ -149,15 +137,8 @@ class Sequence:
             self.prompt_logprobs = [None]
 
     @property
-    def tokens(self) -> IntRow:
-        """All tokens whose value the host knows: prompt, then outputs."""
-        if self.fresh:
-            self.tokens_before.extend(self.fresh)
-            self.fresh.clear()
-        return self.tokens_before
-
-    @property
     def num_known(self) -> int:
+        """Tokens whose value the host knows."""
         return self.num_tokens - self.num_pending
 
     @property
@@ -168,6 +149,11 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it waits because it was preempted: it has started before."""
+        return self.started_s is not None and not self.is_running
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -191,16 +177,41 @@ class Sequence:
         """Pages that are still to be allocated for the tokens that the sequence has now."""
         return max(0, pages_for(self.num_tokens, page_size) - self.num_pages)
 
+    def token_ids(self, start: int, end: int) -> np.ndarray:
+        """The known tokens from position `start` to `end - 1`, int32. A view, valid until the sequence gets tokens."""
+        num_known = self.num_known
+        if self.new_token_ids:
+            self._token_ids.write(num_known - len(self.new_token_ids), self.new_token_ids)
+            self.new_token_ids.clear()
+        return self._token_ids.values[start : min(end, num_known)]
+
     def output_ids(self) -> list[int]:
         """The known output tokens."""
-        return self.tokens.view(self.num_prompt, self.num_known).tolist()
+        return self.token_ids(self.num_prompt, self.num_tokens).tolist()
+
+    def shares_prefix(self, other: "Sequence", end: int) -> bool:
+        """Whether both have the same tokens at all positions before `end`."""
+        return np.array_equal(self.token_ids(0, end), other.token_ids(0, end))
+
+    def pages(self, start: int, end: int) -> np.ndarray:
+        """Pages number `start` to `end - 1` of the sequence, at most its `num_pages`, int32. A view."""
+        return self._pages.values[start:end]
+
+    @property
+    def own_pages(self) -> np.ndarray:
+        """The pages that do not belong to the tree, int32. A view."""
+        return self.pages(self.num_shared, self.num_pages)
 
     def add_pages(self, pages: np.ndarray) -> None:
         """Appends pages, integer [n]."""
-        self.pages.extend(pages)
-        self.num_pages = self.pages.size
+        num_pages = self.num_pages
+        self._pages.write(num_pages, pages)
+        self.num_pages = num_pages + len(pages)
+
+    def write_page(self, index: int, page: int) -> None:
+        """Sets page number `index`, which the caller counts in `num_pages`."""
+        self._pages.write_one(index, page)
 
     def clear_pages(self) -> None:
         """Removes all pages from the sequence. The pool and the tree are not told."""
-        self.pages.clear()
         self.num_pages = self.num_sent_pages = 0

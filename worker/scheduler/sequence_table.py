@@ -19,26 +19,27 @@ S = TypeVar("S", bound=Tabled)
 class SequenceTable(Generic[S]):
     """Per-sequence counters as NumPy columns, one row per live sequence. A sequence keeps its row from arrival to end.
 
-    Columns are int32 where no other dtype is given.
+    The table owns these values. A `Sequence` has an attribute of the same name for most of them, which reads and writes
+    its row (`TableColumn`). Columns are int32 where no other dtype is given.
 
     | column | meaning |
     | --- | --- |
-    | `tokens` | prompt + output tokens, including those still being sampled |
-    | `pending` | trailing tokens of `tokens` whose value the host does not know yet (steps in flight sample them) |
-    | `computed` | leading tokens whose KV is computed, or will be by the steps in flight |
-    | `confirmed` | leading tokens whose KV was computed by steps that have ended |
-    | `prompt` | prompt tokens |
-    | `limit` | value of `tokens` at which the sequence ends at the latest |
-    | `expected` | value of `tokens` at which it probably ends; `limit` unless the policy is `longest_first` |
-    | `pages` | KV pages that the sequence holds |
-    | `sent` | leading pages that the ranks have been told of |
-    | `slots` | slot of a running sequence; -1 while it waits |
+    | `num_tokens` | prompt + output tokens, including those still being sampled |
+    | `num_pending` | trailing tokens whose value the host does not know yet (steps in flight sample them) |
+    | `num_computed` | leading tokens whose KV is computed, or will be by the steps in flight |
+    | `num_confirmed` | leading tokens whose KV was computed by steps that have ended |
+    | `num_prompt` | prompt tokens |
+    | `token_limit` | value of `num_tokens` at which the sequence ends at the latest |
+    | `expected_tokens` | value of `num_tokens` at which it probably ends; set only if the policy is `longest_first` |
+    | `num_pages` | KV pages that the sequence holds |
+    | `num_sent_pages` | leading pages that the ranks hold in their page tables, too |
+    | `slot` | slot of a running sequence; -1 while it waits |
     | `last_token` | id of the newest known token |
-    | `cached` | leading tokens that the prefix tree had when it was last asked; kept up to date only while waiting |
-    | `answered_s` | float64, when the newest output token arrived, on the scheduler's clock; before that, the arrival |
+    | `cached_estimate` | leading tokens that the prefix tree had at the last look-up; kept current only while waiting |
+    | `last_output_s` | float64, when the newest output token came, by the scheduler's clock; before that, the arrival |
     | `announced` | bool, whether the first output has been made |
 
-    Invariant: `confirmed <= computed <= tokens` and `confirmed <= tokens - pending`.
+    Invariant: `num_confirmed <= num_computed <= num_tokens` and `num_confirmed <= num_tokens - num_pending`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -47,27 +48,24 @@ class SequenceTable(Generic[S]):
         def column() -> np.ndarray:
             return np.zeros(capacity, dtype=np.int32)
 
-        self.tokens, self.pending, self.computed, self.confirmed = column(), column(), column(), column()
-        self.prompt, self.limit, self.expected = column(), column(), column()
-        self.pages, self.sent, self.slots = column(), column(), column()
-        self.last_token = column()
-        self.cached = column()
-        self.answered_s = np.zeros(capacity)
+        self.num_tokens, self.num_pending, self.num_computed, self.num_confirmed = (column() for _ in range(4))
+        self.num_prompt, self.token_limit, self.expected_tokens = column(), column(), column()
+        self.num_pages, self.num_sent_pages = column(), column()
+        self.slot, self.last_token, self.cached_estimate = column(), column(), column()
+        self.last_output_s = np.zeros(capacity)
         self.announced = np.zeros(capacity, dtype=bool)
         self.sequences: list[S | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
 
     def add(self, seq: S) -> int:
-        """Assigns a row to a new sequence, which waits, and returns the row. Counters begin at 0; the
-        sequence sets `prompt`, `limit`, `expected`, `last_token` and `answered_s`."""
+        """Assigns a row to a new sequence, which waits, and returns the row. Its values are 0."""
         if not self._free:
             self._grow()
         row = self._free.pop()
         self.sequences[row] = seq
-        for column in (self.tokens, self.pending, self.computed, self.confirmed, self.pages, self.sent, self.cached):
+        for column in self._columns().values():
             column[row] = 0
-        self.slots[row] = -1
-        self.announced[row] = False
+        self.slot[row] = -1
         return row
 
     def remove(self, row: int) -> None:
@@ -77,11 +75,13 @@ class SequenceTable(Generic[S]):
 
     def _grow(self) -> None:
         capacity = len(self.sequences)
-        for name, column in vars(self).items():
-            if isinstance(column, np.ndarray):
-                setattr(self, name, np.concatenate((column, np.zeros_like(column))))
+        for name, column in self._columns().items():
+            setattr(self, name, np.concatenate((column, np.zeros_like(column))))
         self.sequences += [None] * capacity
         self._free = list(range(2 * capacity - 1, capacity - 1, -1))
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def check_integrity(self, sequences: Iterable[S]) -> None:
         """Raises AssertionError unless `sequences` are exactly those in the table, each at its row."""
@@ -96,13 +96,14 @@ class SequenceTable(Generic[S]):
 
 
 class TableColumn:
-    """Descriptor: an attribute of a sequence that reads and writes its row of a column."""
+    """Descriptor: an attribute of a sequence that reads and writes its row of the column of the same name."""
 
-    def __init__(self, column: str) -> None:
-        self._column = column
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
     def __get__(self, seq: Any, owner: type) -> int:
-        return int(getattr(seq.counts, self._column)[seq.row])
+        value: int = getattr(seq.table, self._name).item(seq.row)
+        return value
 
     def __set__(self, seq: Any, value: int) -> None:
-        getattr(seq.counts, self._column)[seq.row] = value
+        getattr(seq.table, self._name)[seq.row] = value

@@ -8,18 +8,19 @@ from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 from worker.step import PENDING, PROMPT_LOGIT_ROWS, Plan
 
-_NOBODY = np.empty(0, dtype=np.int64)
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 class StepBuilder:
     """Collects the sequences of a step and the sizes of their chunks. Sequences are not changed before `build`."""
 
-    def __init__(self, budget: Budget, page_size: int, counts: SequenceTable[Sequence]) -> None:
+    def __init__(self, budget: Budget, page_size: int, table: SequenceTable[Sequence]) -> None:
         self.budget = budget
         self._page_size = page_size
-        self._counts = counts
+        self._table = table
+        self.has_preempted = False  # whether a sequence was preempted while the step is built
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
-        self._decodes = _NOBODY
+        self._decodes = _NO_ROWS
         self._sizes: dict[Sequence, int] = {}
         # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
         self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
@@ -55,8 +56,9 @@ class StepBuilder:
         start, page = self._next_page(seq)
         self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
 
-    def discard(self, seq: Sequence) -> None:
-        """Removes a sequence, if it is in the step."""
+    def preempt(self, seq: Sequence) -> None:
+        """Removes a sequence that is preempted, if it is in the step."""
+        self.has_preempted = True
         others = self._decodes[self._decodes != seq.row]
         size = self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
         if size:
@@ -70,12 +72,12 @@ class StepBuilder:
     def computes_prefix_of(self, seq: Sequence) -> bool:
         """Whether a sequence in this step, or in one in flight, computes the page that the waiting `seq` would compute
         first. The tree has this page when that step has ended, so waiting costs less than computing it twice."""
-        tokens, cached, reusable = seq.tokens, seq.cached_estimate, seq.reusable_tokens
+        cached, reusable = seq.cached_estimate, seq.reusable_tokens
         for start, prefilling in self._prefilling.items():
             end = start + self._page_size
             if cached <= start and end <= reusable:
-                alike = prefilling.get(tokens.view(start, end).tobytes(), ())
-                if any(tokens.agrees(other.tokens, 0, start) for other in alike):
+                alike = prefilling.get(seq.token_ids(start, end).tobytes(), ())
+                if any(seq.shares_prefix(other, start) for other in alike):
                     return True
         return False
 
@@ -83,37 +85,37 @@ class StepBuilder:
         """Builds step `number`. Its tokens count as computed from now on. A sequence without remaining tokens gets one
         more pending token. `after`: with pipeline parallelism, the step in flight that samples the tokens that are
         pending now."""
-        counts, others = self._counts, list(self._sizes)
+        table, others = self._table, list(self._sizes)
         rows = self._decodes
         if others:
             rows = np.concatenate((rows, np.array([seq.row for seq in others], dtype=np.int64)))
         lengths = np.ones(len(rows), dtype=np.int32)
         lengths[len(self._decodes) :] = list(self._sizes.values())
-        starts, tokens, pending = counts.computed[rows], counts.tokens[rows], counts.pending[rows]
+        starts, tokens, pending = table.num_computed[rows], table.num_tokens[rows], table.num_pending[rows]
         ends = starts + lengths
-        gives = ends == tokens
-        num_logits = gives.astype(np.int32)
+        samples = ends == tokens
+        num_logits = samples.astype(np.int32)
         prompted = []
         for i, seq in enumerate(others, len(self._decodes)):
             if seq.wants_prompt_logits:
                 num_logits[i] = ends[i] - max(starts[i], seq.reusable_tokens)
                 prompted.append(i)
-        token_ids = np.where(pending > 0, PENDING, counts.last_token[rows])
+        token_ids = np.where(pending > 0, PENDING, table.last_token[rows])
         if others:
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
         num_kept, num_pages, pages = self._pages(rows)
-        counts.computed[rows] = ends
-        counts.tokens[rows] = tokens + gives
-        counts.pending[rows] = pending + gives
-        plan = Plan(number, counts.slots[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
-        gone = np.zeros(len(rows), dtype=bool)
+        table.num_computed[rows] = ends
+        table.num_tokens[rows] = tokens + samples
+        table.num_pending[rows] = pending + samples
+        plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
+        dropped = np.zeros(len(rows), dtype=bool)
         after = after if np.count_nonzero(pending) else None
-        return ScheduledStep(plan, rows, counts.sequences_at(rows), gives, gone, prompted, self.budget.shape, after)
+        return ScheduledStep(plan, rows, table.sequences_at(rows), samples, dropped, prompted, self.budget.shape, after)
 
     def _next_page(self, seq: Sequence) -> tuple[int, bytes]:
         """The first page that ended steps have not filled: its first position, and its known tokens as int32 bytes."""
         start = seq.num_confirmed // self._page_size * self._page_size
-        return start, seq.tokens.view(start, start + self._page_size).tobytes()
+        return start, seq.token_ids(start, start + self._page_size).tobytes()
 
     def _chunk(self, start: int, missing: int) -> int:
         return self.budget.chunk(start, missing, missing)
@@ -123,7 +125,7 @@ class StepBuilder:
         chunks = []
         for seq in sequences:
             start = seq.num_computed
-            known = seq.tokens.view(start, start + self._sizes[seq])
+            known = seq.token_ids(start, start + self._sizes[seq])
             chunks.append(known if len(known) else np.array([PENDING], dtype=np.int32))
         return chunks
 
@@ -133,12 +135,12 @@ class StepBuilder:
         Returns, per sequence, the number of pages that the ranks keep and the number of pages that follow these; and
         the following pages of all sequences, concatenated.
         """
-        counts = self._counts
-        kept, held = counts.sent[rows], counts.pages[rows]
+        table = self._table
+        kept, held = table.num_sent_pages[rows], table.num_pages[rows]
         changed = np.flatnonzero(kept != held)
         if not len(changed):
             return kept, kept - held, np.empty(0, dtype=np.int32)
-        edges = zip(counts.sequences_at(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)
-        pages = np.concatenate([seq.pages.view(first, last) for seq, first, last in edges])
-        counts.sent[rows] = held
+        changes = zip(table.sequences_at(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)
+        pages = np.concatenate([seq.pages(first, last) for seq, first, last in changes])
+        table.num_sent_pages[rows] = held
         return kept, held - kept, pages

@@ -23,10 +23,10 @@ class StopChecker:
         for token_id in seq.stop_ids:
             self._num_stopped_by[token_id] -= 1
 
-    def may_stop(self, counts: SequenceTable[Sequence], rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    def may_stop(self, table: SequenceTable[Sequence], rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """Whether each sequence may have ended with its new token, bool [n]; False is certain, unless the sequence's
         grammar is complete. `rows`: int64 [n]. `token_ids`: integer [n], counted in the table already."""
-        is_long = counts.tokens[rows] - counts.pending[rows] >= counts.limit[rows]
+        is_long = table.num_tokens[rows] - table.num_pending[rows] >= table.token_limit[rows]
         return is_long | (self._num_stopped_by[token_ids] > 0)
 
     @staticmethod

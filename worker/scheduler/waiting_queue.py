@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from enum import Enum, auto
 
 import numpy as np
 
@@ -18,15 +19,29 @@ LOOKUPS_A_STEP = 8  # limit of the cached prefixes that are looked up in a step
 LOOKUP_EVERY_STEPS = 16  # age at which a looked-up prefix is out of date
 
 
+class QueueOrder(Enum):
+    """Which of two waiting sequences of the same priority, neither preempted nor starved, goes first.
+
+    - `SHORTEST_PREFILL`: the one with fewer remaining uncached prompt tokens, less `AGEING_TOKENS_S` per second of
+      waiting. Running prefills compete, too, so that short prompts overtake a long one.
+    - `LONGEST_PREFIX`: the one with the longer cached prefix. Pipelines use it, as their figures were measured so.
+    - `LONGEST_OUTPUT`: the one with more tokens to come.
+    """
+
+    SHORTEST_PREFILL = auto()
+    LONGEST_PREFIX = auto()
+    LONGEST_OUTPUT = auto()
+
+
 class WaitingQueue:
     """Waiting sequences, in the order in which they should start.
 
     1. Higher priority first.
     2. Preempted sequences before new ones.
     3. Sequences that have waited longer than `starvation_s`, first come, first served.
-    4. The fewest remaining uncached prompt tokens, less `AGEING_TOKENS_S` per second of waiting.
+    4. By the `QueueOrder`.
 
-    With `longest_first`, rules 3 and 4 are replaced. Sequences that arrive within `starvation_s` of the first one form
+    With `LONGEST_OUTPUT`, rules 3 and 4 are replaced. Sequences that arrive within `starvation_s` of the first one form
     a job, and jobs run one after the other. Within a job, the longest cached prefix goes first, then the most tokens to
     come.
 
@@ -35,18 +50,10 @@ class WaitingQueue:
     known to be out of date.
     """
 
-    def __init__(
-        self,
-        starvation_s: float,
-        look_up: Callable[[Sequence], int],
-        longest_first: bool = False,
-        shortest_first: bool = True,
-    ) -> None:
-        """`look_up` returns how many of a sequence's tokens the tree has now. Without `shortest_first`, rule 4 is the
-        longest cached prefix, whatever remains of the prompt. Pipelines use that, as their figures were measured so."""
-        self._shortest_first = shortest_first and not longest_first
+    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int], order: QueueOrder) -> None:
+        """`look_up` returns how many of a sequence's tokens the tree has now."""
+        self.order = order
         self._starvation_s = starvation_s
-        self._longest_first = longest_first
         self._job, self._job_began_s = 0, -math.inf  # the newest job
         self._look_up = look_up
         self._queue: list[Sequence] = []  # sorted by `_place`
@@ -69,7 +76,7 @@ class WaitingQueue:
         """Adds a sequence, before step number `step` is planned."""
         self._estimate(seq, step)
         self._rows = None
-        if self._longest_first and not seq.preempted:
+        if self.order is QueueOrder.LONGEST_OUTPUT and not seq.is_preempted:
             if seq.arrived_s - self._job_began_s > self._starvation_s:
                 self._job, self._job_began_s = self._job + 1, seq.arrived_s
             seq.job = self._job
@@ -80,14 +87,17 @@ class WaitingQueue:
         self._rows = None
         del self._queue[bisect_left(self._queue, self._place(seq), key=self._place)]
 
-    def in_order(self, step: int, now_s: float) -> list[Sequence]:
-        """The sequences of the window, most urgent first. Looks up cached prefixes that are out of date."""
+    def window(self, step: int) -> list[Sequence]:
+        """The sequences that compete for being next. Looks up cached prefixes that are out of date."""
         window = self._queue[:WINDOW]
         old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
         for seq in sorted(old, key=lambda seq: seq.estimated_at_step)[:LOOKUPS_A_STEP]:
             self._estimate(seq, step)
-        window.sort(key=lambda seq: self.urgency(seq, now_s))
         return window
+
+    def by_urgency(self, sequences: list[Sequence], now_s: float) -> list[Sequence]:
+        """Waiting sequences and running prefills, most urgent first."""
+        return sorted(sequences, key=lambda seq: self._urgency(seq, now_s))
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""
@@ -95,15 +105,19 @@ class WaitingQueue:
 
     def _place(self, seq: Sequence) -> tuple[int, bool, int, int, int]:
         """Sort key of the queue, ascending; constant while a sequence waits."""
-        to_come = seq.num_expected - seq.num_tokens if self._longest_first else 0
-        return (-seq.priority, not seq.preempted, seq.job, -to_come, seq.arrival)
+        to_come = seq.expected_tokens - seq.num_tokens if self.order is QueueOrder.LONGEST_OUTPUT else 0
+        return (-seq.priority, not seq.is_preempted, seq.job, -to_come, seq.arrival)
 
-    def urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, float, int, int]:
+    def _urgency(self, seq: Sequence, now_s: float) -> tuple[int, bool, bool, int, float, int, int]:
         """Sort key, ascending, of waiting sequences and running prefills."""
-        starved = seq.preempted or (not self._longest_first and now_s - seq.arrived_s > self._starvation_s)
+        may_starve = self.order is not QueueOrder.LONGEST_OUTPUT
+        starved = seq.is_preempted or (may_starve and now_s - seq.arrived_s > self._starvation_s)
         priority, is_new, job, to_come, arrival = self._place(seq)
-        lacks = seq.num_missing if seq.is_running else seq.num_tokens - seq.cached_estimate
-        work = lacks + AGEING_TOKENS_S * seq.arrived_s if self._shortest_first else -seq.cached_estimate
+        if self.order is QueueOrder.SHORTEST_PREFILL:
+            num_uncached = seq.num_missing if seq.is_running else seq.num_tokens - seq.cached_estimate
+            work = num_uncached + AGEING_TOKENS_S * seq.arrived_s
+        else:
+            work = -seq.cached_estimate
         return (priority, is_new, not starved, job, 0 if starved else work, to_come, arrival)
 
     def _estimate(self, seq: Sequence, step: int) -> None:

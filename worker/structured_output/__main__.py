@@ -53,7 +53,7 @@ def _keep(control: socket.socket, connection: socket.socket, compilation: Compil
     control.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = _fork(partial(_answer, connection, compilation, memory_bytes))
-    connection.sendall(Ending.of(os.waitpid(process, 0)[1]))
+    connection.sendall(Ending.from_status(os.waitpid(process, 0)[1]))
 
 
 def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: int) -> None:

@@ -48,7 +48,7 @@ class Ending(bytes, Enum):
     KILLED = b"\xff"
 
     @classmethod
-    def of(cls, status: int) -> "Ending":
+    def from_status(cls, status: int) -> "Ending":
         """The ending of a process with this status of `os.waitpid`."""
         if not os.WIFSIGNALED(status):
             return cls.BY_ITSELF

@@ -17,7 +17,7 @@ def test_a_layout_gives_its_memory_back(tmp_path: Path) -> None:
     replica, is_new = ranks.under(ONE, Setting("uniform", 64))
     assert is_new
     replica.settle()
-    runner = weakref.ref(replica.engine.runner)
+    executor = weakref.ref(replica.engine.executor)
     del replica
     ranks.close()
-    assert runner() is None
+    assert executor() is None

@@ -101,7 +101,7 @@ def test_what_is_computed_again_is_counted(tmp_path: Path, monkeypatch: pytest.M
         found = replica.press(engine, folder, WorkerConfig(**TINY | {"kv_tokens": 448, "context_length": 224}), job)
         assert found.timed.preemptions > 0 and found.recomputed > 0 and found.same == 1
         # The engine has all its pages again.
-        assert engine.runner.num_pages == 512 and replica.generate(engine, job).outputs == found.whole.outputs
+        assert engine.executor.num_pages == 512 and replica.generate(engine, job).outputs == found.whole.outputs
 
 
 def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> None:

@@ -39,13 +39,13 @@ def test_a_step_ends_when_a_gpu_would_have_ended_it(monkeypatch: pytest.MonkeyPa
     slept: list[float] = []
     monkeypatch.setattr(mock_replica.time, "perf_counter", lambda: now)
     monkeypatch.setattr(mock_replica.time, "sleep", slept.append)
-    runner = MockExecutor(2, Pace(step_s=1.0, token_s=0.5))
-    sampler = MockSampler(runner, 2)
+    executor = MockExecutor(2, Pace(step_s=1.0, token_s=0.5))
+    sampler = MockSampler(executor, 2)
     sampler.add(0, SamplingParams(max_tokens=9, temperature=0.0), [5, 6, 7], [], (), None)
     plan = Plan.from_chunks(0, [Chunk(0, 0, [5, 6, 7], 0, [0], 1), Chunk(1, 0, [5], 0, [1], 0)])
 
     def step() -> Any:
-        output = runner.forward(plan)
+        output = executor.forward(plan)
         return sampler.launch(output.logits, plan.slots[:1].astype(np.int64), output.greedy_tokens)
 
     first, second = step(), step()  # the second waits for the first

@@ -22,12 +22,14 @@ def make(fake_parts, request):
     """Makes (engine, parts); at the end every page and slot must be back."""
     engines = []
 
-    def make(config: dict | None = None, **runner):
-        parts = fake_parts(**{"page_size": 4, **runner})
+    def make(config: dict | None = None, **executor):
+        parts = fake_parts(**{"page_size": 4, **executor})
         ready = []
         engine = Engine(
             Path("none"),
-            WorkerConfig(**({"page_size": parts.runner.page_size, "overlap": False} | request.param | (config or {}))),
+            WorkerConfig(
+                **({"page_size": parts.executor.page_size, "overlap": False} | request.param | (config or {}))
+            ),
             load=parts,
             on_ready=lambda: ready.append(1),
         )
@@ -42,7 +44,7 @@ def make(fake_parts, request):
         assert not parts.sampler.slots, "a slot is left in the sampler"
         assert not len(engine._grammar_queue)
         engine.reset_cache()
-        assert engine.tree.pool.num_free == parts.runner.num_pages
+        assert engine.tree.pool.num_free == parts.executor.num_pages
         engine.close()
         assert parts.grammars.closed
 
@@ -73,7 +75,7 @@ def test_generate_answers_in_order(make):
     each = [SamplingParams(max_tokens=1 + i % 7, temperature=0) for i in range(20)]
     finished = engine.generate(prompts, each, progress=seen.append)
     assert [f.token_ids for f in finished] == [
-        parts.runner.generate(p, s.max_tokens) for p, s in zip(prompts, each, strict=True)
+        parts.executor.generate(p, s.max_tokens) for p, s in zip(prompts, each, strict=True)
     ]
     assert {f.finish_reason for f in finished} == {"length"}
     assert seen[-1] == 20 and seen == sorted(seen)
@@ -87,7 +89,7 @@ def test_generate_goes_on_where_more_wait_than_may(make, crowded):
     prompts = [[4 + i % 40, i % 7] for i in range(60)]
     greedy = SamplingParams(max_tokens=40, temperature=0)
     finished = engine.generate(prompts, greedy)
-    assert [f.token_ids for f in finished] == [parts.runner.generate(prompt, 40) for prompt in prompts]
+    assert [f.token_ids for f in finished] == [parts.executor.generate(prompt, 40) for prompt in prompts]
     assert engine.load().preemptions > 0
 
 
@@ -95,7 +97,7 @@ def test_generate_reports_a_prompt_that_cannot_run(make):
     engine, parts = make()
     bad, good = engine.generate([[], [1, 2]], GREEDY)
     assert bad.failure is not None and bad.failure.param == "prompt"
-    assert good.token_ids == parts.runner.generate([1, 2], 5)
+    assert good.token_ids == parts.executor.generate([1, 2], 5)
 
 
 def test_generate_leaves_nothing_behind_when_interrupted(make):
@@ -116,7 +118,7 @@ def test_preempted_sequences_take_their_slots_again(make, crowded):
     prompts = [[i] * 8 for i in range(4)]
     finished = engine.generate(prompts, params)
     assert engine.load().preemptions > 0
-    assert [f.token_ids for f in finished] == [parts.runner.generate(p, 24) for p in prompts]
+    assert [f.token_ids for f in finished] == [parts.executor.generate(p, 24) for p in prompts]
 
 
 # ---------------------------------------------------------------- failures
@@ -131,7 +133,7 @@ def test_a_failing_model_fails_the_batch_and_nobody_else(make):
         (output,) = outputs[name]
         assert output.failure is not None and output.failure.kind == "internal"
         assert "poisoned" in output.failure.message
-    assert tokens(outputs["later"]) == parts.runner.generate([3, 4, 5, 6, 7, 8], 5)
+    assert tokens(outputs["later"]) == parts.executor.generate([3, 4, 5, 6, 7, 8], 5)
     assert engine.load().failed == 2
 
 
@@ -141,9 +143,9 @@ def test_pages_of_a_failed_step_are_not_cached(make):
     engine.add(request("bad", [*prompt, 49]))
     run(engine)
     assert engine.tree.num_cached == 2, "the two pages of the first step, not the one of the second"
-    parts.runner.poison = None
+    parts.executor.poison = None
     (finished,) = engine.generate([prompt], GREEDY)
-    assert finished.token_ids == parts.runner.generate(prompt, 5)
+    assert finished.token_ids == parts.executor.generate(prompt, 5)
 
 
 def test_a_lost_device_is_an_error_with_a_name(make, monkeypatch):
@@ -164,15 +166,15 @@ def test_one_that_the_sampler_cannot_take_fails_alone(make):
     outputs = run(engine)
     (output,) = outputs["bad"]
     assert output.failure is not None and output.failure.kind == "internal"
-    assert tokens(outputs["good"]) == parts.runner.generate([1, 2, 3], 5)
+    assert tokens(outputs["good"]) == parts.executor.generate([1, 2, 3], 5)
 
 
 def test_what_is_learned_of_a_step_is_without_those_that_were_withdrawn(make, monkeypatch):
     engine, parts = make()
     planned, computed = {}, {}
-    remember, forward = engine.timeline.planned, parts.runner.forward
+    remember, forward = engine.timeline.planned, parts.executor.forward
     monkeypatch.setattr(engine.timeline, "planned", lambda s: planned.update({s.plan.step: s.shape}) or remember(s))
-    monkeypatch.setattr(parts.runner, "forward", lambda p: computed.update({p.step: p.num_tokens}) or forward(p))
+    monkeypatch.setattr(parts.executor, "forward", lambda p: computed.update({p.step: p.num_tokens}) or forward(p))
     parts.sampler.refuse = 9
     engine.add(request("bad", [9] * 40))
     engine.add(request("good", [1, 2, 3]))
@@ -190,8 +192,8 @@ def test_one_that_cannot_be_sampled_fails_alone(make):
     outputs = run(engine)
     (output,) = outputs["bad"]
     assert output.failure is not None and (output.failure.kind, output.failure.param) == ("invalid", "regex")
-    assert tokens(outputs["good"]) == parts.runner.generate([1, 2, 3], 5)
-    assert tokens(outputs["too"]) == parts.runner.generate([2, 2, 3], 5)
+    assert tokens(outputs["good"]) == parts.executor.generate([1, 2, 3], 5)
+    assert tokens(outputs["too"]) == parts.executor.generate([2, 2, 3], 5)
 
 
 def test_a_broken_sampler_fails_the_batch_and_nothing_leaks(make):
@@ -202,7 +204,7 @@ def test_a_broken_sampler_fails_the_batch_and_nothing_leaks(make):
     (output,) = engine.step()
     assert output.request_id == "a" and "broken" in output.failure.message
     parts.sampler.broken = False
-    assert tokens(run(engine)["long"]) == parts.runner.generate([1, 5, 2, 3, 4, 5], 5)
+    assert tokens(run(engine)["long"]) == parts.executor.generate([1, 5, 2, 3, 4, 5], 5)
 
 
 def test_tokens_that_are_not_to_be_had_end_their_batch_only(make, monkeypatch):
@@ -218,7 +220,7 @@ def test_tokens_that_are_not_to_be_had_end_their_batch_only(make, monkeypatch):
         outputs = engine.step() or engine.step()
     (output,) = outputs
     assert output.request_id == "a" and "no copy came" in output.failure.message
-    assert tokens(run(engine)["long"]) == parts.runner.generate([1, 5, 2, 3, 4, 5], 5)
+    assert tokens(run(engine)["long"]) == parts.executor.generate([1, 5, 2, 3, 4, 5], 5)
 
 
 def test_tokens_of_a_lost_device_end_the_engine(make, monkeypatch):
@@ -247,7 +249,7 @@ def test_waits_for_its_grammar_and_holds_nobody_up(make):
     parts.grammars.futures[0].set_result(None)
     assert engine.ready and engine.has_work
     outputs = run(engine)
-    assert tokens(outputs["constrained"]) == parts.runner.generate([1, 2, 3], 5)
+    assert tokens(outputs["constrained"]) == parts.executor.generate([1, 2, 3], 5)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_a_grammar_that_does_not_compile_fails_its_request(make, error, kind, pa
     assert isinstance(output.failure, Failure)
     assert (output.failure.kind, output.failure.param) == (kind, param)
     assert "no such thing" in output.failure.message
-    assert tokens(outputs["good"]) == parts.runner.generate([1, 2, 3], 5)
+    assert tokens(outputs["good"]) == parts.executor.generate([1, 2, 3], 5)
 
 
 def test_abort_while_the_grammar_compiles(make):
@@ -279,7 +281,7 @@ def test_abort_while_the_grammar_compiles(make):
     engine.add(request("a", [1, 2, 3], GRAMMAR))  # the same id again: not to be taken for the first
     assert run(engine) == {}
     parts.grammars.futures[1].set_result(None)
-    assert tokens(run(engine)["a"]) == parts.runner.generate([1, 2, 3], 5)
+    assert tokens(run(engine)["a"]) == parts.executor.generate([1, 2, 3], 5)
 
 
 def test_a_refused_request_compiles_nothing(make):
@@ -302,13 +304,13 @@ def test_prompt_logprobs_of_every_position(make, budget, length, warm):
         engine.generate([prompt], GREEDY)
     params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=1)
     (finished,) = engine.generate([prompt], params)
-    assert finished.token_ids == parts.runner.generate(prompt, 3)
+    assert finished.token_ids == parts.executor.generate(prompt, 3)
     assert finished.cached_tokens == 0
     first, *rest = finished.prompt_logprobs
     assert first is None
     assert [p.token_id for p in rest] == prompt[1:]
     # The fake model puts all its weight on one token: the first of those it would say after each part of the prompt.
-    likeliest = [parts.runner.generate(prompt[:i], 1)[0] for i in range(1, length)]
+    likeliest = [parts.executor.generate(prompt[:i], 1)[0] for i in range(1, length)]
     assert [p.top[0][0] for p in rest] == likeliest
     row = torch.full((50,), -1.0)
     row[0] = 9.0
@@ -330,13 +332,13 @@ def test_prompt_logprobs_survive_a_preemption(make, crowded):
     assert engine.load().preemptions > 0
     (told,) = [o.prompt_logprobs for o in outputs["echo"] if o.prompt_logprobs is not None]
     assert [p.token_id for p in told[1:]] == long[1:]
-    assert tokens(outputs["echo"]) == parts.runner.generate(long, 10)
+    assert tokens(outputs["echo"]) == parts.executor.generate(long, 10)
 
 
 def test_prompt_logprobs_are_not_told_again_when_resumed(make):
     engine, parts = make()
     prompt = [1, 2, 3, 4, 5]
-    whole = parts.runner.generate(prompt, 5)
+    whole = parts.executor.generate(prompt, 5)
     params = SamplingParams(max_tokens=5, temperature=0, prompt_logprobs=0)
     engine.add(request("a", prompt, params, output_ids=whole[:2]))
     outputs = run(engine)["a"]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.schedule import POLICIES
-from tests.worker.fakes import FakeRunner, any_models, pages_now
+from tests.worker.fakes import FakeExecutor, any_models, pages_now
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Engine, Finished
@@ -34,7 +34,7 @@ STEPS = 3000
 Faults = Iterator[bool]
 
 
-class Flaky(FakeRunner):
+class Flaky(FakeExecutor):
     """Every token may come next. A step may fail when it has been computed."""
 
     def __init__(self, num_pages: int, page_size: int, faults: Faults) -> None:
@@ -53,9 +53,9 @@ class Flaky(FakeRunner):
 class FlakySampler(Sampler):
     """The real one, of which everything may fail that an engine asks."""
 
-    def __init__(self, config: WorkerConfig, runner: Flaky) -> None:
-        super().__init__(config.max_running, VOCAB_SIZE, runner.device, runner.last_tokens)
-        self.faults = runner.faults
+    def __init__(self, config: WorkerConfig, executor: Flaky) -> None:
+        super().__init__(config.max_running, VOCAB_SIZE, executor.device, executor.last_tokens)
+        self.faults = executor.faults
 
     def add(self, *arguments: object) -> None:
         _fail_at(self.faults)
@@ -91,8 +91,8 @@ def _fail_at(faults: Faults) -> None:
 
 def engine(compiled: Compiled, num_pages: int, page_size: int, faults: Faults, **config: object) -> Engine:
     def load(model: Path, config: WorkerConfig) -> Components:
-        runner = Flaky(num_pages, page_size, faults)
-        return Components(runner, FlakySampler(config, runner), compiled, COSTS[config.pp])
+        executor = Flaky(num_pages, page_size, faults)
+        return Components(executor, FlakySampler(config, executor), compiled, COSTS[config.pp])
 
     return Engine(Path("none"), WorkerConfig(page_size=page_size, **config), load=load)
 

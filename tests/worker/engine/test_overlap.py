@@ -7,9 +7,9 @@ from worker.step import PENDING
 
 
 @pytest.fixture
-def overlapped(fake_runner):
+def overlapped(fake_executor):
     def make(**config) -> Driver:
-        return Driver(fake_runner(num_pages=64, page_size=4), overlap=True, **config)
+        return Driver(fake_executor(num_pages=64, page_size=4), overlap=True, **config)
 
     return make
 
@@ -19,11 +19,11 @@ def test_a_decode_is_planned_before_its_token_is_known(overlapped):
     d.add("a", prompt(6), max_tokens=4)
     plans = d.run()
     assert [chunk.token_ids for plan in plans for chunk in plan.chunks] == [prompt(6), [PENDING], [PENDING], [PENDING]]
-    assert d.tokens("a") == d.runner.generate(prompt(6), 4)
+    assert d.tokens("a") == d.executor.generate(prompt(6), 4)
 
 
 def test_nothing_is_planned_beyond_the_limit_and_one_step_beyond_a_stop(overlapped):
-    whole = overlapped().runner.generate(prompt(8), 30)
+    whole = overlapped().executor.generate(prompt(8), 30)
     end = whole.index(whole[6]) + 1
     d = overlapped(eos=(whole[6],))
     d.add("a", prompt(8), max_tokens=30)
@@ -42,7 +42,7 @@ def test_a_slot_that_has_a_new_owner_does_not_get_the_old_ones_token(overlapped)
     assert d.flight is not None
     d.scheduler.abort(["old"])
     d.run()
-    assert d.tokens("new") == d.runner.generate(prompt(8, seed=2), 3)
+    assert d.tokens("new") == d.executor.generate(prompt(8, seed=2), 3)
     assert len(d.tokens("old")) == 1
 
 
@@ -56,10 +56,10 @@ def test_only_decodes_tell_how_long_a_token_took(drive, monkeypatch):
         d.step()
     d.land()
     assert gaps and max(gaps) <= 1.0
-    d.scheduler._preempt(next(iter(d.scheduler.running)))
+    d.scheduler._preemption.preempt(next(iter(d.scheduler.running)))
     d.now_s += 100.0  # what it computes again, of its outputs too, is no decode
     d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(8), 6)
+    assert d.tokens("a") == d.executor.generate(prompt(8), 6)
     assert max(gaps) <= 1.0
 
 
@@ -68,7 +68,7 @@ def preempted_in_flight(d: Driver, max_tokens: int) -> Driver:
     d.add("a", prompt(8), max_tokens=max_tokens)
     d.step()
     d.step()
-    d.scheduler._preempt(next(iter(d.scheduler.running)))
+    d.scheduler._preemption.preempt(next(iter(d.scheduler.running)))
     return d
 
 
@@ -76,13 +76,13 @@ def test_the_token_in_flight_of_one_that_is_preempted_is_kept(overlapped):
     d = preempted_in_flight(overlapped(), max_tokens=6)
     d.land()
     d.collect()
-    assert d.tokens("a") == d.runner.generate(prompt(8), 2)
+    assert d.tokens("a") == d.executor.generate(prompt(8), 2)
     d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(8), 6)
+    assert d.tokens("a") == d.executor.generate(prompt(8), 6)
 
 
 def test_one_that_is_preempted_before_its_last_token_comes_ends_where_it_waits(overlapped):
     d = preempted_in_flight(overlapped(), max_tokens=2)
     d.run()
-    assert (d.tokens("a"), d.reason("a")) == (d.runner.generate(prompt(8), 2), "length")
+    assert (d.tokens("a"), d.reason("a")) == (d.executor.generate(prompt(8), 2), "length")
     assert len(d.scheduler) == 0

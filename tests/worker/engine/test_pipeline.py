@@ -47,12 +47,12 @@ class Piped(Driver):
     """As the engine of a pipeline does: a step is computed when it is the oldest under way. With `hands_back`, steps
     are planned too when its tokens are there and the scheduler does not know them yet."""
 
-    def __init__(self, runner, hands_back: bool = False, **config) -> None:
+    def __init__(self, executor, hands_back: bool = False, **config) -> None:
         self.under_way: deque[ScheduledStep] = deque()
         self.hands_back = hands_back
         self.sampled: ScheduledStep | None = None
         self.handed: dict[ScheduledStep, torch.Tensor] = {}  # to steps that wait for them
-        super().__init__(runner, **config)
+        super().__init__(executor, **config)
 
     def returning_s(self, step: ScheduledStep) -> float:
         return 0.0 if step is self.sampled else math.inf
@@ -64,13 +64,13 @@ class Piped(Driver):
             self.collect()
             return None
         step = self.under_way[0]
-        known = self.runner.last_tokens.clone()
+        known = self.executor.last_tokens.clone()
         if step in self.handed:
-            self.runner.last_tokens.copy_(self.handed.pop(step))
-        rows = self.runner.forward(step.plan).logits.argmax(1)
-        self.runner.last_tokens.copy_(known)
+            self.executor.last_tokens.copy_(self.handed.pop(step))
+        rows = self.executor.forward(step.plan).logits.argmax(1)
+        self.executor.last_tokens.copy_(known)
         update = self.sample(step, rows)
-        assert (self.scheduler._table.slots[step.rows[update[0]]] == step.plan.slots[update[0]]).all(), "another's"
+        assert (self.scheduler._table.slot[step.rows[update[0]]] == step.plan.slots[update[0]]).all(), "another's"
         if self.hands_back:
             self.sampled = step
             self.fill()
@@ -88,7 +88,7 @@ class Piped(Driver):
                     "no stage but the last has the token"
                 )
                 assert set(waits) <= set(back.plan.slots[back.samples & ~back.dropped].tolist())
-                self.handed[step] = self.runner.last_tokens.clone()
+                self.handed[step] = self.executor.last_tokens.clone()
             else:
                 assert step.tokens_from_step is None
             self.under_way.append(step)
@@ -103,9 +103,9 @@ class Piped(Driver):
 
 
 @pytest.fixture
-def piped(fake_runner) -> Callable[..., Piped]:
+def piped(fake_executor) -> Callable[..., Piped]:
     def make(pp: int = 4, num_pages: int = 64, **config) -> Piped:
-        return Piped(fake_runner(num_pages=num_pages, page_size=4), pp=pp, **config)
+        return Piped(fake_executor(num_pages=num_pages, page_size=4), pp=pp, **config)
 
     return make
 
@@ -116,7 +116,7 @@ def test_chunks_follow_each_other_and_a_decode_waits_for_its_token(piped: Callab
     d.step()
     assert [len(step.plan) for step in d.under_way] == [1, 1, 1], "the whole prompt is under way"
     assert [plan.num_tokens for plan in d.run()] == [4, 4, 2, 1, 1]
-    assert d.tokens("a") == d.runner.generate(prompt(14), 3)
+    assert d.tokens("a") == d.executor.generate(prompt(14), 3)
 
 
 def test_the_oldest_step_may_overlap_oldest_when_its_tokens_are_about_to_come(piped: Callable[..., Piped]) -> None:
@@ -126,7 +126,7 @@ def test_the_oldest_step_may_overlap_oldest_when_its_tokens_are_about_to_come(pi
     plans = d.run()
     waits = [len(d.waiting(plan)) for plan in plans]
     assert sum(waits) >= 12, "most decodes set out with tokens that nobody knew yet"
-    assert all(d.tokens(str(i)) == d.runner.generate(prompt(5, seed=i), 6 + i) for i in range(4))
+    assert all(d.tokens(str(i)) == d.executor.generate(prompt(5, seed=i), 6 + i) for i in range(4))
     assert sum(plan.num_tokens for plan in plans) == sum(5 + 5 + i for i in range(4)), "no token is computed twice"
 
 
@@ -152,7 +152,7 @@ def test_decodes_are_spread_over_the_steps_in_flight(schedule: str, share: int, 
         d.add(str(i), prompt(5, seed=i), max_tokens=40)
     sizes = [plan.num_tokens for plan in d.run() if plan.lengths.max() == 1]
     assert max(sizes[5:]) == share, "ten over four, or over one more"
-    assert all(d.tokens(str(i)) == d.runner.generate(prompt(5, seed=i), 40) for i in range(10))
+    assert all(d.tokens(str(i)) == d.executor.generate(prompt(5, seed=i), 40) for i in range(10))
     # Nobody waits while others are served again and again.
     assert len(sizes) <= 40 * 5 + 8
 
@@ -192,10 +192,10 @@ def test_no_decode_starves_beside_prompts(schedule: str, piped: Callable[..., Pi
     ),
 )
 def test_every_request_ends_and_is_right(
-    fake_runner, pp, schedule, num_pages, page_size, budget, eos, aborts, hands_back, requests
+    fake_executor, pp, schedule, num_pages, page_size, budget, eos, aborts, hands_back, requests
 ) -> None:
-    runner = fake_runner(num_pages=num_pages, page_size=page_size)
-    d = Piped(runner, hands_back, pp=pp, schedule=schedule, token_budget=budget, max_running=6, eos=eos)
+    executor = fake_executor(num_pages=num_pages, page_size=page_size)
+    d = Piped(executor, hands_back, pp=pp, schedule=schedule, token_budget=budget, max_running=6, eos=eos)
     for i, (stem, length, max_tokens, priority) in enumerate(requests):
         d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
     for i in sorted(aborts):
@@ -204,10 +204,10 @@ def test_every_request_ends_and_is_right(
         d.scheduler.check_integrity()
     d.run(3000)
     for i, (stem, length, max_tokens, _) in enumerate(requests):
-        if length + 1 > d.runner.context_length:
+        if length + 1 > d.executor.context_length:
             assert d.failure(str(i)).param == "prompt"
             continue
-        whole = d.runner.generate(prompt(20, seed=stem)[:length], max_tokens, eos)
+        whole = d.executor.generate(prompt(20, seed=stem)[:length], max_tokens, eos)
         assert d.tokens(str(i)) == (whole[: len(d.tokens(str(i)))] if i in aborts else whole)
     d.tree.reset()
     assert d.tree.pool.num_free == num_pages
@@ -220,10 +220,10 @@ def test_the_slot_of_one_that_is_preempted_may_be_anothers_before_its_step_ends(
     assert step is not None
     d.under_way.append(step)
     d.add("b", prompt(9, seed=1), max_tokens=3, priority=1)
-    d.scheduler._preempt(next(iter(d.scheduler.running)))
+    d.scheduler._preemption.preempt(next(iter(d.scheduler.running)))
     d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(8), 6)
-    assert d.tokens("b") == d.runner.generate(prompt(9, seed=1), 3)
+    assert d.tokens("a") == d.executor.generate(prompt(8), 6)
+    assert d.tokens("b") == d.executor.generate(prompt(9, seed=1), 3)
 
 
 # ---------------------------------------------------------------- weights
@@ -360,8 +360,8 @@ def test_tokens_go_from_the_last_stage_to_the_first(
 ) -> None:
     monkeypatch.setattr(Uniform, "LEAD_S", 1e9)  # whatever the time
     with pipeline(tiny_model("llama"), pp=pp, tp=tp, overlap=True) as engine:
-        expect, waits = engine.runner.announce, []
-        engine.runner.announce = lambda plan: waits.append(int((plan.token_ids == PENDING).sum())) or expect(plan)
+        expect, waits = engine.executor.announce, []
+        engine.executor.announce = lambda plan: waits.append(int((plan.token_ids == PENDING).sum())) or expect(plan)
         assert said(engine) == alone("llama")
         assert sum(waits) > 9 * GREEDY.max_tokens / 2, "of decodes most"
         meter = engine.meter()
@@ -460,7 +460,7 @@ def test_one_that_fails_where_the_leading_rank_has_no_link_to(
 def test_processes_and_one_that_is_killed(tiny_model: Callable[[str], Path], alone: Callable) -> None:
     with closing(Engine(tiny_model("llama"), settings(pp=3, token_budget=16))) as engine:
         assert said(engine) == alone("llama")
-        assert isinstance(engine.runner, MultiRankExecutor)
-        engine.runner._processes[1].kill()
+        assert isinstance(engine.executor, MultiRankExecutor)
+        engine.executor._processes[1].kill()
         with pytest.raises(DeviceLost, match=r"^rank 1: its process ended with status -9$"):
             said(engine)

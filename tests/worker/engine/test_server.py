@@ -80,7 +80,7 @@ class Running:
 
     def __init__(self, parts, **config) -> None:
         self.parts = parts
-        self.server = Server(Path("none"), WorkerConfig(page_size=parts.runner.page_size, **config), load=parts)
+        self.server = Server(Path("none"), WorkerConfig(page_size=parts.executor.page_size, **config), load=parts)
         self.context = zmq.Context()
         self.routers: list[Router] = []
         self.error: BaseException | None = None
@@ -110,8 +110,8 @@ class Running:
 def serve(fake_parts) -> Iterator:
     running: list[Running] = []
 
-    def start(config: dict | None = None, **runner) -> Running:
-        running.append(Running(fake_parts(**{"page_size": 4, **runner}), **(config or {})))
+    def start(config: dict | None = None, **executor) -> Running:
+        running.append(Running(fake_parts(**{"page_size": 4, **executor}), **(config or {})))
         return running[-1]
 
     yield start
@@ -124,17 +124,17 @@ def serve(fake_parts) -> Iterator:
             assert one.parts.grammars.closed
 
 
-def gate(runner) -> threading.Semaphore:
+def gate(executor) -> threading.Semaphore:
     """Makes every step wait until it is let through, so that a test knows where the server is. Where a test waits with
     `condition or steps.release()`, whatever it hears lets another step through."""
     semaphore = threading.Semaphore(0)
-    forward = runner.forward
+    forward = executor.forward
 
     def gated(plan):
         assert semaphore.acquire(timeout=20)
         return forward(plan)
 
-    runner.forward = gated
+    executor.forward = gated
     return semaphore
 
 
@@ -148,8 +148,8 @@ def test_streams_tokens_to_the_router_that_asked(serve):
     b.generate("y", [4, 5], max_tokens=7)
     a.until(lambda: a.finished("x"))
     b.until(lambda: b.finished("y"))
-    assert a.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
-    assert b.tokens("y") == s.parts.runner.generate([4, 5], 7)
+    assert a.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
+    assert b.tokens("y") == s.parts.executor.generate([4, 5], 7)
     assert set(a.outputs) == {"x"} and set(b.outputs) == {"y"}
     assert [len(o.token_ids) for o in a.outputs["x"]] == [1] * 5
     assert a.outputs["x"][0].cached_tokens == 0 and a.outputs["x"][0].queue_s >= 0
@@ -163,12 +163,12 @@ def test_many_at_once(serve):
         router.generate(name, [i % 50, i % 7, 3], max_tokens=1 + i % 9)
     router.until(lambda: router.finished(*names))
     for i, name in enumerate(names):
-        assert router.tokens(name) == s.parts.runner.generate([i % 50, i % 7, 3], 1 + i % 9)
+        assert router.tokens(name) == s.parts.executor.generate([i % 50, i % 7, 3], 1 + i % 9)
 
 
 def test_refusals_and_ids_in_use_are_answered(serve):
     s = serve()
-    steps = gate(s.parts.runner)
+    steps = gate(s.parts.executor)
     a, b = s.router(), s.router()
     a.generate("x", [1])
     a.generate("bad", [])
@@ -193,12 +193,12 @@ def test_rubbish_is_dropped(serve):
     router.socket.send(encode(Outputs([])))
     router.generate("x", [1, 2, 3])
     router.until(lambda: router.finished("x"))
-    assert router.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
+    assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
 
 
 def test_abort_stops_and_nothing_follows(serve):
     s = serve()
-    steps = gate(s.parts.runner)
+    steps = gate(s.parts.executor)
     router = s.router()
     router.send(Subscribe())
     router.generate("long", [1, 2, 3], max_tokens=100)
@@ -216,7 +216,7 @@ def test_abort_stops_and_nothing_follows(serve):
 
 def test_one_router_cannot_abort_for_another(serve):
     s = serve()
-    steps = gate(s.parts.runner)
+    steps = gate(s.parts.executor)
     a, b = s.router(), s.router()
     a.generate("x", [1, 2, 3])
     steps.release(1)
@@ -226,7 +226,7 @@ def test_one_router_cannot_abort_for_another(serve):
     steps.release(OPEN)
     b.until(lambda: b.finished("y"))
     a.until(lambda: a.finished("x"))
-    assert a.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
+    assert a.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
 
 
 @pytest.mark.parametrize("waits_for", ["pages", "grammar"])
@@ -237,7 +237,7 @@ def test_a_router_that_goes_away_frees_its_pages(serve, monkeypatch, waits_for):
     gone, watcher = s.router(), s.router()
     watcher.send(Subscribe())
     watcher.until(lambda: watcher.loads)
-    steps = gate(s.parts.runner)
+    steps = gate(s.parts.executor)
     if waits_for == "pages":
         watcher.generate("mine", [1, 2, 3], max_tokens=3000)
         watcher.until(lambda: watcher.loads[-1].waiting + watcher.loads[-1].running == 1 or steps.release())
@@ -259,7 +259,7 @@ def test_wakes_when_a_grammar_is_there(serve):
     router.until(lambda: router.loads and router.loads[-1].waiting == 1)
     s.parts.grammars.futures[0].set_result(None)
     router.until(lambda: router.finished("x"))
-    assert router.tokens("x") == s.parts.runner.generate([1, 2, 3], 5)
+    assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
 
 
 def test_events_keep_a_mirror_exact(serve):
@@ -338,7 +338,7 @@ def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkey
     wait = Server._wait
 
     def spare_s(engine):
-        return 0.05 if engine.runner.plans and "b" not in engine.scheduler else 0.0
+        return 0.05 if engine.executor.plans and "b" not in engine.scheduler else 0.0
 
     def wait_for_b(self, timeout_ms):
         if timeout_ms is not None and timeout_ms <= 50 and "b" not in self._owners:
@@ -350,15 +350,15 @@ def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkey
     monkeypatch.setattr(Server, "_wait", wait_for_b)
     router.generate("a", [1, 2, 3])
     router.until(lambda: router.finished("a", "b"))
-    plans = s.parts.runner.plans
+    plans = s.parts.executor.plans
     assert [len(plan) for plan in plans[:2]] == [1, 2]
 
 
 def test_a_step_that_does_not_end_is_a_turn_that_does_not_end(serve, monkeypatch):
     s = serve()
-    steps = gate(s.parts.runner)
-    begun, forward = threading.Semaphore(0), s.parts.runner.forward
-    s.parts.runner.forward = lambda plan: begun.release() or forward(plan)
+    steps = gate(s.parts.executor)
+    begun, forward = threading.Semaphore(0), s.parts.executor.forward
+    s.parts.executor.forward = lambda plan: begun.release() or forward(plan)
     router = s.router()
     router.generate("x", [1, 2, 3], max_tokens=2)
     turns = []
@@ -388,9 +388,9 @@ def test_a_lost_device_ends_the_loop_with_its_name(serve, monkeypatch):
 
 def test_what_is_asked_of_the_engine_is_answered_by_its_thread_at_rest(serve):
     running = serve()
-    steps = gate(running.parts.runner)
-    begun, forward = threading.Event(), running.parts.runner.forward
-    running.parts.runner.forward = lambda plan: begun.set() or forward(plan)
+    steps = gate(running.parts.executor)
+    begun, forward = threading.Event(), running.parts.executor.forward
+    running.parts.executor.forward = lambda plan: begun.set() or forward(plan)
     router = running.router()
     router.generate("a", [1, 2, 3], max_tokens=4)
     with ThreadPoolExecutor(1) as other:

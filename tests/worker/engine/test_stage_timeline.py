@@ -146,13 +146,13 @@ def test_a_pipeline_sends_its_next_step_when_the_policy_wants_it(fake_parts: Any
     with closing(engine):
         engine.add(Generate(request_id="a", prompt_ids=[1] * 40, sampling=SamplingParams(max_tokens=3)))
         ahead_s = itertools.chain(busy_s, itertools.repeat(0.0))
-        engine.scheduler._ahead_s = lambda: next(ahead_s)
+        engine._loop.ahead_s = lambda: next(ahead_s)
         assert engine.scheduler.schedule().step is None
         asked = iter([False, False, True])
-        sent_before = len(engine.runner.expected)
+        sent_before = len(engine.executor.expected)
         event = SimpleNamespace(query=lambda: next(asked), synchronize=lambda: None)
         engine._loop._fill_stages_until(event)
-        assert len(engine.runner.expected) > sent_before
+        assert len(engine.executor.expected) > sent_before
 
 
 def test_what_is_due_while_a_step_is_launched_sets_out_before(fake_parts: Any) -> None:

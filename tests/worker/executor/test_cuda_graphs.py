@@ -61,7 +61,7 @@ def triton_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Engine
     def make(folder: Path, **settings) -> tuple[Engine, Uncaptured]:
         config = configured(**settings)
         engine = Engine(folder, config, load=load_components)
-        return engine, uncaptured(engine.runner, config)
+        return engine, uncaptured(engine.executor, config)
 
     def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Uncaptured:
         layers, _, pages, *rest = runner._attention.kv.shape
@@ -189,9 +189,9 @@ def test_pipeline(tiny_model: Callable[[str], Path], triton_engine, monkeypatch:
     with ThreadPoolExecutor(2) as threads:
         followers = [threads.submit(follow, rank) for rank in (0, 1)]
         engine = Engine(
-            folder, config, load=partial(load_components, open_runner=partial(MultiRankExecutor, store=store))
+            folder, config, load=partial(load_components, make_executor=partial(MultiRankExecutor, store=store))
         )
-        graphs = [triton_engine.uncaptured(engine.runner.runner, config)]
+        graphs = [triton_engine.uncaptured(engine.executor.runner, config)]
         check(folder, engine, prompts(3, 2, 19, 5, 9))
         engine.close()
         graphs += [follower.result(60) for follower in followers]
@@ -228,7 +228,7 @@ def uncaptured_pieces(monkeypatch: pytest.MonkeyPatch) -> type[UncapturedPieces]
 def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine, uncaptured_pieces) -> None:
     folder = tiny_model(name)
     engine, _ = triton_engine(folder, token_budget=24, overlap=True)
-    runner = engine.runner
+    runner = engine.executor
     runner.decoder.build_rope_tables(runner.context_length)
     runner._graphs, runner._piecewise_graphs = None, uncaptured_pieces(runner.decoder, runner._attention, 16)
     runner._piecewise_graphs.capture(sizes := mixed_sizes(4, 16))
@@ -245,7 +245,7 @@ def test_pieces_are_kept_if_faster(
 ) -> None:
     """What steps take without and with them, of 32, of 64 and of 128 tokens."""
     engine, _ = triton_engine(tiny_model("llama"))
-    runner, left = engine.runner, iter(seconds)
+    runner, left = engine.executor, iter(seconds)
     runner.decoder.build_rope_tables(runner.context_length)
     monkeypatch.setattr(uncaptured_pieces, "_seconds", lambda _, step: (step(), next(left))[1])
     with torch.inference_mode():

@@ -103,8 +103,8 @@ def test_an_engine_of_two_ranks_and_its_end(tiny_model: Callable[[str], Path]) -
         expected = [finished.token_ids for finished in alone.generate(prompts(5), sampling)]
     with closing(Engine(folder, settings(tp=2, overlap=True, token_budget=16, max_running=3))) as engine:
         assert [finished.token_ids for finished in engine.generate(prompts(5), sampling)] == expected
-        assert isinstance(engine.runner, MultiRankExecutor)
-        (process,) = engine.runner._processes
+        assert isinstance(engine.executor, MultiRankExecutor)
+        (process,) = engine.executor._processes
         process.kill()
         with pytest.raises(DeviceLost, match=r"^rank 1: its process ended with status -9$"):
             engine.generate(prompts(5), sampling)

@@ -13,8 +13,20 @@ def test_preempts_the_latest_and_loses_nothing(drive, crowded):
         d.add(str(i), prompt(8, seed=i), max_tokens=24)
     d.run()
     assert d.scheduler.load().preemptions > 0
-    assert all(d.tokens(str(i)) == d.runner.generate(prompt(8, seed=i), 24) for i in range(4))
+    assert all(d.tokens(str(i)) == d.executor.generate(prompt(8, seed=i), 24) for i in range(4))
     assert next(name for name in d.outputs if d.reason(name)) == "0"
+
+
+def test_a_sequence_counts_as_preempted_until_it_runs_again(drive, crowded):
+    d = drive(num_pages=12, token_budget=64)
+    for i in range(4):
+        d.add(str(i), prompt(8, seed=i), max_tokens=24)
+    preempted = set()
+    while d.scheduler.has_work or d.flight:
+        d.step()
+        preempted |= {seq.request_id for seq in d.scheduler._waiting if seq.is_preempted}
+        assert not any(seq.is_preempted for seq in d.scheduler.running)
+    assert preempted and all(d.reason(name) == "length" for name in preempted)
 
 
 def test_preempts_the_lowest_priority(drive):
@@ -28,7 +40,7 @@ def test_preempts_the_lowest_priority(drive):
         finished += [name for name in ("low", "high") if d.reason(name) and name not in finished]
     assert finished == ["high", "low"]
     assert d.scheduler.load().preemptions > 0
-    assert d.tokens("low") == d.runner.generate(prompt(16, seed=1), 30)
+    assert d.tokens("low") == d.executor.generate(prompt(16, seed=1), 30)
 
 
 def test_eviction_comes_before_preemption(drive):
@@ -37,7 +49,7 @@ def test_eviction_comes_before_preemption(drive):
         d.add(str(i), prompt(16, seed=i), max_tokens=8)
         d.run()
     assert d.scheduler.load().preemptions == 0
-    assert all(d.tokens(str(i)) == d.runner.generate(prompt(16, seed=i), 8) for i in range(10))
+    assert all(d.tokens(str(i)) == d.executor.generate(prompt(16, seed=i), 8) for i in range(10))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known lengths", "guessed lengths"])
@@ -58,11 +70,11 @@ def test_under_pressure_few_are_preempted_and_few_pages_lie_idle(drive, known):
                 d.scheduler._stop_checker._num_stopped_by[:] = 1000
         d.step()
         if len(d.scheduler._waiting):
-            held += d.runner.num_pages - d.scheduler.kv_cache.num_available
+            held += d.executor.num_pages - d.scheduler.kv_cache.num_available
             steps += 1
     assert d.scheduler.load().finished == 200
     assert d.scheduler.load().preemptions <= (4 if known else 10)
-    assert held / steps > (0.85 if known else 0.7) * d.runner.num_pages
+    assert held / steps > (0.85 if known else 0.7) * d.executor.num_pages
 
 
 def test_resumes_from_what_is_still_cached(drive, crowded):

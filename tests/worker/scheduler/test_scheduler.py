@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeline.schedule import POLICIES
 from tests.worker.driver import Driver, prompt
 from worker.messages import Generate, SamplingParams
-from worker.scheduler.sequence import IntRow
+from worker.scheduler.sequence import Sequence
 
 # ---------------------------------------------------------------- one request
 
@@ -20,7 +20,7 @@ def test_one_request(drive, length, budget):
     d = drive(token_budget=budget)
     d.add("a", prompt(length), max_tokens=6)
     plans = d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(length), 6)
+    assert d.tokens("a") == d.executor.generate(prompt(length), 6)
     assert d.reason("a") == "length"
     assert max(plan.num_tokens for plan in plans) <= budget
     assert len(plans) == -(-length // budget) + 5
@@ -52,7 +52,7 @@ def test_whole_prompt_in_the_cache_computes_its_last_token_again(drive):
         d.add(name, prompt(20))
         d.run()
     assert d.outputs["b"][0].cached_tokens == 16
-    assert d.tokens("a") == d.tokens("b") == d.runner.generate(prompt(20), 5)
+    assert d.tokens("a") == d.tokens("b") == d.executor.generate(prompt(20), 5)
 
 
 def test_generated_tokens_are_cached_too(drive):
@@ -63,14 +63,14 @@ def test_generated_tokens_are_cached_too(drive):
     d.add("b", turn)
     d.run()
     assert d.outputs["b"][0].cached_tokens == 16
-    assert d.tokens("b") == d.runner.generate(turn, 5)
+    assert d.tokens("b") == d.executor.generate(turn, 5)
 
 
 # ---------------------------------------------------------------- how a request ends
 
 
 def test_stops_at_eos(drive):
-    outputs = drive().runner.generate(prompt(8), 30)
+    outputs = drive().executor.generate(prompt(8), 30)
     eos = outputs[6]
     end = outputs.index(eos) + 1
     d = drive(eos=(eos,))
@@ -92,8 +92,8 @@ def test_ends_where_the_context_or_the_cache_ends(drive, context_length, num_pag
     d.add("a", prompt(13), max_tokens=1000)
     d.add("b", prompt(19, seed=1), max_tokens=1000)
     d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(13), 1000) and len(d.tokens("a")) == 7
-    assert d.tokens("b") == d.runner.generate(prompt(19, seed=1), 1000) and len(d.tokens("b")) == 1
+    assert d.tokens("a") == d.executor.generate(prompt(13), 1000) and len(d.tokens("a")) == 7
+    assert d.tokens("b") == d.executor.generate(prompt(19, seed=1), 1000) and len(d.tokens("b")) == 1
     assert d.reason("a") == d.reason("b") == "length"
 
 
@@ -114,7 +114,7 @@ def test_grammar_that_is_complete_ends_it(drive):
 @pytest.mark.parametrize("done", range(1, 8))
 def test_resumes_after_tokens_of_another_replica(drive, done):
     d = drive()
-    outputs = d.runner.generate(prompt(10), 8)
+    outputs = d.executor.generate(prompt(10), 8)
     d.add("a", prompt(10), max_tokens=8, output_ids=outputs[:done])
     d.run()
     assert d.tokens("a") == outputs[done:]
@@ -128,7 +128,7 @@ def test_resumed_that_was_complete_ends_at_once(drive):
     d.run()
     assert (d.reason("a"), d.tokens("a")) == ("length", [])
     assert (d.reason("b"), d.outputs["b"][0].stop_token_id) == ("stop", 7)
-    assert d.runner.plans == []
+    assert d.executor.plans == []
 
 
 # ---------------------------------------------------------------- batches
@@ -145,8 +145,8 @@ def test_decodes_go_first_and_a_long_prompt_fills_the_rest(drive):
         assert [len(c.token_ids) for c in plan.chunks] == [1, 1, 1, 1, 12]
     d.run()
     for i in range(4):
-        assert d.tokens(f"short{i}") == d.runner.generate(prompt(3, seed=i), 40)
-    assert d.tokens("long") == d.runner.generate(prompt(200, seed=9), 2)
+        assert d.tokens(f"short{i}") == d.executor.generate(prompt(3, seed=i), 40)
+    assert d.tokens("long") == d.executor.generate(prompt(200, seed=9), 2)
 
 
 def test_no_more_run_than_max_running(drive):
@@ -154,7 +154,7 @@ def test_no_more_run_than_max_running(drive):
     for i in range(8):
         d.add(str(i), prompt(5, seed=i))
     assert max(len(plan.chunks) for plan in d.run()) == 3
-    assert all(d.tokens(str(i)) == d.runner.generate(prompt(5, seed=i), 5) for i in range(8))
+    assert all(d.tokens(str(i)) == d.executor.generate(prompt(5, seed=i), 5) for i in range(8))
 
 
 @pytest.mark.parametrize("starvation_s", [5.0, 0.0])
@@ -163,7 +163,7 @@ def test_same_prompts_are_computed_once(drive, starvation_s):
     for i in range(8):
         d.add(str(i), [*prompt(40), i])
     plans = d.run()
-    assert all(d.tokens(str(i)) == d.runner.generate([*prompt(40), i], 5) for i in range(8))
+    assert all(d.tokens(str(i)) == d.executor.generate([*prompt(40), i], 5) for i in range(8))
     computed = sum(plan.num_tokens for plan in plans)
     assert computed == 41 + 7 * 1 + 8 * 4
     assert d.scheduler.load().cached_tokens == 7 * 40
@@ -179,8 +179,8 @@ def test_different_prompts_do_not_wait_for_each_other(drive):
 
 def test_prompts_that_start_at_once_are_not_all_compared_with_each_other(drive, monkeypatch):
     d = drive(num_pages=400, token_budget=1000)
-    compared, agrees = [], IntRow.agrees
-    monkeypatch.setattr(IntRow, "agrees", lambda *rows: compared.append(rows) or agrees(*rows))
+    compared, shares_prefix = [], Sequence.shares_prefix
+    monkeypatch.setattr(Sequence, "shares_prefix", lambda *some: compared.append(some) or shares_prefix(*some))
     for i in range(64):
         d.add(str(i), prompt(9, seed=i))
     d.step()
@@ -197,7 +197,7 @@ def test_pages_of_the_faster_of_two_equal_prompts_are_used_by_both(drive):
     d.step()
     d.scheduler.check_integrity()
     d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(40), 5)
+    assert d.tokens("a") == d.executor.generate(prompt(40), 5)
 
 
 # ---------------------------------------------------------------- aborts and failures
@@ -215,7 +215,7 @@ def test_abort_frees_pages_wherever_it_is(drive, steps):
     before = len(d.outputs["a"])
     d.run()
     assert len(d.outputs["a"]) == before
-    assert d.tokens("b") == d.runner.generate(prompt(30, seed=1), 10)
+    assert d.tokens("b") == d.executor.generate(prompt(30, seed=1), 10)
     assert d.scheduler.load().aborts == 1
 
 
@@ -234,7 +234,7 @@ def test_abort_takes_back_what_was_not_told(drive):
     d.scheduler.abort(["a"])
     d.add("a", prompt(9))
     d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(9), 5)
+    assert d.tokens("a") == d.executor.generate(prompt(9), 5)
 
 
 def test_failure_keeps_nothing_that_it_computed(drive):
@@ -303,7 +303,7 @@ def test_random_traffic(drive, seed, request):
             tokens = rng.choice(stems)[: rng.randrange(1, 60)] + prompt(rng.randrange(0, 8), seed=step)
             tokens = tokens or [1]
             max_tokens = rng.randrange(1, 40)
-            whole = d.runner.generate(tokens, max_tokens)
+            whole = d.executor.generate(tokens, max_tokens)
             done = rng.randrange(len(whole)) if rng.random() < 0.1 else 0
             priority = rng.choice([0, 0, 0, 1, -1])
             if d.add(str(step), tokens, max_tokens=max_tokens, output_ids=whole[:done], priority=priority):
@@ -336,14 +336,14 @@ def test_random_traffic(drive, seed, request):
         st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
     ),
 )
-def test_every_request_ends_and_is_right(fake_runner, overlap, schedule, num_pages, page_size, budget, requests):
-    runner = fake_runner(num_pages=num_pages, page_size=page_size)
-    d = Driver(runner, overlap=overlap, schedule=schedule, token_budget=budget, max_running=4)
+def test_every_request_ends_and_is_right(fake_executor, overlap, schedule, num_pages, page_size, budget, requests):
+    executor = fake_executor(num_pages=num_pages, page_size=page_size)
+    d = Driver(executor, overlap=overlap, schedule=schedule, token_budget=budget, max_running=4)
     for i, (stem, length, max_tokens, priority) in enumerate(requests):
         d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
     d.run(2000)
     for i, (stem, length, max_tokens, _) in enumerate(requests):
-        if length + 1 > d.runner.context_length:
+        if length + 1 > d.executor.context_length:
             assert d.failure(str(i)).param == "prompt"
         else:
-            assert d.tokens(str(i)) == d.runner.generate(prompt(20, seed=stem)[:length], max_tokens)
+            assert d.tokens(str(i)) == d.executor.generate(prompt(20, seed=stem)[:length], max_tokens)

@@ -27,7 +27,7 @@ def test_refuses_what_it_cannot_run(drive, fields, param, says):
     d.run()
     failure = d.failure("bad")
     assert (failure.kind, failure.param) == ("invalid", param) and says in failure.message
-    assert d.tokens("good") == d.runner.generate(prompt(9), 5)
+    assert d.tokens("good") == d.executor.generate(prompt(9), 5)
     assert d.scheduler.load().failed == 1
 
 
@@ -38,7 +38,7 @@ def test_refuses_a_prompt_that_the_cache_cannot_hold(drive):
     d.add("b", prompt(19))
     d.run()
     assert d.failure("a").kind == "invalid" and "kv_tokens" in d.failure("a").message
-    assert d.tokens("b") == d.runner.generate(prompt(19), 1)
+    assert d.tokens("b") == d.executor.generate(prompt(19), 1)
 
 
 def test_refuses_more_than_may_wait(drive):
@@ -56,7 +56,7 @@ def test_refuses_more_than_may_wait(drive):
 def test_a_full_queue_takes_what_was_taken_before(drive, outputs):
     """Its client waits for the rest of it, and nobody else has it."""
     d = drive(max_running=1, max_waiting=2)
-    whole = d.runner.generate(prompt(7), 5)
+    whole = d.executor.generate(prompt(7), 5)
     names = [f"resumed {i}" for i in range(6)]  # more than there was memory for
     for name in "abc":
         d.add(name, prompt(4))
@@ -95,4 +95,4 @@ def test_an_id_in_use_is_an_error(drive):
     d.outputs.clear()
     d.add("a", prompt(4))
     d.run()
-    assert d.tokens("a") == d.runner.generate(prompt(4), 5)
+    assert d.tokens("a") == d.executor.generate(prompt(4), 5)

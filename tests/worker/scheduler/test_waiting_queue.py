@@ -62,7 +62,7 @@ def test_a_long_prompt_that_runs_lets_a_short_one_pass(drive, now_s, order):
     d.now_s = now_s
     d.add("short", prompt(12, seed=2), max_tokens=1)
     assert order_of(d) == order
-    assert d.tokens("long") == d.runner.generate(prompt(160, seed=1), 1)
+    assert d.tokens("long") == d.executor.generate(prompt(160, seed=1), 1)
 
 
 def test_one_that_waits_for_anothers_prefix_starts_when_that_is_cached(drive):
@@ -76,7 +76,7 @@ def test_one_that_waits_for_anothers_prefix_starts_when_that_is_cached(drive):
         assert not d.reason("a")
     assert d.outputs["b"][0].cached_tokens == 40
     d.run()
-    assert d.tokens("b") == d.runner.generate([*prompt(40), 1], 2)
+    assert d.tokens("b") == d.executor.generate([*prompt(40), 1], 2)
 
 
 def test_thousands_wait_without_a_look_up_each_step(drive, monkeypatch):

@@ -1,0 +1,85 @@
+"""The outputs of requests: made from sampled tokens, kept until they are taken."""
+
+from collections.abc import Collection
+
+import numpy as np
+
+from worker.messages import Failure, Output
+from worker.scheduler.scheduled_step import ScheduledStep
+from worker.scheduler.sequence import Sequence
+from worker.scheduler.sequence_table import SequenceTable
+from worker.scheduler.stop_checker import StopChecker
+from worker.step import SampledTokens
+
+
+class OutputQueue:
+    """Outputs in the order in which they were made."""
+
+    def __init__(self, table: SequenceTable[Sequence], stop_checker: StopChecker) -> None:
+        self._table = table
+        self._stop_checker = stop_checker
+        self._outputs: list[Output] = []
+        self.num_tokens = 0  # output tokens since the start
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def take(self) -> list[Output]:
+        """Returns the outputs since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Removes the outputs of these requests."""
+        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+
+    def add(self, output: Output) -> None:
+        """Adds the last output of a request."""
+        self._outputs.append(output)
+
+    def add_failure(self, request_id: str, failure: Failure) -> None:
+        """Adds the last output of a request that failed."""
+        self.add(Output(request_id=request_id, finish_reason="error", failure=failure))
+
+    def add_tokens(
+        self, step: ScheduledStep, chosen: np.ndarray, sampled: SampledTokens, now_s: float
+    ) -> list[Sequence]:
+        """Appends the tokens of a step to its sequences, and adds an output for each. Returns the sequences that these
+        tokens end. Arguments are as in `Scheduler.update`; `now_s` is the time by the scheduler's clock."""
+        table = self._table
+        kept = np.flatnonzero(~step.dropped[chosen])
+        chunks, token_ids = chosen[kept], sampled.token_ids[kept]
+        rows = step.rows[chunks]
+        sequences = [step.sequences[chunk] for chunk in chunks.tolist()]
+        outputs = []
+        for seq, token_id in zip(sequences, token_ids.tolist(), strict=True):
+            seq.new_token_ids.append(token_id)
+            outputs.append(Output(request_id=seq.request_id, token_ids=[token_id]))
+        self.num_tokens += len(outputs)
+        table.num_pending[rows] -= 1
+        table.last_token[rows] = token_ids
+        table.last_output_s[rows] = now_s
+        if sampled.logprobs:
+            for output, i in zip(outputs, kept.tolist(), strict=True):
+                if i in sampled.logprobs:
+                    output.logprobs = [sampled.logprobs[i]]
+        for i in np.flatnonzero(~table.announced[rows]).tolist():
+            _announce(sequences[i], outputs[i])
+        table.announced[rows] = True
+        may_stop = self._stop_checker.may_stop(table, rows, token_ids)
+        if sampled.complete:
+            may_stop |= np.isin(kept, sampled.complete)
+        ended = []
+        for i in np.flatnonzero(may_stop).tolist():
+            self._stop_checker.check(sequences[i], outputs[i], int(kept[i]) in sampled.complete)
+            if outputs[i].finish_reason is not None:
+                ended.append(sequences[i])
+        self._outputs += outputs
+        return ended
+
+
+def _announce(seq: Sequence, output: Output) -> None:
+    """Sets the fields that only a sequence's first output has."""
+    output.cached_tokens = seq.cached_tokens
+    output.queue_s = (seq.started_s or seq.arrived_s) - seq.arrived_s
+    output.prompt_logprobs = seq.prompt_logprobs
