@@ -65,18 +65,6 @@ class Budget:
         return self.tokens_left if most == 1 else min(self.tokens_left, self._prompt_tokens_left)
 
 
-class WholePrompts(Budget):
-    """Prompts are not cut, except those that no micro-batch could hold together with this one's decodes."""
-
-    def __init__(self, tokens: int, *, decodes: int = UNLIMITED) -> None:
-        super().__init__(tokens, decodes=decodes)
-        self._tokens = tokens
-
-    def _limit(self, start: int, most: int) -> int:
-        whole = self._tokens - self.shape.decodes
-        return self.tokens_left if most <= self.tokens_left or most > whole else 0
-
-
 class TimedBudget(Budget):
     """Chunks fill a micro-batch up to `full` tokens and up to `target_s` on every stage, as the stages' models predict
     it. `decodes`: limit of the decodes."""

@@ -4,6 +4,7 @@
 | --- | --- |
 | `command.py` | the command line, `shoal bench pipeline` |
 | `layout.py`, `traffic.py` | the inputs: devices and schedules; requests that arrive |
+| `baselines.py` | schedules of other systems, for comparison |
 | `real_site.py`, `local_ranks.py`, `ray_nodes.py` | real ranks, started in this process or on Ray nodes |
 | `simulated_site.py`, `simulated_replica.py`, `simulator.py` | the same scheduler on simulated devices |
 | `load_generator.py`, `meter_report.py` | a load that is offered to either, and its outcome |
