@@ -67,12 +67,10 @@ class Budget:
 
 class TimedBudget(Budget):
     """Chunks fill a micro-batch up to `full` tokens and up to `target_s` on every stage, as the stages' models predict
-    it. `decodes`: limit of the decodes."""
+    it."""
 
-    def __init__(
-        self, tokens: int, models: Sequence[CostModel], target_s: float, full: int, decodes: int = UNLIMITED
-    ) -> None:
-        super().__init__(tokens, decodes=decodes)
+    def __init__(self, tokens: int, models: Sequence[CostModel], target_s: float, full: int) -> None:
+        super().__init__(tokens)
         self._models = models
         self._target_s, self._full = target_s, full
 

@@ -57,7 +57,7 @@ class Offline(Uniform):
         if (shape := self._typical(view, in_flight)) is None:
             return Budget(self.settings.token_budget) if self.settings.stages == 1 else super()._fill(view)
         target_s = self._predict(shape) * self.SLACK if self.settings.stages > 1 else math.inf
-        return self._timed(self._average(view, in_flight), shape.tokens, target_s)
+        return self._timed(shape.tokens, target_s)
 
     def _typical(self, view: SchedulerView, in_flight: int) -> BatchShape | None:
         if not view.waiting_tokens:

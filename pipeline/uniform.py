@@ -2,7 +2,7 @@
 
 import math
 
-from pipeline.budget import UNLIMITED, Budget, EvenDecodes, TimedBudget
+from pipeline.budget import Budget, EvenDecodes, TimedBudget
 from pipeline.chunk import tokens_within
 from pipeline.cost import slowest_s
 from pipeline.policy import ITERATION, Policy, PolicySettings, SchedulerView
@@ -46,9 +46,7 @@ class Uniform(Policy):
 
     Decodes:
 
-    - While prompts wait, ready decodes go and chunks fill the remaining time. Chunks can even out decodes that are up
-      to half of a micro-batch. Any delay bunches decodes for good, so a larger number is cut to somewhat over its even
-      share (`UNEVEN`); the others go in the next micro-batch.
+    - While prompts wait, all ready decodes go and chunks fill the remaining time.
     - Without prompts, decodes are shared among as many micro-batches as make the round shortest, such that the
       costliest of these costs the least (`EvenDecodes`).
 
@@ -75,7 +73,6 @@ class Uniform(Policy):
     # One stage: steps of up to `TRIED` times the tokens that seem enough are run until one has been observed. Several
     # ranks hide their all-reduces only in long steps, which a model that has seen no such step does not know.
     TRIED = 2
-    UNEVEN = 1.25  # decodes of a micro-batch that is mostly decodes, relative to their even share
     REFRESH_EVERY = 32  # micro-batches; the models learn little in between
 
     def __init__(self, settings: PolicySettings) -> None:
@@ -191,7 +188,7 @@ class Uniform(Policy):
             size = room
             if not view.blocked_tokens:
                 self._part = min(1.0, self._part * (1 + self.GROW))
-        return self._timed(average, self._whole(size + average.tokens), target_s)
+        return self._timed(self._whole(size + average.tokens), target_s)
 
     def _holding_a_wave(self, view: SchedulerView) -> int:
         """`most_in_flight`, or one less where only that leaves each micro-batch the time for a `WAVE` of tokens."""
@@ -219,12 +216,9 @@ class Uniform(Policy):
                 return shape
             tokens = max(WAVE, (tokens - 1) // (WAVE // 2) * (WAVE // 2))
 
-    def _timed(self, average: BatchShape, full: int, target_s: float) -> Budget:
-        """The decodes, limited to somewhat more than their even share, and chunks up to `full` tokens and
-        `target_s`."""
-        settings = self.settings
-        decodes = max(full // 2, math.ceil(self.UNEVEN * average.tokens)) if settings.stages > 1 else UNLIMITED
-        return TimedBudget(settings.token_budget, settings.models, target_s, full, decodes)
+    def _timed(self, full: int, target_s: float) -> Budget:
+        """All ready decodes, and chunks up to `full` tokens and `target_s`."""
+        return TimedBudget(self.settings.token_budget, self.settings.models, target_s, full)
 
     def _whole(self, tokens: int) -> int:
         """`tokens` rounded up to whole tiles, or to the size of a CUDA graph."""

@@ -255,14 +255,6 @@ def test_it_is_asked_again_when_tokens_are_about_to_come_back():
     assert uniform.ask_again_s(more, False) == math.inf
 
 
-def test_decodes_that_came_together_part_where_prompts_cannot_even_them_out():
-    uniform = policy("uniform", token_budget=8192)
-    few, many = [100] * 300, [100] * 700
-    assert fill(uniform.begin(view(few, [50_000])), few, [(0, 50_000)]) == (300, [1024 - 300])
-    assert fill(uniform.begin(view(many, [50_000])), many, [(0, 50_000)]) == (512, [512])
-    assert fill(uniform.begin(view(many, [4000])), many, [(0, 4000)])[0] < 700
-
-
 def test_as_many_are_in_flight_as_each_may_hold_a_wave():
     """A wave takes a stage some 30 ms here. Three may be in flight where a third of the objective is as long, two where
     only a half is; where that is not enough either, the stages need not wait for each other beside it."""
