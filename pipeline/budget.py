@@ -90,9 +90,12 @@ class EvenDecodes(Budget):
     The decodes that have returned are sent again as they are. The exception: if leaving some for the next micro-batch
     makes the costliest micro-batch cheaper by more than the fraction `WORTH`, then as many go as cost about what the
     other micro-batches do.
+
+    Simulated on 70B in four stages, all that have returned going at once instead: TBT P50 +16% (long prompts), 3% fewer
+    tokens a second (1,024 sequences running).
     """
 
-    WORTH = 0.005
+    WORTH = 0.005  # a tolerance: decodes would wait for gains that are none, within the same CUDA graph
 
     def __init__(
         self, tokens: int, models: Sequence[CostModel], decoding: int, context: int, in_flight: int, places: int
