@@ -9,6 +9,7 @@
 | `simulated_site.py`, `simulated_replica.py`, `simulator.py` | the same scheduler on simulated devices |
 | `load_generator.py`, `meter_report.py` | a load that is offered to either, and its outcome |
 | `capacity_search.py`, `capacity.py`, `experiment_grid.py`, `result_store.py` | the search for a layout's capacity |
+| `ablation.py` | the simulated effect of each mechanism of the schedule (`docs/MECHANISMS.md`) |
 | `figures.py`, `timeline_plot.py` | the resulting figures and pictures |
 
 Read `command.py` first.
