@@ -65,26 +65,12 @@ class Budget:
         return self.tokens_left if most == 1 else min(self.tokens_left, self._prompt_tokens_left)
 
 
-class WholePrompts(Budget):
-    """Prompts are not cut, except those that no micro-batch could hold together with this one's decodes."""
-
-    def __init__(self, tokens: int, *, decodes: int = UNLIMITED) -> None:
-        super().__init__(tokens, decodes=decodes)
-        self._tokens = tokens
-
-    def _limit(self, start: int, most: int) -> int:
-        whole = self._tokens - self.shape.decodes
-        return self.tokens_left if most <= self.tokens_left or most > whole else 0
-
-
 class TimedBudget(Budget):
     """Chunks fill a micro-batch up to `full` tokens and up to `target_s` on every stage, as the stages' models predict
-    it. `decodes`: limit of the decodes."""
+    it."""
 
-    def __init__(
-        self, tokens: int, models: Sequence[CostModel], target_s: float, full: int, decodes: int = UNLIMITED
-    ) -> None:
-        super().__init__(tokens, decodes=decodes)
+    def __init__(self, tokens: int, models: Sequence[CostModel], target_s: float, full: int) -> None:
+        super().__init__(tokens)
         self._models = models
         self._target_s, self._full = target_s, full
 
@@ -104,9 +90,12 @@ class EvenDecodes(Budget):
     The decodes that have returned are sent again as they are. The exception: if leaving some for the next micro-batch
     makes the costliest micro-batch cheaper by more than the fraction `WORTH`, then as many go as cost about what the
     other micro-batches do.
+
+    Simulated on 70B in four stages, all that have returned going at once instead: TBT P50 +16% (long prompts), 3% fewer
+    tokens a second (1,024 sequences running).
     """
 
-    WORTH = 0.005
+    WORTH = 0.005  # a tolerance: decodes would wait for gains that are none, within the same CUDA graph
 
     def __init__(
         self, tokens: int, models: Sequence[CostModel], decoding: int, context: int, in_flight: int, places: int

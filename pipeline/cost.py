@@ -145,6 +145,9 @@ class CostModel:
       bound by arithmetic, in steps that are mostly bound by it (`MOSTLY`).
     - If the newest predictions are far off otherwise, the model is refitted at once: a kind of step has come that it
       had not seen.
+
+    These guard predictions, not the simulated speed of a device that is as predicted. docs/MECHANISMS.md has the errors
+    without each.
     """
 
     HALF_LIFE = 1024  # observations after which the weight of an observation has halved

@@ -8,7 +8,7 @@ the begin of the next (k) is a gap. Every second of a gap has one cause:
 | `communication` | k on its way from the previous stage, or its plan on its way to the first stage |
 | `host` | the stage's host, which had not launched k although its input was there |
 | `nothing_to_do` | the scheduler found nothing to send, and fewer sequences ran than there are stages |
-| `clumped` | the scheduler found nothing to send although enough ran: all were in the micro-batches in flight |
+| `too_few_micro_batches` | the scheduler found nothing to send although enough ran: all were in flight |
 | `warm_up` | k to come through the previous stages; no other micro-batch was in flight when k was planned |
 | `unequal_stages` | a stage that takes longer than another for the same micro-batch |
 | `unequal_prefill` | a longer micro-batch; both that are compared have chunks of prompts |
@@ -20,7 +20,7 @@ A gap is divided in this order. Each step takes its part of what the steps befor
 1. From the arrival of k's input (or plan) on: `host`.
 2. While k's input (or plan) was on its way: `communication`. What remains lies before the previous stage ended k or, on
    the first stage, before k was planned.
-3. First stage, from the moment when the scheduler found nothing: `nothing_to_do` or `clumped`.
+3. First stage, from the moment when the scheduler found nothing: `nothing_to_do` or `too_few_micro_batches`.
 4. First stage, before that moment: the scheduler waited for a place in flight, which the end of the oldest micro-batch
    made. In turn, each up to its own length:
     1. `communication`: that micro-batch kept later stages waiting while on links, or its tokens were on their way back;
@@ -54,7 +54,7 @@ CAUSES = (
     "communication",
     "host",
     "nothing_to_do",
-    "clumped",
+    "too_few_micro_batches",
     "warm_up",
     "unequal_stages",
     "unequal_prefill",
@@ -138,7 +138,7 @@ class Meter:
 
     def nothing(self, at_s: float, cause: str) -> None:
         """Records that the scheduler had a place for a micro-batch and found nothing to put into it. `cause`:
-        `nothing_to_do` or `clumped`."""
+        `nothing_to_do` or `too_few_micro_batches`."""
         if self._nothing is None or self._nothing[1] != cause:
             self._nothing = at_s, cause
         if self._open:

@@ -5,7 +5,7 @@ import math
 
 from pipeline.budget import Budget
 from pipeline.policy import Horizon, SchedulerView
-from pipeline.shape import TILE, TILED_FROM, BatchShape
+from pipeline.shape import TILED_FROM, BatchShape
 from pipeline.uniform import Uniform
 
 
@@ -37,12 +37,14 @@ class Offline(Uniform):
 
     As fast as possible means the whole token budget in each step or, in a pipeline, as many tokens as keep its steps
     even. That reduces the work to come, and what remains is spread.
+
+    Simulated on 160 and 200 of Azure's conversations, prompts always as fast as possible: 15% fewer tokens a second on
+    70B in four stages, 4% on 8B on one GPU. Spread although the tokens are not cheap: 3% fewer on a model of 28 layers
+    of 1,024.
     """
 
     name = "offline"
     longest_first = True
-    NEAR = 1.01  # tighter than with an objective: delays do not count
-    LEAST = TILE // 4  # prompt tokens of a micro-batch that has any: being slightly early is free
 
     def _hands_over(self, view: SchedulerView) -> bool:
         return True  # also while prompts wait: they only fill up micro-batches of decodes
@@ -57,7 +59,7 @@ class Offline(Uniform):
         if (shape := self._typical(view, in_flight)) is None:
             return Budget(self.settings.token_budget) if self.settings.stages == 1 else super()._fill(view)
         target_s = self._predict(shape) * self.SLACK if self.settings.stages > 1 else math.inf
-        return self._timed(self._average(view, in_flight), shape.tokens, target_s)
+        return self._timed(shape.tokens, target_s)
 
     def _typical(self, view: SchedulerView, in_flight: int) -> BatchShape | None:
         if not view.waiting_tokens:
@@ -70,8 +72,8 @@ class Offline(Uniform):
         is_cheap = self._predict(shape) - self._predict(average) < self._fast_s * of_prompts
         return shape if is_cheap else None
 
-    @classmethod
-    def _tokens(cls, horizon: Horizon, decodes: int, parts: int) -> float:
+    @staticmethod
+    def _tokens(horizon: Horizon, decodes: int, parts: int) -> float:
         """Tokens of each of a round's `parts` micro-batches, including `decodes`."""
         even = horizon.tokens / horizon.rounds / parts
-        return max(even, decodes + max(cls.LEAST, horizon.due / parts))
+        return max(even, decodes + horizon.due / parts)

@@ -1,4 +1,4 @@
-"""Scheduling policies: which work goes into the next micro-batch. Six policies behind one interface.
+"""Scheduling policies: which work goes into the next micro-batch. Three policies behind one interface.
 
     settings = PolicySettings(stages=4, token_budget=8192, models=models, objective=Objective(tbt_s=0.2))
     policy = make_policy("uniform", settings)
@@ -24,20 +24,29 @@ without a token.
 
 In `worker.scheduler`, `StepBuilder` holds the `Budget`, and `Scheduler.schedule` does steps 1 to 4. With one stage,
 `fixed_chunk` schedules as without a pipeline: every decode, then chunks up to the token budget.
+
+The schedules of other systems that `bench.pipeline` compares with are in `bench/pipeline/baselines.py`.
 """
 
-from pipeline.baselines import FixedChunk, Hybrid, PrefillFirst, Throttle
+from importlib import import_module
+
+from pipeline.fixed_chunk import FixedChunk
 from pipeline.offline import Offline
 from pipeline.policy import Policy, PolicySettings
 from pipeline.uniform import Uniform
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Uniform, Offline, FixedChunk, PrefillFirst, Hybrid, Throttle)
-}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Uniform, Offline, FixedChunk)}
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The policy called `name`: one of `POLICIES`, or any other class as `module:Class`. Raises ValueError if there is
+    none."""
+    module, _, attribute = name.partition(":")
+    if not attribute and name not in POLICIES:
+        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(POLICIES)}")
+    return getattr(import_module(module), attribute) if attribute else POLICIES[name]
 
 
 def make_policy(name: str, settings: PolicySettings) -> Policy:
-    """The policy called `name`. Raises ValueError if it is not among `POLICIES`."""
-    if name not in POLICIES:
-        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(POLICIES)}")
-    return POLICIES[name](settings)
+    """A policy of the class that `policy_class` returns. Raises ValueError as it does."""
+    return policy_class(name)(settings)

@@ -37,7 +37,7 @@ _COUNTERS = {
 _STAGE_SECONDS = (
     "shoal_stage_seconds",
     "Time of a replica's pipeline stages: compute, or the cause of a bubble: communication, host, nothing_to_do, "
-    "clumped, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
+    "too_few_micro_batches, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
 )
 _REPORTED = {name for name, _ in (*_COUNTERS.values(), _STAGE_SECONDS)}  # by replicas, to all routers alike
 

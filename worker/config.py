@@ -56,14 +56,13 @@ class WorkerConfig(BaseModel):
     token_budget: int = Field(
         512, ge=1, description="most tokens that one step computes, decodes included; 8192 by default on a GPU"
     )
-    schedule: Literal["uniform", "offline", "fixed_chunk", "prefill_first", "hybrid", "throttle"] | None = Field(
+    schedule: Literal["uniform", "offline", "fixed_chunk"] | None = Field(
         None,
         description="what goes into a step. uniform: prefill is cut into chunks of equal predicted time, so that all "
         "steps take the same time on every stage. offline: for batch jobs, where only the end of the last request "
         "counts; requests with the longest outputs start first, and prefill is spread over the decode steps. "
-        "fixed_chunk: decodes, then chunks up to token_budget. prefill_first: whole prompts, in steps without "
-        "decodes. hybrid: whole prompts together with decodes. throttle: prompt tokens by the queue and the free KV "
-        "cache. By default uniform on GPUs, for pipelines and where tbt_slo is set, else fixed_chunk",
+        "fixed_chunk: decodes, then chunks up to token_budget, without any prediction, as in vLLM and SGLang. By "
+        "default uniform on GPUs, for pipelines and where tbt_slo is set, else fixed_chunk",
     )
     tbt_slo: float | None = Field(
         None,

@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
+from bench.pipeline.baselines import BASELINES
 from pipeline.schedule import POLICIES
+from worker.config import WorkerConfig
 
 # Schedules for requests that arrive over time.
-SCHEDULES = tuple(name for name, policy in POLICIES.items() if not policy.longest_first)
+SCHEDULES = (*(name for name, policy in POLICIES.items() if not policy.longest_first), *BASELINES)
+AnyConfig = TypeVar("AnyConfig", bound=WorkerConfig)
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class Setting:
         slo = f"@{self.tbt_slo_s * 1e3:.3g}ms" if self.tbt_slo_s is not None else ""
         return f"{self.schedule}/{self.token_budget}{slo}"
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Fields of a replica's configuration. No objective is 0 there."""
-        return {"schedule": self.schedule, "token_budget": self.token_budget, "tbt_slo": self.tbt_slo_s or 0.0}
+    def applied(self, config: AnyConfig) -> AnyConfig:
+        """A replica's configuration with this setting. No objective is 0 there. A baseline is no valid choice in a
+        configuration, and `model_copy` does not ask."""
+        schedule = BASELINES.get(self.schedule, self.schedule)
+        settings = {"schedule": schedule, "token_budget": self.token_budget, "tbt_slo": self.tbt_slo_s or 0.0}
+        return config.model_copy(update=settings)
 
 
 def settings_of(schedule: str, tbt_s: float, budget: int, chunk_budgets: list[int]) -> list[Setting]:

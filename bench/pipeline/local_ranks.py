@@ -71,7 +71,7 @@ class LocalRanks:
             self._layout = layout
             # With this schedule the costs of steps are learned on every layout.
             with speaking():
-                self._parts = load_components(self._folder, self._config(layout, schedule="uniform"))
+                self._parts = load_components(self._folder, self._config(layout))
         if self._target is None or setting != self._setting:
             self._setting, self._target = setting, self._begin(layout, setting)
         return self._target, is_new
@@ -89,8 +89,9 @@ class LocalRanks:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _config(self, layout: ParallelLayout, **more: Any) -> WorkerConfig:
-        return with_gpu_defaults(WorkerConfig(**self._settings | more, tp=layout.tp, pp=layout.pp), self._folder)
+    def _config(self, layout: ParallelLayout) -> WorkerConfig:
+        settings = self._settings | {"schedule": "uniform", "tp": layout.tp, "pp": layout.pp}
+        return with_gpu_defaults(WorkerConfig(**settings), self._folder)
 
     def _begin(self, layout: ParallelLayout, setting: Setting) -> InProcess:
         """An engine with another setting on the same ranks. The learned costs of steps are kept."""
@@ -98,4 +99,4 @@ class LocalRanks:
         if self._target is not None:
             self._target.finish()
         parts = self._parts
-        return InProcess(Engine(self._folder, self._config(layout, **setting.settings), load=lambda *_: parts))
+        return InProcess(Engine(self._folder, setting.applied(self._config(layout)), load=lambda *_: parts))

@@ -90,7 +90,7 @@ class RayNodes:
             return self._target, False
         self._end()
         ranks = {"device": "cuda" if self._on_gpu else "cpu", "tp": layout.tp, "pp": layout.pp, "cpus_per_rank": 1}
-        config = Config(model=str(self._folder), **self._settings | setting.settings | ranks)
+        config = setting.applied(Config(model=str(self._folder), **self._settings | ranks))
         self._group = ray.util.placement_group(bundles(config), strategy="PACK")
         ray.get(self._group.ready(), timeout=START_S)
         self._actors = start_ranks(config, self._group)

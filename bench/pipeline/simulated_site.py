@@ -83,15 +83,15 @@ class SimulatedSite:
     def offer(self, layout: ParallelLayout, setting: Setting, load: OfferedLoad) -> dict[str, Any]:
         """Implements `bench.pipeline.capacity_search.Site`. No load is ended early, as virtual time costs little."""
         hardware, sessions = self.hardware(layout), load.sessions
-        config = WorkerConfig(
-            pp=layout.pp,
-            max_running=self.max_running,
-            page_size=self.page_size,
-            context_length=1 << 20,
-            kv_tokens=self.kv_tokens(layout),
-            max_waiting=max(4096, len(sessions)),
-            **setting.settings,
-        )
+        settings = {
+            "pp": layout.pp,
+            "max_running": self.max_running,
+            "page_size": self.page_size,
+            "context_length": 1 << 20,
+            "kv_tokens": self.kv_tokens(layout),
+            "max_waiting": max(4096, len(sessions)),
+        }
+        config = setting.applied(WorkerConfig.model_validate(settings))
         clock = SimulatedClock()
         requests = [
             Request(i, session.arrival_s or 0.0, session.turns[0].prompt_tokens, session.turns[0].output_tokens)

@@ -246,9 +246,9 @@ def test_all_sequences_in_one_micro_batch_are_a_bubble():
     at = 0.0
     for step in range(1, 4):
         at = line.send(at, DECODES, 1.0, 1.0)
-        line.meter.nothing(at - 2.0, "clumped")
+        line.meter.nothing(at - 2.0, "too_few_micro_batches")
         line.finish(step)
-    assert line.gaps(0) == line.gaps(1) == {"clumped": pytest.approx(2.0)}
+    assert line.gaps(0) == line.gaps(1) == {"too_few_micro_batches": pytest.approx(2.0)}
     assert line.meter.bubble() == pytest.approx(0.4)
 
 
@@ -280,7 +280,7 @@ def test_before_the_first_gap_there_is_nothing_to_say():
             st.lists(st.floats(0.1, 3.0), min_size=3, max_size=3),
             st.floats(0.0, 0.5),
             st.floats(0.0, 2.0),
-            st.sampled_from([None, "nothing_to_do", "clumped"]),
+            st.sampled_from([None, "nothing_to_do", "too_few_micro_batches"]),
         ),
         min_size=2,
         max_size=12,

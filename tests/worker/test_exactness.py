@@ -121,10 +121,9 @@ def test_preempted(engine, crowded, prompts, expected, page_size, overlap):
     ("pp", "tp", "overlap", "schedule"),
     [
         (2, 1, True, "uniform"),
-        (2, 1, True, "hybrid"),
         (2, 1, True, "offline"),
-        (4, 1, False, "prefill_first"),
-        (4, 1, True, "throttle"),
+        (4, 1, False, "fixed_chunk"),
+        (4, 1, True, "uniform"),
         (2, 2, False, "fixed_chunk"),
     ],
 )

@@ -18,7 +18,7 @@ from pipeline.cost import CostModel
 from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.policy import Objective, Policy, PolicySettings
 from pipeline.roofline import DEVICES, LINKS, DeviceSpec, StageSpec
-from pipeline.schedule import POLICIES, make_policy
+from pipeline.schedule import make_policy, policy_class
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
 from worker.executor.gpu_defaults import roofline_model
@@ -140,7 +140,7 @@ class CostStore:
 
 def predicts(config: WorkerConfig) -> bool:
     """Whether the configured schedule needs predicted costs of steps."""
-    return POLICIES[config.schedule_name].predicts
+    return policy_class(config.schedule_name).predicts
 
 
 def needs_costs(config: WorkerConfig) -> bool:

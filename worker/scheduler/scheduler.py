@@ -213,7 +213,7 @@ class Scheduler:
         """Chooses the next step: starts and preempts sequences, and allocates pages."""
         running = RunningBatch.classify(self.running.rows, self._table)
         view = self._view = self._snapshot(running)
-        is_clumped = view.decoding >= self._num_stages or view.waiting > 0
+        is_too_few = view.decoding >= self._num_stages or view.waiting > 0
         budget = self.policy.begin(view)
         step = self._fill_step(budget, running)
         if budget is not None and step is None and view.decoding and view.waiting_tokens:
@@ -227,7 +227,7 @@ class Scheduler:
             taken = step.shape.tokens - step.shape.decodes
             self.is_full = view.blocked_tokens > 0 or view.waiting_tokens - taken > taken
         elif budget is not None:
-            self._idle_reason = "clumped" if is_clumped else "nothing_to_do"
+            self._idle_reason = "too_few_micro_batches" if is_too_few else "nothing_to_do"
         return SchedulerOutput(step, self.running.take_started(), self.running.take_freed_slots(), self._idle_reason)
 
     def take_freed_slots(self) -> list[int]:

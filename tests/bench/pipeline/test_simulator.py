@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from bench.pipeline.layout import SCHEDULES, Setting
 from bench.pipeline.simulated_replica import VOCAB_SIZE, SimulatedReplica
 from bench.pipeline.simulator import Hardware, Request, SimulatedClock, errors, simulate
 from pipeline.cost import CostModel
 from pipeline.roofline import DEVICES, LINKS, MODELS, LinkSpec, make_stages
-from pipeline.schedule import POLICIES
 from pipeline.shape import BatchShape
 from pipeline.stage_backlog import StageBacklog
 from worker.config import WorkerConfig
@@ -24,13 +24,11 @@ def run(requests, name, hardware, token_budget=1024, slo_s=None, kv_tokens=1_000
     clock = SimulatedClock()
     config = WorkerConfig(
         pp=len(hardware.stages),
-        schedule=name,
-        tbt_slo=slo_s if name == "uniform" else None,
-        token_budget=token_budget,
         max_running=1024,
         kv_tokens=kv_tokens,
         context_length=kv_tokens,
     )
+    config = Setting(name, token_budget, slo_s if name == "uniform" else None).applied(config)
     costs = CostStore(models or [CostModel(seconds_of) for seconds_of in hardware.stages])
     replica = SimulatedReplica(config, costs, clock, prompt_ids)
     result = simulate(requests, replica, hardware, clock, **more)
@@ -110,7 +108,7 @@ def test_stages_that_are_full_leave_no_bubble():
     assert result.meter.fractions()["compute"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*SCHEDULES, "offline"])
 def test_every_request_gets_every_token_in_order(name):
     requests = documents(8, 4.0)
     result = run(requests, name, sockets(), 2048, slo_s=0.25, kv_tokens=50_000)

@@ -117,6 +117,6 @@ def test_what_a_gpu_settles(tmp_path: Path) -> None:
 def test_which_schedule() -> None:
     assert WorkerConfig().schedule_name == "fixed_chunk"
     assert WorkerConfig(pp=2).schedule_name == WorkerConfig(tbt_slo=0.1).schedule_name == "uniform"
-    assert WorkerConfig(pp=2, schedule="hybrid").schedule_name == "hybrid"
-    with pytest.raises(ValidationError, match=r"tbt_slo=0\.1 needs schedule uniform: throttle keeps to no time"):
-        WorkerConfig(schedule="throttle", tbt_slo=0.1)
+    assert WorkerConfig(pp=2, schedule="fixed_chunk").schedule_name == "fixed_chunk"
+    with pytest.raises(ValidationError, match=r"tbt_slo=0\.1 needs schedule uniform: offline keeps to no time"):
+        WorkerConfig(schedule="offline", tbt_slo=0.1)

@@ -111,7 +111,7 @@ def piped(fake_executor) -> Callable[..., Piped]:
 
 
 def test_chunks_follow_each_other_and_a_decode_waits_for_its_token(piped: Callable[..., Piped]) -> None:
-    d = piped(token_budget=4, schedule="throttle")
+    d = piped(token_budget=4, schedule="uniform")
     d.add("a", prompt(14), max_tokens=3)
     d.step()
     assert [len(step.plan) for step in d.under_way] == [1, 1, 1], "the whole prompt is under way"
@@ -145,19 +145,23 @@ def test_whether_the_oldest_may_overlap_oldest_is_asked_with_all_that_waits(
     assert {(0, 0, 10), (2, 10, 0)} <= set(asked) <= set(begun)
 
 
-@pytest.mark.parametrize(("schedule", "share"), [("throttle", 3), ("uniform", 2)])
-def test_decodes_are_spread_over_the_steps_in_flight(schedule: str, share: int, piped: Callable[..., Piped]) -> None:
-    d = piped(pp=4, num_pages=400, schedule=schedule)
+def test_decodes_are_spread_over_the_steps_in_flight(piped: Callable[..., Piped]) -> None:
+    d = piped(pp=4, num_pages=400, schedule="uniform")
     for i in range(10):
         d.add(str(i), prompt(5, seed=i), max_tokens=40)
     sizes = [plan.num_tokens for plan in d.run() if plan.lengths.max() == 1]
+<<<<<<< HEAD
     assert max(sizes[5:]) == share, "ten over four, or over one more"
     assert all(d.tokens(str(i)) == d.executor.generate(prompt(5, seed=i), 40) for i in range(10))
+=======
+    assert max(sizes[5:]) == 2, "ten over five"
+    assert all(d.tokens(str(i)) == d.executor.generate(prompt(5, seed=i), 40) for i in range(10))
+>>>>>>> ablate
     # Nobody waits while others are served again and again.
     assert len(sizes) <= 40 * 5 + 8
 
 
-@pytest.mark.parametrize("schedule", sorted(set(POLICIES) - {"prefill_first"}))
+@pytest.mark.parametrize("schedule", sorted(POLICIES))
 def test_no_decode_starves_beside_prompts(schedule: str, piped: Callable[..., Piped]) -> None:
     """While prompts never end to come, nobody waits longer than for every place in flight twice."""
     d = piped(pp=3, num_pages=800, schedule=schedule, token_budget=24, max_running=64)

@@ -1,20 +1,22 @@
-"""Schedules of other systems, for comparison."""
+"""Schedules of other systems, for comparison only: no choices of `shoal serve`.
 
-from pipeline.budget import Budget, WholePrompts
+A replica finds them by their path (`pipeline.schedule.policy_class`), also in the process of another rank.
+"""
+
+from pipeline.budget import UNLIMITED, Budget
 from pipeline.policy import Policy, PolicySettings, SchedulerView
 
 
-class FixedChunk(Policy):
-    """Decodes and chunks of prompts up to a fixed number of tokens.
+class WholePrompts(Budget):
+    """Prompts are not cut, except those that no micro-batch could hold together with this one's decodes."""
 
-    Sarathi-Serve (A. Agrawal et al., OSDI 2024, https://arxiv.org/abs/2403.02310, algorithm 3). As there, a sequence in
-    flight, chunk or decode, gets nothing more until it is back. So as many prompts progress as there are stages.
-    """
+    def __init__(self, tokens: int, *, decodes: int = UNLIMITED) -> None:
+        super().__init__(tokens, decodes=decodes)
+        self._tokens = tokens
 
-    name = "fixed_chunk"
-
-    def _budget(self, view: SchedulerView) -> Budget:
-        return Budget(self.settings.token_budget)
+    def _limit(self, start: int, most: int) -> int:
+        whole = self._tokens - self.shape.decodes
+        return self.tokens_left if most <= self.tokens_left or most > whole else 0
 
 
 class PrefillFirst(Policy):
@@ -81,3 +83,7 @@ class Throttle(Policy):
         self._turn = (self._turn + 1) % stages
         decodes = max(1, (view.decoding + self._turn) // stages)
         return Budget(most, prompt_tokens=prompt_tokens, decodes=decodes)
+
+
+# The value of `schedule` that stands for each, by name.
+BASELINES = {policy.name: f"{__name__}:{policy.__name__}" for policy in (PrefillFirst, Hybrid, Throttle)}
