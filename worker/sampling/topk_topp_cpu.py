@@ -1,5 +1,18 @@
 """Drawing tokens from distributions: random numbers that depend on (seed, position) alone, the filters top-k, top-p and
-min-p, and the inverse of the cumulative distribution. Pure functions over NumPy arrays."""
+min-p, and the inverse of the cumulative distribution. Pure functions over NumPy arrays.
+
+PyTorch has no such filters for a CPU: whole steps of SmolLM2-135M in float32 on one thread take longer with each of
+these (top-p 0.9, top-k 50 and min-p 0.05, at temperature 1).
+
+| instead of `draw` | batch 1 | batch 8 | batch 32 |
+| --- | --- | --- | --- |
+| `worker.sampling.topk_topp`, with its sort for top-k or top-p | 6-7% | 30% | 47-55% |
+| the same after `torch.topk(1024)`, which drops tokens of a flat row | 1% | 3-4% | 4-5% |
+| the same after these candidates, gathered by PyTorch | 1% | 1-2% | 1-3% |
+
+At temperature 1.5 the last one takes 5%, 15% and 30% longer: a row then has thousands of candidates, which NumPy sorts
+without their ids.
+"""
 
 import numpy as np
 

@@ -1,4 +1,20 @@
-"""Attention on a CPU. Short chunks read the pages in place with a compiled kernel; long ones run as matrix products."""
+"""Attention on a CPU. Short chunks read the pages in place with a compiled kernel; long ones run as matrix products.
+
+The kernel reads a page once. `TorchAttention` copies the pages of all contexts before it multiplies them, for every
+layer of every step. CPU time of a whole decode step with `TorchAttention`, divided by that with the kernel, on one
+thread with AVX-512:
+
+| model, dtype | batch | context 128 | 1,024 | 4,096 |
+| --- | --- | --- | --- | --- |
+| SmolLM2-135M, float32 | 1 | 1.09 | 1.09 | 1.34 |
+| SmolLM2-135M, float32 | 8 | 1.05 | 1.46 | 5.2 |
+| SmolLM2-135M, bfloat16 | 1 | | 1.86 | 3.15 |
+| SmolLM2-135M, bfloat16 | 8 | | 4.5 | |
+| `tiny` of `bench.replica.dummy_models`, float32 | 8 | 1.11 | 1.41 | 2.13 |
+| `tiny`, float32 | 32 | 1.13 | 1.72 | |
+
+The gain grows with the contexts and with the batch; at 128 tokens it is small.
+"""
 
 from dataclasses import dataclass
 
