@@ -59,8 +59,8 @@ def _scope(request: httpx.Request) -> Scope:
 
 
 class _Exchange(httpx.AsyncByteStream):
-    """A request and its answer. The methods without an underscore are called in the caller's loop, `_run` and what it
-    calls in the application's."""
+    """A request and its answer. `_run`, `_receive`, `_send`, `_tell` and `_took` run in the application's loop, all
+    others in the caller's."""
 
     def __init__(self, app: ASGIApp, scope: Scope, body: bytes) -> None:
         self._app = app
@@ -71,6 +71,7 @@ class _Exchange(httpx.AsyncByteStream):
         self._ended = False  # None was taken from the queue
         self._call: Future[None] | None = None  # until the whole answer has come
         self._apps: asyncio.AbstractEventLoop | None = None
+        self._read_bytes = 0  # and not acknowledged yet
         self._unread_bytes = 0
         self._was_read = asyncio.Event()
 
@@ -91,9 +92,7 @@ class _Exchange(httpx.AsyncByteStream):
             while self._call is not None and not self._messages.empty():
                 parts.append((await self._next())["body"])
             data = b"".join(parts)
-            if self._apps is not None:
-                with contextlib.suppress(RuntimeError):  # the application's loop has ended
-                    self._apps.call_soon_threadsafe(self._acknowledge, len(data))
+            self._acknowledge(len(data))
             yield data
 
     async def aclose(self) -> None:
@@ -110,6 +109,14 @@ class _Exchange(httpx.AsyncByteStream):
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._call = None
         return message
+
+    def _acknowledge(self, num_bytes: int) -> None:
+        """Tells the application how much was read, now and then: each time wakes its loop."""
+        self._read_bytes += num_bytes
+        if self._read_bytes >= MAX_UNREAD_BYTES // 4 and self._apps is not None:
+            with contextlib.suppress(RuntimeError):  # the application's loop has ended
+                self._apps.call_soon_threadsafe(self._took, self._read_bytes)
+            self._read_bytes = 0
 
     async def _run(self) -> None:
         self._apps = asyncio.get_running_loop()
@@ -132,7 +139,7 @@ class _Exchange(httpx.AsyncByteStream):
             self._was_read.clear()
             await self._was_read.wait()
 
-    def _acknowledge(self, num_bytes: int) -> None:
+    def _took(self, num_bytes: int) -> None:
         self._unread_bytes -= num_bytes
         self._was_read.set()
 
