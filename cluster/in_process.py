@@ -28,9 +28,17 @@ from worker.config import WorkerConfig
 
 Answer = TypeVar("Answer")
 
-# The settings of a router that mean something without HTTP connections, Ray and other replicas.
-ROUTER_SETTINGS = ("served_model_name", "max_body_bytes", "max_prompts", "max_priority", "sampling_defaults")
-SETTINGS = (*WorkerConfig.model_fields, *ROUTER_SETTINGS, "replica_wait_s", "start_timeout_s")
+# The settings, besides a replica's, that mean something without HTTP connections, Ray and other replicas.
+OTHER_SETTINGS = (
+    "served_model_name",
+    "max_body_bytes",
+    "max_prompts",
+    "max_priority",
+    "sampling_defaults",
+    "replica_wait_s",
+    "start_timeout_s",
+)
+SETTINGS = (*WorkerConfig.model_fields, *OTHER_SETTINGS)
 # There is one client, and the queue is its own: unlike a server, it need not be protected from the requests of others.
 MAX_WAITING = 1 << 16
 REPLICA = "0"  # the id of the only replica
