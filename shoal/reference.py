@@ -106,8 +106,8 @@ def _lines() -> Iterator[str]:
     yield "unknown name or a wrong value is an error. A change of `args` makes Serve restart everything. A change of"
     yield "`num_replicas` of its deployments `Replica` and `Router` restarts nothing: set the numbers of both there."
     yield ""
-    others = ", ".join(f"`{name}`" for name in OTHER_SETTINGS)
-    yield f"`shoal.Engine` takes the settings of a replica, and {others}, as keyword arguments."
+    also = ", ".join(f"`{name}`" for name in OTHER_SETTINGS)
+    yield f"`shoal.Engine` takes the settings of a replica, and {also}, as keyword arguments."
     yield f"Its `max_waiting` is {MAX_WAITING} unless it is set."
     yield from _settings()
     yield ""
