@@ -30,7 +30,7 @@ Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 OWN = ("model", "prompt", "messages", "stream", "stream_options", "return_token_ids")  # fields that the methods set
-# Sequences of one batch that are in flight at once. Each takes memory in this process.
+# Sequences of one batch that are in flight at once. Each takes some 40 kB of this process's memory.
 MAX_IN_FLIGHT = 4096
 
 
@@ -132,7 +132,7 @@ class Engine:
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **parameters: Any) -> Any:
         """Continues `prompt`, a text or a list of token ids. Returns a GeneratedText; for a list of prompts a list, in
-        their order, computed as a batch."""
+        their order, computed as a batch. `max_tokens` is 16 unless it is set, as in OpenAI's API."""
         return self._result(self._submit(self.generate_async(prompt, **parameters)))
 
     async def generate_async(self, prompt: Prompt | Sequence[Prompt], **parameters: Any) -> Any:
@@ -194,10 +194,7 @@ class Engine:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     raise _error(json.loads(await response.aread()))
-                async for line in response.aiter_lines():
-                    if not line or line == "data: [DONE]":
-                        continue
-                    chunk = json.loads(line.removeprefix("data: "))
+                async for chunk in _chunks(response):
                     if "error" in chunk:
                         raise _error(chunk)
                     _count_prompt(answer, chunk["usage"])
@@ -324,6 +321,16 @@ def _translated() -> Iterator[None]:
         raise EngineError(str(error)) from None
     except httpx.ReadError:
         raise EngineError("the Engine was closed") from None
+
+
+async def _chunks(response: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
+    """The objects of a stream of server-sent events. (`httpx` would also cut lines at U+2028, which is text here.)"""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if event != b"data: [DONE]":
+                yield json.loads(event.removeprefix(b"data: "))
 
 
 def _error(body: dict[str, Any]) -> EngineError | RequestError:

@@ -150,6 +150,11 @@ def test_a_stream_is_the_whole_answer_in_pieces(llm: Engine, prompt: Any) -> Non
         assert getattr(stream.answer, name) == getattr(whole, name)
 
 
+def test_every_character_may_be_in_a_stream(llm: Engine) -> None:
+    text = "a\u2028b\x85c\r\nd\x1ce\n\nf"
+    assert "".join(llm.stream("a", choice=[text], max_tokens=40)) == text
+
+
 def test_the_async_methods_do_the_same(llm: Engine) -> None:
     async def ask() -> tuple[Any, Any, str, Any]:
         stream = llm.stream_async("Once upon", **GREEDY)
