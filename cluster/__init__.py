@@ -1,9 +1,10 @@
-"""Ray: the composition root, the only package that imports both `router` and `worker`.
+"""Ray, and the composition root: the only package that imports both `router` and `worker`.
 
 Owns: the configuration file (`config.py`), the Serve application (`app.py`) with its placement (`request_router.py`), a
 replica's placement group and its rank processes (`replica.py`, `rank.py`), models on disk (`models.py`), bring-up and
 teardown (`launch.py`, on one machine `local.py`) and the `ray up` files (`ray/`). Here Ray starts, places, watches and
-restarts processes; it carries no tokens. Read `app.py` first.
+restarts processes; it carries no tokens. Also owns the server inside a Python program, without Ray (`in_process.py`,
+`replica_process.py`). Read `app.py` first.
 """
 
 import os

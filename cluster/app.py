@@ -8,10 +8,6 @@
   proxy costs more there than in the router.
 """
 
-import logging
-import re
-import uuid
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,19 +18,12 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import Config, load
-from cluster.models import context_length, resolve
+from cluster.models import model_name, resolve
 from cluster.replica import CONTROL_CPUS, Replica, bundles
 from cluster.request_router import ServePlacer, listen, watch_size
+from cluster.service import open_service
 from router.api import create_app
-from router.defaults import SamplingDefaults
-from router.fleet import Fleet
 from router.listener import Listener
-from router.metrics import Metrics
-from router.replicas import Replicas
-from router.service import Service
-from router.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 APP = "shoal"  # the application's name in Serve
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
@@ -62,14 +51,6 @@ def settle(config: Config, gpus: float) -> tuple[Config, str | None]:
         note = None if gpus > 0 else "no GPU here: the model runs on CPUs"
     name = config.served_model_name or model_name(config.model)
     return config.model_copy(update={"device": device, "served_model_name": name}), note
-
-
-def model_name(model: str) -> str:
-    """The name under which a model is served: a hub id as it is, the last part of a path."""
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).exists():
-        return model
-    path = Path(model).expanduser().resolve()
-    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def application(config: Config, node: str | None = None) -> Application:
@@ -115,25 +96,13 @@ class _Router:
 
     def __init__(self, config: Config, handle: DeploymentHandle) -> None:
         self._config = config
-        fleet = Fleet(config.placement)
-        self._metrics = metrics = Metrics(router=uuid.uuid4().hex[:8])
-        replicas = Replicas(fleet, metrics)
         folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
-        defaults = SamplingDefaults.read(folder, config.sampling_defaults)
-        for problem in defaults.problems:
-            log.warning("%s", problem)
-        self._service = Service(
-            Tokenizer.from_folder(folder),
-            replicas,
-            ServePlacer(handle, fleet, replicas, config.replica_wait_s),
-            fleet,
-            metrics,
-            model=config.served_model_name or model_name(config.model),
-            context_length=config.context_length or context_length(folder) or UNLIMITED,
-            defaults=defaults,
+        self._service = open_service(
+            config, folder, lambda fleet, replicas: ServePlacer(handle, fleet, replicas, config.replica_wait_s)
         )
+        self._metrics = self._service.metrics
         listen(self._take)
-        self._size = watch_size(handle, metrics.wanted.set)
+        self._size = watch_size(handle, self._metrics.wanted.set)
 
     def _take(self, replicas: dict[str, dict[str, Any]]) -> None:
         """Takes over Serve's view of the running replicas: id to what each has published

@@ -94,6 +94,14 @@ def pull(name: str, progress: Progress = say_on_stderr) -> Path:
     return conversion.make(progress)
 
 
+def model_name(model: str) -> str:
+    """The name under which a model is served: a hub id as it is, the last part of a path."""
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).exists():
+        return model
+    path = Path(model).expanduser().resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
 def context_length(folder: Path) -> int | None:
     """The longest sequence that the model of a folder was made for, in tokens, without reading anything but
     config.json; None if that does not say."""

@@ -2,8 +2,6 @@
 
 import copy
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
     from worker.engine.engine import Engine
     from worker.engine.server import Server
-    from worker.executor.executor import Executor
     from worker.executor.multi_rank import Follower
 
 
@@ -54,36 +51,18 @@ class Rank:
         binds. `meeting` is what `open` returned on the leading rank. Raises the errors of the model's folder, the
         weights or the device.
 
-        The leading rank returns what routers must know, other ranks an empty dict:
-
-        | key | value |
-        | --- | --- |
-        | `address` | of its ZeroMQ socket |
-        | `context_length` | in tokens: what both the model and the KV cache allow |
-        | `attention` | its `worker.executor.attention_selector.AttentionChoice`, as a tuple |
+        The leading rank returns what routers must know (`cluster.replica_server.published`), other ranks an empty dict.
         """
-        from worker.engine.engine import load_components
-        from worker.engine.server import Server
-        from worker.executor.launch import open_executor
-        from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store
+        from cluster.replica_server import open_server, published
+        from worker.executor.multi_rank import Follower, find_store
 
         folder: Path = resolve(config.model, weights=config.load_format != "dummy")
-        host, gemm_folder = _host(config), cache_folder() / "gemm"
         if rank != config.leading_rank:
             assert meeting is not None
-            self._loop = Follower(folder, config, rank, find_store(meeting), gemm_folder=gemm_folder)
+            self._loop = Follower(folder, config, rank, find_store(meeting), gemm_folder=cache_folder() / "gemm")
             return {}
-        opened: Callable[..., Executor] = partial(open_executor, gemm_folder=gemm_folder)
-        if self._store is not None:
-            opened = partial(MultiRankExecutor, store=self._store, host=host, gemm_folder=gemm_folder)
-        load = partial(load_components, make_executor=opened, cost_folder=cache_folder() / "costs")
-        self._loop = self._server = server = Server(folder, config, host=host, load=load)
-        engine = server.engine
-        return {
-            "address": server.address,
-            "context_length": engine.scheduler.context_length,
-            "attention": tuple(engine.executor.attention_choice),
-        }
+        self._loop = self._server = open_server(folder, config, _host(config), self._store)
+        return published(self._server)
 
     def observed(self) -> tuple[Any, Any, int]:
         """Measurements of the leading rank, which must have nothing left to do: the meter of the stages' time (then

@@ -47,8 +47,9 @@ class ChatFormat:
         """The server-sent events for one piece: one for its text and tokens, one for its finish reason. Empty if it has
         neither."""
         data = b""
-        if piece.text or piece.tokens:
-            choice = ChatChunkChoice(index, Delta(content=piece.text), self._logprobs(piece.tokens))
+        if piece.text or piece.tokens or (self._job.wants_token_ids and piece.token_ids):
+            delta, token_ids = Delta(content=piece.text), self._token_ids(piece)
+            choice = ChatChunkChoice(index, delta, self._logprobs(piece.tokens), token_ids=token_ids)
             data = self._chunk([choice], usage)
         if piece.finish_reason is not None:
             data += self._chunk([ChatChunkChoice(index, Delta(), None, piece.finish_reason)], usage)
@@ -62,7 +63,8 @@ class ChatFormat:
         for index, answer in enumerate(answers):
             assert answer.finish_reason is not None
             message = AnswerMessage(answer.text)
-            choices.append(ChatChoice(index, message, self._logprobs(answer.tokens), answer.finish_reason))
+            logprobs, token_ids = self._logprobs(answer.tokens), self._token_ids(answer)
+            choices.append(ChatChoice(index, message, logprobs, answer.finish_reason, token_ids))
         return msgspec.json.encode(self._answer(ChatCompletion, choices, usage))
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> bytes:
@@ -74,6 +76,9 @@ class ChatFormat:
         return kind(
             id=job.id, created=job.created, model=self._model, choices=choices, service_tier=self._tier, usage=usage
         )
+
+    def _token_ids(self, piece: Piece) -> list[int] | UnsetType:
+        return piece.token_ids if self._job.wants_token_ids else UNSET
 
     def _logprobs(self, tokens: list[TokenText]) -> ChatLogprobs | None:
         if not self._job.wants_logprobs:

@@ -1,6 +1,7 @@
 """Writes the answer to a request for plain completions as OpenAI's completions."""
 
 import msgspec
+from msgspec import UNSET
 
 from router.output_text import Piece, TokenText
 from router.prepared_request import PreparedRequest
@@ -25,7 +26,8 @@ class CompletionFormat:
 
     def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes:
         """The server-sent event for one piece; empty if it has no text, no tokens and no finish reason."""
-        if not (piece.text or piece.tokens or piece.finish_reason):
+        wanted_ids = self._job.wants_token_ids and piece.token_ids
+        if not (piece.text or piece.tokens or piece.finish_reason or wanted_ids):
             return b""
         return event(self._completion([self._choice(index, piece)], usage))
 
@@ -42,7 +44,8 @@ class CompletionFormat:
 
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         logprobs = self._logprobs(piece.tokens) if self._job.wants_logprobs else None
-        return CompletionChoice(index, piece.text, logprobs, piece.finish_reason)
+        token_ids = piece.token_ids if self._job.wants_token_ids else UNSET
+        return CompletionChoice(index, piece.text, logprobs, piece.finish_reason, token_ids)
 
     def _logprobs(self, tokens: list[TokenText]) -> CompletionLogprobs:
         name = self._tokenizer.token_text

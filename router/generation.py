@@ -78,6 +78,7 @@ class Generation:
             async def on_piece(piece: Piece) -> None:
                 text.append(piece.text)
                 answer.tokens += piece.tokens
+                answer.token_ids += piece.token_ids
                 answer.finish_reason = piece.finish_reason
 
             await self._follow(sequence, on_piece)

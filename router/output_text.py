@@ -20,10 +20,12 @@ class TokenText:
 
 @dataclass(slots=True)
 class Piece:
-    """New text that is final, the tokens that begin in it (if log probabilities are wanted), and the finish reason."""
+    """New text that is final, the tokens that begin in it (if log probabilities are wanted), the output tokens that
+    came with it, and the finish reason. Text may come later than its tokens, while it may be part of a stop string."""
 
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
 
 
@@ -72,7 +74,7 @@ class OutputText:
         return piece
 
     def push(self, output: Output) -> Piece:
-        piece = Piece()
+        piece = Piece(token_ids=output.token_ids)
         text: list[str] = []
         last = len(output.token_ids) - 1
         for number, token_id in enumerate(output.token_ids):
@@ -83,6 +85,7 @@ class OutputText:
                 break
             if self._take(self._detokenizer.push(token_id), text):
                 piece.finish_reason = "stop"
+                piece.token_ids = output.token_ids[: number + 1]
                 break
         if output.finish_reason is not None and piece.finish_reason is None:
             assert output.finish_reason != "error"

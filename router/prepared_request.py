@@ -48,6 +48,7 @@ class PreparedRequest:
     | `include_usage`, `usage_so_far` | whether a stream ends with the usage; whether every chunk has the usage so far |
     | `names_tier` | the client named a service tier, so the answer names one too |
     | `prompt_param`, `grammar_param` | the client's parameter names, for a replica's errors about prompt and grammar |
+    | `wants_token_ids` | whether every choice has its `token_ids` |
     | `discard` | `max_tokens` is 0: the one token that the replica makes nevertheless is dropped |
     | `arrived` | `perf_counter` when the request came |
     """
@@ -65,6 +66,7 @@ class PreparedRequest:
     prompt_param: str
     grammar_param: str | None
     wants_logprobs: bool = False
+    wants_token_ids: bool = False
     echo: bool = False
     discard: bool = False
     arrived: float = field(default_factory=perf_counter)
@@ -164,6 +166,7 @@ def _job(
         prompt_param="prompt" if isinstance(request, CompletionRequest) else "messages",
         grammar_param=grammar_param,
         wants_logprobs=sampling.logprobs is not None,
+        wants_token_ids=bool(request.return_token_ids),
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         discard=request.max_tokens == 0,
         arrived=arrived,

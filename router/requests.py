@@ -140,6 +140,9 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     ] = None
     ignore_eos: Flag = None
     skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; true")] = None
+    return_token_ids: Annotated[
+        Flag, Meta(description="every choice has token_ids, its tokens, the one that ended it included; false")
+    ] = None
     priority: Annotated[
         Annotated[int, Meta(ge=-INT32 - 1, le=INT32)] | None,
         Meta(description="higher goes first, up to the server's max_priority; 0"),

@@ -64,6 +64,7 @@ class ChatChoice(msgspec.Struct):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | UnsetType = UNSET  # present if the request asks for them
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -86,6 +87,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -116,6 +118,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET  # present if the request asks for them
 
 
 class Completion(msgspec.Struct, kw_only=True):

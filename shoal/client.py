@@ -107,10 +107,10 @@ class Client:
 def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
     """The pieces of text in a stream of server-sent events. Raises ServerError when the stream reports an error or ends
     too early."""
-    for line in response.iter_lines():
-        if not line.startswith("data:"):
+    for line in _lines(response):
+        if not line.startswith(b"data:"):
             continue
-        data = line[5:].strip()
+        data = line[5:].decode(errors="replace").strip()
         if data == "[DONE]":
             return
         try:
@@ -129,6 +129,15 @@ def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
                 answer.pieces += 1
                 yield piece
     raise ServerError("the server broke the answer off")
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """The lines of an answer. (`httpx` would also cut them at U+2028 and others, which are text here.)"""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    yield rest
 
 
 def _count(usage: dict[str, Any] | None, answer: Answer) -> None:

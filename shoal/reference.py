@@ -24,6 +24,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from cluster.config import Config
+from cluster.in_process import MAX_WAITING, OTHER_SETTINGS
 from cluster.metrics import described
 from shoal import cli
 
@@ -104,6 +105,10 @@ def _lines() -> Iterator[str]:
     yield "`--page-size`), in the `args` of the Serve application and in the Helm chart. Flags win over the file. An"
     yield "unknown name or a wrong value is an error. A change of `args` makes Serve restart everything. A change of"
     yield "`num_replicas` of its deployments `Replica` and `Router` restarts nothing: set the numbers of both there."
+    yield ""
+    also = ", ".join(f"`{name}`" for name in OTHER_SETTINGS)
+    yield f"`shoal.Engine` takes the settings of a replica, and {also}, as keyword arguments."
+    yield f"Its `max_waiting` is {MAX_WAITING} unless it is set."
     yield from _settings()
     yield ""
     yield "## Environment variables"

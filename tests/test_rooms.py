@@ -42,6 +42,8 @@ ALLOWED = {
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},
 }  # fmt: skip
+# `shoal.Engine` has the name that offline users know from other engines; the replica's own one is inside.
+SHARED_NAMES = {"Engine": ["shoal.engine", "worker.engine.engine"]}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for room in ROOMS
@@ -103,7 +105,7 @@ def test_no_class_is_defined_twice() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(module)
-    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == SHARED_NAMES
 
 
 @pytest.mark.parametrize("own", sorted({folder(module) for module in MODULES}))

@@ -353,7 +353,7 @@ def test_without_weights_none_come_from_a_hub(hub: list[str]) -> None:
 
 
 def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.app.Tokenizer.from_folder", lambda folder: None)
+    monkeypatch.setattr("cluster.service.Tokenizer.from_folder", lambda folder: None)
     for name in ("listen", "ServePlacer", "watch_size"):
         monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
     _Router(Config(model="org/name"), None)  # type: ignore[arg-type]

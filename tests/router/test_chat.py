@@ -139,6 +139,16 @@ def test_chat_logprobs(stack: Any, tokens: list[int], tokenizer: Tokenizer) -> N
     assert streamed == content
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_chat_token_ids(stack: Any, tokens: list[int], tokenizer: Tokenizer, stream: bool) -> None:
+    answer = stack.client.chat.completions.create(
+        model="tiny", messages=HELLO, stream=stream, extra_body={"return_token_ids": True}
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    token_ids = [token_id for choice in choices for token_id in getattr(choice, "token_ids", [])]
+    assert token_ids == [*tokens, tokenizer.token_id("<|im_end|>")]
+
+
 def test_impossible_tokens_have_a_finite_logprob(
     make_stack: Callable[..., Any], make_replica: Callable[..., Any]
 ) -> None:

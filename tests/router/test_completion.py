@@ -50,6 +50,30 @@ def test_echo_with_logprobs(stack: Any, tokenizer: Tokenizer, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_token_ids_are_those_of_the_output(stack: Any, tokenizer: Tokenizer, stream: bool) -> None:
+    settings = {"model": "tiny", "prompt": "Hello", "max_tokens": 99, "stop": ["fox"], "echo": True, "stream": stream}
+    answer = stack.client.completions.create(**settings, extra_body={"return_token_ids": True})
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == "HelloThe quick brown "
+    token_ids = [token_id for choice in choices for token_id in choice.token_ids]
+    assert tokenizer.decode(token_ids) == "The quick brown fox"
+    without = stack.client.completions.create(**settings)
+    assert not any(hasattr(part.choices[0], "token_ids") for part in (without if stream else [without]))
+
+
+def test_tokens_after_a_stop_string_are_not_returned(
+    make_stack: Callable[..., Any], make_replica: Callable[..., Any], tokenizer: Tokenizer
+) -> None:
+    stack = make_stack(make_replica(per_step=100))
+    answer = stack.client.completions.create(
+        model="tiny", prompt="Hello", max_tokens=99, stop="quick", extra_body={"return_token_ids": True}
+    )
+    (choice,) = answer.choices
+    assert tokenizer.decode(choice.token_ids) == "The quick"
+    assert len(choice.token_ids) == answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_scoring_a_prompt_makes_no_tokens(stack: Any, tokenizer: Tokenizer, stream: bool) -> None:
     answer = stack.client.completions.create(
         model="tiny", prompt="Hello there", max_tokens=0, echo=True, logprobs=0, stream=stream

@@ -59,7 +59,7 @@ class Fake:
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
         def event(value: object) -> str:
-            return f"data: {json.dumps(value)}\n\n"
+            return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
         words = f"You said: {body['messages'][-1]['content']}".split(" ")
         yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})

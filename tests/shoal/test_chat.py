@@ -40,6 +40,11 @@ def test_turns_follow_one_another(fake: Fake, talk: Conversation) -> None:
     assert fake.bodies[0]["temperature"] == 0.0 and "top_p" not in fake.bodies[0]
 
 
+def test_every_character_may_be_in_an_answer(talk: Conversation) -> None:
+    text = "a\u2028b\x85c é 🦊 \r\n d\x1ce"
+    assert talk.ask(text, drain).text == f"You said: {text}"
+
+
 def test_a_reset_keeps_the_system_prompt(talk: Conversation) -> None:
     talk.system = "be brief"
     talk.ask("x", drain)

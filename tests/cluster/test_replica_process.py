@@ -1,0 +1,147 @@
+"""A replica's process: how it notices a step that hangs, and what its parent makes of its end. Nothing is loaded."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster import replica_process
+from cluster.config import Config
+from cluster.replica_process import ReplicaEnded, ReplicaProcess, _attend
+
+WAIT_S = 20.0
+POPEN = subprocess.Popen
+
+
+class Exited(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Standard input ends after that many looks at the loop."""
+
+    def end_after(number: int) -> None:
+        left = iter(range(number))
+        found = lambda *its: ([], [], []) if next(left, None) is not None else ([0], [], [])  # noqa: E731
+        monkeypatch.setattr(replica_process, "select", SimpleNamespace(select=found))
+
+    def leave(code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(fileno=lambda: 0))
+    return end_after
+
+
+class Loop:
+    """A server whose loop is in one turn after another, one a look. `stopped` says whether it was told to stop."""
+
+    def __init__(self, turns: Iterable[int | None]) -> None:
+        self._turns = iter(turns)
+        self.stopped = False
+
+    @property
+    def turn(self) -> int | None:
+        return next(self._turns)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize("turns", [[1, 2, 3, 4, 5, 6], [None] * 6, [1, 1, 1, 2, 2, 2], [1, None, 1, None, 1, None]])
+def test_a_loop_that_goes_on_is_stopped_at_the_end_of_the_input(looks: Callable[[int], None], turns: list) -> None:
+    looks(6)
+    loop, pipe = Loop(turns), io.BytesIO()
+    _attend(loop, 3 * replica_process.LOOK_S, pipe)  # type: ignore[arg-type]
+    assert loop.stopped and pipe.getvalue() == b""
+
+
+def test_a_step_that_hangs_ends_the_process_with_the_reason(looks: Callable[[int], None]) -> None:
+    looks(6)
+    loop, pipe = Loop([1, 2, 2, 2, 2, 2]), io.BytesIO()
+    with pytest.raises(Exited):
+        _attend(loop, 3 * replica_process.LOOK_S, pipe)  # type: ignore[arg-type]
+    assert not loop.stopped and b"has not ended for step_timeout_s=6" in pipe.getvalue()
+
+
+# ---------------------------------------------------------------- the parent
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Starts a process that runs `code`, with the pipe for reports as `reports`, in place of a replica."""
+
+    def start(command: list[str], **settings: Any) -> "subprocess.Popen[bytes]":
+        reports = command[3]
+        return POPEN([sys.executable, "-c", f"import os, sys; reports = {reports}\n{code}"], **settings)
+
+    monkeypatch.setattr(replica_process.subprocess, "Popen", start)
+
+
+def ended(code: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ReplicaProcess, "Future[str]"]:
+    """A process that runs `code`, and the reason of its end."""
+    run_instead(monkeypatch, code)
+    reason: Future[str] = Future()
+    return ReplicaProcess(Config(), reason.set_result), reason
+
+
+READY = """os.write(reports, b'{"ready": {"address": "here"}}\\n')\n"""
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("""os.write(reports, b'{"failed": "ValueError: no"}\\n')""", "ValueError: no"),
+    ],
+)
+def test_a_process_that_ends_says_how(code: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, reason = ended(code, monkeypatch)
+    with pytest.raises(ReplicaEnded, match=says):
+        process.wait(WAIT_S)
+    assert says in reason.result(WAIT_S)
+    process.close()
+    process, reason = ended(READY + code, monkeypatch)
+    assert process.wait(WAIT_S) == {"address": "here"}
+    assert says in reason.result(WAIT_S)
+    process.close()
+
+
+def test_a_process_that_is_closed_ends_by_itself_and_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, reason = ended(READY + "sys.stdin.read()", monkeypatch)
+    process.wait(WAIT_S)
+    process.close()
+    assert process._process is not None and process._process.returncode == 0
+    assert not reason.done()
+
+
+def test_a_process_that_does_not_end_or_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_process, "END_S", 0.0)
+    hangs = "import signal\nsignal.pause()"
+    for code in (READY + hangs, hangs):
+        process, _ = ended(code, monkeypatch)
+        if code == hangs:
+            with pytest.raises(ReplicaEnded, match="not loaded within start_timeout_s=0;"):
+                process.wait(0)
+        else:
+            process.wait(WAIT_S)
+        process.close()
+        assert process._process is not None and process._process.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reason: Future[str] = Future()
+    process = ReplicaProcess(Config(), reason.set_result)
+    with pytest.raises(ReplicaEnded, match=r"cannot be started: .*/nowhere/python"):
+        process.wait(WAIT_S)
+    process.close()
+    assert "cannot be started" in reason.result(WAIT_S)
