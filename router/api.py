@@ -6,6 +6,7 @@ The path of a request for text:
 2. `read_body` parses the body into one of the types of `requests`.
 3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
 4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
+   (`choices_job` and `ChoicesFormat` are the same for scores.)
 """
 
 import time
@@ -28,14 +29,23 @@ from router.auth import Keys
 from router.body import read_body
 from router.chat import ChatFormat
 from router.chat_template import TemplateError
+from router.choices import ChoicesFormat, choices_job
 from router.completion import CompletionFormat
 from router.config import RouterConfig
 from router.errors import ApiError, invalid, program_unknown
-from router.generation import Format, Generation
+from router.generation import Format, Generation, turn_on
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
-from router.programs import BranchUnknown, Held
-from router.requests import INT32, ChatRequest, CompletionRequest, DetokenizeRequest, ProgramCall, TokenizeRequest
+from router.programs import Branch, BranchUnknown, Held
+from router.requests import (
+    INT32,
+    ChatRequest,
+    ChoicesRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ProgramCall,
+    TokenizeRequest,
+)
 from router.responses import (
     ChatChunk,
     ChatCompletion,
@@ -44,6 +54,7 @@ from router.responses import (
     Health,
     ModelCard,
     ModelList,
+    ScoredChoices,
     TokenizeResponse,
     TokenizerInfo,
     Version,
@@ -144,6 +155,36 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived, held
         )
         return await answer(request, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer))
+
+    @routes.post(
+        "/v1/choices",
+        openapi_extra=openapi.body(ChoicesRequest),
+        responses=openapi.answers(ScoredChoices, *errors, 409),
+    )
+    async def choices(request: Request) -> Response:
+        """Scores choices: the log probabilities of their tokens after the prompt."""
+        arrived = perf_counter()
+        body, size = await read_body(request, ChoicesRequest, config.max_body_bytes, config.body_timeout_s)
+        _check_model(service, body.model)
+        held = None if body.program is None else _held(service, body.program, keys.tenant(request))
+        branch = Branch() if held is None else held.branch
+        job = await service.in_thread(
+            size * len(body.choices),
+            choices_job,
+            body,
+            service.tokenizer,
+            service.context_length,
+            config.max_prompts,
+            arrived,
+            branch,
+        )
+        form = ChoicesFormat(job, service.model)
+        if held is None:
+            return await answer(request, False, job.prepared, form)
+        with turn_on(service.programs, held) as turn:
+            scored = await answer(request, False, job.prepared, form)
+            service.programs.end(turn, branch.extended(body.prompt, [], [], ""))
+        return scored
 
     @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
     async def end_program(request: Request, program_id: str) -> Response:

@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET
 
 from router.errors import ApiError, program_unknown
-from router.output_text import OutputText, Piece
+from router.output_text import OutputText, Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest
-from router.programs import BranchUnknown, Held, kept_tokens
+from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
 from router.responses import ChunkUsage, PromptTokensDetails, Usage
 from router.service import Service
 from router.sse import DONE, Emit
@@ -98,16 +98,12 @@ class Generation:
 
     async def _continue(self, held: Held, sequence: Choice, on_piece: OnPiece) -> None:
         """Runs the sequence of a request that continues a branch. The branch holds its text before the client has the
-        end of it. A request that fails before its first text changes nothing; one that is broken off later leaves the
-        branch unknown, because its client cannot know what was generated."""
+        end of it."""
         programs, prompt = self._service.programs, sequence.prompt
-        try:
-            turn = programs.begin(held)
-        except BranchUnknown as error:
-            raise program_unknown(str(error)) from None
         text: list[str] = []
 
         async def keep(piece: Piece) -> None:
+            turn.previous = None  # from now on, the client may have text
             text.append(piece.text)
             if piece.finish_reason is not None:
                 (transcript,) = self._transcripts
@@ -115,11 +111,8 @@ class Generation:
                 programs.end(turn, held.branch.extended(prompt.text or "", prompt.token_ids, *kept))
             await on_piece(piece)
 
-        try:
+        with turn_on(programs, held) as turn:
             await self._run(sequence, keep)
-        except BaseException as error:
-            (programs.undo if isinstance(error, ApiError) and not text else programs.drop)(turn)
-            raise
 
     async def _run(self, sequence: Choice, on_piece: OnPiece) -> None:
         job = self._job
@@ -149,6 +142,9 @@ class Generation:
                         if job.echo:
                             prompt = sequence.prompt
                             await on_piece(transcript.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
+                        elif output.prompt_logprobs is not None:
+                            scores = zip(sequence.prompt.token_ids, output.prompt_logprobs, strict=True)
+                            await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
                     piece = transcript.push(_without_tokens(output) if job.discard else output)
                     if piece.finish_reason is not None:
                         ending = piece.finish_reason
@@ -173,6 +169,25 @@ class Generation:
     def _usage(self) -> Usage:
         prompt, completion = self._job.prompt_tokens, sum(transcript.num_tokens for transcript in self._transcripts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(self._cached_tokens))
+
+
+@contextlib.contextmanager
+def turn_on(programs: Programs, held: Held) -> Iterator[Turn]:
+    """A request on a branch, which the caller ends with `programs.end`. A request that fails before its client has
+    anything changes nothing (`Turn.previous`). One that is broken off later leaves the branch unknown, because its
+    client cannot know what was generated. Raises ApiError (409) if the branch is not as `held` says."""
+    try:
+        turn = programs.begin(held)
+    except BranchUnknown as error:
+        raise program_unknown(str(error)) from None
+    try:
+        yield turn
+    except ApiError:
+        programs.undo(turn)
+        raise
+    except BaseException:
+        programs.drop(turn)
+        raise
 
 
 def _without_tokens(output: Output) -> Output:

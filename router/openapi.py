@@ -11,6 +11,7 @@ _REF = "#/components/schemas/{name}"
 _TYPES = (
     requests.ChatRequest,
     requests.CompletionRequest,
+    requests.ChoicesRequest,
     requests.TokenizeRequest,
     requests.StreamOptions,
     requests.StructuredOutputs,
@@ -19,6 +20,7 @@ _TYPES = (
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    responses.ScoredChoices,
     responses.ModelCard,
     responses.ModelList,
     responses.TokenizeResponse,
@@ -46,6 +48,7 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
+    made["ChoicesRequest"]["properties"]["model"]["enum"] = [model]
     for name in ("ChatRequest", "CompletionRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority

@@ -101,7 +101,7 @@ def chat_job(
         raise invalid(f"The chat template refuses these messages: {error}.", error.param) from None
     except PromptTooLong as error:
         raise _too_long(error.tokens, context_length, "messages", "at least ") from None
-    room = _room(token_ids, context_length, "messages")
+    room = context_room(token_ids, context_length, "messages")
     param = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
     max_tokens = _max_tokens(limits.pop() if limits else None, room, room, param)
     return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param)
@@ -134,7 +134,7 @@ def completion_job(
     prompts, max_tokens = [], []
     for entry in inputs:
         prompts.append(_prompt(entry, tokenizer, context_length, Branch() if held is None else held.branch))
-        room = _room(prompts[-1].token_ids, context_length, "prompt")
+        room = context_room(prompts[-1].token_ids, context_length, "prompt")
         max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
     return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, held)
 
@@ -233,22 +233,27 @@ def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, b
     if isinstance(entry, list):
         check_token_ids(entry, tokenizer.vocab_size, "prompt")
         return Prompt(entry)
+    return Prompt(encode_prompt(entry, tokenizer, context_length, branch), entry)
 
-    def encode(text: str, begins: bool) -> list[int]:
+
+def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int, branch: Branch) -> list[int]:
+    """The tokens of a branch with `text` after it. Raises ApiError if they are too many, or none."""
+
+    def encode(new: str, begins: bool) -> list[int]:
         if begins:
-            return tokenizer.encode(text, context_length=context_length)
-        return tokenizer.encode_continuation(text, context_length)
+            return tokenizer.encode(new, context_length=context_length)
+        return tokenizer.encode_continuation(new, context_length)
 
     try:
-        token_ids = branch.prompt(entry, encode)
+        token_ids = branch.prompt(text, encode)
     except PromptTooLong as error:
         raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
     if not token_ids:
         raise invalid("'prompt' is empty: this model needs at least one token to begin with.", "prompt")
-    return Prompt(token_ids, entry)
+    return token_ids
 
 
-def _room(token_ids: list[int], context_length: int, param: str) -> int:
+def context_room(token_ids: list[int], context_length: int, param: str) -> int:
     """The number of tokens that fit into the context after the prompt."""
     room = context_length - len(token_ids)
     if room < 1:

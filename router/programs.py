@@ -67,9 +67,10 @@ class Held:
     version: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
-    """A request on a branch, from its start to its end. `previous`: what the branch held before, if it is known."""
+    """A request on a branch, from its start to its end. `previous`: what the branch held before, None if that is not
+    known or can no longer be brought back."""
 
     program: str
     name: str
@@ -122,8 +123,8 @@ class Programs:
         return self._num_tokens
 
     def look(self, program: str, name: str, parent: str | None, continues: bool) -> Held:
-        """The text that a request on the branch `name` continues; nothing unless it `continues`. With `parent`, it is the first
-        request of the branch, which begins with what the parent holds now. Raises BranchUnknown."""
+        """The text that a request on the branch `name` continues; nothing unless it `continues`. With `parent`, it is
+        the first request of the branch, which begins with what the parent holds now. Raises BranchUnknown."""
         self._expire()
         if not continues:
             return Held(program, name, Branch(), continues, None)

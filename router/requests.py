@@ -270,6 +270,16 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     suffix: Neutral = None
 
 
+class ChoicesRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/choices."""
+
+    model: str
+    prompt: Annotated[str, Meta(description="the text before each choice; with a program, what follows its branch")]
+    choices: Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
+    unconditional: Annotated[Flag, Meta(description="score the choices without the prompt, too; false")] = None
+    program: ProgramCall | None = None
+
+
 class TokenizeRequest(Body, frozen=True):
     """POST /tokenize: a text (`prompt`) or a conversation (`messages`)."""
 
