@@ -18,8 +18,6 @@ from router.responses import ChunkUsage, ScoredChoice, ScoredChoices, Usage, fin
 from router.tokenizer import Tokenizer
 from worker.messages import SamplingParams, TokenLogprobs
 
-_SCORING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, prompt_logprobs=1)
-
 
 @dataclass(frozen=True)
 class ChoicesJob:
@@ -28,13 +26,11 @@ class ChoicesJob:
     | field | meaning |
     | --- | --- |
     | `prepared` | the sequences: one for each choice, then one for each scored without the prompt |
-    | `starts` | for each sequence, the position of the first token that is scored |
     | `num_choices` | number of choices |
     | `unconditional` | for each sequence without the prompt, the number of its choice; None if none was asked for |
     """
 
     prepared: PreparedRequest
-    starts: list[int]
     num_choices: int
     unconditional: list[int] | None
 
@@ -54,28 +50,29 @@ def choices_job(
         raise invalid(f"The choices need {asked} sequences; the limit is {max_sequences} in one request.", "choices")
     prompt_ids = encode_prompt(request.prompt, tokenizer, context_length, branch)
     sequences: list[Choice] = []
-    starts: list[int] = []
+    scored: list[list[int]] = []  # the scored tokens of each sequence
 
     def add(token_ids: list[int], start: int) -> None:
         context_room(token_ids, context_length, "choices")
-        sequences.append(Choice(len(sequences), Prompt(token_ids), _SCORING, first=not sequences))
-        starts.append(start)
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, prompt_logprobs=1, prompt_logprobs_start=start
+        )
+        sequences.append(Choice(len(sequences), Prompt(token_ids), sampling, first=not sequences))
+        scored.append(token_ids[start:])
 
     for choice in request.choices:
         add(*_with_choice(request.prompt, prompt_ids, choice, tokenizer, context_length, branch))
     unconditional: list[int] | None = [] if request.unconditional else None
     if unconditional is not None:
         beginning = tokenizer.encode("")
-        for number in range(len(request.choices)):
-            scored = sequences[number].prompt.token_ids[starts[number] :]
-            if beginning or len(scored) > 1:  # a first token that follows nothing has no probability
-                add(beginning + scored, len(beginning) or 1)
+        for number, token_ids in enumerate(scored[:]):
+            if beginning or len(token_ids) > 1:  # a first token that follows nothing has no probability
+                add(beginning + token_ids, len(beginning) or 1)
                 unconditional.append(number)
-    scored_tokens = sum(len(one.prompt.token_ids) - start for one, start in zip(sequences, starts, strict=True))
     prepared = PreparedRequest(
         id="choices-" + uuid.uuid4().hex,
         sequences=sequences,
-        prompt_tokens=len(prompt_ids) + scored_tokens,
+        prompt_tokens=len(prompt_ids) + sum(map(len, scored)),
         stop=(),
         include_stop=False,
         skip_special_tokens=True,
@@ -88,7 +85,7 @@ def choices_job(
         discard=True,
         arrived=arrived,
     )
-    return ChoicesJob(prepared, starts, len(request.choices), unconditional)
+    return ChoicesJob(prepared, len(request.choices), unconditional)
 
 
 def _with_choice(
@@ -124,9 +121,9 @@ class ChoicesFormat:
         return b""
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
-        """The scores of all choices. `answers`, by sequence, have the tokens of its prompt."""
+        """The scores of all choices. `answers`, by sequence, have its scored tokens."""
         job = self._job
-        scores = [_scores(answer.tokens[start:]) for answer, start in zip(answers, job.starts, strict=True)]
+        scores = [_scores(answer.tokens) for answer in answers]
         alone: dict[int, list[TokenLogprobs]] = {}
         if job.unconditional is not None:
             alone = dict(zip(job.unconditional, scores[job.num_choices :], strict=True))

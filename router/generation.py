@@ -143,7 +143,8 @@ class Generation:
                             prompt = sequence.prompt
                             await on_piece(transcript.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
                         elif output.prompt_logprobs is not None:
-                            scores = zip(sequence.prompt.token_ids, output.prompt_logprobs, strict=True)
+                            token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
+                            scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
                     piece = transcript.push(_without_tokens(output) if job.discard else output)
                     if piece.finish_reason is not None:

@@ -23,6 +23,7 @@ _GAUGES = {
     "context_tokens": ("shoal_context_tokens", "KV tokens that running requests attend to"),
     "kv_tokens_total": ("shoal_kv_tokens", "Tokens that the KV cache can hold"),
     "kv_tokens_used": ("shoal_kv_tokens_used", "KV tokens held by running requests"),
+    "kv_tokens_leased": ("shoal_kv_tokens_leased", "Cached KV tokens of living programs, which are evicted last"),
     "kv_tokens_cached": ("shoal_kv_tokens_cached", "KV tokens of past requests, kept for reuse"),
 }
 _COUNTERS = {

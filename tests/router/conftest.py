@@ -359,7 +359,7 @@ class FakeReplica:
             output.queue_s = 0.25
             if sampling.prompt_logprobs is not None:
                 rest = [self._logprobs(token_id, sampling.prompt_logprobs) for token_id in request.prompt_ids[1:]]
-                output.prompt_logprobs = [None, *rest]
+                output.prompt_logprobs = [None, *rest][sampling.prompt_logprobs_start :]
         return output
 
     def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:

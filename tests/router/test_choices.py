@@ -28,7 +28,7 @@ def job(tokenizer: Tokenizer, prompt: str, choices: list[str], branch: Branch | 
 
 
 def scored(made: Any) -> list[tuple[list[int], int]]:
-    return [(one.prompt.token_ids, start) for one, start in zip(made.prepared.sequences, made.starts, strict=True)]
+    return [(one.prompt.token_ids, one.sampling.prompt_logprobs_start) for one in made.prepared.sequences]
 
 
 @settings(deadline=None, max_examples=200)
