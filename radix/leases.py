@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from radix.node import Lease, PagedNode
+from radix.node import NodeLease, PagedNode
 from radix.tree import Tree
 
 
@@ -24,7 +24,7 @@ class _Grant:
     owner_id: str
     owner: _Owner
     name: str
-    lease: Lease
+    lease: NodeLease
     seconds: float
     serial: int = 0
 

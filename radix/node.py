@@ -38,7 +38,7 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 NO_PAGES.flags.writeable = False
 
 
-class Lease:
+class NodeLease:
     """A promise to evict the path to `node` last (`Tree.lease`)."""
 
     __slots__ = ("node",)
@@ -70,7 +70,7 @@ class PagedNode(Node):
         self.locks = 0
         self.own_locks = 0
         self.leases = 0
-        self.own_leases: set[Lease] = set()
+        self.own_leases: set[NodeLease] = set()
         self.queued: tuple[bool, float] | None = None
 
 

@@ -28,7 +28,7 @@ from radix.events import Event, Removed, Split, Stored
 from radix.integrity import check
 from radix.node import (
     TOKEN_BYTES,
-    Lease,
+    NodeLease,
     PagedNode,
     attach,
     descend,
@@ -163,12 +163,12 @@ class Tree:
             walker = walker.parent
         self._queue(node)
 
-    def lease(self, node: PagedNode) -> Lease:
+    def lease(self, node: PagedNode) -> NodeLease:
         """Lets `node` and its ancestors be evicted last, until `end_lease`. Raises ValueError for a node that was
         evicted."""
         if node.parent is None and node is not self.root:
             raise ValueError(f"node {node.number} was evicted: lease what match and insert return before evicting")
-        lease = Lease(node)
+        lease = NodeLease(node)
         node.own_leases.add(lease)
         walker: PagedNode | None = node
         while walker is not None:
@@ -178,7 +178,7 @@ class Tree:
             walker = walker.parent
         return lease
 
-    def end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: NodeLease) -> None:
         """Ends a lease. Raises KeyError if it has ended."""
         node = lease.node
         node.own_leases.remove(lease)

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix.node import Lease
+from radix.node import NodeLease
 from radix.tree import PagedNode
 
 from .conftest import Cache
@@ -25,7 +25,7 @@ class Model(RuleBasedStateMachine):
         self.page_size = page_size
         self.prefixes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.locks: list[tuple[PagedNode, tuple[int, ...]]] = []
-        self.leases: list[tuple[Lease, tuple[int, ...]]] = []
+        self.leases: list[tuple[NodeLease, tuple[int, ...]]] = []
         self.now = 0
 
     def cached(self, tokens: list[int]) -> list[tuple[int, ...]]:

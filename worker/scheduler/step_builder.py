@@ -101,7 +101,7 @@ class StepBuilder:
         prompted = []
         for i, seq in enumerate(others, len(self._decodes)):
             if seq.wants_prompt_logits:
-                num_logits[i] = max(gives[i], ends[i] - max(starts[i], seq.reusable_tokens))
+                num_logits[i] = max(samples[i], ends[i] - max(starts[i], seq.reusable_tokens))
                 if num_logits[i]:
                     prompted.append(i)
         token_ids = np.where(pending > 0, PENDING, table.last_token[rows])
