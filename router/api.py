@@ -36,7 +36,7 @@ from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation, turn_on
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
-from router.programs import Branch, BranchUnknown, Held
+from router.programs import Branch, BranchUnknown, Call, Held
 from router.requests import (
     INT32,
     ChatRequest,
@@ -62,6 +62,7 @@ from router.responses import (
 from router.sampling import check_token_ids
 from router.service import Service
 from router.sse import ClientGone, EventStream, unless_gone
+from worker.messages import Lease
 
 PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight
 
@@ -134,7 +135,14 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
         _check_priority(config, body.priority)
         body = service.defaults.complete(body)
         job = await service.in_thread(
-            size, chat_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
+            size,
+            chat_job,
+            body,
+            service.tokenizer,
+            service.context_length,
+            config.max_prompts,
+            arrived,
+            _call(body.program, keys.tenant(request)),
         )
         return await answer(request, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
 
@@ -150,9 +158,18 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
         _check_model(service, body.model)
         _check_priority(config, body.priority)
         body = service.defaults.complete(body)
+        call = _call(body.program, keys.tenant(request))
         held = None if body.program is None else _held(service, body.program, keys.tenant(request))
         job = await service.in_thread(
-            size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived, held
+            size,
+            completion_job,
+            body,
+            service.tokenizer,
+            service.context_length,
+            config.max_prompts,
+            arrived,
+            call,
+            held,
         )
         return await answer(request, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer))
 
@@ -176,6 +193,7 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             service.context_length,
             config.max_prompts,
             arrived,
+            _call(body.program, keys.tenant(request)),
             branch,
         )
         form = ChoicesFormat(job, service.model)
@@ -188,8 +206,8 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
 
     @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
     async def end_program(request: Request, program_id: str) -> Response:
-        """Ends a program: what its branches hold is forgotten."""
-        service.programs.remove(_program_key(keys.tenant(request), program_id))
+        """Ends a program: what its branches hold is forgotten, and its leases end."""
+        service.end_program(_program_key(keys.tenant(request), program_id))
         return Response(status_code=204)
 
     return routes
@@ -316,6 +334,12 @@ def _check_priority(config: RouterConfig, priority: int | None) -> None:
 def _program_key(tenant: str, program_id: str) -> str:
     """The program's name in the router: clients with different keys never share a program."""
     return f"{tenant}/{program_id}"
+
+
+def _call(call: ProgramCall | None, tenant: str) -> Call | None:
+    if call is None:
+        return None
+    return Call(Lease(_program_key(tenant, call.id), call.branch, call.lease_s or 0.0), call.parent, call.then)
 
 
 def _held(service: Service, call: ProgramCall, tenant: str) -> Held:

@@ -12,7 +12,7 @@ import msgspec
 from router.errors import invalid
 from router.output_text import Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest, Prompt, context_room, encode_prompt
-from router.programs import Branch
+from router.programs import Branch, Call
 from router.requests import ChoicesRequest
 from router.responses import ChunkUsage, ScoredChoice, ScoredChoices, Usage, finite
 from router.tokenizer import Tokenizer
@@ -41,10 +41,13 @@ def choices_job(
     context_length: int,
     max_sequences: int,
     arrived: float,
+    call: Call | None,
     branch: Branch,
 ) -> ChoicesJob:
-    """Prepares a request for scores: tokenises the prompt, which follows `branch`, and the choices. Slow: run it in a
-    thread. Raises ApiError."""
+    """Prepares a request for scores: tokenises the prompt, which follows `branch` of the program in `call`, and the
+    choices. Slow: run it in a thread. Raises ApiError."""
+    if call is not None and call.then:
+        raise invalid("'program.then' is for completions.", "program.then")
     asked = len(request.choices) * (2 if request.unconditional else 1)
     if asked > max_sequences:
         raise invalid(f"The choices need {asked} sequences; the limit is {max_sequences} in one request.", "choices")
@@ -52,22 +55,22 @@ def choices_job(
     sequences: list[Choice] = []
     scored: list[list[int]] = []  # the scored tokens of each sequence
 
-    def add(token_ids: list[int], start: int) -> None:
+    def add(token_ids: list[int], start: int, call: Call | None) -> None:
         context_room(token_ids, context_length, "choices")
         sampling = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, prompt_logprobs=1, prompt_logprobs_start=start
         )
-        sequences.append(Choice(len(sequences), Prompt(token_ids), sampling, first=not sequences))
+        sequences.append(Choice(len(sequences), Prompt(token_ids), sampling, not sequences, call))
         scored.append(token_ids[start:])
 
     for choice in request.choices:
-        add(*_with_choice(request.prompt, prompt_ids, choice, tokenizer, context_length, branch))
+        add(*_with_choice(request.prompt, prompt_ids, choice, tokenizer, context_length, branch), call)
     unconditional: list[int] | None = [] if request.unconditional else None
     if unconditional is not None:
         beginning = tokenizer.encode("")
         for number, token_ids in enumerate(scored[:]):
             if beginning or len(token_ids) > 1:  # a first token that follows nothing has no probability
-                add(beginning + token_ids, len(beginning) or 1)
+                add(beginning + token_ids, len(beginning) or 1, None)
                 unconditional.append(number)
     prepared = PreparedRequest(
         id="choices-" + uuid.uuid4().hex,

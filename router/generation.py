@@ -108,7 +108,10 @@ class Generation:
             if piece.finish_reason is not None:
                 (transcript,) = self._transcripts
                 kept = kept_tokens(transcript.token_ids, transcript.ends, "".join(text), transcript.is_cut)
-                programs.end(turn, held.branch.extended(prompt.text or "", prompt.token_ids, *kept))
+                branch = held.branch.extended(prompt.text or "", prompt.token_ids, *kept)
+                programs.end(turn, branch)
+                if sequence.call is not None and sequence.call.then:
+                    self._service.prefetch(f"{self._name}-then", branch, sequence.call)
             await on_piece(piece)
 
         with turn_on(programs, held) as turn:
@@ -128,7 +131,12 @@ class Generation:
         )
         self._transcripts.append(transcript)
         outputs = self._service.generate(
-            f"{self._name}-{sequence.index}", sequence.prompt.token_ids, sequence.sampling, job.priority, job.arrived
+            f"{self._name}-{sequence.index}",
+            sequence.prompt.token_ids,
+            sequence.sampling,
+            job.priority,
+            job.arrived,
+            sequence.call,
         )
         begun = False
         ending = "abandoned"

@@ -3,13 +3,14 @@
 import time
 import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import msgspec
 
 from router.chat_template import TemplateError
 from router.errors import ApiError, invalid
-from router.programs import Branch, Held
+from router.programs import Branch, Call, Held
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.sampling import check_token_ids, sampling_params, sequence_seed
 from router.structure import structure
@@ -30,12 +31,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the answer: one sequence. `first`: whether it is the first choice of its prompt."""
+    """A choice of the answer: one sequence. `first`: whether it is the first choice of its prompt. `call`: the program
+    that it belongs to."""
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
     first: bool
+    call: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,21 @@ class PreparedRequest:
 
 
 def chat_job(
-    request: ChatRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    context_length: int,
+    max_sequences: int,
+    arrived: float,
+    call: Call | None = None,
 ) -> PreparedRequest:
-    """Prepares a chat request: renders the template and tokenises. Slow: run it in a thread. Raises ApiError."""
+    """Prepares a chat request: renders the template and tokenises. `call`: the program that it belongs to. Slow: run it
+    in a thread. Raises ApiError."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if request.program is not None and request.program.continues:
         raise invalid("A chat cannot continue a branch: 'messages' are the whole conversation.", "program.continues")
+    if request.program is not None and request.program.then:
+        raise invalid("'program.then' is for completions: what follows in a chat is the template's.", "program.then")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
@@ -104,7 +115,7 @@ def chat_job(
     room = context_room(token_ids, context_length, "messages")
     param = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
     max_tokens = _max_tokens(limits.pop() if limits else None, room, room, param)
-    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param)
+    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param, call)
 
 
 def completion_job(
@@ -113,10 +124,11 @@ def completion_job(
     context_length: int,
     max_sequences: int,
     arrived: float,
+    call: Call | None = None,
     held: Held | None = None,
 ) -> PreparedRequest:
-    """Prepares a request for completions: tokenises its prompts. `held`: the branch that it continues. Slow: run it in
-    a thread. Raises ApiError."""
+    """Prepares a request for completions: tokenises its prompts. `call` and `held`: the program that it belongs to, and
+    the branch that it continues. Slow: run it in a thread. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
     grammar_param, grammar = structure(request)
@@ -136,7 +148,7 @@ def completion_job(
         prompts.append(_prompt(entry, tokenizer, context_length, Branch() if held is None else held.branch))
         room = context_room(prompts[-1].token_ids, context_length, "prompt")
         max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
-    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, held)
+    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, call, held)
 
 
 def _job(
@@ -147,6 +159,7 @@ def _job(
     max_tokens: list[int],
     arrived: float,
     grammar_param: str | None,
+    call: Call | None,
     held: Held | None = None,
 ) -> PreparedRequest:
     n = request.n or 1
@@ -162,7 +175,7 @@ def _job(
             params = msgspec.structs.replace(
                 sampling, max_tokens=max(limit, 1), seed=sequence_seed(request.seed, choice)
             )
-            sequences.append(Choice(len(sequences), prompt, params, choice == 0))
+            sequences.append(Choice(len(sequences), prompt, params, choice == 0, call))
     _check_logprobs(request, sampling, sum(max_tokens) * n)
     return PreparedRequest(
         id=prefix + uuid.uuid4().hex,
@@ -238,14 +251,8 @@ def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, b
 
 def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int, branch: Branch) -> list[int]:
     """The tokens of a branch with `text` after it. Raises ApiError if they are too many, or none."""
-
-    def encode(new: str, begins: bool) -> list[int]:
-        if begins:
-            return tokenizer.encode(new, context_length=context_length)
-        return tokenizer.encode_continuation(new, context_length)
-
     try:
-        token_ids = branch.prompt(text, encode)
+        token_ids = branch.prompt(text, partial(tokenizer.encode_part, context_length=context_length))
     except PromptTooLong as error:
         raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
     if not token_ids:

@@ -20,9 +20,30 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from worker.messages import Lease
+
 MAX_TOKENS = 16 << 20  # 64 MiB of token ids
 MAX_BRANCHES = 1 << 16
 TIMEOUT_S = 3600.0  # the longest lease
+MAX_HOMES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The replica of a branch's last request, and how many tokens of the branch it had then."""
+
+    replica_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request as a part of its program. `lease`: what becomes of its KV; its owner is the program, its name the
+    branch. `then`: constant text that will follow the answer."""
+
+    lease: Lease
+    parent: str | None = None
+    then: str | None = None
 
 
 class BranchUnknown(Exception):
@@ -109,6 +130,7 @@ class Programs:
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # least recently used first
         self._running: dict[tuple[str, str], int] = {}  # turns by branch
         self._branches: dict[str, set[str]] = {}  # by program, in `_entries` or `_running`
+        self._homes: OrderedDict[tuple[str, str], Home] = OrderedDict()  # by branch, the newest last
         self._num_tokens = 0
         self._last = 0  # the last turn's number, which is also the version of what it left
 
@@ -173,6 +195,20 @@ class Programs:
         entry = self._entries.get(key)
         if self._running.get(key) == turn.number or (entry is not None and entry.version == turn.number):
             self._forget(key)
+
+    def home(self, call: Call) -> Home | None:
+        """The home of the call's branch; of its parent's, if the branch has none."""
+        owner = call.lease.owner
+        found = self._homes.get((owner, call.lease.name))
+        return self._homes.get((owner, call.parent)) if found is None and call.parent is not None else found
+
+    def set_home(self, call: Call, home: Home) -> None:
+        """Sets the home of the call's branch."""
+        key = (call.lease.owner, call.lease.name)
+        self._homes[key] = home
+        self._homes.move_to_end(key)
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
 
     def remove(self, program: str) -> None:
         """Forgets a program. Requests on its branches go on and leave nothing."""

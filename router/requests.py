@@ -12,6 +12,7 @@ from msgspec import Meta
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_LEASE_S = 3600
 INT32 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
 TOKEN_ID = "token id"
@@ -111,6 +112,22 @@ class ProgramCall(Body, frozen=True, kw_only=True):
     continues: Annotated[
         Flag,
         Meta(description="prompt is only the text that follows what the branch holds; false: prompt is the whole text"),
+    ] = None
+    lease_s: Annotated[
+        Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] | None,
+        Meta(description="seconds after this request in which the branch's KV is evicted last; 0"),
+    ] = None
+    then: Annotated[
+        str | None,
+        Meta(description="constant text that will follow the answer: computed as soon as the answer ends"),
+    ] = None
+    remaining: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None,
+        Meta(description="calls that the program still has after this one on its longest path; not used yet"),
+    ] = None
+    deadline_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="seconds from now in which the program should have ended; not used yet"),
     ] = None
 
 

@@ -92,6 +92,10 @@ class Tokenizer:
                     return token_ids[count:]
         return self.encode(text, False, context_length)
 
+    def encode_part(self, text: str, begins: bool, context_length: int | None = None) -> list[int]:
+        """`encode` for a text that `begins` a prompt, `encode_continuation` for one that follows other tokens."""
+        return self.encode(text, True, context_length) if begins else self.encode_continuation(text, context_length)
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 

@@ -24,7 +24,7 @@ TEXT = st.text("hel loé🦊\n", max_size=12)
 
 def job(tokenizer: Tokenizer, prompt: str, choices: list[str], branch: Branch | None = None, **fields: Any) -> Any:
     request = ChoicesRequest(model="tiny", prompt=prompt, choices=choices, **fields)
-    return choices_job(request, tokenizer, CONTEXT, 8, 0.0, branch or Branch())
+    return choices_job(request, tokenizer, CONTEXT, 8, 0.0, None, branch or Branch())
 
 
 def scored(made: Any) -> list[tuple[list[int], int]]:

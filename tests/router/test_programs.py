@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.config import RouterConfig
 from router.output_text import OutputText
-from router.programs import Branch, BranchUnknown, Programs, Turn, kept_tokens
+from router.programs import Branch, BranchUnknown, Home, Programs, Turn, kept_tokens
 from router.tokenizer import Tokenizer
-from worker.messages import Failure, Output
+from worker.messages import Failure, Lease, Output, Release
 
 TEXT = st.text("hel loé🦊\n<|im_start>", max_size=12)
 
@@ -463,3 +463,102 @@ def test_clients_with_other_keys_have_other_programs(make_stack: Any, make_repli
         assert two.http.delete(f"{stack.url}/v1/programs/p").status_code == 204
         assert one.post("x", program=NEXT).status_code == 200
         assert httpx.delete(f"{stack.url}/v1/programs/p").status_code == 401
+
+
+# ---------------------------------------------------------------- leases, homes, and the text that follows
+
+
+def test_requests_carry_the_lease_of_their_branch(client: Client, stack: Any) -> None:
+    client.text("Hello", program={"lease_s": 60}, max_tokens=1)
+    client.text("x", "c", program={"parent": "b", "continues": True}, max_tokens=1)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    chat["program"] = {"id": "p", "branch": "d", "lease_s": 1.5}
+    assert client.http.post(f"{stack.url}/v1/chat/completions", json=chat).status_code == 200
+    scored = {"model": "tiny", "prompt": "a", "choices": ["x, y", "z"], "unconditional": True}
+    scored["program"] = {"id": "p", "branch": "e", "lease_s": 9}
+    assert client.http.post(f"{stack.url}/v1/choices", json=scored).status_code == 200
+    assert client.http.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 200
+    first, second, third, *scores, last = [request.lease for request in stack.fakes["r0"].requests()]
+    assert [first, second, third] == [Lease("/p", "b", 60), Lease("/p", "c", 0), Lease("/p", "d", 1.5)]
+    assert scores == [Lease("/p", "e", 9)] * 2 + [None]  # what is scored without the prompt is not the branch's
+    assert last is None
+
+
+@pytest.mark.parametrize("lease_s", [-1, 3601, "1"])
+def test_refused_leases(client: Client, lease_s: Any) -> None:
+    answer = client.post("a", program={"lease_s": lease_s})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "program.lease_s")
+
+
+def test_the_end_of_a_program_ends_its_leases_everywhere(make_stack: Any, make_replica: Any) -> None:
+    fakes = [make_replica(), make_replica()]
+    stack = make_stack(*fakes)
+    assert httpx.delete(f"{stack.url}/v1/programs/some/id").status_code == 204
+    for fake in fakes:
+        fake.wait_for(lambda fake=fake: Release(["/some/id"]) in fake.received)
+
+
+def test_a_branch_goes_home(make_stack: Any, make_replica: Any) -> None:
+    """The placer hears of the replica of the branch's last request, for a new branch of the parent's."""
+    stack = make_stack(make_replica(), make_replica())
+    homes: list[Home | None] = []
+    place = stack.placer.place
+
+    async def listen(*arguments: Any) -> str:
+        homes.append(arguments[-1])
+        return await place(*arguments)
+
+    stack.placer.place = listen
+    client = Client(stack.url)
+    with client.http:
+        client.text("Hello", max_tokens=3)
+        client.text(" a", program=NEXT, max_tokens=1)
+        client.text(" b", "c", program={"parent": "b", "continues": True}, max_tokens=1)
+        client.text("other", "d", max_tokens=1)
+    first, second, third, fourth = [
+        (name, len(prompt_ids), replica) for name, prompt_ids, replica in stack.placer.placed
+    ]
+    assert homes == [
+        None,
+        Home(first[2], first[1] + 3),
+        Home(second[2], second[1] + 1),
+        None,
+    ]
+    assert third[1] > second[1] and fourth[1] < second[1]
+
+
+def test_the_text_that_follows_is_computed(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    client.text("Hello", program={"then": " Next:", "lease_s": 5}, max_tokens=1)
+    fake = stack.fakes["r0"]
+    fake.wait_for(lambda: len(fake.requests()) == 2)
+    first, second = fake.requests()
+    said = tokenizer.encode("The quick")[:1]
+    assert second.prompt_ids == first.prompt_ids + said + tokenizer.encode(" Next:")
+    assert (second.sampling.max_tokens, second.priority, second.lease) == (1, -(1 << 31), None)
+    client.text(" Next: go", program=NEXT, max_tokens=1)  # the branch did not take it for its own
+    assert prompts(stack)[2] == first.prompt_ids + said + tokenizer.encode(" Next: go")
+    assert stack.metric("shoal_sequences_total") == 2
+
+
+def test_the_text_that_follows_may_be_dropped(client: Client, stack: Any) -> None:
+    """By a replica that is full, and where nothing can follow: nobody hears of it."""
+    fake = stack.fakes["r0"]
+    full = Failure("overloaded", "full", retry_after_s=1.0)
+    fake.reply = lambda request: (
+        Output(request_id=request.request_id, finish_reason="error", failure=full)
+        if request.request_id.endswith("-then")
+        else None
+    )
+    client.text("Hello", program={"then": " Next:"}, max_tokens=1)
+    fake.wait_for(lambda: len(fake.requests()) == 2)
+    stack.until(lambda: not stack.service._prefetches)
+    assert client.text(" Next:", program=NEXT, max_tokens=1) == "The"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/choices"])
+def test_only_completions_have_a_text_that_follows(stack: Any, path: str) -> None:
+    body = {"model": "tiny", "program": {"id": "p", "branch": "b", "then": "x"}}
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    scored = {"prompt": "a", "choices": ["x"]}
+    answer = httpx.post(f"{stack.url}{path}", json=body | (chat if "chat" in path else scored))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "program.then")

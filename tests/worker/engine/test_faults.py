@@ -156,7 +156,7 @@ def drive(engine: Engine, requests: list[Generate], rng: random.Random, aborts: 
                 gone.add(victim.request_id)
         for output in engine.step():
             assert output.request_id not in gone and not found[output.request_id].finish_reason
-            found[output.request_id].take(output)
+            found[output.request_id].add(output)
         engine.check_integrity()
     raise AssertionError("it does not come to an end")
 
