@@ -32,6 +32,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from router.errors import NoReplica
 from router.fleet import Fleet
+from router.programs import Home
 from router.replicas import Replicas
 
 # How long a request that finds no replica waits before it looks again, if no connection changes: at first, and at most.
@@ -53,6 +54,7 @@ class Ask:
     request_id: str
     prompt_ids: Sequence[int]
     exclude: Collection[str]
+    home: Home | None = None
 
 
 def listen(listener: Listener) -> None:
@@ -86,7 +88,7 @@ class PlacementRouter(RequestRouter):
         assert pending_request is not None, "only ServePlacer asks"
         ask: Ask = pending_request.args[0]
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        booking = ask.fleet.place(ask.request_id, ask.prompt_ids, replicas.keys() - set(ask.exclude))
+        booking = ask.fleet.place(ask.request_id, ask.prompt_ids, replicas.keys() - set(ask.exclude), ask.home)
         return [[replicas[booking.replica_id]]]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -118,7 +120,12 @@ class ServePlacer:
         handle._init(_run_router_in_separate_loop=False)
 
     async def place(
-        self, request_id: str, prompt_ids: Sequence[int], exclude: Collection[str], refused: Collection[str] = ()
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        exclude: Collection[str],
+        refused: Collection[str] = (),
+        home: Home | None = None,
     ) -> str:
         """The id of the replica that the request is booked on. Waits up to `wait_s` for a replica, then raises
         NoReplica; raises it at once if all existing replicas have refused the request."""
@@ -127,7 +134,7 @@ class ServePlacer:
         while True:
             # An excluded replica may be back, because the caller looked before the wait.
             ready = self._connections.ready
-            ask = Ask(self._fleet, request_id, prompt_ids, (set(exclude) - ready) | set(refused))
+            ask = Ask(self._fleet, request_id, prompt_ids, (set(exclude) - ready) | set(refused), home)
             with contextlib.suppress(NoReplica, DeploymentUnavailableError, TimeoutError):
                 async with asyncio.timeout(RETRY_S):  # Serve waits for ever if it knows of no replica
                     return await self._pick(ask)

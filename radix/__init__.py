@@ -5,6 +5,7 @@
 | `pages.py` | pages and their free list |
 | `tree.py` | the tree over pages |
 | `policies.py` | eviction order |
+| `leases.py` | leases with owners and ends: what is evicted last |
 | `integrity.py` | the check that no page is lost or owned twice |
 | `events.py` | events that say what is cached |
 | `mirror.py` | a router's copy of a replica's tree |

@@ -1,4 +1,4 @@
-"""Checks that a tree and its pool are sound: pages, links, locks, counts, eviction order."""
+"""Checks that a tree and its pool are sound: pages, links, locks, leases, counts, eviction order."""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -16,13 +16,17 @@ class CheckedTree(Protocol):
     pool: PagePool
     root: PagedNode
     policy: Callable[[PagedNode], float]
-    heap: list[tuple[float, int, PagedNode]]
+    heap: list[tuple[tuple[bool, float], int, PagedNode]]
+    num_stale: int
 
     @property
     def num_cached(self) -> int: ...
 
     @property
     def num_evictable(self) -> int: ...
+
+    @property
+    def num_leased(self) -> int: ...
 
 
 def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
@@ -33,6 +37,7 @@ def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
     for node in nodes:
         _check_node(tree, node)
         _check_locks(node)
+        _check_leases(node)
     _check_counts(tree, nodes)
     _check_heap(tree, nodes)
     _check_pages(tree, nodes, held_pages)
@@ -75,6 +80,16 @@ def _check_locks(node: PagedNode) -> None:
     )
 
 
+def _check_leases(node: PagedNode) -> None:
+    own, below = len(node.own_leases), sum(child.leases for child in node.children.values())
+    _require(
+        node.leases == own + below,
+        f"node {node.number} counts {node.leases} leases, but has {own} and its children {below}",
+    )
+    for lease in node.own_leases:
+        _require(lease.node is node, f"a lease on node {node.number} names node {lease.node.number}")
+
+
 def _check_counts(tree: CheckedTree, nodes: list[PagedNode]) -> None:
     cached = sum(len(node.pages) for node in nodes)
     evictable = sum(len(node.pages) for node in nodes if node.locks == 0)
@@ -82,23 +97,35 @@ def _check_counts(tree: CheckedTree, nodes: list[PagedNode]) -> None:
     _require(
         tree.num_evictable == evictable, f"num_evictable is {tree.num_evictable}, unlocked nodes hold {evictable} pages"
     )
+    leased = sum(len(node.pages) for node in nodes if node.leases)
+    _require(tree.num_leased == leased, f"num_leased is {tree.num_leased}, leased nodes hold {leased} pages")
 
 
 def _check_heap(tree: CheckedTree, nodes: list[PagedNode]) -> None:
     heap = tree.heap
-    values = {}
+    listed: set[int] = set()
+    stale = 0
     alive = {id(node) for node in nodes}
-    for position, (value, number, node) in enumerate(heap):
-        _require(id(node) in alive, f"the eviction heap holds node {number}, which is gone")
-        _require(number not in values, f"the eviction heap holds node {number} twice")
-        _require(heap[(position - 1) // 2][0] <= value or position == 0, "the eviction heap is out of order")
-        values[number] = value
+    for position, (value, _, node) in enumerate(heap):
+        _require(position == 0 or heap[(position - 1) // 2][0] <= value, "the eviction heap is out of order")
+        if node.queued is not value:
+            stale += 1
+            continue
+        _require(id(node) in alive, f"the eviction heap holds node {node.number}, which is gone")
+        _require(node.number not in listed, f"the eviction heap holds node {node.number} twice")
+        listed.add(node.number)
+    _require(tree.num_stale == stale, f"num_stale is {tree.num_stale}, the eviction heap has {stale} stale entries")
     for node in nodes:
-        listed = node.number in values
-        _require(node.queued == listed, f"node {node.number} is marked queued={node.queued}, but listed={listed}")
+        is_listed = node.number in listed
+        _require(
+            (node.queued is not None) == is_listed,
+            f"node {node.number} is queued={node.queued}, but listed={is_listed}",
+        )
         if node is not tree.root and not node.children and node.locks == 0:
-            _require(listed, f"node {node.number} is an evictable leaf that eviction cannot find")
-            _require(values[node.number] <= tree.policy(node), f"the value of node {node.number} has fallen")
+            _require(node.queued is not None, f"node {node.number} is an evictable leaf that eviction cannot find")
+        if node.queued is not None:
+            value = (node.leases > 0, tree.policy(node))
+            _require(node.queued <= value, f"the value of node {node.number} has fallen")
 
 
 def _check_pages(tree: CheckedTree, nodes: list[PagedNode], held_pages: Iterable[int]) -> None:

@@ -38,6 +38,15 @@ NO_PAGES = np.empty(0, dtype=np.int32)
 NO_PAGES.flags.writeable = False
 
 
+class NodeLease:
+    """A promise to evict the path to `node` last (`Tree.lease`)."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: "PagedNode") -> None:
+        self.node = node
+
+
 class PagedNode(Node):
     """A node of `radix.tree.Tree`.
 
@@ -47,10 +56,12 @@ class PagedNode(Node):
     | `last_used` | time of its last use, by the tree's clock |
     | `locks` | locks on this node and on all nodes below it |
     | `own_locks` | locks on this node alone |
-    | `queued` | whether the eviction heap has an entry for it |
+    | `leases` | leases on this node and on all nodes below it |
+    | `own_leases` | the leases on this node alone |
+    | `queued` | the value of its entry in the eviction heap; None if it has none |
     """
 
-    __slots__ = ("last_used", "locks", "own_locks", "pages", "queued")
+    __slots__ = ("last_used", "leases", "locks", "own_leases", "own_locks", "pages", "queued")
 
     def __init__(self, number: int, parent: Self | None, edge: bytes) -> None:
         super().__init__(number, parent, edge)
@@ -58,7 +69,9 @@ class PagedNode(Node):
         self.last_used: float = 0
         self.locks = 0
         self.own_locks = 0
-        self.queued = False
+        self.leases = 0
+        self.own_leases: set[NodeLease] = set()
+        self.queued: tuple[bool, float] | None = None
 
 
 N = TypeVar("N", bound=Node)

@@ -1,4 +1,5 @@
-"""Eviction policies. A policy is a function that gives a node's value: the leaf with the lowest value is evicted first.
+"""Eviction policies. A policy is a function that gives a node's value: the leaf with the lowest value is evicted first,
+of those without a lease as long as there are any.
 
 The tree calls it again only when a leaf reaches the top of its heap. So the value of a node in the heap may rise, but
 must never fall.

@@ -12,6 +12,9 @@ and when another request with the same prompt inserted [A|B|X] meanwhile, `num_p
 
 A node that was returned is good until the next `evict` or `reset`, and beyond that while it is locked. Locks count on
 the path to the root, so whatever lies below an unlocked node is unlocked too.
+
+A lease is weaker than a lock: leased leaves are evicted last, after all others. When a leased leaf is evicted, its
+leases pass to its parent, so the rest of the path stays leased.
 """
 
 import heapq
@@ -25,6 +28,7 @@ from radix.events import Event, Removed, Split, Stored
 from radix.integrity import check
 from radix.node import (
     TOKEN_BYTES,
+    NodeLease,
     PagedNode,
     attach,
     descend,
@@ -80,9 +84,14 @@ class Tree:
         self._numbers = itertools.count(1)
         self._num_cached = 0
         self._num_evictable = 0
-        # (value, number, node) of every evictable leaf, once each, and of some nodes that are no longer evictable
-        # leaves. When a node comes up, it is dropped if it is no longer one, and queued again if its value has risen.
-        self.heap: list[tuple[float, int, PagedNode]] = []
+        self._num_leased = 0
+        # (value, serial number, node) of every evictable leaf, and of some nodes that are no longer evictable leaves.
+        # When a node comes up, it is dropped if it is no longer one, and queued again if its value has risen. When a
+        # value falls, because a lease has ended, the node is queued again at once, and its old entry is stale: its
+        # value is no longer the very object in `PagedNode.queued`.
+        self.heap: list[tuple[tuple[bool, float], int, PagedNode]] = []
+        self._serials = itertools.count()
+        self.num_stale = 0
 
     @property
     def num_cached(self) -> int:
@@ -93,6 +102,11 @@ class Tree:
     def num_evictable(self) -> int:
         """Number of pages that `evict` could free now: those of nodes without a lock."""
         return self._num_evictable
+
+    @property
+    def num_leased(self) -> int:
+        """Number of pages with a lease."""
+        return self._num_leased
 
     def match(self, tokens: Sequence[int] | np.ndarray) -> Match:
         """The longest cached prefix of `tokens`, in whole pages. Splits the node inside which the prefix ends, and
@@ -149,11 +163,45 @@ class Tree:
             walker = walker.parent
         self._queue(node)
 
+    def lease(self, node: PagedNode) -> NodeLease:
+        """Lets `node` and its ancestors be evicted last, until `end_lease`. Raises ValueError for a node that was
+        evicted."""
+        if node.parent is None and node is not self.root:
+            raise ValueError(f"node {node.number} was evicted: lease what match and insert return before evicting")
+        lease = NodeLease(node)
+        node.own_leases.add(lease)
+        walker: PagedNode | None = node
+        while walker is not None:
+            if walker.leases == 0:
+                self._num_leased += len(walker.pages)
+            walker.leases += 1
+            walker = walker.parent
+        return lease
+
+    def end_lease(self, lease: NodeLease) -> None:
+        """Ends a lease. Raises KeyError if it has ended."""
+        node = lease.node
+        node.own_leases.remove(lease)
+        walker: PagedNode | None = node
+        while walker is not None:
+            walker.leases -= 1
+            if walker.leases == 0:
+                self._num_leased -= len(walker.pages)
+            walker = walker.parent
+        if node.queued is not None and node.queued > self._value(node):
+            node.queued = None
+            self._queue(node)
+            self.num_stale += 1
+            if self.num_stale > len(self.heap) // 2:
+                self.heap = [entry for entry in self.heap if entry[2].queued is entry[0]]
+                heapq.heapify(self.heap)
+                self.num_stale = 0
+
     def evict(self, num_pages: int) -> int:
         """Frees `num_pages` pages into the pool, or fewer if the rest is locked, and returns their number.
 
-        The least valuable leaf goes first; the last leaf loses only as much of its tail as is needed. Takes amortised
-        O(log leaves) a leaf, for a tree of any size.
+        The least valuable leaf without a lease goes first, then the least valuable one with a lease. The last leaf
+        loses only as much of its tail as is needed. Takes amortised O(log leaves) a leaf, for a tree of any size.
         """
         freed: list[np.ndarray] = []
         missing = min(num_pages, self._num_evictable)
@@ -220,6 +268,7 @@ class Tree:
         upper.pages, node.pages = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()
         upper.last_used = node.last_used
         upper.locks = node.locks
+        upper.leases = node.leases
         if self._on_event is not None:
             self._on_event(Split(node.number, upper.number, at // TOKEN_BYTES))
         return upper
@@ -228,6 +277,11 @@ class Tree:
         parent = detach(leaf, self._page_bytes)
         self._num_cached -= len(leaf.pages)
         self._num_evictable -= len(leaf.pages)
+        if leaf.leases:
+            self._num_leased -= len(leaf.pages)
+            for lease in leaf.own_leases:
+                lease.node = parent
+            parent.own_leases |= leaf.own_leases
         self._queue(parent)
         if self._on_event is not None:
             self._on_event(Removed(leaf.number))
@@ -235,18 +289,24 @@ class Tree:
     def _is_evictable_leaf(self, node: PagedNode) -> bool:
         return not node.children and node.locks == 0 and node.parent is not None
 
+    def _value(self, node: PagedNode) -> tuple[bool, float]:
+        return node.leases > 0, self.policy(node)
+
     def _queue(self, node: PagedNode) -> None:
         """Gives `node` an entry in the heap if it is an evictable leaf without one."""
-        if not node.queued and self._is_evictable_leaf(node):
-            node.queued = True
-            heapq.heappush(self.heap, (self.policy(node), node.number, node))
+        if node.queued is None and self._is_evictable_leaf(node):
+            node.queued = self._value(node)
+            heapq.heappush(self.heap, (node.queued, next(self._serials), node))
 
     def _pop_leaf(self) -> PagedNode:
         """Removes the least valuable evictable leaf from the heap and returns it. There must be one."""
         while True:
             value, _, node = heapq.heappop(self.heap)
-            node.queued = False
-            if self.policy(node) > value:
+            if node.queued is not value:
+                self.num_stale -= 1
+                continue
+            node.queued = None
+            if self._value(node) > value:
                 self._queue(node)
             elif self._is_evictable_leaf(node):
                 return node

@@ -6,6 +6,7 @@ The path of a request for text:
 2. `read_body` parses the body into one of the types of `requests`.
 3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
 4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
+   (`choices_job` and `ChoicesFormat` are the same for scores.)
 """
 
 import time
@@ -28,13 +29,23 @@ from router.auth import Keys
 from router.body import read_body
 from router.chat import ChatFormat
 from router.chat_template import TemplateError
+from router.choices import ChoicesFormat, choices_job
 from router.completion import CompletionFormat
 from router.config import RouterConfig
-from router.errors import ApiError, invalid
-from router.generation import Format, Generation
+from router.errors import ApiError, invalid, program_unknown
+from router.generation import Format, Generation, turn_on
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
-from router.requests import INT32, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.programs import Branch, BranchUnknown, Call, Held
+from router.requests import (
+    INT32,
+    ChatRequest,
+    ChoicesRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ProgramCall,
+    TokenizeRequest,
+)
 from router.responses import (
     ChatChunk,
     ChatCompletion,
@@ -43,6 +54,7 @@ from router.responses import (
     Health,
     ModelCard,
     ModelList,
+    ScoredChoices,
     TokenizeResponse,
     TokenizerInfo,
     Version,
@@ -50,6 +62,7 @@ from router.responses import (
 from router.sampling import check_token_ids
 from router.service import Service
 from router.sse import ClientGone, EventStream, unless_gone
+from worker.messages import Lease
 
 PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight
 
@@ -77,7 +90,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
     dependencies: list[Any] = [Depends(keys.check)]
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
-    app.include_router(_generation_routes(service, config), dependencies=dependencies)
+    app.include_router(_generation_routes(service, config, keys), dependencies=dependencies)
     app.include_router(_model_routes(service, config), dependencies=dependencies)
     app.include_router(_operator_routes(service, app.version))
     app.add_exception_handler(ApiError, _api_error)
@@ -88,7 +101,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.origins,
-            allow_methods=["GET", "POST", "HEAD"],
+            allow_methods=["GET", "POST", "HEAD", "DELETE"],
             allow_headers=["*"],
             expose_headers=[request_id.HEADER, "Retry-After"],
             max_age=PREFLIGHT_S,
@@ -98,7 +111,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
     return app
 
 
-def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
+def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> APIRouter:
     routes = APIRouter(tags=["generation"])
     errors = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 
@@ -122,14 +135,21 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         _check_priority(config, body.priority)
         body = service.defaults.complete(body)
         job = await service.in_thread(
-            size, chat_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
+            size,
+            chat_job,
+            body,
+            service.tokenizer,
+            service.context_length,
+            config.max_prompts,
+            arrived,
+            _call(body.program, keys.tenant(request)),
         )
         return await answer(request, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
 
     @routes.post(
         "/v1/completions",
         openapi_extra=openapi.body(CompletionRequest),
-        responses=openapi.answers(Completion, *errors, stream=Completion),
+        responses=openapi.answers(Completion, *errors, 409, stream=Completion),
     )
     async def completions(request: Request) -> Response:
         """Continues prompts, as a whole or as a stream."""
@@ -138,10 +158,57 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         _check_model(service, body.model)
         _check_priority(config, body.priority)
         body = service.defaults.complete(body)
+        call = _call(body.program, keys.tenant(request))
+        held = None if body.program is None else _held(service, body.program, keys.tenant(request))
         job = await service.in_thread(
-            size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
+            size,
+            completion_job,
+            body,
+            service.tokenizer,
+            service.context_length,
+            config.max_prompts,
+            arrived,
+            call,
+            held,
         )
         return await answer(request, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer))
+
+    @routes.post(
+        "/v1/choices",
+        openapi_extra=openapi.body(ChoicesRequest),
+        responses=openapi.answers(ScoredChoices, *errors, 409),
+    )
+    async def choices(request: Request) -> Response:
+        """Scores choices: the log probabilities of their tokens after the prompt."""
+        arrived = perf_counter()
+        body, size = await read_body(request, ChoicesRequest, config.max_body_bytes, config.body_timeout_s)
+        _check_model(service, body.model)
+        held = None if body.program is None else _held(service, body.program, keys.tenant(request))
+        branch = Branch() if held is None else held.branch
+        job = await service.in_thread(
+            size * len(body.choices),
+            choices_job,
+            body,
+            service.tokenizer,
+            service.context_length,
+            config.max_prompts,
+            arrived,
+            _call(body.program, keys.tenant(request)),
+            branch,
+        )
+        form = ChoicesFormat(job, service.model)
+        if held is None:
+            return await answer(request, False, job.prepared, form)
+        with turn_on(service.programs, held) as turn:
+            scored = await answer(request, False, job.prepared, form)
+            service.programs.end(turn, branch.extended(body.prompt, [], [], ""))
+        return scored
+
+    @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
+    async def end_program(request: Request, program_id: str) -> Response:
+        """Ends a program: what its branches hold is forgotten, and its leases end."""
+        service.end_program(_program_key(keys.tenant(request), program_id))
+        return Response(status_code=204)
 
     return routes
 
@@ -262,6 +329,26 @@ def _check_priority(config: RouterConfig, priority: int | None) -> None:
             "priority",
             "invalid_value",
         )
+
+
+def _program_key(tenant: str, program_id: str) -> str:
+    """The program's name in the router: clients with different keys never share a program."""
+    return f"{tenant}/{program_id}"
+
+
+def _call(call: ProgramCall | None, tenant: str) -> Call | None:
+    if call is None:
+        return None
+    return Call(Lease(_program_key(tenant, call.id), call.branch, call.lease_s or 0.0), call.parent, call.then)
+
+
+def _held(service: Service, call: ProgramCall, tenant: str) -> Held:
+    try:
+        return service.programs.look(
+            _program_key(tenant, call.id), call.branch, parent=call.parent, continues=bool(call.continues)
+        )
+    except BranchUnknown as error:
+        raise program_unknown(str(error)) from None
 
 
 def _tokens(service: Service, body: TokenizeRequest) -> list[int]:

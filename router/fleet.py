@@ -25,6 +25,7 @@ from radix.node import pack
 from router.errors import NoReplica
 from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
 from router.placement import Candidate, Placement, Weights, least_load, rank, round_robin
+from router.programs import Home
 from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
@@ -172,8 +173,15 @@ class Fleet:
                     break
                 del replica.unseen[request_id]
 
-    def place(self, request_id: str, prompt_ids: Sequence[int] | np.ndarray, candidates: Iterable[str]) -> Booking:
-        """Chooses one of `candidates` (replica ids) for the prompt and books the request there, atomically.
+    def place(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int] | np.ndarray,
+        candidates: Iterable[str],
+        home: Home | None = None,
+    ) -> Booking:
+        """Chooses one of `candidates` (replica ids) for the prompt and books the request there, atomically. `home`: the
+        replica that counts as having all tokens of the request's branch in its cache.
 
         Replaces an earlier booking of the same request. Raises NoReplica, with nothing booked, if no candidate is
         known, and ValueError for invalid token ids.
@@ -189,6 +197,8 @@ class Fleet:
                 replica = self._replicas[replica_id]
                 expected = ends[replica.expected.match(hashes, now)]
                 cached = 0 if replica.mirror is None else replica.mirror.match_packed(prompt)
+                if home is not None and replica_id == home.replica_id:
+                    cached = max(cached, home.num_tokens)
                 # The last token is always computed: its logits give the answer's first token.
                 cached = min(max(expected, cached), max(0, len(prompt_ids) - 1))
                 choices.append(replica.candidate(replica_id, cached))

@@ -2,20 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET
 
-from router.errors import ApiError
-from router.output_text import OutputText, Piece
+from router.errors import ApiError, program_unknown
+from router.output_text import OutputText, Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest
+from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
 from router.responses import ChunkUsage, PromptTokensDetails, Usage
 from router.service import Service
 from router.sse import DONE, Emit
 from router.structure import STRUCTURE
 from worker.messages import Output
+
+OnPiece = Callable[[Piece], Awaitable[None]]
 
 
 class Format(Protocol):
@@ -87,8 +90,35 @@ class Generation:
         await _together([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
 
-    async def _follow(self, sequence: Choice, on_piece: Callable[[Piece], Awaitable[None]]) -> None:
+    async def _follow(self, sequence: Choice, on_piece: OnPiece) -> None:
         """Runs one sequence, and passes each piece of its text to `on_piece`."""
+        if self._job.held is None:
+            await self._run(sequence, on_piece)
+        else:
+            await self._continue(self._job.held, sequence, on_piece)
+
+    async def _continue(self, held: Held, sequence: Choice, on_piece: OnPiece) -> None:
+        """Runs the sequence of a request that continues a branch. The branch holds its text before the client has the
+        end of it."""
+        programs, prompt = self._service.programs, sequence.prompt
+        text: list[str] = []
+
+        async def keep(piece: Piece) -> None:
+            turn.previous = None  # from now on, the client may have text
+            text.append(piece.text)
+            if piece.finish_reason is not None:
+                (transcript,) = self._transcripts
+                kept = kept_tokens(transcript.token_ids, transcript.ends, "".join(text), transcript.is_cut)
+                branch = held.branch.extended(prompt.text or "", prompt.token_ids, *kept)
+                programs.end(turn, branch)
+                if sequence.call is not None and sequence.call.then:
+                    self._service.prefetch(f"{self._name}-then", branch, sequence.call)
+            await on_piece(piece)
+
+        with turn_on(programs, held) as turn:
+            await self._run(sequence, keep)
+
+    async def _run(self, sequence: Choice, on_piece: OnPiece) -> None:
         job = self._job
         transcript = OutputText(
             self._service.tokenizer,
@@ -98,10 +128,16 @@ class Generation:
             skip_special_tokens=job.skip_special_tokens,
             continues=self._form.continues and not job.echo,
             wants_logprobs=job.wants_logprobs,
+            wants_ends=job.held is not None,
         )
         self._transcripts.append(transcript)
         outputs = self._service.generate(
-            f"{self._name}-{sequence.index}", sequence.prompt.token_ids, sequence.sampling, job.priority, job.arrived
+            f"{self._name}-{sequence.index}",
+            sequence.prompt.token_ids,
+            sequence.sampling,
+            job.priority,
+            job.arrived,
+            sequence.call,
         )
         begun = False
         ending = "abandoned"
@@ -115,6 +151,10 @@ class Generation:
                         if job.echo:
                             prompt = sequence.prompt
                             await on_piece(transcript.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
+                        elif output.prompt_logprobs is not None:
+                            token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
+                            scores = zip(token_ids, output.prompt_logprobs, strict=True)
+                            await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
                     piece = transcript.push(_without_tokens(output) if job.discard else output)
                     if piece.finish_reason is not None:
                         ending = piece.finish_reason
@@ -139,6 +179,25 @@ class Generation:
     def _usage(self) -> Usage:
         prompt, completion = self._job.prompt_tokens, sum(transcript.num_tokens for transcript in self._transcripts)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(self._cached_tokens))
+
+
+@contextlib.contextmanager
+def turn_on(programs: Programs, held: Held) -> Iterator[Turn]:
+    """A request on a branch, which the caller ends with `programs.end`. A request that fails before its client has
+    anything changes nothing (`Turn.previous`). One that is broken off later leaves the branch unknown, because its
+    client cannot know what was generated. Raises ApiError (409) if the branch is not as `held` says."""
+    try:
+        turn = programs.begin(held)
+    except BranchUnknown as error:
+        raise program_unknown(str(error)) from None
+    try:
+        yield turn
+    except ApiError:
+        programs.undo(turn)
+        raise
+    except BaseException:
+        programs.drop(turn)
+        raise
 
 
 def _without_tokens(output: Output) -> Output:

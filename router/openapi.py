@@ -11,13 +11,16 @@ _REF = "#/components/schemas/{name}"
 _TYPES = (
     requests.ChatRequest,
     requests.CompletionRequest,
+    requests.ChoicesRequest,
     requests.TokenizeRequest,
     requests.StreamOptions,
     requests.StructuredOutputs,
+    requests.ProgramCall,
     requests.DetokenizeRequest,
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    responses.ScoredChoices,
     responses.ModelCard,
     responses.ModelList,
     responses.TokenizeResponse,
@@ -32,6 +35,7 @@ _ERRORS = {
     401: "no API key, or a wrong one",
     404: "no such model",
     408: "the body took too long",
+    409: "the program or branch to continue is not known here: send the whole text",
     413: "the body is too large",
     415: "the body is compressed",
     429: "too many requests are waiting",
@@ -44,6 +48,7 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
+    made["ChoicesRequest"]["properties"]["model"]["enum"] = [model]
     for name in ("ChatRequest", "CompletionRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
@@ -96,7 +101,7 @@ def body(request: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def answers(
-    answer: type[msgspec.Struct], *errors: int, stream: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct], *statuses: int, stream: type[msgspec.Struct] | None = None
 ) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route."""
     content: dict[str, Any] = {"application/json": {"schema": reference(answer.__name__)}}
@@ -104,7 +109,13 @@ def answers(
         events = f"server-sent events; the data of each is a {stream.__name__} object, that of the last is `[DONE]`"
         content["text/event-stream"] = {"schema": {"description": events}}
     documented: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": content}}
-    for status in errors:
+    return documented | errors(*statuses)
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors among the `responses` of a route."""
+    documented: dict[int | str, dict[str, Any]] = {}
+    for status in statuses:
         error = {"application/json": {"schema": reference("Error")}}
         documented[status] = {"description": _ERRORS[status], "content": error}
     return documented

@@ -3,12 +3,14 @@
 import time
 import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import msgspec
 
 from router.chat_template import TemplateError
 from router.errors import ApiError, invalid
+from router.programs import Branch, Call, Held
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.sampling import check_token_ids, sampling_params, sequence_seed
 from router.structure import structure
@@ -21,7 +23,7 @@ MAX_LOGPROBS_HELD = 8 << 20  # in one answer that is not streamed: about 1 GB of
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. `text` is what `echo` repeats; None for a prompt that was sent as tokens."""
+    """A prompt. `text` is what was sent: `echo` repeats it, a branch keeps it; None for a prompt sent as tokens."""
 
     token_ids: list[int]
     text: str | None = None
@@ -29,12 +31,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the answer: one sequence. `first`: whether it is the first choice of its prompt."""
+    """A choice of the answer: one sequence. `first`: whether it is the first choice of its prompt. `call`: the program
+    that it belongs to."""
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
     first: bool
+    call: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class PreparedRequest:
     | `prompt_param`, `grammar_param` | the client's parameter names, for a replica's errors about prompt and grammar |
     | `wants_token_ids` | whether every choice has its `token_ids` |
     | `discard` | `max_tokens` is 0: the one token that the replica makes nevertheless is dropped |
+    | `held` | the branch of a program that the request continues; its text begins the only prompt |
     | `arrived` | `perf_counter` when the request came |
     """
 
@@ -69,16 +74,27 @@ class PreparedRequest:
     wants_token_ids: bool = False
     echo: bool = False
     discard: bool = False
+    held: Held | None = None
     arrived: float = field(default_factory=perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def chat_job(
-    request: ChatRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    context_length: int,
+    max_sequences: int,
+    arrived: float,
+    call: Call | None = None,
 ) -> PreparedRequest:
-    """Prepares a chat request: renders the template and tokenises. Slow: run it in a thread. Raises ApiError."""
+    """Prepares a chat request: renders the template and tokenises. `call`: the program that it belongs to. Slow: run it
+    in a thread. Raises ApiError."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    if request.program is not None and request.program.continues:
+        raise invalid("A chat cannot continue a branch: 'messages' are the whole conversation.", "program.continues")
+    if request.program is not None and request.program.then:
+        raise invalid("'program.then' is for completions: what follows in a chat is the template's.", "program.then")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
@@ -98,16 +114,23 @@ def chat_job(
         raise invalid(f"The chat template refuses these messages: {error}.", error.param) from None
     except PromptTooLong as error:
         raise _too_long(error.tokens, context_length, "messages", "at least ") from None
-    room = _room(token_ids, context_length, "messages")
+    room = context_room(token_ids, context_length, "messages")
     param = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
     max_tokens = _max_tokens(limits.pop() if limits else None, room, room, param)
-    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param)
+    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param, call)
 
 
 def completion_job(
-    request: CompletionRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+    request: CompletionRequest,
+    tokenizer: Tokenizer,
+    context_length: int,
+    max_sequences: int,
+    arrived: float,
+    call: Call | None = None,
+    held: Held | None = None,
 ) -> PreparedRequest:
-    """Prepares a request for completions: tokenises its prompts. Slow: run it in a thread. Raises ApiError."""
+    """Prepares a request for completions: tokenises its prompts. `call` and `held`: the program that it belongs to, and
+    the branch that it continues. Slow: run it in a thread. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
     grammar_param, grammar = structure(request)
@@ -120,12 +143,14 @@ def completion_job(
     )
     inputs = _inputs(request.prompt)
     _check_request(request, len(inputs), max_sequences)
+    if held is not None:
+        _check_program(request)
     prompts, max_tokens = [], []
     for entry in inputs:
-        prompts.append(_prompt(entry, tokenizer, context_length))
-        room = _room(prompts[-1].token_ids, context_length, "prompt")
+        prompts.append(_prompt(entry, tokenizer, context_length, Branch() if held is None else held.branch))
+        room = context_room(prompts[-1].token_ids, context_length, "prompt")
         max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
-    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param)
+    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, call, held)
 
 
 def _job(
@@ -136,6 +161,8 @@ def _job(
     max_tokens: list[int],
     arrived: float,
     grammar_param: str | None,
+    call: Call | None,
+    held: Held | None = None,
 ) -> PreparedRequest:
     n = request.n or 1
     options = request.stream_options
@@ -150,7 +177,7 @@ def _job(
             params = msgspec.structs.replace(
                 sampling, max_tokens=max(limit, 1), seed=sequence_seed(request.seed, choice)
             )
-            sequences.append(Choice(len(sequences), prompt, params, choice == 0))
+            sequences.append(Choice(len(sequences), prompt, params, choice == 0, call))
     _check_logprobs(request, sampling, sum(max_tokens) * n)
     return PreparedRequest(
         id=prefix + uuid.uuid4().hex,
@@ -169,6 +196,7 @@ def _job(
         wants_token_ids=bool(request.return_token_ids),
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         discard=request.max_tokens == 0,
+        held=held,
         arrived=arrived,
     )
 
@@ -208,20 +236,34 @@ def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     raise invalid("'prompt' mixes texts, token ids and lists: a list must be all of one kind.", "prompt")
 
 
-def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int) -> Prompt:
+def _check_program(request: CompletionRequest) -> None:
+    if not isinstance(request.prompt, str):
+        raise invalid("With 'program', 'prompt' must be one text.", "prompt")
+    if (request.n or 1) != 1:
+        raise invalid("With 'program', 'n' must be 1: a branch has one text. Fork branches by 'program.parent'.", "n")
+    if request.echo:
+        raise invalid("With 'program', 'echo' must be false.", "echo")
+
+
+def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, branch: Branch) -> Prompt:
     if isinstance(entry, list):
         check_token_ids(entry, tokenizer.vocab_size, "prompt")
         return Prompt(entry)
+    return Prompt(encode_prompt(entry, tokenizer, context_length, branch), entry)
+
+
+def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int, branch: Branch) -> list[int]:
+    """The tokens of a branch with `text` after it. Raises ApiError if they are too many, or none."""
     try:
-        token_ids = tokenizer.encode(entry, context_length=context_length)
+        token_ids = branch.prompt(text, partial(tokenizer.encode_part, context_length=context_length))
     except PromptTooLong as error:
         raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
     if not token_ids:
         raise invalid("'prompt' is empty: this model needs at least one token to begin with.", "prompt")
-    return Prompt(token_ids, entry)
+    return token_ids
 
 
-def _room(token_ids: list[int], context_length: int, param: str) -> int:
+def context_room(token_ids: list[int], context_length: int, param: str) -> int:
     """The number of tokens that fit into the context after the prompt."""
     room = context_length - len(token_ids)
     if room < 1:

@@ -302,6 +302,12 @@ class Replicas:
         connection.send(request)
         return stream
 
+    def tell_all(self, message: FromRouter) -> None:
+        """Sends a message to all connected replicas."""
+        for connection in self._connections.values():
+            if connection.connected:
+                connection.send(message)
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_LEASE_S = 3600
 INT32 = (1 << 31) - 1
 INT63 = (1 << 63) - 1
 TOKEN_ID = "token id"
@@ -96,6 +97,40 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
     structural_tag: Neutral = None
 
 
+ProgramName = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ProgramCall(Body, frozen=True, kw_only=True):
+    """The program of calls that a request belongs to, and what it says about the calls to come."""
+
+    id: Annotated[ProgramName, Meta(description="the program's run")]
+    branch: Annotated[ProgramName, Meta(description="the branch whose text this request continues")]
+    parent: Annotated[
+        ProgramName | None,
+        Meta(description="with the first request of a branch: the branch whose text, as it is now, it begins with"),
+    ] = None
+    continues: Annotated[
+        Flag,
+        Meta(description="prompt is only the text that follows what the branch holds; false: prompt is the whole text"),
+    ] = None
+    lease_s: Annotated[
+        Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] | None,
+        Meta(description="seconds after this request in which the branch's KV is evicted last; 0"),
+    ] = None
+    then: Annotated[
+        str | None,
+        Meta(description="constant text that will follow the answer: computed as soon as the answer ends"),
+    ] = None
+    remaining: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None,
+        Meta(description="calls that the program still has after this one on its longest path; not used yet"),
+    ] = None
+    deadline_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="seconds from now in which the program should have ended; not used yet"),
+    ] = None
+
+
 class GenerationRequest(Body, frozen=True, kw_only=True):
     """The fields that chat and plain completions share."""
 
@@ -163,6 +198,7 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     length_penalty: Annotated[
         Annotated[float, Meta(ge=1, le=1)] | None, Meta(description="for beam search, which is not supported: 1")
     ] = None
+    program: ProgramCall | None = None
 
 
 class TextPart(Body, frozen=True):
@@ -252,6 +288,16 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: TopLogprobs | None = None
     best_of: Annotated[Choices | None, Meta(description="accepted if equal to n")] = None
     suffix: Neutral = None
+
+
+class ChoicesRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/choices."""
+
+    model: str
+    prompt: Annotated[str, Meta(description="the text before each choice; with a program, what follows its branch")]
+    choices: Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
+    unconditional: Annotated[Flag, Meta(description="score the choices without the prompt, too; false")] = None
+    program: ProgramCall | None = None
 
 
 class TokenizeRequest(Body, frozen=True):

@@ -135,6 +135,27 @@ class Completion(msgspec.Struct, kw_only=True):
 # ---------------------------------------------------------------- other routes
 
 
+class ScoredChoice(msgspec.Struct, kw_only=True):
+    """The tokens of a choice from the first that differs from the prompt's, with natural log probabilities. `greedy`:
+    whether no other token is likelier; `top_logprob`: of the likeliest token. `unconditional_logprobs`, without the
+    prompt, are null where nothing comes before the token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    unconditional_logprobs: list[float | None] | None
+    greedy: list[bool]
+    top_logprob: list[float]
+
+
+class ScoredChoices(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["choices"] = "choices"
+    created: int
+    model: str
+    choices: list[ScoredChoice]
+    usage: Usage
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     """A model. `max_model_len`: most tokens of prompt and output together. `default_sampling`: the model's own sampling
     parameters, for requests that leave them out."""

@@ -17,9 +17,10 @@ from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.metrics import Metrics, ReplicaTimes
+from router.programs import Branch, Call, Home, Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
-from worker.messages import Failure, Generate, Output, SamplingParams
+from worker.messages import Failure, Generate, Output, Release, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ MAX_REFUSALS = 3
 # counted, not time, because the placer itself may wait for a replica.
 PLACE_TRIES = 200
 PLACE_RETRY_S = 0.05
+# The text after an answer is computed with one token of output, the least there is, when nothing else waits.
+PREFETCH = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
+LOWEST_PRIORITY = -(1 << 31)
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
 
@@ -40,11 +44,16 @@ class Placer(Protocol):
     """Chooses a replica and books the request there, atomically (`Fleet.place`)."""
 
     async def place(
-        self, request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str] = frozenset()
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        exclude: frozenset[str],
+        refused: frozenset[str] = frozenset(),
+        home: Home | None = None,
     ) -> str:
         """Returns the chosen replica's id. `exclude`: replicas that were gone a moment ago; one that is connected again
-        may be chosen. `refused`: replicas that may not be chosen. Raises NoReplica when none is available within a
-        bounded time, or at once when all that exist have refused."""
+        may be chosen. `refused`: replicas that may not be chosen. `home`: as in `Fleet.place`. Raises NoReplica when
+        none is available within a bounded time, or at once when all that exist have refused."""
         ...
 
 
@@ -82,7 +91,10 @@ class Service:
         self.model = model
         self.context_length = context_length
         self.defaults = defaults
+        self.programs = Programs()
+        metrics.watch_programs(self.programs)
         self._placer = placer
+        self._prefetches: set[asyncio.Task[None]] = set()
         self._fleet = fleet
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
         self._long_texts = ThreadPoolExecutor(1, "long-text")
@@ -93,6 +105,9 @@ class Service:
 
     async def close(self) -> None:
         await self.replicas.close()
+        for task in self._prefetches:
+            task.cancel()
+        await asyncio.gather(*self._prefetches, return_exceptions=True)
         for threads in (self._threads, self._long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -103,10 +118,16 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: SamplingParams, priority: int, arrived: float
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        arrived: float,
+        call: Call | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
-        `perf_counter` of the HTTP request. Raises ApiError.
+        `perf_counter` of the HTTP request. `call`: the program that it belongs to. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
@@ -124,9 +145,10 @@ class Service:
                 output_ids=list(produced),
                 resumed=resumed,
                 priority=priority,
+                lease=None if call is None else call.lease,
             )
             try:
-                async with contextlib.aclosing(self._run(request, lost, frozenset(refused), arrived)) as outputs:
+                async with contextlib.aclosing(self._run(request, lost, frozenset(refused), arrived, call)) as outputs:
                     async for output in outputs:
                         produced += output.token_ids
                         yield output
@@ -152,12 +174,38 @@ class Service:
             if produced:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
 
+    def end_program(self, program: str) -> None:
+        """Forgets a program, and ends its leases wherever they are."""
+        self.programs.remove(program)
+        self.replicas.tell_all(Release([program]))
+
+    def prefetch(self, request_id: str, branch: Branch, call: Call) -> None:
+        """Lets the home of a branch compute the constant text that will follow it, unless it is full or gone."""
+        home = self.programs.home(call)
+        if home is not None and call.then:
+            task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then))
+            self._prefetches.add(task)
+            task.add_done_callback(self._prefetches.discard)
+
+    async def _prefetch(self, request_id: str, replica_id: str, branch: Branch, text: str) -> None:
+        prompt_ids = await self.in_thread(len(text), branch.prompt, text, self.tokenizer.encode_part)
+        request = Generate(request_id=request_id, prompt_ids=prompt_ids, sampling=PREFETCH, priority=LOWEST_PRIORITY)
+        with contextlib.suppress(ReplicaLost, ReaderTooSlow):
+            stream = self.replicas.generate(replica_id, request)
+            try:
+                async for _ in stream:
+                    pass  # one token, or a refusal
+            finally:
+                stream.close()
+
     async def _run(
-        self, request: Generate, lost: list[str], refused: frozenset[str], arrived: float
+        self, request: Generate, lost: list[str], refused: frozenset[str], arrived: float, call: Call | None
     ) -> AsyncGenerator[Output, None]:
         """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:
-            replica_id, stream = await self._send(request, lost, refused)
+            home = None if call is None else self.programs.home(call)
+            replica_id, stream = await self._send(request, lost, refused, home)
+            num_tokens = len(request.prompt_ids) + len(request.output_ids)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
                 async for output in stream:
@@ -167,19 +215,24 @@ class Service:
                         raise _failed(output.failure, request.request_id)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
+                    num_tokens += len(output.token_ids)
+                    if call is not None:
+                        self.programs.set_home(call, Home(replica_id, num_tokens))
                     yield output
             finally:
                 stream.close()
         finally:
             self._fleet.release(request.request_id)
 
-    async def _send(self, request: Generate, lost: list[str], refused: frozenset[str]) -> tuple[str, ReplicaStream]:
+    async def _send(
+        self, request: Generate, lost: list[str], refused: frozenset[str], home: Home | None
+    ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
         token_ids = request.prompt_ids + request.output_ids
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
-            replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused)
+            replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home)
             booking = self._fleet.booking(request.request_id)
             request.booking = 0 if booking is None else booking.number
             try:

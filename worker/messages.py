@@ -6,7 +6,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 
 | direction | messages |
 | --- | --- |
-| router to replica | `Generate`, `Abort`, `Subscribe` |
+| router to replica | `Generate`, `Abort`, `Release`, `Subscribe` |
 | replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad` |
 """
 
@@ -45,7 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     - `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 switch those filters off.
     - `seed` None: a random seed is drawn.
     - `logprobs` None: no log probabilities. k >= 0: those of the chosen token and of the k likeliest tokens.
-    - `prompt_logprobs`: the same for the prompt's tokens (for `echo`).
+    - `prompt_logprobs`: the same for the prompt's tokens (for `echo`), from position `prompt_logprobs_start` on. Tokens
+      before the one that precedes it may come from the cache.
 
     Stop strings are not here: the router matches them, since it has the text.
     """
@@ -64,11 +65,24 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logit_bias: dict[int, float] = {}
     grammar: Grammar | None = None
 
 
 # ---------------------------------------------------------------- router to replica
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """A wish to keep a request's KV: for `seconds` after its end, it is evicted last.
+
+    `owner` has one lease of each `name`; a request without seconds ends it. Every request with a lease renews all
+    leases of its owner. Leases hold at most half of the pages; those that end soonest are given up first.
+    """
+
+    owner: str
+    name: str
+    seconds: float = 0.0
 
 
 class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
@@ -80,6 +94,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | `resumed` | a replica accepted the request before and its client waits, so a full queue does not refuse it |
     | `priority` | higher runs first |
     | `booking` | number of this request among the router's requests to this replica, from 1 without gaps |
+    | `lease` | what becomes of the KV after the request; None: it is cached as any other |
 
     `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
 
@@ -94,6 +109,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     resumed: bool = False
     priority: int = 0
     booking: int = 0
+    lease: Lease | None = None
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -102,12 +118,18 @@ class Abort(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
+class Release(msgspec.Struct, tag=True):
+    """End all leases of these owners. Unknown owners are ignored. There is no reply."""
+
+    owners: list[str]
+
+
 class Subscribe(msgspec.Struct, tag=True):
     """Send `CacheEvents` and `ReplicaLoad` to this router from now on, starting with a snapshot of the tree. A router
     sends it again after a gap in the sequence numbers of the events."""
 
 
-FromRouter = Generate | Abort | Subscribe
+FromRouter = Generate | Abort | Release | Subscribe
 
 # ---------------------------------------------------------------- replica to router
 
@@ -142,8 +164,8 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """New tokens of one request, in order. The last output of a request has a `finish_reason`.
 
     A stop token (EOS or one of `stop_token_ids`) is the last of `token_ids`, with finish reason "stop" and
-    `stop_token_id` set. The first output carries `cached_tokens`, `queue_s` (seconds) and `prompt_logprobs`, whose
-    first position is None.
+    `stop_token_id` set. The first output carries `cached_tokens`, `queue_s` (seconds) and `prompt_logprobs`, one
+    for each position from `prompt_logprobs_start` on; that of position 0 is None.
     """
 
     request_id: str
@@ -199,6 +221,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     kv_tokens_total: int = 0
     kv_tokens_used: int = 0  # held by running requests
     kv_tokens_cached: int = 0  # in the tree, evictable
+    kv_tokens_leased: int = 0  # in the tree, evicted last
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0

@@ -115,11 +115,15 @@ def miscount_evictable(tree):
 def lose_a_leaf_in_the_heap(tree):
     free = parts(tree)[2]
     tree.heap[:] = [entry for entry in tree.heap if entry[2] is not free]
-    free.queued = False
+    free.queued = None
 
 
 def forget_a_mark(tree):
-    parts(tree)[2].queued = False
+    parts(tree)[2].queued = None
+
+
+def mark_what_is_not_listed(tree):
+    tree.root.queued = (False, 1.0)
 
 
 def queue_twice(tree):
@@ -131,7 +135,8 @@ def queue_a_dead_node(tree):
     dead = tree.insert([9], pages).node
     tree.evict(3)
     tree.pool.allocate(1)
-    tree.heap.append((10**6, dead.number, dead))
+    dead.queued = (False, 10**6)
+    tree.heap.append((dead.queued, 10**6, dead))
 
 
 def disorder_the_heap(tree):
@@ -142,6 +147,35 @@ def disorder_the_heap(tree):
 
 def lower_a_value(tree):
     parts(tree)[2].last_used = 0
+
+
+def count_a_lease_too_many(tree):
+    tree.root.leases += 1
+
+
+def lose_a_lease_on_the_path(tree):
+    tree.lease(parts(tree)[1])
+    tree.root.leases -= 1
+
+
+def lease_another_node(tree):
+    tree.lease(parts(tree)[1]).node = parts(tree)[2]
+
+
+def miscount_leased(tree):
+    tree._num_leased += 1
+
+
+def end_a_lease_without_queueing(tree):
+    free = parts(tree)[2]
+    lease = tree.lease(free)
+    tree.evict(0)
+    free.queued = (True, free.last_used)
+    tree.heap[:] = [(free.queued, 0, free)]
+    free.own_leases.remove(lease)
+    for node in (free, parts(tree)[0], tree.root):
+        node.leases -= 1
+    tree._num_leased = 0
 
 
 @pytest.mark.parametrize(
@@ -168,11 +202,17 @@ def lower_a_value(tree):
         (miscount_cached, "num_cached is 7"),
         (miscount_evictable, "num_evictable is 1"),
         (lose_a_leaf_in_the_heap, "eviction cannot find"),
-        (forget_a_mark, "marked queued=False, but listed=True"),
+        (forget_a_mark, "has 1 stale entries"),
+        (mark_what_is_not_listed, "but listed=False"),
         (queue_twice, "twice"),
         (queue_a_dead_node, "which is gone"),
         (disorder_the_heap, "out of order"),
         (lower_a_value, "has fallen"),
+        (count_a_lease_too_many, "counts 1 leases, but has 0 and its children 0"),
+        (lose_a_lease_on_the_path, "counts 0 leases, but has 0 and its children 1"),
+        (lease_another_node, "a lease on node"),
+        (miscount_leased, "num_leased is 1"),
+        (end_a_lease_without_queueing, "has fallen"),
     ],
 )
 def test_damage_is_found(tree, damage, says):

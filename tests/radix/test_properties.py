@@ -1,10 +1,12 @@
-"""Any history of matches, inserts, locks and evictions, against a model with no tree: a dict of cached prefixes."""
+"""Any history of matches, inserts, locks, leases and evictions, against a model with no tree: a dict of cached
+prefixes."""
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from radix.node import NodeLease
 from radix.tree import PagedNode
 
 from .conftest import Cache
@@ -15,7 +17,7 @@ PROMPTS = st.lists(st.integers(0, 1), max_size=24)
 
 class Model(RuleBasedStateMachine):
     """`prefixes` maps each cached prefix (whole pages) to the page of its last tokens and the time of its last use;
-    `locks` lists what is locked with how many tokens end there."""
+    `locks` lists what is locked with how many tokens end there, `leases` what is leased."""
 
     @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
     def start(self, page_size: int) -> None:
@@ -23,6 +25,7 @@ class Model(RuleBasedStateMachine):
         self.page_size = page_size
         self.prefixes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.locks: list[tuple[PagedNode, tuple[int, ...]]] = []
+        self.leases: list[tuple[NodeLease, tuple[int, ...]]] = []
         self.now = 0
 
     def cached(self, tokens: list[int]) -> list[tuple[int, ...]]:
@@ -45,6 +48,11 @@ class Model(RuleBasedStateMachine):
 
     def pinned(self) -> set[tuple[int, ...]]:
         return {held[:end] for _, held in self.locks for end in range(self.page_size, len(held) + 1, self.page_size)}
+
+    def leased(self) -> set[tuple[int, ...]]:
+        """The cached prefixes under a lease; what was evicted is under none."""
+        ends = [(held, end) for _, held in self.leases for end in range(self.page_size, len(held) + 1, self.page_size)]
+        return {held[:end] for held, end in ends} & self.prefixes.keys()
 
     @rule(tokens=PROMPTS)
     def match(self, tokens: list[int]) -> None:
@@ -88,25 +96,44 @@ class Model(RuleBasedStateMachine):
         node, _ = self.locks.pop(which % len(self.locks))
         self.cache.tree.unlock(node)
 
+    @rule(tokens=PROMPTS)
+    def lease(self, tokens: list[int]) -> None:
+        found = self.use(tokens)
+        node = self.cache.tree.match(tokens).node
+        self.leases.append((self.cache.tree.lease(node), found[-1] if found else ()))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 100))
+    def end_lease(self, which: int) -> None:
+        lease, _ = self.leases.pop(which % len(self.leases))
+        self.cache.tree.end_lease(lease)
+
     @rule(num_pages=st.integers(0, 8))
     def evict(self, num_pages: int) -> None:
-        free = set(self.prefixes) - self.pinned()
+        free, leased = set(self.prefixes) - self.pinned(), self.leased()
         before = {event.node for event in self.cache.tree.snapshot()}
         assert self.cache.tree.num_evictable == len(free)
         assert self.cache.tree.evict(num_pages) == min(num_pages, len(free))
         left = {prefix: use for prefix, use in self.prefixes.items() if self.is_cached(prefix)}
         gone = {prefix: use for prefix, use in self.prefixes.items() if prefix not in left}
         assert len(gone) == min(num_pages, len(free)) and set(gone) <= free
-        # Least recently used first: what went was never used after a leaf that could have gone instead.
+        # Without a lease first, then least recently used: what went never had a lease, and was never used after a leaf
+        # that could have gone instead, unless that leaf had a lease.
         leaves = {
             prefix: use
             for prefix, use in left.items()
             if prefix in free and not any(other[: len(prefix)] == prefix and other != prefix for other in left)
         }
         if gone and leaves:
-            assert max(use for _, use in gone.values()) <= min(use for _, use in leaves.values())
+            last = max((prefix in leased, use) for prefix, (_, use) in gone.items())
+            assert last <= min((prefix in leased, use) for prefix, (_, use) in leaves.items())
         assert len(before) + 1 >= len(self.cache.tree.snapshot()), "eviction splits one leaf at most"
         self.prefixes = left
+        # A lease whose end was evicted stays on what is left of its path, and does not come back with other pages.
+        self.leases = [(lease, self.longest(held)) for lease, held in self.leases]
+
+    def longest(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        return max(self.cached(list(tokens)), key=len, default=())
 
     def is_cached(self, prefix: tuple[int, ...]) -> bool:
         return self.cache.mirror.match(prefix) == len(prefix)
@@ -116,6 +143,7 @@ class Model(RuleBasedStateMachine):
     def reset(self) -> None:
         self.cache.tree.reset()
         self.prefixes = {}
+        self.leases = [(lease, ()) for lease, _ in self.leases]
 
     @invariant()
     def sound(self) -> None:
@@ -123,6 +151,8 @@ class Model(RuleBasedStateMachine):
             self.cache.check()
             assert self.cache.tree.num_cached == len(self.prefixes)
             assert self.cache.tree.num_evictable == len(set(self.prefixes) - self.pinned())
+            assert self.cache.tree.num_leased == len(self.leased())
+            assert len(self.cache.tree.heap) <= 2 * NUM_PAGES + 2
 
 
 TestModel = Model.TestCase

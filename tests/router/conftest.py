@@ -28,6 +28,7 @@ from router.defaults import SamplingDefaults
 from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
+from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
@@ -132,7 +133,12 @@ class DirectPlacer:
         self.placed: list[tuple[str, list[int], str]] = []
 
     async def place(
-        self, request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str] = frozenset()
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        exclude: frozenset[str],
+        refused: frozenset[str] = frozenset(),
+        home: Home | None = None,
     ) -> str:
         try:
             async with asyncio.timeout(0 if refused else self.wait_s):
@@ -140,7 +146,7 @@ class DirectPlacer:
                     await self.replicas.changed()
         except TimeoutError:
             raise NoReplica() from None
-        replica_id = self.fleet.place(request_id, prompt_ids, candidates).replica_id
+        replica_id = self.fleet.place(request_id, prompt_ids, candidates, home).replica_id
         self.placed.append((request_id, prompt_ids, replica_id))
         return replica_id
 
@@ -359,7 +365,7 @@ class FakeReplica:
             output.queue_s = 0.25
             if sampling.prompt_logprobs is not None:
                 rest = [self._logprobs(token_id, sampling.prompt_logprobs) for token_id in request.prompt_ids[1:]]
-                output.prompt_logprobs = [None, *rest]
+                output.prompt_logprobs = [None, *rest][sampling.prompt_logprobs_start :]
         return output
 
     def _logprobs(self, token_id: int, top: int) -> TokenLogprobs:

@@ -14,6 +14,7 @@ from radix.tree import Tree
 from router.errors import NoReplica
 from router.fleet import Fleet
 from router.optimistic_prefixes import EXPIRES_S
+from router.programs import Home
 from worker.messages import CacheEvents, ReplicaLoad
 
 PROMPT = list(range(100, 164))
@@ -403,3 +404,18 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+
+
+def test_a_home_counts_as_having_the_whole_branch(fleet):
+    """It is preferred to replicas that are idle too, until its load outweighs what it saves; and it may be gone."""
+    home = Home("b", 60)
+    for token in range(3):
+        booking = fleet.place("r", [token] * 64, "abc", home)
+        assert (booking.replica_id, booking.cached_tokens) == ("b", 60)
+        fleet.release("r")
+    assert fleet.place("r", [5] * 64, "ac", home).replica_id in "ac"
+    fleet.release("r")
+    fleet.apply_load("b", load(waiting_tokens=5000))
+    assert fleet.place("s", [6] * 64, "abc", home).replica_id in "ac"
+    fleet.release("s")
+    assert fleet.place("t", [7] * 10, "b", home).cached_tokens == 9  # the last token is always computed

@@ -233,7 +233,9 @@ def test_a_placer_that_names_replicas_that_are_gone_is_asked_so_often_however_lo
     stack = make_stack(make_replica())
     excluded: list[frozenset[str]] = []
 
-    async def place(request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str]) -> str:
+    async def place(
+        request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str], home: None
+    ) -> str:
         excluded.append(exclude)
         return f"gone{len(excluded)}"
 

@@ -82,6 +82,8 @@ JUNK: list[Any] = [
     {"²": 1},
     {"1e1": 1},
     [{"type": "image_url", "image_url": {"url": "x"}}],
+    {"id": "p", "branch": "b"},
+    {"id": "p", "branch": "b", "continues": True},
 ]
 BAD: dict[str, list[Any]] = {
     "regex": r"( [ * a{9999999} (a*)*b \1 (?=a) (?P<n>a) \p{L} [^\s\S] ^$ (?i)x [z-a] \ x{3,1} (a{1,99}){1,99}".split(),
@@ -132,7 +134,7 @@ frequency_penalty repetition_penalty logit_bias seed stop stop_token_ids tools m
 skip_special_tokens priority user response_format regex choice ebnf stream stream_options logprobs
 top_logprobs echo best_of suffix audio store metadata tool_choice functions modalities service_tier
 reasoning_effort chat_template_kwargs prompt_cache_key Model __class__ structured_outputs guided_json guided_regex
-guided_choice guided_grammar include_stop_str_in_output length_penalty
+guided_choice guided_grammar include_stop_str_in_output length_penalty program choices unconditional
 """.split()
 FIELDS += ["", "\ud800"]
 CONTENT_TYPES = [
@@ -149,7 +151,8 @@ CONTENT_TYPES = [
 PATHS = [
     *"""
 / // /v1 /v1/ /v1/models/ /v1/models/%00 /v1/models/..%2f.. /v1/models/é /v1/completions/ /V1/completions
-/v1/chat /v1/embeddings /tokenize /detokenize /tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
+/v1/chat /v1/choices /v1/programs/x
+/v1/embeddings /tokenize /detokenize /tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
 /v1/models?x=%ff
 /%ff /favicon.ico /v1/models
 """.split(),

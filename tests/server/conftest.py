@@ -23,6 +23,7 @@ from router.connection import protocol
 from router.defaults import SamplingDefaults
 from router.fleet import Fleet
 from router.metrics import Metrics
+from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
@@ -41,9 +42,14 @@ class Placer:
         self._fleet, self._replicas = fleet, replicas
 
     async def place(
-        self, request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str] = frozenset()
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        exclude: frozenset[str],
+        refused: frozenset[str] = frozenset(),
+        home: Home | None = None,
     ) -> str:
-        return self._fleet.place(request_id, prompt_ids, self._replicas.ready - refused).replica_id
+        return self._fleet.place(request_id, prompt_ids, self._replicas.ready - refused, home).replica_id
 
 
 class Whole:

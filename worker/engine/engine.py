@@ -143,6 +143,10 @@ class Engine:
             self._grammar_queue.forget(request_id)
         self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
 
+    def release(self, owners: Iterable[str]) -> None:
+        """Ends all leases of these owners. Unknown ones are ignored."""
+        self.scheduler.leases.release(owners)
+
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. Requests that wait for a grammar do not count: `on_ready` tells."""

@@ -33,6 +33,7 @@ from worker.messages import (
     Generate,
     Output,
     Outputs,
+    Release,
     Subscribe,
     decode_from_router,
     encode,
@@ -207,6 +208,9 @@ class Server:
         elif isinstance(message, Abort):
             mine = [i for i in message.request_ids if self._owners.get(i) == router]
             self._abort(mine)
+        elif isinstance(message, Release):
+            self.engine.release(message.owners)
+            self._load_due = True
         elif isinstance(message, Subscribe):
             self._subscribe(router)
 

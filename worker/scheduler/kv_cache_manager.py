@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from radix.node import PagedNode
 from radix.tree import Tree
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
@@ -51,19 +52,20 @@ class KVCacheManager:
             seq.write_page(index, page)
         self._table.num_pages[rows] += 1
 
-    def cache_prefix(self, seq: Sequence) -> None:
-        """Hands the whole pages of `seq` that ended steps computed to the tree, and locks them there.
+    def cache_prefix(self, seq: Sequence) -> PagedNode:
+        """Hands the whole pages of `seq` that ended steps computed to the tree, and locks them there. Returns the node
+        at whose end they end.
 
         If the tree has some of these tokens already, computed by another sequence, `seq` goes on with the tree's pages
         and its own are freed. A step in flight may still read the freed pages. That is safe, because they are written
         again only by later steps.
         """
         num_full = seq.num_confirmed // self.page_size
+        assert seq.node is not None
         if num_full <= seq.num_shared:
-            return
+            return seq.node
         token_ids, pages = seq.token_ids(0, num_full * self.page_size), seq.pages(0, num_full)
         node, num_present = self.tree.insert(token_ids, pages)
-        assert seq.node is not None
         self.tree.lock(node)
         self.tree.unlock(seq.node)
         seq.node = node
@@ -73,6 +75,7 @@ class KVCacheManager:
             pages[twice] = self.tree.match(token_ids).pages[twice]
             seq.num_sent_pages = 0
         seq.num_shared = num_full
+        return node
 
     def free(self, seq: Sequence, keep: bool) -> None:
         """Frees all pages of `seq`. `keep`: the whole pages that ended steps computed go to the tree first."""

@@ -38,6 +38,7 @@ import numpy as np
 from pipeline.budget import Budget
 from pipeline.chunk import chunk_tokens
 from pipeline.policy import Policy, SchedulerView
+from radix.leases import Leases
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
@@ -106,6 +107,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._table = SequenceTable[Sequence](config.max_waiting + num_slots)
         self.kv_cache = KVCacheManager(tree, self._table)
+        self.leases = Leases(tree, self.num_pages // 2)
         self._num_stages = policy.settings.stages
         self._in_flight: StepsInFlight
         if self._num_stages == 1:
@@ -175,6 +177,8 @@ class Scheduler:
         )
         if request.output_ids and self._finish_complete(seq):
             return False
+        if seq.lease is not None:
+            self.leases.renew(seq.lease.owner, self.clock())
         self._sequences[seq.request_id] = seq
         self._stop_checker.add(seq)
         self._waiting.add(seq, self._step, ready)
@@ -211,6 +215,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Chooses the next step: starts and preempts sequences, and allocates pages."""
+        self.leases.expire(self.clock())
         running = RunningBatch.classify(self.running.rows, self._table)
         view = self._view = self._snapshot(running)
         is_too_few = view.decoding >= self._num_stages or view.waiting > 0
@@ -276,6 +281,7 @@ class Scheduler:
 
     def load(self) -> ReplicaLoad:
         """The current load in tokens, and the counters. The caller sets `incarnation` and `bookings_seen`."""
+        self.leases.expire(self.clock())
         load = copy.copy(self.counters)
         load.running = len(self.running)
         load.waiting = len(self._waiting)
@@ -286,12 +292,14 @@ class Scheduler:
         load.waiting_tokens = int(np.maximum(table.num_prompt[rows] - table.num_computed[rows], 0).sum())
         load.waiting_tokens += int(np.maximum(table.num_prompt[waiting] - table.cached_estimate[waiting], 0).sum())
         load.kv_tokens_cached = self.kv_cache.tree.num_evictable * self.page_size
+        load.kv_tokens_leased = self.kv_cache.tree.num_leased * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has one owner and every sequence is in one place. Walks all pages and
         sequences."""
+        self.leases.check_integrity()
         check_sequences(self._sequences, self.running, self._waiting, self.kv_cache, self._table, len(self._in_flight))
 
     # ------------------------------------------------------------ arrival
@@ -430,6 +438,9 @@ class Scheduler:
         del self._sequences[seq.request_id]
         self._stop_checker.remove(seq)
         if seq.is_running:
+            if keep and seq.lease is not None:
+                node = self.kv_cache.cache_prefix(seq)
+                self.leases.grant(seq.lease.owner, seq.lease.name, node, seq.lease.seconds, self.clock())
             self._preemption.release(seq, keep)
         else:
             self._waiting.remove(seq)

@@ -75,6 +75,7 @@ class Sequence:
         "estimated_at_step",
         "grammar",
         "job",
+        "lease",
         "new_token_ids",
         "node",
         "num_shared",
@@ -107,6 +108,7 @@ class Sequence:
         self.request_id = request.request_id
         self.sampling: SamplingParams = request.sampling
         self.priority = request.priority
+        self.lease = request.lease
         self.arrival = arrival
         self.arrived_s = arrived_s
         self.started_s: float | None = None  # when it first ran
@@ -134,7 +136,7 @@ class Sequence:
         self.cached_tokens = 0  # cached part of the prompt when it first ran
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.sampling.prompt_logprobs is not None and not request.output_ids:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [] if self.sampling.prompt_logprobs_start else [None]
 
     @property
     def num_known(self) -> int:
@@ -163,15 +165,18 @@ class Sequence:
     @property
     def wants_prompt_logits(self) -> bool:
         """Whether log probabilities of prompt tokens are asked for, and some are still to be computed."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+        return self.prompt_logprobs is not None and self._num_scored < self.num_prompt
 
     @property
     def reusable_tokens(self) -> int:
         """How many leading tokens may come from the cache. The last token may not: it gives the logits of the next one.
         Nor may prompt tokens that give log probabilities still to be computed."""
-        if self.wants_prompt_logits:
-            return len(self.prompt_logprobs or ()) - 1
-        return self.num_known - 1
+        return (self._num_scored if self.wants_prompt_logits else self.num_known) - 1
+
+    @property
+    def _num_scored(self) -> int:
+        """Leading prompt tokens whose log probabilities are known or not asked for."""
+        return self.sampling.prompt_logprobs_start + len(self.prompt_logprobs or ())
 
     def pages_missing(self, page_size: int) -> int:
         """Pages that are still to be allocated for the tokens that the sequence has now."""

@@ -31,7 +31,9 @@ class StepBuilder:
     def limit(self, seq: Sequence) -> int:
         """The longest chunk that `seq` may have in this step, in tokens."""
         size = self._chunk(seq.num_computed, seq.num_missing)
-        return min(size, self._prompt_rows_left) if seq.wants_prompt_logits else size
+        if seq.wants_prompt_logits:
+            size = min(size, max(0, seq.reusable_tokens - seq.num_computed) + self._prompt_rows_left)
+        return size
 
     def may_start(self, seq: Sequence) -> bool:
         """Whether a waiting sequence could have a first chunk in this step."""
@@ -48,7 +50,8 @@ class StepBuilder:
         self._sizes[seq] = size
         self.budget.add(seq.num_computed, size)
         if seq.wants_prompt_logits:
-            self._prompt_rows_left -= size
+            end = seq.num_computed + size
+            self._prompt_rows_left -= max(0, end - max(seq.num_computed, seq.reusable_tokens))
 
     def watch(self, seq: Sequence) -> None:
         """Lets other sequences wait for the prefix of `seq`. This step or one in flight computes a part of its
@@ -98,8 +101,9 @@ class StepBuilder:
         prompted = []
         for i, seq in enumerate(others, len(self._decodes)):
             if seq.wants_prompt_logits:
-                num_logits[i] = ends[i] - max(starts[i], seq.reusable_tokens)
-                prompted.append(i)
+                num_logits[i] = max(samples[i], ends[i] - max(starts[i], seq.reusable_tokens))
+                if num_logits[i]:
+                    prompted.append(i)
         token_ids = np.where(pending > 0, PENDING, table.last_token[rows])
         if others:
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))

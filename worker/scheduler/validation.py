@@ -29,6 +29,9 @@ def refusal(request: Generate, *, vocab_size: int, context_length: int, kv_token
     if num_prompt + 1 > kv_tokens:
         message = f"the prompt has {num_prompt} tokens and this replica's KV cache holds {kv_tokens}"
         return Failure("invalid", f"{message}: shorten it, or start the replica with more kv_tokens", "prompt")
+    if not 0 <= request.sampling.prompt_logprobs_start < num_prompt:
+        message = f"prompt_logprobs_start must be 0 to {num_prompt - 1}, a position of the prompt"
+        return Failure("invalid", message, "prompt_logprobs_start")
     # On a GPU, an index out of range makes the device unusable, and so ends all requests.
     ids: list[tuple[str, Iterable[int]]] = [
         ("prompt", request.prompt_ids),

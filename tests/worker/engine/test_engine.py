@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -320,6 +321,38 @@ def test_prompt_logprobs_of_every_position(make, budget, length, warm):
     )
 
 
+@pytest.mark.parametrize("budget", [1, 3, 512])
+@pytest.mark.parametrize("start", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("warm", [0, 4, 14])
+def test_prompt_logprobs_from_a_position_on(make, budget, start, warm):
+    """They are those of the whole prompt, what comes before is taken from the cache, and its logits are not made."""
+    engine, parts = make({"token_budget": budget})
+    prompt = [(5 * i + 3) % 50 for i in range(14)]
+    if warm:
+        engine.generate([prompt[:warm]], GREEDY)
+    params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=1)
+    (finished,) = engine.generate([prompt], msgspec.structs.replace(params, prompt_logprobs_start=start))
+    assert finished.token_ids == parts.executor.generate(prompt, 3)
+    assert [p.token_id for p in finished.prompt_logprobs] == prompt[start:]
+    page = parts.executor.page_size
+    assert finished.cached_tokens == min(warm // page * page, (start - 1) // page * page)
+    engine.reset_cache()
+    (whole,) = engine.generate([prompt], params)
+    assert finished.prompt_logprobs == whole.prompt_logprobs[start:]
+
+
+def test_prompt_logprobs_of_the_end_share_a_prefix_that_is_computed_once(make):
+    """What is scored after a common prompt, as choices are: the others wait for the prompt's pages."""
+    engine, parts = make()
+    common = [(5 * i + 3) % 50 for i in range(13)]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, prompt_logprobs_start=13)
+    prompts = [[*common, number, 7] for number in range(4)]
+    finished = engine.generate(prompts, params)
+    page = parts.executor.page_size
+    assert [one.cached_tokens for one in finished] == [0, *[12 // page * page] * 3]
+    assert [[p.token_id for p in one.prompt_logprobs] for one in finished] == [prompt[13:] for prompt in prompts]
+
+
 def test_prompt_logprobs_survive_a_preemption(make, crowded):
     engine, parts = make({"token_budget": 2}, num_pages=12)
     long = [(5 * i + 3) % 50 for i in range(20)]
@@ -339,7 +372,7 @@ def test_prompt_logprobs_are_not_told_again_when_resumed(make):
     engine, parts = make()
     prompt = [1, 2, 3, 4, 5]
     whole = parts.executor.generate(prompt, 5)
-    params = SamplingParams(max_tokens=5, temperature=0, prompt_logprobs=0)
+    params = SamplingParams(max_tokens=5, temperature=0, prompt_logprobs=0, prompt_logprobs_start=2)
     engine.add(request("a", prompt, params, output_ids=whole[:2]))
     outputs = run(engine)["a"]
     assert tokens(outputs) == whole[2:]

@@ -20,7 +20,7 @@ from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Engine, Finished
 from worker.executor.executor import ForwardOutput
-from worker.messages import Generate, Grammar, SamplingParams
+from worker.messages import Generate, Grammar, Lease, SamplingParams
 from worker.sampling.sampler import PendingSample, Sampler
 from worker.step import Plan
 from worker.structured_output import CompiledGrammar
@@ -105,7 +105,7 @@ def faults_of(rng: random.Random, share: float, raised: list[int]) -> Faults:
         yield fails
 
 
-def some_sampling(rng: random.Random) -> SamplingParams:
+def some_sampling(rng: random.Random, num_prompt: int) -> SamplingParams:
     """Of what one may ask for, a bit of everything. A seed, so that it is the same again."""
     return SamplingParams(
         max_tokens=rng.randrange(1, 14),
@@ -118,20 +118,26 @@ def some_sampling(rng: random.Random) -> SamplingParams:
         ignore_eos=rng.random() < 0.3,
         logprobs=rng.choice([None, None, 0, 2]),
         prompt_logprobs=rng.choice([None, None, 0, 2]),
+        prompt_logprobs_start=rng.choice([0, rng.randrange(num_prompt)]),
         grammar=Grammar("ebnf", "") if rng.random() < 0.2 else None,
     )
 
 
 def some_requests(rng: random.Random, most_tokens: int) -> list[Generate]:
     stems = [rng.choices(range(VOCAB_SIZE), k=most_tokens) for _ in range(3)]
+    prompts = [
+        [*rng.choice(stems)[: rng.randrange(most_tokens)], rng.randrange(VOCAB_SIZE)]
+        for _ in range(rng.randrange(2, 9))
+    ]
     return [
         Generate(
             request_id=str(i),
-            prompt_ids=[*rng.choice(stems)[: rng.randrange(most_tokens)], rng.randrange(VOCAB_SIZE)],
-            sampling=some_sampling(rng),
+            prompt_ids=prompt,
+            sampling=some_sampling(rng, len(prompt)),
             priority=rng.choice([0, 0, 1, -1]),
+            lease=rng.choice([None, Lease(rng.choice("pq"), rng.choice("ab"), rng.choice([0, 60]))]),
         )
-        for i in range(rng.randrange(2, 9))
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -150,7 +156,7 @@ def drive(engine: Engine, requests: list[Generate], rng: random.Random, aborts: 
                 gone.add(victim.request_id)
         for output in engine.step():
             assert output.request_id not in gone and not found[output.request_id].finish_reason
-            found[output.request_id].take(output)
+            found[output.request_id].add(output)
         engine.check_integrity()
     raise AssertionError("it does not come to an end")
 

@@ -19,8 +19,10 @@ from worker.messages import (
     CacheEvents,
     Generate,
     Grammar,
+    Lease,
     Output,
     Outputs,
+    Release,
     ReplicaLoad,
     SamplingParams,
     Subscribe,
@@ -194,6 +196,16 @@ def test_rubbish_is_dropped(serve):
     router.generate("x", [1, 2, 3])
     router.until(lambda: router.finished("x"))
     assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
+
+
+def test_a_release_ends_leases(serve):
+    s = serve()
+    router = s.router()
+    router.send(Subscribe())
+    router.generate("a", list(range(12)), lease=Lease("program", "branch", 600))
+    router.until(lambda: router.loads and router.loads[-1].kv_tokens_leased > 0)
+    router.send(Release(["program", "unknown"]))
+    router.until(lambda: router.loads[-1].kv_tokens_leased == 0)
 
 
 def test_abort_stops_and_nothing_follows(serve):

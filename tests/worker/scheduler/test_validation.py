@@ -16,6 +16,11 @@ from worker.messages import SamplingParams
         ({"prompt": [1], "output_ids": [77]}, "prompt", "0 to 49"),
         ({"prompt": prompt(100)}, "prompt", "at most 99"),
         ({"prompt": [1], "sampling": SamplingParams(max_tokens=0)}, "max_tokens", "at least 1"),
+        (
+            {"prompt": [1], "sampling": SamplingParams(max_tokens=1, prompt_logprobs_start=1)},
+            "prompt_logprobs_start",
+            "0 to 0",
+        ),
         ({"prompt": [1], "sampling": SamplingParams(max_tokens=2, logit_bias={50: 1.0})}, "logit_bias", "0 to 49"),
         ({"prompt": [1], "sampling": SamplingParams(max_tokens=2, stop_token_ids=(50,))}, "stop_token_ids", "0 to 49"),
     ],

@@ -1,0 +1,126 @@
+"""Leases by owner, with an end: which paths of a tree are evicted last, for how long, and how many pages at most."""
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from radix.node import NodeLease, PagedNode
+from radix.tree import Tree
+
+
+@dataclass(slots=True)
+class _Owner:
+    """`renewed_s`: when its leases were last renewed."""
+
+    renewed_s: float
+    grants: dict[str, "_Grant"] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Grant:
+    """A lease of an owner. `serial` is that of its entry in the heap; 0 after its end."""
+
+    owner_id: str
+    owner: _Owner
+    name: str
+    lease: NodeLease
+    seconds: float
+    serial: int = 0
+
+    @property
+    def ends_s(self) -> float:
+        return self.owner.renewed_s + self.seconds
+
+
+class Leases:
+    """The leases on one tree. Each has an owner and a name; an owner has at most one lease of a name.
+
+    All leases of an owner are renewed whenever the owner asks for one, and last for their own number of seconds from
+    then on. When more than `most_pages` would be leased, those that end soonest are given up.
+    """
+
+    def __init__(self, tree: Tree, most_pages: int) -> None:
+        self._tree = tree
+        self._most_pages = most_pages
+        self._owners: dict[str, _Owner] = {}
+        # (end, serial number, lease), soonest first. The end may be later by now: leases are renewed without the heap.
+        self._ends: list[tuple[float, int, _Grant]] = []
+        self._serials = itertools.count(1)
+        self._num_grants = 0
+
+    def __len__(self) -> int:
+        """Number of leases."""
+        return self._num_grants
+
+    def renew(self, owner: str, now_s: float) -> None:
+        """Renews all leases of an owner."""
+        if owner in self._owners:
+            self._owners[owner].renewed_s = now_s
+
+    def grant(self, owner: str, name: str, node: PagedNode, seconds: float, now_s: float) -> None:
+        """Leases the path to `node` for `seconds`, instead of what the owner had leased under this name. With 0
+        seconds, that lease just ends. Renews the owner's other leases."""
+        lease = self._tree.lease(node) if seconds > 0 else None
+        known = self._owners.setdefault(owner, _Owner(now_s))
+        known.renewed_s = now_s
+        if name in known.grants:
+            self._end(known.grants[name])
+        if lease is None:
+            self._forget_if_idle(owner)
+            return
+        self._owners[owner] = known
+        grant = known.grants[name] = _Grant(owner, known, name, lease, seconds, next(self._serials))
+        self._num_grants += 1
+        heapq.heappush(self._ends, (grant.ends_s, grant.serial, grant))
+        while self._tree.num_leased > self._most_pages and self._soonest():
+            self._end(self._ends[0][2])
+        if len(self._ends) > 2 * self._num_grants + 64:
+            self._ends = [entry for entry in self._ends if entry[2].serial == entry[1]]
+            heapq.heapify(self._ends)
+
+    def release(self, owners: Iterable[str]) -> None:
+        """Ends all leases of these owners. Unknown ones are ignored."""
+        for owner in owners:
+            if owner in self._owners:
+                for grant in list(self._owners[owner].grants.values()):
+                    self._end(grant)
+
+    def expire(self, now_s: float) -> None:
+        """Ends the leases whose time is over."""
+        while self._soonest() and self._ends[0][0] <= now_s:
+            self._end(self._ends[0][2])
+
+    def _soonest(self) -> bool:
+        """Brings the lease that ends soonest to the front of the heap. Returns whether there is one."""
+        ends = self._ends
+        while ends:
+            listed_s, serial, grant = ends[0]
+            if grant.serial != serial:
+                heapq.heappop(ends)
+            elif grant.ends_s > listed_s:
+                heapq.heapreplace(ends, (grant.ends_s, serial, grant))
+            else:
+                return True
+        return False
+
+    def _end(self, grant: _Grant) -> None:
+        self._tree.end_lease(grant.lease)
+        grant.serial = 0
+        self._num_grants -= 1
+        del grant.owner.grants[grant.name]
+        self._forget_if_idle(grant.owner_id)
+
+    def _forget_if_idle(self, owner: str) -> None:
+        if owner in self._owners and not self._owners[owner].grants:
+            del self._owners[owner]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every lease is listed once, on a node of the tree, and few enough are."""
+        grants = [grant for owner in self._owners.values() for grant in owner.grants.values()]
+        assert len(grants) == self._num_grants, "leases are counted wrongly"
+        assert sorted(grant.serial for grant in grants) == sorted(
+            serial for _, serial, grant in self._ends if grant.serial == serial
+        ), "a lease is not among the ends"
+        assert all(grant.lease in grant.lease.node.own_leases for grant in grants), "a lease is on no node"
+        assert self._tree.num_leased <= self._most_pages, "too many pages are leased"
