@@ -1,7 +1,43 @@
-"""Shoal's public face: the `shoal` command and what it needs to talk to a running server.
+"""Shoal's public face: the `shoal` command, and the language of programs.
 
-Owns: the command line (`shoal serve | chat | pull | status | bench`). Knows nothing of how a request is scheduled: it
-configures the cluster (`cluster`) and speaks HTTP to it. Read `shoal/cli.py` first.
+Owns: the command line (`shoal serve | chat | pull | status | bench`), and `import shoal` (`shoal.lang`). Knows nothing
+of how a request is scheduled: it configures the cluster (`cluster`) and speaks HTTP to it. Read `cli.py` first for the
+command, `lang/function.py` for the language.
+
+`import shoal` loads a name's module when the name is first used, so it is light.
 """
 
+from importlib import import_module
+from typing import Any
+
 __version__ = "0.1.0"
+
+_NAMES = {
+    "shoal.lang.api": (
+        "assistant assistant_begin assistant_end flush_cache gen gen_int gen_string get_server_info image select "
+        "separate_reasoning system system_begin system_end unordered user user_begin user_end video"
+    ),
+    "shoal.lang.backends.shoal_server": "ShoalServer",
+    "shoal.lang.choices": ("greedy_token_selection token_length_normalized unconditional_likelihood_normalized"),
+    "shoal.lang.errors": "BackendError NotSupported ProgramError",
+    "shoal.lang.function": "Function function global_config set_default_backend",
+    "shoal.lang.loop": "in_thread",
+    "shoal.lang.state": "ProgramState",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+# SGLang's names for the same things.
+_MODULES["RuntimeEndpoint"] = "shoal.lang.backends.shoal_server"
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
