@@ -331,9 +331,11 @@ class Branch:
         elif isinstance(expr, RoleEnd):
             self._end_message(expr.role)
         elif isinstance(expr, Image):
-            self._add_media("images", await asyncio.to_thread(image_part, expr.source))
+            message = self._message_with("images")
+            self._add_part(message, await asyncio.to_thread(image_part, expr.source))
         elif isinstance(expr, Video):
-            self._add_media("video", await asyncio.to_thread(video_part, expr.source, expr.num_frames))
+            message = self._message_with("video")
+            self._add_part(message, await asyncio.to_thread(video_part, expr.source, expr.num_frames))
         elif isinstance(expr, VarScopeBegin):
             self._scopes[expr.name] = len(self.text)
         elif isinstance(expr, VarScopeEnd):
@@ -515,11 +517,14 @@ class Branch:
         assert self.run.roles is not None
         self._append(self.run.roles.suffix[role])
 
-    def _add_media(self, feature: str, part: dict[str, Any]) -> None:
+    def _message_with(self, feature: str) -> _Message:
+        """The message that a picture or a film goes into."""
         self.run.backend.check_feature(feature)
         if self._message is None:
             raise NotSupported("a picture or a film must be within a message: user(image(...) + ...)")
-        message = self._message
+        return self._message
+
+    def _add_part(self, message: _Message, part: dict[str, Any]) -> None:
         if text := self.text[message.text_from :]:
             message.parts.append({"type": "text", "text": text})
         message.parts.append(part)
