@@ -20,8 +20,9 @@ _NAMES = {
     "shoal.lang.backends.shoal_server": "ShoalServer",
     "shoal.lang.choices": ("greedy_token_selection token_length_normalized unconditional_likelihood_normalized"),
     "shoal.lang.errors": "BackendError NotSupported ProgramError",
-    "shoal.lang.function": "Function function global_config set_default_backend",
+    "shoal.lang.function": "Function function",
     "shoal.lang.loop": "in_thread",
+    "shoal.lang.program": "global_config set_default_backend",
     "shoal.lang.state": "ProgramState",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -6,7 +6,6 @@ from typing import Any
 from shoal.lang import loop
 from shoal.lang.backend import Backend
 from shoal.lang.choices import ChoicesSamplingMethod, token_length_normalized
-from shoal.lang.function import resolved_backend
 from shoal.lang.ir import (
     Expr,
     ExprList,
@@ -21,6 +20,7 @@ from shoal.lang.ir import (
     gen_params,
     parts_of,
 )
+from shoal.lang.program import resolved_backend
 
 Texts = str | Sequence[str] | None
 

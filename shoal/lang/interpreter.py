@@ -47,6 +47,8 @@ from shoal.lang.ir import (
 from shoal.lang.media import image_part, video_part
 from shoal.lang.reasoning import split_reasoning
 
+PREFETCH_CHARS = 512  # a shorter text is computed in the same step as what follows it
+
 _OWN = (__name__.rpartition(".")[0] + ".", "contextlib")  # modules whose lines are not the program's
 
 
@@ -88,6 +90,14 @@ class JoinPoint(Expr):
 
     branches: "tuple[Branch, ...]"
     append: bool
+
+
+@dataclass(frozen=True)
+class VariableRef(Expr):
+    """Appends the value of a branch's variable, once it is there."""
+
+    branch: "Branch"
+    name: str
 
 
 class ProgramRun:
@@ -170,9 +180,10 @@ class Branch:
 
     # ------------------------------------------------------------ what programs do
 
-    def submit(self, expr: Expr) -> None:
-        """Appends an expression. Callable from any thread. Returns at once."""
-        statement = Statement(expr, program_line())
+    def submit(self, expr: Expr, place: str = "") -> None:
+        """Appends an expression. Callable from any thread. Returns at once. `place` is the program's line, by default
+        that of the caller."""
+        statement = Statement(expr, place or program_line())
         for name in names_set_by(expr):
             self.variables[name] = Variable()
         if _on_loop(self.run.loop):
@@ -346,6 +357,8 @@ class Branch:
             await self._join(expr)
         elif isinstance(expr, SeparateReasoning):
             self._separate(expr)
+        elif isinstance(expr, VariableRef):
+            await self._refer(expr)
         else:
             raise TypeError(f"a state cannot take {expr!r}")
         self.notify()
@@ -486,6 +499,13 @@ class Branch:
             ],
         }
         self._set(expr.name, expr.choices[chosen], meta)
+
+    async def _refer(self, expr: VariableRef) -> None:
+        """Appends another branch's variable. While it is not there, the text before it is computed."""
+        variable = expr.branch.variables.get(expr.name)
+        if (variable is None or not variable.done) and len(self.text) - self.held >= PREFETCH_CHARS:
+            await self.run.backend.prefetch(self.run.id, self.text)
+        self._append(str(await expr.branch.get(expr.name)))
 
     # ---- messages
 
