@@ -30,11 +30,12 @@ from router.chat import ChatFormat
 from router.chat_template import TemplateError
 from router.completion import CompletionFormat
 from router.config import RouterConfig
-from router.errors import ApiError, invalid
+from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
-from router.requests import INT32, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.programs import BranchUnknown, Held
+from router.requests import INT32, ChatRequest, CompletionRequest, DetokenizeRequest, ProgramCall, TokenizeRequest
 from router.responses import (
     ChatChunk,
     ChatCompletion,
@@ -77,7 +78,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
     dependencies: list[Any] = [Depends(keys.check)]
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
-    app.include_router(_generation_routes(service, config), dependencies=dependencies)
+    app.include_router(_generation_routes(service, config, keys), dependencies=dependencies)
     app.include_router(_model_routes(service, config), dependencies=dependencies)
     app.include_router(_operator_routes(service, app.version))
     app.add_exception_handler(ApiError, _api_error)
@@ -88,7 +89,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.origins,
-            allow_methods=["GET", "POST", "HEAD"],
+            allow_methods=["GET", "POST", "HEAD", "DELETE"],
             allow_headers=["*"],
             expose_headers=[request_id.HEADER, "Retry-After"],
             max_age=PREFLIGHT_S,
@@ -98,7 +99,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
     return app
 
 
-def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
+def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> APIRouter:
     routes = APIRouter(tags=["generation"])
     errors = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 
@@ -129,7 +130,7 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
     @routes.post(
         "/v1/completions",
         openapi_extra=openapi.body(CompletionRequest),
-        responses=openapi.answers(Completion, *errors, stream=Completion),
+        responses=openapi.answers(Completion, *errors, 409, stream=Completion),
     )
     async def completions(request: Request) -> Response:
         """Continues prompts, as a whole or as a stream."""
@@ -138,10 +139,17 @@ def _generation_routes(service: Service, config: RouterConfig) -> APIRouter:
         _check_model(service, body.model)
         _check_priority(config, body.priority)
         body = service.defaults.complete(body)
+        held = None if body.program is None else _held(service, body.program, keys.tenant(request))
         job = await service.in_thread(
-            size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived
+            size, completion_job, body, service.tokenizer, service.context_length, config.max_prompts, arrived, held
         )
         return await answer(request, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer))
+
+    @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
+    async def end_program(request: Request, program_id: str) -> Response:
+        """Ends a program: what its branches hold is forgotten."""
+        service.programs.remove(_program_key(keys.tenant(request), program_id))
+        return Response(status_code=204)
 
     return routes
 
@@ -262,6 +270,20 @@ def _check_priority(config: RouterConfig, priority: int | None) -> None:
             "priority",
             "invalid_value",
         )
+
+
+def _program_key(tenant: str, program_id: str) -> str:
+    """The program's name in the router: clients with different keys never share a program."""
+    return f"{tenant}/{program_id}"
+
+
+def _held(service: Service, call: ProgramCall, tenant: str) -> Held:
+    try:
+        return service.programs.look(
+            _program_key(tenant, call.id), call.branch, parent=call.parent, continues=bool(call.continues)
+        )
+    except BranchUnknown as error:
+        raise program_unknown(str(error)) from None
 
 
 def _tokens(service: Service, body: TokenizeRequest) -> list[int]:

@@ -110,6 +110,11 @@ class Detokenizer:
             return ""
         return self._stripped(self._decoder.decode(self._bytes[token_id]))
 
+    @property
+    def is_inside_character(self) -> bool:
+        """Whether the bytes so far end inside a character."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """Returns U+FFFD if the tokens ended in the middle of a character, otherwise an empty text."""
         return self._stripped(self._decoder.decode(b"", final=True))

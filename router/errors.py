@@ -52,6 +52,12 @@ def internal() -> ApiError:
     return ApiError(500, "Something went wrong inside the server; it has been logged.", code="internal_error")
 
 
+def program_unknown(reason: str) -> ApiError:
+    """A 409: the text that the request continues is not known here. Nothing was computed."""
+    message = f"Cannot continue: {reason}. Send the whole text, with 'continues' false."
+    return ApiError(409, message, param="program", code="program_unknown")
+
+
 class NoReplica(ApiError):
     """No replica could take the request in time. Raised by a placer."""
 

@@ -8,14 +8,17 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET
 
-from router.errors import ApiError
+from router.errors import ApiError, program_unknown
 from router.output_text import OutputText, Piece
 from router.prepared_request import Choice, PreparedRequest
+from router.programs import BranchUnknown, Held, kept_tokens
 from router.responses import ChunkUsage, PromptTokensDetails, Usage
 from router.service import Service
 from router.sse import DONE, Emit
 from router.structure import STRUCTURE
 from worker.messages import Output
+
+Take = Callable[[Piece], Awaitable[None]]
 
 
 class Format(Protocol):
@@ -86,8 +89,39 @@ class Generation:
         await _together([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
 
-    async def _follow(self, sequence: Choice, take: Callable[[Piece], Awaitable[None]]) -> None:
+    async def _follow(self, sequence: Choice, take: Take) -> None:
         """Runs one sequence, and hands each piece of its text to `take`."""
+        if self._job.held is None:
+            await self._run(sequence, take)
+        else:
+            await self._continue(self._job.held, sequence, take)
+
+    async def _continue(self, held: Held, sequence: Choice, take: Take) -> None:
+        """Runs the sequence of a request that continues a branch. The branch holds its text before the client has the
+        end of it. A request that fails before its first text changes nothing; one that is broken off later leaves the
+        branch unknown, because its client cannot know what was generated."""
+        programs, prompt = self._service.programs, sequence.prompt
+        try:
+            turn = programs.begin(held)
+        except BranchUnknown as error:
+            raise program_unknown(str(error)) from None
+        text: list[str] = []
+
+        async def keep(piece: Piece) -> None:
+            text.append(piece.text)
+            if piece.finish_reason is not None:
+                (transcript,) = self._transcripts
+                kept = kept_tokens(transcript.token_ids, transcript.ends, "".join(text), transcript.is_cut)
+                programs.end(turn, held.branch.extended(prompt.text or "", prompt.token_ids, *kept))
+            await take(piece)
+
+        try:
+            await self._run(sequence, keep)
+        except BaseException as error:
+            (programs.undo if isinstance(error, ApiError) and not text else programs.drop)(turn)
+            raise
+
+    async def _run(self, sequence: Choice, take: Take) -> None:
         job = self._job
         transcript = OutputText(
             self._service.tokenizer,
@@ -97,6 +131,7 @@ class Generation:
             skip_special_tokens=job.skip_special_tokens,
             continues=self._form.continues and not job.echo,
             wants_logprobs=job.wants_logprobs,
+            wants_ends=job.held is not None,
         )
         self._transcripts.append(transcript)
         outputs = self._service.generate(

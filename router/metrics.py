@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.programs import Programs
 from worker.messages import ReplicaLoad
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
@@ -100,8 +101,19 @@ class Metrics:
         ready = Gauge("shoal_replicas_ready", "Replicas that this router can send to", registry=self._registry)
         ready.set_function(lambda: len(self.loads))
         self.wanted = Gauge("shoal_replicas_wanted", "Replicas that there should be", registry=self._registry)
+        self._programs = Gauge(
+            "shoal_programs", "Programs whose text this router holds, or that have a request", registry=self._registry
+        )
+        self._program_tokens = Gauge(
+            "shoal_program_tokens", "Tokens of text that this router holds for programs", registry=self._registry
+        )
         self._registry.register(_Loads(self.loads))
         self._registry.register(_Attention(self.attention, self.loads))
+
+    def watch_programs(self, programs: Programs) -> None:
+        """Reads the gauges of programs off their table."""
+        self._programs.set_function(lambda: len(programs))
+        self._program_tokens.set_function(lambda: programs.num_tokens)
 
     def replica(self, replica_id: str) -> ReplicaTimes:
         times = self._replicas.get(replica_id)

@@ -14,6 +14,7 @@ _TYPES = (
     requests.TokenizeRequest,
     requests.StreamOptions,
     requests.StructuredOutputs,
+    requests.ProgramCall,
     requests.DetokenizeRequest,
     responses.ChatCompletion,
     responses.ChatChunk,
@@ -32,6 +33,7 @@ _ERRORS = {
     401: "no API key, or a wrong one",
     404: "no such model",
     408: "the body took too long",
+    409: "the program or branch to continue is not known here: send the whole text",
     413: "the body is too large",
     415: "the body is compressed",
     429: "too many requests are waiting",
@@ -96,7 +98,7 @@ def body(request: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def answers(
-    answer: type[msgspec.Struct], *errors: int, stream: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct], *statuses: int, stream: type[msgspec.Struct] | None = None
 ) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route."""
     content: dict[str, Any] = {"application/json": {"schema": reference(answer.__name__)}}
@@ -104,7 +106,13 @@ def answers(
         events = f"server-sent events; the data of each is a {stream.__name__} object, that of the last is `[DONE]`"
         content["text/event-stream"] = {"schema": {"description": events}}
     documented: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": content}}
-    for status in errors:
+    return documented | errors(*statuses)
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors among the `responses` of a route."""
+    documented: dict[int | str, dict[str, Any]] = {}
+    for status in statuses:
         error = {"application/json": {"schema": reference("Error")}}
         documented[status] = {"description": _ERRORS[status], "content": error}
     return documented

@@ -35,6 +35,9 @@ class OutputText:
     - Log probabilities are held back with the text of their token. Those of tokens that begin in or after a stop string
       are dropped with it.
     - `continues`: the text continues a prompt that is not part of it.
+    - `is_cut`: whether a stop string has ended the text.
+    - `wants_ends`: the output tokens are listed in `token_ids`, without a stop token that is not part of the text.
+      `ends` has the number of characters up to the end of each; None for one that ends inside a character.
     """
 
     def __init__(
@@ -47,15 +50,20 @@ class OutputText:
         skip_special_tokens: bool = True,
         continues: bool = False,
         wants_logprobs: bool = False,
+        wants_ends: bool = False,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens, continues)
         self._stop = StopMatcher(stop, include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._wants_logprobs = wants_logprobs
+        self._wants_ends = wants_ends
         self._waiting: deque[TokenText] = deque()
         self._seen = self._sent = 0  # characters detokenised, and returned in pieces
         self.num_tokens = 0
+        self.is_cut = False
+        self.token_ids: list[int] = []
+        self.ends: list[int | None] = []
 
     def echo(self, token_ids: list[int], text: str | None, logprobs: list[TokenLogprobs | None] | None) -> Piece:
         """The prompt as the beginning of the text, before any output. `text`: the prompt as sent, None if it was sent
@@ -81,7 +89,11 @@ class OutputText:
                 self._waiting.append(TokenText(self._seen, token_id, output.logprobs[number]))
             if number == last and output.stop_token_id is not None and not self._include_stop:
                 break
-            if self._take(self._detokenizer.push(token_id), text):
+            stopped = self._take(self._detokenizer.push(token_id), text)
+            if self._wants_ends:
+                self.token_ids.append(token_id)
+                self.ends.append(None if self._detokenizer.is_inside_character else self._seen)
+            if stopped:
                 piece.finish_reason = "stop"
                 break
         if output.finish_reason is not None and piece.finish_reason is None:
@@ -109,4 +121,5 @@ class OutputText:
             new, stopped = self._stop.push(new)
         self._sent += len(new)
         text.append(new)
+        self.is_cut |= stopped
         return stopped

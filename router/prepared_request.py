@@ -9,6 +9,7 @@ import msgspec
 
 from router.chat_template import TemplateError
 from router.errors import ApiError, invalid
+from router.programs import Branch, Held
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.sampling import check_token_ids, sampling_params, sequence_seed
 from router.structure import structure
@@ -21,7 +22,7 @@ MAX_LOGPROBS_HELD = 8 << 20  # in one answer that is not streamed: about 1 GB of
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. `text` is what `echo` repeats; None for a prompt that was sent as tokens."""
+    """A prompt. `text` is what was sent: `echo` repeats it, a branch keeps it; None for a prompt sent as tokens."""
 
     token_ids: list[int]
     text: str | None = None
@@ -49,6 +50,7 @@ class PreparedRequest:
     | `names_tier` | the client named a service tier, so the answer names one too |
     | `prompt_param`, `grammar_param` | the client's parameter names, for a replica's errors about prompt and grammar |
     | `discard` | `max_tokens` is 0: the one token that the replica makes nevertheless is dropped |
+    | `held` | the branch of a program that the request continues; its text begins the only prompt |
     | `arrived` | `perf_counter` when the request came |
     """
 
@@ -67,6 +69,7 @@ class PreparedRequest:
     wants_logprobs: bool = False
     echo: bool = False
     discard: bool = False
+    held: Held | None = None
     arrived: float = field(default_factory=perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -77,6 +80,8 @@ def chat_job(
     """Prepares a chat request: renders the template and tokenises. Slow: run it in a thread. Raises ApiError."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    if request.program is not None and request.program.continues:
+        raise invalid("A chat cannot continue a branch: 'messages' are the whole conversation.", "program.continues")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
@@ -103,9 +108,15 @@ def chat_job(
 
 
 def completion_job(
-    request: CompletionRequest, tokenizer: Tokenizer, context_length: int, max_sequences: int, arrived: float
+    request: CompletionRequest,
+    tokenizer: Tokenizer,
+    context_length: int,
+    max_sequences: int,
+    arrived: float,
+    held: Held | None = None,
 ) -> PreparedRequest:
-    """Prepares a request for completions: tokenises its prompts. Slow: run it in a thread. Raises ApiError."""
+    """Prepares a request for completions: tokenises its prompts. `held`: the branch that it continues. Slow: run it in
+    a thread. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
     grammar_param, grammar = structure(request)
@@ -118,12 +129,14 @@ def completion_job(
     )
     inputs = _inputs(request.prompt)
     _check_request(request, len(inputs), max_sequences)
+    if held is not None:
+        _check_program(request)
     prompts, max_tokens = [], []
     for entry in inputs:
-        prompts.append(_prompt(entry, tokenizer, context_length))
+        prompts.append(_prompt(entry, tokenizer, context_length, Branch() if held is None else held.branch))
         room = _room(prompts[-1].token_ids, context_length, "prompt")
         max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
-    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param)
+    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, held)
 
 
 def _job(
@@ -134,6 +147,7 @@ def _job(
     max_tokens: list[int],
     arrived: float,
     grammar_param: str | None,
+    held: Held | None = None,
 ) -> PreparedRequest:
     n = request.n or 1
     options = request.stream_options
@@ -166,6 +180,7 @@ def _job(
         wants_logprobs=sampling.logprobs is not None,
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         discard=request.max_tokens == 0,
+        held=held,
         arrived=arrived,
     )
 
@@ -205,12 +220,27 @@ def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     raise invalid("'prompt' mixes texts, token ids and lists: a list must be all of one kind.", "prompt")
 
 
-def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int) -> Prompt:
+def _check_program(request: CompletionRequest) -> None:
+    if not isinstance(request.prompt, str):
+        raise invalid("With 'program', 'prompt' must be one text.", "prompt")
+    if (request.n or 1) != 1:
+        raise invalid("With 'program', 'n' must be 1: a branch has one text. Fork branches by 'program.parent'.", "n")
+    if request.echo:
+        raise invalid("With 'program', 'echo' must be false.", "echo")
+
+
+def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, branch: Branch) -> Prompt:
     if isinstance(entry, list):
         check_token_ids(entry, tokenizer.vocab_size, "prompt")
         return Prompt(entry)
+
+    def encode(text: str, begins: bool) -> list[int]:
+        if begins:
+            return tokenizer.encode(text, context_length=context_length)
+        return tokenizer.encode_continuation(text, context_length)
+
     try:
-        token_ids = tokenizer.encode(entry, context_length=context_length)
+        token_ids = branch.prompt(entry, encode)
     except PromptTooLong as error:
         raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
     if not token_ids:

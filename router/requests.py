@@ -96,6 +96,24 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
     structural_tag: Neutral = None
 
 
+ProgramName = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ProgramCall(Body, frozen=True, kw_only=True):
+    """The program of calls that a request belongs to, and what it says about the calls to come."""
+
+    id: Annotated[ProgramName, Meta(description="the program's run")]
+    branch: Annotated[ProgramName, Meta(description="the branch whose text this request continues")]
+    parent: Annotated[
+        ProgramName | None,
+        Meta(description="with the first request of a branch: the branch whose text, as it is now, it begins with"),
+    ] = None
+    continues: Annotated[
+        Flag,
+        Meta(description="prompt is only the text that follows what the branch holds; false: prompt is the whole text"),
+    ] = None
+
+
 class GenerationRequest(Body, frozen=True, kw_only=True):
     """The fields that chat and plain completions share."""
 
@@ -160,6 +178,7 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     length_penalty: Annotated[
         Annotated[float, Meta(ge=1, le=1)] | None, Meta(description="for beam search, which is not supported: 1")
     ] = None
+    program: ProgramCall | None = None
 
 
 class TextPart(Body, frozen=True):

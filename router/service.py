@@ -17,6 +17,7 @@ from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.metrics import Metrics, ReplicaTimes
+from router.programs import Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, SamplingParams
@@ -82,6 +83,8 @@ class Service:
         self.model = model
         self.context_length = context_length
         self.defaults = defaults
+        self.programs = Programs()
+        metrics.watch_programs(self.programs)
         self._placer = placer
         self._fleet = fleet
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")

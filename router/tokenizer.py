@@ -12,6 +12,7 @@ from router.detokenizer import Detokenizer, TokenBytes
 
 # A text with more characters than this per token of context is surely too long, or nothing but blanks.
 CHARACTERS_PER_TOKEN = 16
+_MARK = "\x02"  # a control character that no vocabulary merges with others
 
 
 class PromptTooLong(Exception):
@@ -45,6 +46,7 @@ class Tokenizer:
         self._backend = backend
         self._template = template
         self.token_bytes = TokenBytes(backend)
+        self._adds_space = b"".join(self.token_bytes[token_id] for token_id in self._encode("a", False)) != b"a"
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -77,6 +79,18 @@ class Tokenizer:
             if beginning > 2 * context_length:
                 raise PromptTooLong(beginning)
         return self._encode(text, add_special_tokens)
+
+    def encode_continuation(self, text: str, context_length: int | None = None) -> list[int]:
+        """Returns the tokens of a text that follows other tokens: without special tokens, and without the space that
+        some tokenizers put before a text. Raises as `encode` does."""
+        if self._adds_space:
+            token_ids = self.encode(_MARK + text, False, context_length)
+            data = b""
+            for count, token_id in enumerate(token_ids, 1):
+                data += self.token_bytes[token_id]
+                if data.lstrip(b" ") == _MARK.encode():
+                    return token_ids[count:]
+        return self.encode(text, False, context_length)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -1,0 +1,465 @@
+"""Programs: what branches hold, whatever the cuts, forks, failures and limits."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from router.config import RouterConfig
+from router.output_text import OutputText
+from router.programs import Branch, BranchUnknown, Programs, Turn, kept_tokens
+from router.tokenizer import Tokenizer
+from worker.messages import Failure, Output
+
+TEXT = st.text("hel loé🦊\n<|im_start>", max_size=12)
+
+
+def encoder(tokenizer: Tokenizer) -> Callable[[str, bool], list[int]]:
+    return lambda text, begins: tokenizer.encode(text) if begins else tokenizer.encode_continuation(text)
+
+
+# ---------------------------------------------------------------- the prompt of a request
+
+
+@pytest.fixture(scope="session", params=["byte level", "byte fallback"])
+def any_tokenizer(
+    request: Any, byte_level_tokenizer: tokenizers.Tokenizer, byte_fallback_tokenizer: tokenizers.Tokenizer
+) -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer if request.param == "byte level" else byte_fallback_tokenizer)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_constant_text_is_one_piece_however_it_is_cut(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Requests that generate nothing, forks, and the rest of a cut token all leave one piece of constant text."""
+    encode = encoder(any_tokenizer)
+    programs = Programs()
+    ids = st.lists(st.integers(0, any_tokenizer.vocab_size - 1), max_size=3)
+    expected: list[int] = []  # all before the constant text
+    constant = ""
+    name, parent = "b0", None
+    for number in range(data.draw(st.integers(1, 5))):
+        text, output_ids = data.draw(TEXT), data.draw(ids)
+        rest = data.draw(TEXT) if output_ids else ""
+        held = programs.look("p", name, parent, continues=number > 0)
+        prompt = held.branch.prompt(text, encode)
+        constant += text
+        assert prompt == expected + (encode(constant, not expected) if constant or not expected else [])
+        programs.end(programs.begin(held), held.branch.extended(text, prompt, output_ids, rest))
+        if output_ids:
+            expected, constant = prompt + output_ids, rest
+        parent = None
+        if data.draw(st.booleans()):
+            name, parent = f"b{number + 1}", name
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=st.text(max_size=20))
+def test_a_continuation_has_the_text_and_nothing_before_it(any_tokenizer: Tokenizer, text: str) -> None:
+    token_ids = any_tokenizer.encode_continuation(text)
+    assert any_tokenizer.special_ids.isdisjoint(token_ids) or "<" in text
+    if 0 not in token_ids:  # the fallback tokenizer's <unk>
+        assert b"".join(any_tokenizer.token_bytes[token_id] for token_id in token_ids) == text.encode()
+
+
+def test_special_tokens_only_begin_a_text() -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def encode(text: str, begins: bool) -> list[int]:
+        calls.append((text, begins))
+        return [len(text)]
+
+    branch = Branch()
+    assert branch.prompt("", encode) == [0]
+    assert branch.prompt("abc", encode) == [3]
+    branch = branch.extended("abc", [3], [7], "x")
+    assert branch == Branch(array("i", [3, 7]), "x")
+    assert branch.prompt("yz", encode) == [3, 7, 3]
+    assert Branch(branch.token_ids).prompt("", encode) == [3, 7]  # a generation right after another
+    assert calls == [("", True), ("abc", True), ("xyz", False)]
+
+
+# ---------------------------------------------------------------- the kept tokens of an output
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_kept_tokens_are_those_of_the_kept_text(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """The text of the kept tokens, with the rest, is the kept text; one more token would be too much."""
+    stop = data.draw(st.lists(st.sampled_from(["e", "lo", "🦊", "é", "l\n"]), max_size=2, unique=True))
+    include = data.draw(st.booleans())
+    token_ids = any_tokenizer.encode_continuation(data.draw(TEXT))
+    made = OutputText(any_tokenizer, stop=tuple(stop), include_stop=include, continues=True, wants_ends=True)
+    text = ""
+    for number, token_id in enumerate(token_ids, 1):
+        last = number == len(token_ids)
+        piece = made.push(Output(request_id="", token_ids=[token_id], finish_reason="length" if last else None))
+        text += piece.text
+        if piece.finish_reason is not None:
+            break
+    kept, rest = kept_tokens(made.token_ids, made.ends, text, made.is_cut)
+    assert kept == token_ids[: len(kept)]
+
+    def decoded(ids: list[int]) -> str:
+        detokenizer = any_tokenizer.detokenizer(continues=True)
+        return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+
+    assert decoded(kept) + rest == text
+    if made.is_cut:
+        assert not rest or not text.startswith(decoded(token_ids[: len(kept) + 1]))
+    else:
+        assert (kept, rest) == (token_ids, "")
+
+
+@pytest.mark.parametrize(
+    ("ends", "text", "is_cut", "kept"),
+    [
+        ([2, 4, 6], "abcdef", False, ([0, 1, 2], "")),
+        ([2, 4, 6], "abcde", True, ([0, 1], "e")),
+        ([2, 4, 6], "a", True, ([], "a")),
+        ([2, None, 3, 4], "abc", True, ([0, 1, 2], "")),
+        ([2, None, 3, 4], "ab", True, ([0], "")),  # not the first half of a character
+        ([2, 2, 4], "ab", True, ([0], "")),  # no text at the cut: not known to be wanted
+        ([], "", True, ([], "")),
+    ],
+)
+def test_the_cut(ends: list[int | None], text: str, is_cut: bool, kept: tuple[list[int], str]) -> None:
+    assert kept_tokens(range(len(ends)), ends, text, is_cut) == kept
+
+
+# ---------------------------------------------------------------- the table
+
+NAMES = st.sampled_from(["a", "b", "c"])
+MAX_TOKENS, MAX_BRANCHES, TIMEOUT_S = 12, 4, 10
+
+
+class Table(RuleBasedStateMachine):
+    """Against a dict of what each branch must hold, if it is known at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.programs = Programs(MAX_TOKENS, MAX_BRANCHES, TIMEOUT_S, clock=lambda: self.now)
+        self.holds: dict[tuple[str, str], tuple[str, float]] = {}  # and when it was last used
+        self.turns: list[tuple[Turn, tuple[str, str], str]] = []
+
+    def known(self, program: str, name: str) -> str | None:
+        try:
+            found = self.programs.look(program, name, None, continues=True)
+        except BranchUnknown:
+            return None
+        text, used_s = self.holds[program, name]
+        assert found.branch.tail == text
+        assert self.now - used_s < TIMEOUT_S
+        self.holds[program, name] = (text, self.now)
+        return text
+
+    @rule(program=NAMES, name=NAMES, continues=st.booleans(), parent=st.none() | NAMES)
+    def begin(self, program: str, name: str, continues: bool, parent: str | None) -> None:
+        source = name if parent is None else parent
+        expected = self.known(program, source) if continues else ""
+        is_there = (program, name) in self.holds and self.known(program, name) is not None
+        has_turn = any(key == (program, name) for _, key, _ in self.turns)
+        try:
+            held = self.programs.look(program, name, parent, continues)
+            turn = self.programs.begin(held)
+        except BranchUnknown:
+            assert continues
+            assert expected is None or has_turn or (is_there and parent is not None)
+            return
+        assert held.branch.tail == expected
+        self.holds.pop((program, name), None)
+        self.turns = [entry for entry in self.turns if entry[1] != (program, name)]
+        self.turns.append((turn, (program, name), held.branch.tail))
+
+    @precondition(lambda self: self.turns)
+    @rule(which=st.integers(0, 9), text=st.text("xyz", max_size=3))
+    def end(self, which: int, text: str) -> None:
+        turn, key, before = self.turns.pop(which % len(self.turns))
+        self.programs.end(turn, Branch(tail=before + text))
+        self.holds[key] = (before + text, self.now)
+
+    @precondition(lambda self: self.turns)
+    @rule(which=st.integers(0, 9))
+    def undo(self, which: int) -> None:
+        turn, key, _ = self.turns.pop(which % len(self.turns))
+        self.programs.undo(turn)
+        if turn.previous is not None:
+            self.holds[key] = (turn.previous.tail, self.now)
+        else:
+            assert self.known(*key) is None
+
+    @precondition(lambda self: self.turns)
+    @rule(which=st.integers(0, 9), ended=st.booleans())
+    def drop(self, which: int, ended: bool) -> None:
+        turn, key, _ = self.turns.pop(which % len(self.turns))
+        if ended:
+            self.programs.end(turn, Branch(tail="unread"))
+        self.programs.drop(turn)
+        assert self.known(*key) is None
+
+    @rule(program=NAMES)
+    def remove(self, program: str) -> None:
+        self.programs.remove(program)
+        stale = [entry for entry in self.turns if entry[1][0] == program]
+        self.turns = [entry for entry in self.turns if entry not in stale]
+        self.holds = {key: value for key, value in self.holds.items() if key[0] != program}
+        for turn, key, _ in stale:
+            self.programs.end(turn, Branch(tail="too late"))
+            assert self.known(*key) is None
+
+    @rule(seconds=st.integers(1, 6))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @invariant()
+    def bounded(self) -> None:
+        known = [key for key in list(self.holds) if self.known(*key) is not None]
+        assert len(known) <= MAX_BRANCHES
+        assert self.programs.num_tokens == sum(len(self.holds[key][0]) for key in known) <= MAX_TOKENS
+        assert len(self.programs) == len({program for program, _ in known} | {key[0] for _, key, _ in self.turns})
+
+
+TestTable = Table.TestCase
+TestTable.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
+
+
+def test_a_late_request_does_not_overwrite_the_one_that_replaced_it() -> None:
+    programs = Programs()
+    first = programs.begin(programs.look("p", "b", None, False))
+    second = programs.begin(programs.look("p", "b", None, False))
+    programs.end(first, Branch(tail="first"))
+    with pytest.raises(BranchUnknown):
+        programs.look("p", "b", None, True)
+    programs.end(second, Branch(tail="second"))
+    programs.drop(first)
+    assert programs.look("p", "b", None, True).branch.tail == "second"
+
+
+def test_what_was_looked_at_must_still_be_there() -> None:
+    programs = Programs()
+    programs.end(programs.begin(programs.look("p", "b", None, False)), Branch(tail="x"))
+    held = programs.look("p", "b", None, True)
+    programs.end(programs.begin(held), Branch(tail="xy"))
+    with pytest.raises(BranchUnknown, match="another request"):
+        programs.begin(held)
+    fork = programs.look("p", "c", "b", True)
+    assert fork.branch.tail == "xy"
+    programs.end(programs.begin(fork), Branch(tail="xyz"))
+    with pytest.raises(BranchUnknown, match="another request"):
+        programs.begin(fork)
+    with pytest.raises(BranchUnknown, match="names a parent"):
+        programs.look("p", "c", "b", True)
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+class Client:
+    """A program at a server."""
+
+    def __init__(self, url: str, program: str = "p", key: str | None = None) -> None:
+        self.url, self.program = url, program
+        self.http = httpx.Client(headers={} if key is None else {"Authorization": f"Bearer {key}"}, timeout=20)
+
+    def post(self, prompt: Any, branch: str = "b", *, program: Any = None, **fields: Any) -> httpx.Response:
+        call = {"id": self.program, "branch": branch} | (program or {})
+        return self.http.post(
+            f"{self.url}/v1/completions", json={"model": "tiny", "prompt": prompt, "program": call} | fields
+        )
+
+    def text(self, *args: Any, **fields: Any) -> str:
+        answer = self.post(*args, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+
+NEXT = {"continues": True}
+
+
+@pytest.fixture
+def client(stack: Any) -> Iterator[Client]:
+    made = Client(stack.url)
+    with made.http:
+        yield made
+
+
+def prompts(stack: Any) -> list[list[int]]:
+    return [request.prompt_ids for request in stack.fakes["r0"].requests()]
+
+
+def test_a_branch_continues(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    """A stop string cuts `quick`: its token is not the branch's, the text before the stop string is."""
+    assert client.text("Hello", stop="ick") == "The qu"
+    assert client.text(" there", program=NEXT, max_tokens=1) == "The"
+    said = tokenizer.encode("The quick")[:1]
+    assert tokenizer.decode(said) == "The"
+    second = tokenizer.encode("Hello") + said + tokenizer.encode(" qu there")
+    assert prompts(stack)[1] == second
+    assert client.text("", program=NEXT, max_tokens=2) == "The quick"
+    assert prompts(stack)[2] == second + said
+
+
+def test_nothing_is_generated_and_nothing_tokenised_for_good(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    client.text("Hel", max_tokens=0)
+    client.text("lo the", program=NEXT, max_tokens=0)
+    client.text("re", program=NEXT, max_tokens=1)
+    assert prompts(stack)[-1] == tokenizer.encode("Hello there")
+
+
+def test_forks(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    client.text("Hello", max_tokens=1)
+    start = tokenizer.encode("Hello") + tokenizer.encode("The quick")[:1]
+    for branch in ("c", "d"):
+        client.text(f" {branch}", branch, program={"parent": "b", "continues": True}, max_tokens=1)
+        assert prompts(stack)[-1] == start + tokenizer.encode(f" {branch}")
+    client.text(" b", program=NEXT, max_tokens=1)
+    assert prompts(stack)[-1] == start + tokenizer.encode(" b")
+
+
+def test_the_stop_token_is_the_branchs_only_if_it_is_the_texts(
+    client: Client, stack: Any, tokenizer: Tokenizer
+) -> None:
+    end = tokenizer.token_id("<|im_end|>")
+    client.text("Hello", max_tokens=100)
+    client.text("", program=NEXT, max_tokens=100, include_stop_str_in_output=True)
+    client.text("", program=NEXT, max_tokens=1)
+    first, second, third = prompts(stack)
+    assert end not in second and third == second + second[len(first) :] + [end]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_unknown_branches(client: Client, stack: Any, stream: bool) -> None:
+    for branch, program in (("b", NEXT), ("c", {"parent": "b", "continues": True})):
+        answer = client.post("x", branch, program=program, stream=stream)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (409, "program_unknown", "program")
+    client.text("Hello")
+    assert client.http.delete(f"{stack.url}/v1/programs/other").status_code == 204
+    assert client.post("x", program=NEXT, stream=stream).status_code == 200
+    assert client.http.delete(f"{stack.url}/v1/programs/p").status_code == 204
+    assert client.post("x", program=NEXT, stream=stream).status_code == 409
+    assert stack.metric("shoal_programs ") == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"echo": True}, "echo"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"program": {"id": "p"}}, "program.branch"),
+        ({"program": {"id": "", "branch": "b"}}, "program.id"),
+        ({"program": {"id": "p", "branch": "x" * 65}}, "program.branch"),
+        ({"program": {"id": "p", "branch": "b", "forks": 1}}, "program.forks"),
+    ],
+)
+def test_refusals(stack: Any, fields: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny", "prompt": "a", "program": {"id": "p", "branch": "b"}} | fields
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_chat_continues_nothing(stack: Any) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    for program, status in (({}, 200), ({"continues": True}, 400)):
+        call = {"id": "p", "branch": "b"} | program
+        answer = httpx.post(f"{stack.url}/v1/chat/completions", json=body | {"program": call})
+        assert answer.status_code == status
+    assert answer.json()["error"]["param"] == "program.continues"
+
+
+def test_a_refused_request_changes_nothing(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    client.text("Hello", max_tokens=1)
+    fake = stack.fakes["r0"]
+    full = Failure("overloaded", "full", retry_after_s=1.0)
+    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=full)
+    assert client.post(" a", program=NEXT).status_code == 429
+    assert client.post(" a", "c", program={"parent": "b", "continues": True}).status_code == 429
+    assert client.post(" a", program=NEXT, max_tokens=10_000).status_code == 400
+    fake.reply = lambda request: None
+    client.text(" b", program=NEXT, max_tokens=1)
+    start = tokenizer.encode("Hello") + tokenizer.encode("The quick")[:1]
+    assert prompts(stack)[-1] == start + tokenizer.encode(" b")
+    client.text(" c", "c", program={"parent": "b", "continues": True}, max_tokens=1)
+
+
+def test_a_stream_that_is_broken_off_leaves_no_branch(client: Client, stack: Any, make_replica: Any) -> None:
+    client.text("Hello", max_tokens=1)
+    fake = stack.fakes["r0"].hold()
+    fake.allow(2)
+    body = {"model": "tiny", "prompt": " a", "stream": True, "program": {"id": "p", "branch": "b", "continues": True}}
+    connection = stack.raw("/v1/completions", body)
+    assert b"The" in connection.recv(1 << 16)
+    assert client.post(" b", program=NEXT).status_code == 409  # one request at a time
+    connection.close()
+    stack.idle()
+    fake.allow(None)
+    assert client.post(" b", program=NEXT).status_code == 409
+    assert client.text("whole", max_tokens=1) == "The"
+    assert client.post(" b", program=NEXT).status_code == 200
+
+
+def test_an_error_within_a_stream_leaves_no_branch(client: Client, stack: Any) -> None:
+    client.text("Hello", max_tokens=1)
+    fake = stack.fakes["r0"].hold()
+    fake.allow(1)
+    body = {"model": "tiny", "prompt": " a", "stream": True, "program": {"id": "p", "branch": "b", "continues": True}}
+    connection = stack.raw("/v1/completions", body)
+    assert b"The" in connection.recv(1 << 16)
+    name = fake.requests()[-1].request_id
+    failed = Output(request_id=name, finish_reason="error", failure=Failure("internal", "broken"))
+    stack.server.do(_fail(stack, failed))
+    while b"internal_error" not in connection.recv(1 << 16):
+        pass
+    connection.close()
+    fake.allow(None)
+    assert client.post(" b", program=NEXT).status_code == 409
+
+
+async def _fail(stack: Any, output: Output) -> None:
+    for link in stack.replicas._connections.values():
+        link._deliver(output)
+
+
+def test_a_resumed_stream_leaves_its_whole_text(make_stack: Any, make_replica: Any, tokenizer: Tokenizer) -> None:
+    fakes = [make_replica().hold(), make_replica().hold()]
+    stack = make_stack(*fakes)
+    for fake in fakes:
+        fake.allow(2)
+    body = {"model": "tiny", "prompt": "Hello", "stream": True, "max_tokens": 5, "program": {"id": "p", "branch": "b"}}
+    connection = stack.raw("/v1/completions", body)
+    assert b"The" in connection.recv(1 << 16)
+    first, second = sorted(fakes, key=lambda fake: len(fake.requests()), reverse=True)
+    first.wait_for(lambda: first.sent == 2)
+    first.die()
+    second.allow(None)
+    received = b""
+    while b"[DONE]" not in received:
+        received += connection.recv(1 << 16)
+    connection.close()
+    client = Client(stack.url)
+    with client.http:
+        client.text("", program=NEXT, max_tokens=1)
+    said = tokenizer.encode("The quick brown fox — naïve café")
+    assert second.requests()[-1].prompt_ids == tokenizer.encode("Hello") + said[:5]
+
+
+def test_clients_with_other_keys_have_other_programs(make_stack: Any, make_replica: Any, tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    stack = make_stack(make_replica(), config=RouterConfig(api_key_file=keys))
+    one, two = Client(stack.url, key="one"), Client(stack.url, key="two")
+    with one.http, two.http:
+        one.text("Hello", max_tokens=1)
+        assert two.post("x", program=NEXT).status_code == 409
+        assert two.http.delete(f"{stack.url}/v1/programs/p").status_code == 204
+        assert one.post("x", program=NEXT).status_code == 200
+        assert httpx.delete(f"{stack.url}/v1/programs/p").status_code == 401
