@@ -19,9 +19,10 @@ import re
 import sys
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from time import perf_counter
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from shoal.lang.ir import (
 )
 from shoal.lang.media import image_part, video_part
 from shoal.lang.reasoning import split_reasoning
+from shoal.lang.timeline import CallRecord, record
 
 PREFETCH_CHARS = 512  # a shorter text is computed in the same step as what follows it
 
@@ -112,12 +114,13 @@ class ProgramRun:
         self.loop = asyncio.get_running_loop()
         self.id = uuid.uuid4().hex
         self.branches: list[Branch] = []
+        self.calls: list[CallRecord] = []
         self.error: BaseException | None = None
         self.task: asyncio.Task[None]  # in which the program's function runs
         self._numbers = itertools.count()
 
     def new_branch(self) -> "Branch":
-        branch = Branch(self)
+        branch = Branch(self, len(self.branches))
         self.branches.append(branch)
         return branch
 
@@ -159,8 +162,9 @@ class _Message:
 class Branch:
     """A line of text, its messages and variables, and the expressions that wait to be run on it."""
 
-    def __init__(self, run: ProgramRun) -> None:
+    def __init__(self, run: ProgramRun, number: int) -> None:
         self.run = run
+        self.number = number
         self.id = run.new_id()
         self.parent: str | None = None
         self.held = 0
@@ -334,9 +338,9 @@ class Branch:
             # One after the other at the head of the queue, where a call sees what follows it.
             self._pending.extendleft(Statement(part, statement.place) for part in reversed(expr.parts))
         elif isinstance(expr, Gen):
-            await self._generate(expr)
+            await self._timed(self._generate(expr), expr.name, statement.place)
         elif isinstance(expr, Select):
-            await self._select(expr)
+            await self._timed(self._select(expr), expr.name, statement.place)
         elif isinstance(expr, RoleBegin):
             await self._begin_message(expr.role)
         elif isinstance(expr, RoleEnd):
@@ -416,7 +420,14 @@ class Branch:
                     constant = False
         return "".join(texts), calls
 
-    async def _generate(self, expr: Gen) -> None:
+    async def _timed(self, call: Coroutine[Any, Any, Any], name: str | None, place: str) -> None:
+        """Runs a call, and records it."""
+        begun_s = perf_counter()
+        meta = await call
+        self.run.calls.append(record(self.number, name, place, begun_s, perf_counter() - begun_s, meta))
+
+    async def _generate(self, expr: Gen) -> Any:
+        """Runs a call. Returns its details."""
         params = expr.params.over(self.run.defaults)
         if self._message is not None and self.run.roles is not None and not self.run.backend.is_chat_model:
             params = GenParams(stop=(*(params.stop or ()), *self.run.roles.stop)).over(params)
@@ -428,15 +439,15 @@ class Branch:
         self._check_place()
         call = self._call(params)
         if self.run.stream or params.stop_regex:
-            await self._generate_stream(expr, call)
-            return
+            return await self._generate_stream(expr, call)
         result = await self.run.backend.generate(call)
         self._append(result.texts[0], generated=True, name=expr.name)
         self._note_held(result)
         many = params.n is not None and params.n > 1
         self._set(expr.name, result.texts if many else result.texts[0], result.meta if many else result.meta[0])
+        return result.meta
 
-    async def _generate_stream(self, expr: Gen, call: Call) -> None:
+    async def _generate_stream(self, expr: Gen, call: Call) -> Any:
         """Runs a call as a stream, so that its text can be read while it grows, or be ended by `stop_regex`."""
         self.run.backend.check_feature("stream")
         ends = [re.compile(pattern) for pattern in call.params.stop_regex or ()]
@@ -464,6 +475,7 @@ class Branch:
             self.held = len(self.text)
             self.parent = None
         variable.done = True
+        return variable.meta
 
     def _note_held(self, result: Generated) -> None:
         if result.held:
@@ -480,7 +492,8 @@ class Branch:
         if len(self.text) > message.start:
             backend.check_feature("prefill")
 
-    async def _select(self, expr: Select) -> None:
+    async def _select(self, expr: Select) -> Any:
+        """Chooses. Returns details of the choice."""
         self.run.backend.check_feature("select")
         scores = await self.run.backend.score(
             self._call(self.run.defaults), expr.choices, expr.method.needs_unconditional
@@ -499,6 +512,7 @@ class Branch:
             ],
         }
         self._set(expr.name, expr.choices[chosen], meta)
+        return meta
 
     async def _refer(self, expr: VariableRef) -> None:
         """Appends another branch's variable. While it is not there, the text before it is computed."""

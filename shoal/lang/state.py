@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from html import escape
 from typing import Any
 
-from shoal.lang import loop
+from shoal.lang import loop, timeline
 from shoal.lang.interpreter import Branch, JoinPoint, Segment
 from shoal.lang.ir import Expr, ExprList, RoleBegin, RoleEnd, VarScopeBegin, VarScopeEnd, parts_of
+from shoal.lang.timeline import CallRecord
 
 
 class ProgramState:
@@ -162,6 +164,36 @@ class ProgramState:
             if piece is None:
                 return
             yield piece if return_meta_data else piece[0]
+
+    # ------------------------------------------------------------ showing
+
+    def calls(self) -> list[CallRecord]:
+        """The calls of the whole program so far: when, how long, and how many tokens."""
+        return list(self._branch.run.calls)
+
+    def calls_table(self) -> str:
+        """The calls of the whole program as a table."""
+        return timeline.table(self.calls())
+
+    def trace_json(self) -> str:
+        """The calls of the whole program as a time line that https://ui.perfetto.dev opens."""
+        return timeline.trace_json(self.calls())
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the text, what was generated marked, with its variable as a tip."""
+        parts = [
+            f'<span style="background:#d8f5d0" title="{escape(part.name or "")}">{escape(part.text)}</span>'
+            if part.generated
+            else escape(part.text)
+            for part in self._branch.segments
+        ]
+        return f'<pre style="white-space:pre-wrap">{"".join(parts)}</pre>'
+
+    def __rich__(self) -> Any:
+        """For rich's print: the text, what was generated in green."""
+        from rich.text import Text
+
+        return Text.assemble(*((part.text, "green" if part.generated else "") for part in self._branch.segments))
 
     def _synced(self) -> Branch:
         if self._branch.is_idle and self._branch.error is None:
