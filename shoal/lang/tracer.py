@@ -157,7 +157,7 @@ class _TracedBranch:
     def submit(self, expr: Expr) -> None:
         marked = _with_placeholders(expr)
         if isinstance(expr, JoinPoint):
-            branches = tuple(branch.number for branch in expr.branches)  # type: ignore[attr-defined]
+            branches = tuple(branch.number for branch in expr.branches)
             marked = TracedJoin(branches, expr.append)
         reads = tuple(part for part in flat(marked) if isinstance(part, Placeholder))
         self.graph.nodes.append(TracedStatement(len(self.graph.nodes), self.number, marked, program_line(), reads))
@@ -202,7 +202,7 @@ class _TracedState(ProgramState):
         return ProgramStateGroup([_TracedState(branch) for branch in self._branch.fork(int(size))], self)
 
     def __getitem__(self, name: str) -> Any:
-        return Placeholder(name, self._branch.number)  # type: ignore[attr-defined]
+        return Placeholder(name, self._branch.number)
 
     def __contains__(self, name: str) -> bool:
         raise NeedsValue(f"whether {name!r} is set is asked")
