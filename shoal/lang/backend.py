@@ -50,6 +50,7 @@ class Call:
     | `has_media` | whether a message has pictures or films |
     | `then` | constant text that is known to follow the output |
     | `remaining` | calls that are known to follow on this branch |
+    | `template` | what is known to follow in the current message: constant texts, and the parameters of calls |
     """
 
     program: str
@@ -64,6 +65,7 @@ class Call:
     params: GenParams
     then: str = ""
     remaining: int = 0
+    template: tuple[str | GenParams, ...] = ()
 
 
 @dataclass
@@ -113,13 +115,15 @@ class Backend:
     """Runs calls. Its coroutines may be called from several event loops.
 
     `params` are the fields of `GenParams` that it honours; `features` are other abilities: "select", "images", "video",
-    "stream", "prefill" (an assistant's message that has begun is continued).
+    "stream", "prefill" (an assistant's message that has begun is continued). `tells_tokens`: log probabilities name all
+    tokens of an output.
     """
 
     name: ClassVar[str] = "backend"
-    params: ClassVar[frozenset[str]] = frozenset()
+    params: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     is_chat_model: bool = False
+    tells_tokens: bool = False
 
     def __init__(self) -> None:
         self.token_usage = TokenUsage()

@@ -13,10 +13,11 @@ from statistics import fmean
 class ChoiceScore:
     """Natural log probabilities of a choice's tokens, each given the prompt and the tokens before it.
 
-    `unconditional`: the same without the prompt; None where the first token has nothing before it.
+    `unconditional`: the same without the prompt; None where the first token has nothing before it. `token_ids` are None
+    if the endpoint does not tell them.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int | None, ...]
     logprobs: tuple[float, ...]
     unconditional: tuple[float | None, ...] | None = None
 

@@ -394,6 +394,7 @@ class Branch:
             params=params,
             then=then,
             remaining=remaining,
+            template=() if message is None else self._template(),
         )
 
     def _ahead(self) -> tuple[str, int]:
@@ -419,6 +420,19 @@ class Branch:
                 elif not isinstance(part, VarScopeBegin | VarScopeEnd | ForkPoint):
                     constant = False
         return "".join(texts), calls
+
+    def _template(self) -> tuple[str | GenParams, ...]:
+        """The parts that are known to follow in this message: constant texts, and the parameters of calls."""
+        parts: list[str | GenParams] = []
+        for statement in self._pending:
+            for part in _flat(statement.expr):
+                if isinstance(part, ConstantText):
+                    parts.append(part.value)
+                elif isinstance(part, Gen):
+                    parts.append(part.params.over(self.run.defaults))
+                elif not isinstance(part, VarScopeBegin | VarScopeEnd | ForkPoint):
+                    return tuple(parts)
+        return tuple(parts)
 
     async def _timed(self, call: Coroutine[Any, Any, Any], name: str | None, place: str) -> None:
         """Runs a call, and records it."""

@@ -39,7 +39,7 @@ class ShoalServer(Backend):
     """
 
     name: ClassVar[str] = "a Shoal server"
-    params: ClassVar[frozenset[str]] = frozenset(GenParams.__dataclass_fields__) - {"logprob_start_len"}
+    params = frozenset(GenParams.__dataclass_fields__) - {"logprob_start_len"}
     features = frozenset({"select", "stream", "prefill"})
 
     def __init__(
@@ -125,6 +125,10 @@ class ShoalServer(Backend):
     async def server_info(self) -> dict[str, Any]:
         models = await self._get("/v1/models")
         return {"version": (await self._get("/version"))["version"], **models["data"][0]}
+
+    def speculating(self, num_tokens: int) -> Backend:
+        """The backend itself: only new text travels, and the server has the KV of the rest."""
+        return self
 
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
