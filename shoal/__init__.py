@@ -17,6 +17,8 @@ _NAMES = {
         "assistant assistant_begin assistant_end flush_cache gen gen_int gen_string get_server_info image select "
         "separate_reasoning system system_begin system_end unordered user user_begin user_end video"
     ),
+    "shoal.lang.backends.anthropic": "Anthropic",
+    "shoal.lang.backends.openai": "OpenAI",
     "shoal.lang.backends.shoal_server": "ShoalServer",
     "shoal.lang.choices": ("greedy_token_selection token_length_normalized unconditional_likelihood_normalized"),
     "shoal.lang.errors": "BackendError NotSupported ProgramError",
