@@ -41,7 +41,6 @@ ALLOWED = {
     "bench.load": {"bench:", "shoal", "worker"},
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
-    "bench.programs": {"bench:", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
     "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},

@@ -6,7 +6,7 @@ for more is refused by name before its first call.
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import NotSupported
@@ -119,7 +119,7 @@ class Backend:
     tokens of an output.
     """
 
-    name: ClassVar[str] = "backend"
+    name: str = "backend"
     params: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
     is_chat_model: bool = False

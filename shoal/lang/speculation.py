@@ -193,13 +193,12 @@ class Draft:
 class Speculation(Backend):
     """A backend for one run of a program, which speculates on another backend."""
 
-    name = "num_api_spec_tokens"
-
     def __init__(self, backend: Backend, num_tokens: int) -> None:
         super().__init__()
         if num_tokens < 1:
             raise ValueError(f"num_api_spec_tokens is {num_tokens}; it must be 1 or more")
         self.backend = backend
+        self.name = backend.name
         self.num_tokens = num_tokens
         self.token_usage = backend.token_usage
         self.params = backend.params

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 from shoal.lang.backend import Backend, Call, Generated, OutputPiece
 from shoal.lang.backends.clients import MAX_RETRIES, Clients, package
@@ -28,7 +28,7 @@ class Anthropic(Backend):
     Raises ImportError without the package anthropic.
     """
 
-    name: ClassVar[str] = "Anthropic's protocol"
+    name = "Anthropic's protocol"
     params = frozenset({"max_new_tokens", "stop", "stop_regex", "temperature", "top_p", "top_k", "json_schema"})
     is_chat_model = True
 

@@ -13,7 +13,7 @@ by their dialect:
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from shoal.lang.backend import PLAIN_ROLES, Backend, Call, Generated, OutputPiece, RoleFormat
 from shoal.lang.backends.clients import MAX_RETRIES, Clients, package
@@ -48,7 +48,7 @@ class OpenAI(Backend):
     Raises ImportError without the package openai, and its OpenAIError without a key.
     """
 
-    name: ClassVar[str] = "OpenAI's protocol"
+    name = "OpenAI's protocol"
     tells_tokens = True
 
     def __init__(

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import httpx
@@ -38,7 +38,7 @@ class ShoalServer(Backend):
     its calls. `transport`: an httpx transport, by which a server in this process is reached without a socket.
     """
 
-    name: ClassVar[str] = "a Shoal server"
+    name = "a Shoal server"
     params = frozenset(GenParams.__dataclass_fields__) - {"logprob_start_len"}
     features = frozenset({"select", "stream", "prefill"})
 
