@@ -7,6 +7,7 @@
 | | `compare` | any of these in this checkout and in an older one |
 | `pipeline/` | `pipeline` | pipelines of several stages, measured and simulated |
 | `placement/` | `router` | placement policies, on a trace with shared prefixes |
+| `programs/` | `against_raw`, `speculation` | programs of the language, against the same by plain calls |
 | `correctness/` | `exactness`, `quality` | whether outputs equal those of transformers, and their quality |
 
 Every benchmark writes `bench/results/NAME.json` through `results.py`. `python -m bench.results` makes `RESULTS.md` from

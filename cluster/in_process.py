@@ -23,6 +23,7 @@ from router.api import create_app
 from router.asgi_transport import AsgiTransport
 from router.errors import NoReplica
 from router.fleet import Fleet
+from router.programs import Home
 from router.replicas import Replicas
 from worker.config import WorkerConfig
 
@@ -68,7 +69,12 @@ class OneReplicaPlacer:
         self.ended: str | None = None
 
     async def place(
-        self, request_id: str, prompt_ids: list[int], exclude: Collection[str], refused: Collection[str] = ()
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        exclude: Collection[str],
+        refused: Collection[str] = (),
+        home: Home | None = None,
     ) -> str:
         """See `Placer.place`. Raises NoReplica at once when the replica has ended or refused the request."""
         deadline = time.monotonic() + self._wait_s

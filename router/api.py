@@ -36,7 +36,7 @@ from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation, turn_on
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
-from router.programs import Branch, BranchUnknown, Call, Held
+from router.programs import BranchCall, BranchText, BranchUnknown, Held
 from router.requests import (
     INT32,
     ChatRequest,
@@ -184,7 +184,7 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
         body, size = await read_body(request, ChoicesRequest, config.max_body_bytes, config.body_timeout_s)
         _check_model(service, body.model)
         held = None if body.program is None else _held(service, body.program, keys.tenant(request))
-        branch = Branch() if held is None else held.branch
+        branch = BranchText() if held is None else held.branch
         job = await service.in_thread(
             size * len(body.choices),
             choices_job,
@@ -336,10 +336,10 @@ def _program_key(tenant: str, program_id: str) -> str:
     return f"{tenant}/{program_id}"
 
 
-def _call(call: ProgramCall | None, tenant: str) -> Call | None:
+def _call(call: ProgramCall | None, tenant: str) -> BranchCall | None:
     if call is None:
         return None
-    return Call(Lease(_program_key(tenant, call.id), call.branch, call.lease_s or 0.0), call.parent, call.then)
+    return BranchCall(Lease(_program_key(tenant, call.id), call.branch, call.lease_s or 0.0), call.parent, call.then)
 
 
 def _held(service: Service, call: ProgramCall, tenant: str) -> Held:

@@ -12,7 +12,7 @@ import msgspec
 from router.errors import invalid
 from router.output_text import Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest, Prompt, context_room, encode_prompt
-from router.programs import Branch, Call
+from router.programs import BranchCall, BranchText
 from router.requests import ChoicesRequest
 from router.responses import ChunkUsage, ScoredChoice, ScoredChoices, Usage, finite
 from router.tokenizer import Tokenizer
@@ -41,8 +41,8 @@ def choices_job(
     context_length: int,
     max_sequences: int,
     arrived: float,
-    call: Call | None,
-    branch: Branch,
+    call: BranchCall | None,
+    branch: BranchText,
 ) -> ChoicesJob:
     """Prepares a request for scores: tokenises the prompt, which follows `branch` of the program in `call`, and the
     choices. Slow: run it in a thread. Raises ApiError."""
@@ -55,7 +55,7 @@ def choices_job(
     sequences: list[Choice] = []
     scored: list[list[int]] = []  # the scored tokens of each sequence
 
-    def add(token_ids: list[int], start: int, call: Call | None) -> None:
+    def add(token_ids: list[int], start: int, call: BranchCall | None) -> None:
         context_room(token_ids, context_length, "choices")
         sampling = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, seed=0, prompt_logprobs=1, prompt_logprobs_start=start
@@ -92,7 +92,7 @@ def choices_job(
 
 
 def _with_choice(
-    text: str, prompt_ids: list[int], choice: str, tokenizer: Tokenizer, context_length: int, branch: Branch
+    text: str, prompt_ids: list[int], choice: str, tokenizer: Tokenizer, context_length: int, branch: BranchText
 ) -> tuple[list[int], int]:
     """The tokens of the prompt with a choice, and the position of the first that is scored: the first at which they
     differ from the prompt's."""

@@ -10,7 +10,7 @@ import msgspec
 
 from router.chat_template import TemplateError
 from router.errors import ApiError, invalid
-from router.programs import Branch, Call, Held
+from router.programs import BranchCall, BranchText, Held
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.sampling import check_token_ids, sampling_params, sequence_seed
 from router.structure import structure
@@ -38,7 +38,7 @@ class Choice:
     prompt: Prompt
     sampling: SamplingParams
     first: bool
-    call: Call | None = None
+    call: BranchCall | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def chat_job(
     context_length: int,
     max_sequences: int,
     arrived: float,
-    call: Call | None = None,
+    call: BranchCall | None = None,
 ) -> PreparedRequest:
     """Prepares a chat request: renders the template and tokenises. `call`: the program that it belongs to. Slow: run it
     in a thread. Raises ApiError."""
@@ -126,7 +126,7 @@ def completion_job(
     context_length: int,
     max_sequences: int,
     arrived: float,
-    call: Call | None = None,
+    call: BranchCall | None = None,
     held: Held | None = None,
 ) -> PreparedRequest:
     """Prepares a request for completions: tokenises its prompts. `call` and `held`: the program that it belongs to, and
@@ -147,7 +147,7 @@ def completion_job(
         _check_program(request)
     prompts, max_tokens = [], []
     for entry in inputs:
-        prompts.append(_prompt(entry, tokenizer, context_length, Branch() if held is None else held.branch))
+        prompts.append(_prompt(entry, tokenizer, context_length, BranchText() if held is None else held.branch))
         room = context_room(prompts[-1].token_ids, context_length, "prompt")
         max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
     return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, call, held)
@@ -161,7 +161,7 @@ def _job(
     max_tokens: list[int],
     arrived: float,
     grammar_param: str | None,
-    call: Call | None,
+    call: BranchCall | None,
     held: Held | None = None,
 ) -> PreparedRequest:
     n = request.n or 1
@@ -245,14 +245,14 @@ def _check_program(request: CompletionRequest) -> None:
         raise invalid("With 'program', 'echo' must be false.", "echo")
 
 
-def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, branch: Branch) -> Prompt:
+def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, branch: BranchText) -> Prompt:
     if isinstance(entry, list):
         check_token_ids(entry, tokenizer.vocab_size, "prompt")
         return Prompt(entry)
     return Prompt(encode_prompt(entry, tokenizer, context_length, branch), entry)
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int, branch: Branch) -> list[int]:
+def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int, branch: BranchText) -> list[int]:
     """The tokens of a branch with `text` after it. Raises ApiError if they are too many, or none."""
     try:
         token_ids = branch.prompt(text, partial(tokenizer.encode_part, context_length=context_length))

@@ -37,7 +37,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BranchCall:
     """A request as a part of its program. `lease`: what becomes of its KV; its owner is the program, its name the
     branch. `then`: constant text that will follow the answer."""
 
@@ -51,7 +51,7 @@ class BranchUnknown(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class BranchText:
     """The text that a branch holds: tokens up to the end of its last generation, and the constant text after it."""
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -64,12 +64,12 @@ class Branch:
         new = self.tail + text
         return self.token_ids.tolist() + (encode(new, begins) if new or begins else [])
 
-    def extended(self, text: str, prompt_ids: list[int], output_ids: list[int], rest: str) -> "Branch":
+    def extended(self, text: str, prompt_ids: list[int], output_ids: list[int], rest: str) -> "BranchText":
         """The branch after a generation. `text` and `prompt_ids`: what was sent to `prompt`, and its result.
         `output_ids` and `rest`: the kept tokens of the output, and the kept text after them."""
         if not output_ids:  # the constant text before and after is one piece
-            return Branch(self.token_ids, self.tail + text + rest)
-        return Branch(array("i", prompt_ids + output_ids), rest)
+            return BranchText(self.token_ids, self.tail + text + rest)
+        return BranchText(array("i", prompt_ids + output_ids), rest)
 
     @property
     def size(self) -> int:
@@ -83,7 +83,7 @@ class Held:
 
     program: str
     name: str
-    branch: Branch
+    branch: BranchText
     continues: bool
     version: int | None
 
@@ -96,12 +96,12 @@ class Turn:
     program: str
     name: str
     number: int
-    previous: Branch | None
+    previous: BranchText | None
 
 
 @dataclass(slots=True)
 class _Entry:
-    branch: Branch
+    branch: BranchText
     version: int
     used_s: float
 
@@ -149,7 +149,7 @@ class Programs:
         the first request of the branch, which begins with what the parent holds now. Raises BranchUnknown."""
         self._expire()
         if not continues:
-            return Held(program, name, Branch(), continues, None)
+            return Held(program, name, BranchText(), continues, None)
         if parent is None:
             entry = self._use(program, name)
             return Held(program, name, entry.branch, continues, entry.version)
@@ -171,7 +171,7 @@ class Programs:
         self._branches.setdefault(held.program, set()).add(held.name)
         return Turn(held.program, held.name, self._last, None if entry is None else entry.branch)
 
-    def end(self, turn: Turn, branch: Branch) -> None:
+    def end(self, turn: Turn, branch: BranchText) -> None:
         """Ends a request: the branch holds `branch` now, unless the program has ended or a later request has come."""
         key = (turn.program, turn.name)
         if self._running.get(key) != turn.number:
@@ -196,13 +196,13 @@ class Programs:
         if self._running.get(key) == turn.number or (entry is not None and entry.version == turn.number):
             self._forget(key)
 
-    def home(self, call: Call) -> Home | None:
+    def home(self, call: BranchCall) -> Home | None:
         """The home of the call's branch; of its parent's, if the branch has none."""
         owner = call.lease.owner
         found = self._homes.get((owner, call.lease.name))
         return self._homes.get((owner, call.parent)) if found is None and call.parent is not None else found
 
-    def set_home(self, call: Call, home: Home) -> None:
+    def set_home(self, call: BranchCall, home: Home) -> None:
         """Sets the home of the call's branch."""
         key = (call.lease.owner, call.lease.name)
         self._homes[key] = home

@@ -17,7 +17,7 @@ from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.metrics import Metrics, ReplicaTimes
-from router.programs import Branch, Call, Home, Programs
+from router.programs import BranchCall, BranchText, Home, Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Release, SamplingParams
@@ -124,7 +124,7 @@ class Service:
         sampling: SamplingParams,
         priority: int,
         arrived: float,
-        call: Call | None = None,
+        call: BranchCall | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. Raises ApiError.
@@ -179,7 +179,7 @@ class Service:
         self.programs.remove(program)
         self.replicas.tell_all(Release([program]))
 
-    def prefetch(self, request_id: str, branch: Branch, call: Call) -> None:
+    def prefetch(self, request_id: str, branch: BranchText, call: BranchCall) -> None:
         """Lets the home of a branch compute the constant text that will follow it, unless it is full or gone."""
         home = self.programs.home(call)
         if home is not None and call.then:
@@ -187,7 +187,7 @@ class Service:
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
 
-    async def _prefetch(self, request_id: str, replica_id: str, branch: Branch, text: str) -> None:
+    async def _prefetch(self, request_id: str, replica_id: str, branch: BranchText, text: str) -> None:
         prompt_ids = await self.in_thread(len(text), branch.prompt, text, self.tokenizer.encode_part)
         request = Generate(request_id=request_id, prompt_ids=prompt_ids, sampling=PREFETCH, priority=LOWEST_PRIORITY)
         with contextlib.suppress(ReplicaLost, ReaderTooSlow):
@@ -199,7 +199,7 @@ class Service:
                 stream.close()
 
     async def _run(
-        self, request: Generate, lost: list[str], refused: frozenset[str], arrived: float, call: Call | None
+        self, request: Generate, lost: list[str], refused: frozenset[str], arrived: float, call: BranchCall | None
     ) -> AsyncGenerator[Output, None]:
         """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:

@@ -1,11 +1,13 @@
-"""Shoal's public face: the `shoal` command and what it needs to talk to a running server, and the Python API.
+"""Shoal's public face: the `shoal` command, the language of programs, and the Python API.
 
-Owns: the command line (`shoal serve | chat | pull | status | bench`), and `Engine` (`engine.py`), which runs a model
-inside a program. Knows nothing of how a request is scheduled: it configures the cluster (`cluster`) and speaks HTTP to
-it. Read `shoal/cli.py` first.
+Owns: the command line (`shoal serve | chat | pull | status | bench`), `Engine` (`engine.py`), which runs a model inside
+a Python process, and the language (`lang/`). Knows nothing of how a request is scheduled: it configures the cluster
+(`cluster`) and speaks HTTP to it. Read `cli.py` first for the command, `lang/function.py` for the language.
+
+`import shoal` loads a name's module when the name is first used, so it is light.
 """
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,22 +18,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The public names, and the modules that define them. A module is imported when one of its names is first used, so that
-# `import shoal` takes no time.
-_PUBLIC = {
-    "Engine": "shoal.engine",
-    "EngineError": "shoal.engine",
-    "GeneratedText": "shoal.engine",
-    "RequestError": "shoal.engine",
+_NAMES = {
+    "shoal.engine": "Engine EngineError GeneratedText RequestError",
+    "shoal.lang.api": (
+        "assistant assistant_begin assistant_end flush_cache gen gen_int gen_string get_server_info image select "
+        "separate_reasoning system system_begin system_end unordered user user_begin user_end video"
+    ),
+    "shoal.lang.backends.anthropic": "Anthropic",
+    "shoal.lang.backends.openai": "OpenAI",
+    "shoal.lang.backends.shoal_server": "ShoalServer RuntimeEndpoint",
+    "shoal.lang.choices": "greedy_token_selection token_length_normalized unconditional_likelihood_normalized",
+    "shoal.lang.errors": "BackendError NotSupported ProgramError",
+    "shoal.lang.function": "Function function",
+    "shoal.lang.loop": "in_thread",
+    "shoal.lang.program": "global_config set_default_backend",
+    "shoal.lang.state": "ProgramState",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _MODULES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_PUBLIC[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *_MODULES})

@@ -13,7 +13,9 @@ ROOMS = ("shoal", "cluster", "router", "worker", "pipeline", "radix", "kernels",
 # What each folder may import besides itself, for type checking too. A top folder stands for all of its folders, unless
 # it is marked with a colon: then for the files of that folder alone.
 ALLOWED = {
-    "shoal": {"cluster", "bench"},
+    "shoal": {"cluster", "bench", "shoal.lang"},
+    "shoal.lang": set(),
+    "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
     "router": {"radix", "worker.messages"},
     "worker": {"pipeline:", "radix"},
@@ -40,6 +42,7 @@ ALLOWED = {
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
+    "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},
 }  # fmt: skip
 # `shoal.Engine` has the name that offline users know from other engines; the replica's own one is inside.

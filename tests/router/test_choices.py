@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from router.choices import choices_job
 from router.errors import ApiError
-from router.programs import Branch
+from router.programs import BranchText
 from router.requests import ChoicesRequest
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Output, TokenLogprobs
@@ -22,9 +22,9 @@ from .conftest import CONTEXT, byte_level_backend
 TEXT = st.text("hel loé🦊\n", max_size=12)
 
 
-def job(tokenizer: Tokenizer, prompt: str, choices: list[str], branch: Branch | None = None, **fields: Any) -> Any:
+def job(tokenizer: Tokenizer, prompt: str, choices: list[str], branch: BranchText | None = None, **fields: Any) -> Any:
     request = ChoicesRequest(model="tiny", prompt=prompt, choices=choices, **fields)
-    return choices_job(request, tokenizer, CONTEXT, 8, 0.0, None, branch or Branch())
+    return choices_job(request, tokenizer, CONTEXT, 8, 0.0, None, branch or BranchText())
 
 
 def scored(made: Any) -> list[tuple[list[int], int]]:
@@ -52,7 +52,7 @@ def test_a_choice_that_merges_with_the_prompt(tokenizer: Tokenizer) -> None:
 
 
 def test_choices_follow_a_branch(tokenizer: Tokenizer) -> None:
-    branch = Branch().extended("Hello", tokenizer.encode("Hello"), [7, 8], "The")
+    branch = BranchText().extended("Hello", tokenizer.encode("Hello"), [7, 8], "The")
     made = scored(job(tokenizer, " qu", ["ick"], branch))
     assert made == [
         ([*tokenizer.encode("Hello"), 7, 8, *tokenizer.encode("The quick")], len(tokenizer.encode("Hello")) + 3)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.config import RouterConfig
 from router.output_text import OutputText
-from router.programs import Branch, BranchUnknown, Home, Programs, Turn, kept_tokens
+from router.programs import BranchText, BranchUnknown, Home, Programs, Turn, kept_tokens
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Lease, Output, Release
 
@@ -75,13 +75,13 @@ def test_special_tokens_only_begin_a_text() -> None:
         calls.append((text, begins))
         return [len(text)]
 
-    branch = Branch()
+    branch = BranchText()
     assert branch.prompt("", encode) == [0]
     assert branch.prompt("abc", encode) == [3]
     branch = branch.extended("abc", [3], [7], "x")
-    assert branch == Branch(array("i", [3, 7]), "x")
+    assert branch == BranchText(array("i", [3, 7]), "x")
     assert branch.prompt("yz", encode) == [3, 7, 3]
-    assert Branch(branch.token_ids).prompt("", encode) == [3, 7]  # a generation right after another
+    assert BranchText(branch.token_ids).prompt("", encode) == [3, 7]  # a generation right after another
     assert calls == [("", True), ("abc", True), ("xyz", False)]
 
 
@@ -182,7 +182,7 @@ class Table(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), text=st.text("xyz", max_size=3))
     def end(self, which: int, text: str) -> None:
         turn, key, before = self.turns.pop(which % len(self.turns))
-        self.programs.end(turn, Branch(tail=before + text))
+        self.programs.end(turn, BranchText(tail=before + text))
         self.holds[key] = (before + text, self.now)
 
     @precondition(lambda self: self.turns)
@@ -200,7 +200,7 @@ class Table(RuleBasedStateMachine):
     def drop(self, which: int, ended: bool) -> None:
         turn, key, _ = self.turns.pop(which % len(self.turns))
         if ended:
-            self.programs.end(turn, Branch(tail="unread"))
+            self.programs.end(turn, BranchText(tail="unread"))
         self.programs.drop(turn)
         assert self.known(*key) is None
 
@@ -211,7 +211,7 @@ class Table(RuleBasedStateMachine):
         self.turns = [entry for entry in self.turns if entry not in stale]
         self.holds = {key: value for key, value in self.holds.items() if key[0] != program}
         for turn, key, _ in stale:
-            self.programs.end(turn, Branch(tail="too late"))
+            self.programs.end(turn, BranchText(tail="too late"))
             assert self.known(*key) is None
 
     @rule(seconds=st.integers(1, 6))
@@ -234,24 +234,24 @@ def test_a_late_request_does_not_overwrite_the_one_that_replaced_it() -> None:
     programs = Programs()
     first = programs.begin(programs.look("p", "b", None, False))
     second = programs.begin(programs.look("p", "b", None, False))
-    programs.end(first, Branch(tail="first"))
+    programs.end(first, BranchText(tail="first"))
     with pytest.raises(BranchUnknown):
         programs.look("p", "b", None, True)
-    programs.end(second, Branch(tail="second"))
+    programs.end(second, BranchText(tail="second"))
     programs.drop(first)
     assert programs.look("p", "b", None, True).branch.tail == "second"
 
 
 def test_what_was_looked_at_must_still_be_there() -> None:
     programs = Programs()
-    programs.end(programs.begin(programs.look("p", "b", None, False)), Branch(tail="x"))
+    programs.end(programs.begin(programs.look("p", "b", None, False)), BranchText(tail="x"))
     held = programs.look("p", "b", None, True)
-    programs.end(programs.begin(held), Branch(tail="xy"))
+    programs.end(programs.begin(held), BranchText(tail="xy"))
     with pytest.raises(BranchUnknown, match="another request"):
         programs.begin(held)
     fork = programs.look("p", "c", "b", True)
     assert fork.branch.tail == "xy"
-    programs.end(programs.begin(fork), Branch(tail="xyz"))
+    programs.end(programs.begin(fork), BranchText(tail="xyz"))
     with pytest.raises(BranchUnknown, match="another request"):
         programs.begin(fork)
     with pytest.raises(BranchUnknown, match="names a parent"):

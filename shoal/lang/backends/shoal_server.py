@@ -1,0 +1,342 @@
+"""A Shoal server, over HTTP: completions with the field `program`, by which the server knows what belongs together.
+
+Only new text travels: the server keeps what a branch holds. A server that does not know a branch (it was restarted, or
+another router answers) says so with status 409, and the call goes out again with the whole text.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx
+
+from shoal.lang.backend import Backend, Call, Generated, OutputPiece, RoleFormat
+from shoal.lang.backends.role_format import derive_roles
+from shoal.lang.choices import ChoiceScore
+from shoal.lang.errors import BackendError
+from shoal.lang.ir import GenParams
+
+LEASE_S = 60.0  # how long the KV of a program that thinks between two calls stays, unless memory is short
+FULL_S = 600.0  # how long a call that a full server refuses is tried again
+DOWN_S = 60.0  # the same for a server that cannot be reached, or has no replica
+RETRY_S = 0.2  # before the first of these tries; doubled with each, up to RETRY_MAX_S. Retry-After goes first
+RETRY_MAX_S = 5.0
+UNKNOWN_PROGRAM = "program_unknown"
+
+
+class ShoalServer(Backend):
+    """A Shoal server at a URL; `RuntimeEndpoint` is the same under SGLang's name.
+
+    `api_key` is by default that of OPENAI_API_KEY. `lease_s`: how long the server keeps a living program's KV between
+    its calls. `transport`: an httpx transport, by which a server in this process is reached without a socket.
+    """
+
+    name = "a Shoal server"
+    params = frozenset(GenParams.__dataclass_fields__) - {"logprob_start_len"}
+    features = frozenset({"select", "stream", "prefill"})
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        lease_s: float = LEASE_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__()
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self.lease_s = lease_s
+        self._key = api_key or os.environ.get("OPENAI_API_KEY")
+        self._transport = transport
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+        self._model: str | None = None
+        self._roles: RoleFormat | None = None
+        self._endings: set[asyncio.Task[Any]] = set()
+
+    # ------------------------------------------------------------ calls
+
+    async def generate(self, call: Call) -> Generated:
+        answer = await self._continued("/v1/completions", call, await self._completion(call))
+        metas = [_meta(answer, choice) for choice in answer["choices"]]
+        self.token_usage.add(metas[0])
+        return Generated([choice["text"] for choice in answer["choices"]], metas, held=not _several(call))
+
+    async def stream(self, call: Call) -> AsyncGenerator[OutputPiece, None]:
+        body = await self._completion(call)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        meta: dict[str, Any] = {}
+        for whole in (False, True):
+            try:
+                async with aclosing(self._events(body | _where(call, whole, self.lease_s))) as events:
+                    async for event in events:
+                        for choice in event["choices"]:
+                            piece = _meta(event, choice)
+                            meta |= piece
+                            yield OutputPiece(choice["text"], piece, held=choice["finish_reason"] is not None)
+                        if event.get("usage"):
+                            meta |= _usage(event)
+                            yield OutputPiece("", _usage(event), held=True)
+                break
+            except BackendError as error:
+                if whole or error.code != UNKNOWN_PROGRAM:
+                    raise
+        self.token_usage.add(meta)
+
+    async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
+        body = {"model": await self._name(), "choices": list(choices), "unconditional": unconditional}
+        answer = await self._continued("/v1/choices", call, body)
+        self.token_usage.add(_usage(answer))
+        return [
+            ChoiceScore(
+                tuple(choice["tokens"]),
+                tuple(choice["logprobs"]),
+                tuple(choice["unconditional_logprobs"]) if unconditional else None,
+            )
+            for choice in answer["choices"]
+        ]
+
+    async def prefetch(self, program: str, text: str) -> None:
+        body = {"model": await self._name(), "prompt": text, "max_tokens": 0, "temperature": 0}
+        await self._post("/v1/completions", body)
+
+    async def end_program(self, program: str) -> None:
+        async def tell() -> None:
+            with contextlib.suppress(httpx.HTTPError):  # its lease ends by itself
+                await self._client().delete(f"/v1/programs/{program}")
+
+        task = asyncio.create_task(tell())  # no caller waits for it
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    async def roles(self) -> RoleFormat:
+        async with self._lock():
+            if self._roles is None:
+                self._roles = await derive_roles(self._rendered, await self._beginning())
+            return self._roles
+
+    async def server_info(self) -> dict[str, Any]:
+        models = await self._get("/v1/models")
+        return {"version": (await self._get("/version"))["version"], **models["data"][0]}
+
+    def speculating(self, num_tokens: int) -> Backend:
+        """The backend itself: only new text travels, and the server has the KV of the rest."""
+        return self
+
+    async def close(self) -> None:
+        """Closes the connections of the running event loop."""
+        await asyncio.gather(*self._endings, return_exceptions=True)
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+    # ------------------------------------------------------------ bodies
+
+    async def _completion(self, call: Call) -> dict[str, Any]:
+        params = call.params
+        body: dict[str, Any] = {
+            "model": await self._name(),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "stop": list(params.stop or ()) or None,
+            "stop_token_ids": list(params.stop_token_ids or ()) or None,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "frequency_penalty": params.frequency_penalty,
+            "presence_penalty": params.presence_penalty,
+            "min_tokens": params.min_new_tokens,
+            "ignore_eos": params.ignore_eos,
+            "n": params.n,
+        }
+        if params.return_logprob:
+            body["logprobs"] = params.top_logprobs_num or 0
+        if params.json_schema is not None:
+            body["structured_outputs"] = {"json": params.json_schema}
+        elif (pattern := params.pattern()) is not None:
+            body["structured_outputs"] = {"regex": pattern}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def _continued(self, path: str, call: Call, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a call of a branch, which the server knows or is told whole."""
+        try:
+            return await self._post(path, body | _where(call, False, self.lease_s))
+        except BackendError as error:
+            if error.code != UNKNOWN_PROGRAM:
+                raise
+        return await self._post(path, body | _where(call, True, self.lease_s))
+
+    async def _name(self) -> str:
+        if self._model is None:
+            async with self._lock():
+                self._model = (await self._get("/v1/models"))["data"][0]["id"]
+        return self._model
+
+    async def _rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """A conversation as text, by the server's chat template."""
+        body = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        tokens = (await self._post("/tokenize", body))["tokens"]
+        return (await self._post("/detokenize", {"tokens": tokens}))["prompt"]
+
+    async def _beginning(self) -> str:
+        """The special tokens before every text, which a plain completion gets anyway."""
+        with_them = (await self._post("/tokenize", {"prompt": "a"}))["tokens"]
+        without = (await self._post("/tokenize", {"prompt": "a", "add_special_tokens": False}))["tokens"]
+        special = with_them[: len(with_them) - len(without)]
+        return (await self._post("/detokenize", {"tokens": special}))["prompt"] if special else ""
+
+    # ------------------------------------------------------------ HTTP
+
+    def _lock(self) -> asyncio.Lock:
+        """Held while something is asked that many programs need, and one asks for all."""
+        return self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+    def _client(self) -> httpx.AsyncClient:
+        """The client of the running event loop: connections belong to one loop."""
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            client = self._clients[loop] = httpx.AsyncClient(
+                base_url=self.base_url,
+                transport=self._transport,
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                timeout=httpx.Timeout(None, connect=10.0),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024),
+            )
+        return client
+
+    async def _get(self, path: str) -> Any:
+        return await self._asked("GET", path, None)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return await self._asked("POST", path, body)
+
+    async def _asked(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        patience = _Patience(self.base_url)
+        while True:
+            try:
+                response = await self._client().request(method, path, json=body)
+            except httpx.TransportError as error:
+                await patience.unreachable(error)
+                continue
+            if response.is_success:
+                return response.json()
+            await patience.refused(response.status_code, response.content, response.headers)
+
+    async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream. A stream that has not begun is tried again as `_asked` does."""
+        patience = _Patience(self.base_url)
+        while True:
+            begun = False
+            try:
+                async with self._client().stream("POST", "/v1/completions", json=body) as response:
+                    if response.is_success:
+                        async for line in response.aiter_lines():
+                            begun = True
+                            if line == "data: [DONE]":
+                                return
+                            if line.startswith("data: "):
+                                event = json.loads(line[6:])
+                                if "error" in event:
+                                    raise BackendError(str(event["error"].get("message")), None)
+                                yield event
+                        raise BackendError(f"{self.base_url}: the stream ended before its answer did")
+                    content = await response.aread()
+            except httpx.TransportError as error:
+                if begun:
+                    raise BackendError(f"{self.base_url}: the stream broke off: {error}") from error
+                await patience.unreachable(error)
+                continue
+            await patience.refused(response.status_code, content, response.headers)
+
+
+class _Patience:
+    """Waits between tries of one request, and raises when there is no use in another."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._begun_s = time.monotonic()
+        self._pause_s = RETRY_S
+
+    async def unreachable(self, error: Exception) -> None:
+        if time.monotonic() - self._begun_s > DOWN_S:
+            raise BackendError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
+        await self._sleep(None)
+
+    async def refused(self, status: int, content: bytes, headers: httpx.Headers) -> None:
+        limit_s = {429: FULL_S, 503: DOWN_S}.get(status, 0.0)
+        if time.monotonic() - self._begun_s > limit_s or limit_s == 0:
+            message, code = _error(content)
+            raise BackendError(f"{self._url} answers {status}: {message}", status, code)
+        await self._sleep(headers.get("Retry-After"))
+
+    async def _sleep(self, retry_after: str | None) -> None:
+        pause_s = float(retry_after) if retry_after and retry_after.isdigit() else self._pause_s
+        self._pause_s = min(RETRY_MAX_S, self._pause_s * 2)
+        await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # so that many do not come back at once
+
+
+def _several(call: Call) -> bool:
+    return call.params.n is not None and call.params.n > 1
+
+
+def _where(call: Call, whole: bool, lease_s: float) -> dict[str, Any]:
+    """The prompt of a call and its `program`. `whole`: the server does not know the branch."""
+    if _several(call):
+        return {"prompt": call.text}  # a branch goes on with one output
+    continues = not whole and call.held > 0
+    program: dict[str, Any] = {
+        "id": call.program,
+        "branch": call.branch,
+        "continues": continues,
+        "lease_s": lease_s,
+        "remaining": call.remaining,
+    }
+    if continues and call.parent is not None:
+        program["parent"] = call.parent
+    if call.then:
+        program["then"] = call.then
+    return {"prompt": call.text[call.held :] if continues else call.text, "program": program}
+
+
+def _usage(answer: dict[str, Any]) -> dict[str, Any]:
+    usage = answer.get("usage") or {}
+    return {
+        "prompt_tokens": usage.get("prompt_tokens"),
+        "completion_tokens": usage.get("completion_tokens"),
+        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+    }
+
+
+def _meta(answer: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    meta = {"id": answer["id"], "finish_reason": choice["finish_reason"]}
+    if answer.get("usage"):
+        meta |= _usage(answer)
+    logprobs = choice.get("logprobs")
+    if logprobs:
+        meta["output_token_logprobs"] = [
+            (value, None, text) for value, text in zip(logprobs["token_logprobs"], logprobs["tokens"], strict=True)
+        ]
+        meta["output_top_logprobs"] = [
+            [(value, None, text) for text, value in (top or {}).items()] for top in logprobs["top_logprobs"] or []
+        ]
+    return meta
+
+
+def _error(content: bytes) -> tuple[str, str | None]:
+    """The message and code of an error's body."""
+    try:
+        error = json.loads(content)["error"]
+        return str(error["message"]), error.get("code")
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode(errors="replace"), None
+
+
+RuntimeEndpoint = ShoalServer  # SGLang's name

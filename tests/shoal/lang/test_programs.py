@@ -1,0 +1,247 @@
+"""Programs on a real model: the kinds of SGLang's own language tests, and the examples of docs/examples."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import shoal
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend() -> Any:
+    """SmolLM2 in a replica of its own."""
+    with shoal.Engine("SmolLM2-135M-Instruct", max_running=16) as engine:
+        backend = shoal.ShoalServer(engine.base_url, transport=engine.transport)
+        shoal.set_default_backend(backend)
+        yield backend
+        shoal.global_config.default_backend = None
+
+
+@shoal.function
+def capital(s: Any, country: str) -> None:
+    s += "Q: What is the capital of France?\nA: Paris\nQ: What is the capital of Italy?\nA: Rome\n"
+    s += f"Q: What is the capital of {country}?\nA:" + shoal.gen("answer", stop="\n", max_tokens=6)
+
+
+def test_few_shot_and_a_batch() -> None:
+    assert "Madrid" in capital.run("Spain", temperature=0)["answer"]
+    states = capital.run_batch([{"country": "Spain"}, {"country": "Germany"}, {"country": "Portugal"}], temperature=0)
+    assert [state["answer"].strip() for state in states] == ["Madrid", "Berlin", "Lisbon"]
+
+
+def test_a_batch_says_what_single_runs_say() -> None:
+    countries = ["Spain", "Norway"]
+    alone = [capital.run(country, temperature=0).text() for country in countries]
+    assert [state.text() for state in capital.run_batch([[c] for c in countries], temperature=0)] == alone
+    assert [state.text() for state in capital.compile().run_batch([[c] for c in countries], temperature=0)] == alone
+
+
+def test_a_conversation() -> None:
+    @shoal.function
+    def conversation(s: Any) -> None:
+        s += shoal.system("You are a helpful assistant.")
+        s += shoal.user("Name a color.")
+        s += shoal.assistant(shoal.gen("first"))
+        with s.user():
+            s += "Another one."
+        with s.assistant():
+            s += shoal.gen("second")
+
+    state = conversation.run(temperature=0, max_new_tokens=8)
+    assert [message["role"] for message in state.messages()] == ["system", "user", "assistant", "user", "assistant"]
+    assert "<|im_start|>user\nAnother one.<|im_end|>" in state.text()
+    assert state.get_meta_info("second")["cached_tokens"] > 0
+
+
+def test_a_conversation_says_what_the_chat_endpoint_says(backend: Any) -> None:
+    messages = [{"role": "user", "content": "Name a color."}]
+    chat = shoal.function(lambda s: s.append(shoal.user("Name a color.") + shoal.assistant(shoal.gen("a"))))
+    state = chat.run(temperature=0, max_new_tokens=8)
+    with shoal.Engine("SmolLM2-135M-Instruct", max_running=16) as engine:
+        assert engine.chat(messages, temperature=0, max_tokens=8).text == state["a"]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        shoal.token_length_normalized,
+        shoal.greedy_token_selection,
+        shoal.unconditional_likelihood_normalized,
+    ],
+)
+def test_select(method: Any) -> None:
+    @shoal.function
+    def choose(s: Any, choices: list[str]) -> None:
+        s += "The capital of France is" + shoal.select("answer", choices, choices_method=method) + "."
+
+    state = choose.run([" Paris", " a large potato", " Tokyo"], temperature=0)
+    assert state["answer"] == " Paris" and state.text().endswith("is Paris.")
+
+
+def test_select_gives_the_probabilities_of_the_text() -> None:
+    @shoal.function
+    def choose(s: Any) -> None:
+        s += "One, two, three," + shoal.select("a", [" four", " blue"]) + " then" + shoal.gen("b", max_tokens=4)
+
+    state = choose.run(temperature=0)
+    scores = state.get_meta_info("a")["input_token_logprobs"]
+    assert state["a"] == " four" and scores[0][0][0] > scores[1][0][0] and state["b"]
+
+
+def test_numbers_and_types() -> None:
+    @shoal.function
+    def typed(s: Any) -> None:
+        s += "The number of hours in a day is " + shoal.gen_int("hours", max_tokens=4) + "\n"
+        s += "Pi is about " + shoal.gen("pi", dtype=float, max_tokens=8) + "\n"
+        s += "The sky is blue: " + shoal.gen("blue", dtype=bool) + "\n"
+        s += "A city: " + shoal.gen_string("city", max_tokens=16)
+
+    state = typed.run(temperature=0)
+    assert int(state["hours"]) == 24 and 3 <= float(state["pi"]) < 4
+    assert state["blue"] in ("True", "False") and json.loads(state["city"])
+
+
+def test_regex_and_json() -> None:
+    address = r"((25[0-5]|2[0-4]\d|[01]?\d\d?)\.){3}(25[0-5]|2[0-4]\d|[01]?\d\d?)"
+    schema = '{"type":"object","properties":{"n":{"type":"integer","maximum":99}},"required":["n"]}'
+
+    @shoal.function
+    def constrained(s: Any) -> None:
+        s += "The address of Google's name server is " + shoal.gen("ip", regex=address, max_tokens=16) + "\n"
+        s += "An object with a number: " + shoal.gen("json", json_schema=schema, max_tokens=24)
+
+    state = constrained.run(temperature=0)
+    assert re.fullmatch(address, state["ip"]) and isinstance(json.loads(state["json"])["n"], int)
+
+
+def test_a_variable_is_used_at_once() -> None:
+    @shoal.function
+    def expert(s: Any, question: str) -> None:
+        s += "Question: " + question + "\n"
+        s += "A good person to ask is" + shoal.gen("expert", stop=[".", "\n"], max_tokens=8) + ".\n"
+        s += "For example," + s["expert"] + " would answer" + shoal.gen("answer", stop=".", max_tokens=8) + "."
+
+    state = expert.run("What is the capital of France?", temperature=0)
+    assert state.text().count(state["expert"]) >= 2
+
+
+def test_tools() -> None:
+    @shoal.function
+    def multiply(s: Any, a: int, b: int) -> None:
+        s += "calculate(1*2)=2\ncalculate(3*4)=12\n"
+        s += f"The product of {a} and {b} is calculate(" + shoal.gen("expression", regex=r"\d+\*\d+", stop=")") + ")="
+        left, right = s["expression"].split("*")
+        s += str(int(left) * int(right))
+
+    state = multiply.run(25, 98, temperature=0, max_new_tokens=12)
+    assert state.text().endswith(")=" + str(eval(state["expression"])))
+
+
+def test_forks_share_their_prefix() -> None:
+    @shoal.function
+    def program(s: Any) -> None:
+        s += "A story about a fish that " + shoal.gen("start", max_tokens=24) + "\n"
+        forks = s.fork(3)
+        forks += lambda i: f"Ending {i}:" + shoal.gen("ending", max_tokens=4)
+        forks.join()
+        s += "The endings were:" + ",".join(s["ending"])
+
+    state = program.run(temperature=0)
+    assert len(state["ending"]) == 3
+    assert all(call.cached_tokens and call.cached_tokens >= 16 for call in state.calls() if call.name == "ending")
+
+
+def test_texts_in_parallel() -> None:
+    @shoal.function
+    def program(s: Any, contexts: list[str]) -> None:
+        s += "Statements:\n"
+        forks = s.fork(len(contexts))
+        forks += lambda i: f"{i}. {contexts[i]}\n"
+        forks.join(mode="concate_and_append")
+        s += "The father of Julian is" + shoal.gen("answer", max_tokens=4)
+
+    state = program.run(["Ethan is the father of Liam.", "Noah is the father of Julian."], temperature=0)
+    assert "Noah" in state["answer"]
+
+
+def test_streams_and_log_probabilities() -> None:
+    program = shoal.function(lambda s: s.append("One, two, three," + shoal.gen("x", max_tokens=8)))
+    whole = program.run(temperature=0, return_logprob=True, top_logprobs_num=2)
+    streamed = program.run(temperature=0, return_logprob=True, top_logprobs_num=2, stream=True)
+    assert "".join(streamed.text_iter("x")) == whole["x"]
+    for state in (whole, streamed):
+        meta = state.get_meta_info("x")
+        assert "".join(text for _, _, text in meta["output_token_logprobs"]) == state["x"]
+        assert all(len(top) == 2 for top in meta["output_top_logprobs"])
+
+
+def test_stop_regex_and_min_tokens() -> None:
+    @shoal.function
+    def program(s: Any) -> None:
+        s += "1 2 3 4 5 6" + shoal.gen("x", max_tokens=16, stop_regex=r" [89]") + "|"
+        s += shoal.gen("y", max_tokens=8, min_tokens=8, ignore_eos=True)
+
+    state = program.run(temperature=0)
+    assert state["x"] == " 7" and state.get_meta_info("y")["completion_tokens"] == 8
+
+
+# ---------------------------------------------------------------- examples
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_run_here() -> None:
+    tested = set(re.findall(r'example\("(\w+)"\)', Path(__file__).read_text()))
+    assert tested == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+def test_example_few_shot() -> None:
+    answers = example("few_shot").main()
+    assert answers["Portugal"] == "Lisbon" and answers["Norway"] == "Oslo"
+
+
+def test_example_essay_judge() -> None:
+    state = example("essay_judge").main()
+    assert state["grade"] in "ABCD" and len(state["judgement"]) == 3
+
+
+def test_example_react() -> None:
+    text = example("react").main().text()
+    assert re.search(r"Action 1: (Search|Finish) \[", text)
+
+
+def test_example_tree_of_thought() -> None:
+    state = example("tree_of_thought").main()
+    assert state["best"] in "0123" and len(state.calls()) == 7
+
+
+def test_example_skeleton_of_thought() -> None:
+    state = example("skeleton_of_thought").main()
+    assert len(state["detail"]) == 3 and state.text().endswith(state["summary"])
+
+
+def test_example_multi_turn() -> None:
+    module = example("multi_turn")
+    assert "".join(module.main(stream=True).text_iter()) == module.main().text()
+
+
+def test_example_json_fields() -> None:
+    facts = example("json_fields").main()
+    assert isinstance(facts["population"], int) and isinstance(facts["on_the_sea"], bool)
+
+
+def test_example_rag() -> None:
+    assert len(example("rag").main()) == 3

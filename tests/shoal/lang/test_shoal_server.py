@@ -1,0 +1,222 @@
+"""The Shoal server as a backend: what it is sent, what is sent again, and what its errors become."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+import shoal
+from shoal.lang.backends import shoal_server
+
+USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+class FakeServer:
+    """Answers as a Shoal server does, by holding what branches hold. `broken` answers instead while it returns one."""
+
+    def __init__(self, broken: Callable[[httpx.Request], httpx.Response | None] = lambda request: None) -> None:
+        self.broken = broken
+        self.bodies: list[dict[str, Any]] = []
+        self.prompts: list[str] = []  # as the server puts them together
+        self.branches: dict[str, str] = {}
+        self.ended: list[str] = []
+
+    def backend(self) -> shoal.ShoalServer:
+        return shoal.ShoalServer("http://server/v1", transport=httpx.MockTransport(self.answer))
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        refusal = self.broken(request)
+        if refusal is not None:
+            return refusal
+        path = request.url.path
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "tiny", "max_model_len": 99}]})
+        if path == "/version":
+            return httpx.Response(200, json={"version": "1"})
+        if request.method == "DELETE":
+            self.ended.append(path.rpartition("/")[2])
+            return httpx.Response(204)
+        body = json.loads(request.content)
+        if path == "/tokenize":
+            return httpx.Response(200, json={"tokens": self._tokens(body)})
+        if path == "/detokenize":
+            return httpx.Response(200, json={"prompt": "".join(map(chr, body["tokens"]))})
+        self.bodies.append(body)
+        return self._generated(body, path)
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        if "messages" not in body:
+            return ([1] if body.get("add_special_tokens", True) else []) + [ord(c) for c in body["prompt"]]
+        text = "\x01" + "".join(f"[{m['role']}]{m['content']}[end]" for m in body["messages"])
+        return [ord(c) for c in text + ("[assistant]" if body["add_generation_prompt"] else "")]
+
+    def _generated(self, body: dict[str, Any], path: str) -> httpx.Response:
+        program = body.get("program", {})
+        held = ""
+        if program.get("continues"):
+            name = program.get("parent") or program["branch"]
+            if name not in self.branches:
+                error = {"message": "not known", "code": "program_unknown"}
+                return httpx.Response(409, json={"error": error})
+            held = self.branches[name]
+        prompt = held + body["prompt"]
+        self.prompts.append(prompt)
+        if path == "/v1/choices":
+            choices = [
+                {"tokens": [1], "logprobs": [-float(len(c))], "unconditional_logprobs": [0.0]} for c in body["choices"]
+            ]
+            return httpx.Response(200, json={"choices": choices, "usage": USAGE})
+        text = f"<{len(prompt)}>"
+        if program:
+            self.branches[program["branch"]] = prompt + text
+        choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": "length", "logprobs": None}
+        if body.get("stream"):
+            events = [{"id": "c", "choices": [{**choice, "text": c, "finish_reason": None}]} for c in text[:-1]] + [
+                {"id": "c", "choices": [{**choice, "text": text[-1]}]},
+                {"id": "c", "choices": [], "usage": USAGE},
+            ]
+            lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+            return httpx.Response(200, text=lines + "data: [DONE]\n\n")
+        choices = [{**choice, "index": i} for i in range(body.get("n", 1))]
+        return httpx.Response(200, json={"id": "c", "choices": choices, "usage": USAGE})
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal_server, "RETRY_S", 0.0)
+    monkeypatch.setattr(shoal_server, "RETRY_MAX_S", 0.0)
+
+
+@shoal.function
+def turns(s: Any) -> None:
+    s += "Hello " + shoal.gen("x") + " then "
+    s += shoal.gen("y", max_tokens=3, regex="a+") + "."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_new_text_travels(stream: bool) -> None:
+    server = FakeServer()
+    state = turns.run(backend=server.backend(), stream=stream)
+    assert state.text() == "Hello <6> then <15>."
+    assert [body["prompt"] for body in server.bodies] == ["Hello ", " then "]
+    assert server.prompts == ["Hello ", "Hello <6> then "]
+    first, second = (body["program"] for body in server.bodies)
+    assert (first["continues"], first["then"], first["remaining"]) == (False, " then ", 1)
+    assert (second["continues"], second["branch"]) == (True, first["branch"]) and second["id"] == first["id"]
+    assert server.bodies[1]["max_tokens"] == 3 and server.bodies[1]["structured_outputs"] == {"regex": "a+"}
+    assert state.get_meta_info("x")["cached_tokens"] == 4
+
+
+def test_forks_continue_what_their_parent_held_then() -> None:
+    @shoal.function
+    def program(s: Any) -> None:
+        s += "a" + shoal.gen("x")
+        forks = s.fork(2)
+        s += "parent" + shoal.gen("y")
+        forks += lambda i: f"{i}" + shoal.gen("z")
+        forks.join()
+        s += "end" + shoal.gen("last")
+
+    server = FakeServer()
+    state = program.run(backend=server.backend())
+    assert sorted(server.prompts[1:4]) == ["a<1>0", "a<1>1", "a<1>parent"]
+    assert server.prompts[4] == "a<1>parent<10>end"
+    assert all(len(body["prompt"]) < 8 for body in server.bodies)  # only what is new
+    assert state.text() == "a<1>parent<10>end<17>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_forgot_is_told_the_whole_text(stream: bool) -> None:
+    server = FakeServer()
+
+    @shoal.function
+    def program(s: Any) -> None:
+        s += "a" + shoal.gen("x")
+        s["x"]
+        server.branches.clear()
+        s += "b" + shoal.gen("y")
+
+    state = program.run(backend=server.backend(), stream=stream)
+    assert state.text() == "a<1>b<5>" and server.prompts == ["a", "a<1>b"]
+    assert [body["program"]["continues"] for body in server.bodies] == [False, True, False]
+
+
+def test_roles_are_the_servers_own() -> None:
+    @shoal.function
+    def program(s: Any) -> None:
+        s += shoal.system("S") + shoal.user("U") + shoal.assistant(shoal.gen("a"))
+
+    server = FakeServer()
+    program.run(backend=server.backend())
+    assert server.prompts == ["[system]S[end][user]U[end][assistant]"]
+    assert server.bodies[0]["stop"] == ["[end]"]
+
+
+def test_choices_and_several_outputs() -> None:
+    server = FakeServer()
+    state = shoal.function(
+        lambda s: s.append("a" + shoal.select("c", ["long", "b"]) + shoal.gen("n", n=2) + shoal.gen("last"))
+    ).run(backend=server.backend())
+    assert state["c"] == "b" and len(state["n"]) == 2
+    assert "program" not in server.bodies[1] and server.prompts[1:] == ["ab", "ab<2>"]
+
+
+@pytest.mark.parametrize("failures", [[429, 503], ["lost"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_were_refused_are_made_again(failures: list[Any], stream: bool) -> None:
+    left = list(failures)
+
+    def broken(request: httpx.Request) -> httpx.Response | None:
+        if request.url.path != "/v1/completions" or not left:
+            return None
+        failure = left.pop(0)
+        if failure == "lost":
+            raise httpx.ConnectError("no route")
+        return httpx.Response(failure, json={"error": {"message": "full"}}, headers={"Retry-After": "0"})
+
+    state = turns.run(backend=FakeServer(broken).backend(), stream=stream)
+    assert state.text() == "Hello <6> then <15>." and not left
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_the_servers_words(stream: bool) -> None:
+    def broken(request: httpx.Request) -> httpx.Response | None:
+        error = {"error": {"message": "'max_tokens' is too large", "code": "invalid_value"}}
+        return httpx.Response(400, json=error) if request.url.path == "/v1/completions" else None
+
+    with pytest.raises(shoal.ProgramError, match="in turns: BackendError: http://server answers 400: 'max_tokens'"):
+        turns.run(backend=FakeServer(broken).backend(), stream=stream).text()
+
+
+def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal_server, "DOWN_S", 0.0)
+
+    def broken(request: httpx.Request) -> None:
+        raise httpx.ConnectError("no route")
+
+    with pytest.raises(shoal.ProgramError, match="http://server cannot be reached: no route"):
+        turns.run(backend=FakeServer(broken).backend())
+
+
+def test_a_program_is_ended_at_the_server() -> None:
+    server = FakeServer()
+
+    async def main() -> None:
+        backend = server.backend()
+        await turns.run_async(backend=backend)
+        await backend.close()
+
+    asyncio.run(main())
+    assert server.ended == [server.bodies[0]["program"]["id"]]
+
+
+def test_what_is_counted_and_said() -> None:
+    server = FakeServer()
+    backend = server.backend()
+    turns.run(backend=backend)
+    assert (backend.token_usage.prompt_tokens, backend.token_usage.calls) == (10, 2)
+    assert shoal.get_server_info(backend)["id"] == "tiny"
+    assert shoal.flush_cache(backend) is False
