@@ -142,7 +142,7 @@ def chain(x: torch.Tensor, weights: list[torch.Tensor], after_each: Callable[[],
     return x
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 200])
 def test_kernels_wait_for_the_ones_before_them(n: int) -> None:
     """A graph, in which each starts as early as it may, gives what they give one at a time."""
