@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # ---------------------------------------------------------------- the real one
 
 NAME = "SmolLM2-135M-Instruct"
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 SYSTEM = "You are a careful assistant who answers in one short sentence and never makes anything up. "
 SHORT = [

@@ -86,6 +86,8 @@ def running(*arguments: str) -> Iterator[Server]:
                 process.kill()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(START_S)
 def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: int) -> None:
     arguments = ("--port", str(free_port), "--replicas", "1", "--routers", "2")
@@ -115,6 +117,8 @@ def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: 
             pass  # nobody holds the port
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(START_S)
 @pytest.mark.parametrize(("process", "signum"), [("raylet/raylet", signal.SIGINT), ("ray::Rank", signal.SIGTERM)])
 def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int, process: str, signum: int) -> None:
@@ -127,7 +131,7 @@ def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int
         assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
 
 
-@pytest.mark.timeout(START_S)
+@pytest.mark.slow
 def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -191,6 +195,8 @@ def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, 
         launch._Launch(Config(api_key_file=keys, port=free_port), Console()).start()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(START_S)
 def test_a_model_that_cannot_be_loaded_says_why(tiny_model: Path, tmp_path: Path, free_port: int) -> None:
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):

@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.tokenizer import Tokenizer
 from tests.conftest import NEW_TOKENS, Reference
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PAGE = 16
 START_S = 150.0
 END_S = 30.0

@@ -3,7 +3,7 @@ captured and replayed. Without one they are computed again from the same arrays,
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.padding import mixed_sizes, token_sizes
-from tests.worker.conftest import without_grammars
+from tests.worker.conftest import make_tiny, without_grammars
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
 from worker.executor.cuda_graphs import CudaGraphRunner, GraphKind, Progress
@@ -22,7 +22,7 @@ from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, 
 from worker.executor.piecewise_graphs import PiecewiseGraphs
 from worker.messages import SamplingParams
 
-NEW_TOKENS = 5
+NEW_TOKENS = 4
 MAX_RUNNING = 6
 INTERPRETER = pytest.param("cpu", marks=[pytest.mark.interpreter, pytest.mark.slow])
 Ran = list[tuple[GraphKind, int, bool]]
@@ -33,6 +33,12 @@ Ran = list[tuple[GraphKind, int, bool]]
 def device(request: pytest.FixtureRequest) -> str:
     """On `cuda` graphs are captured and replayed."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """As `tiny_model`, for half the time in the interpreter."""
+    return cache(lambda name: make_tiny(name, tmp_path_factory.mktemp(name), layers=2))
 
 
 class Again:
@@ -138,8 +144,8 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral_window"])
-def test_same_as_transformers(name: str, tiny_model: Callable[[str], Path], triton_engine) -> None:
-    folder = tiny_model(name)
+def test_same_as_transformers(name: str, two_layers: Callable[[str], Path], triton_engine) -> None:
+    folder = two_layers(name)
     engine, ran = triton_engine(folder)
     shared, *own = prompts(21, 3, 9, 1, 14)
     # The second time all have the first one's pages.
@@ -148,10 +154,10 @@ def test_same_as_transformers(name: str, tiny_model: Callable[[str], Path], trit
     assert name == "gemma2" or not any(shares for *_, shares in ran)
 
 
-@pytest.mark.parametrize(("token_budget", "overlap"), [(1, True), (7, True), (64, False)])
-def test_mixed(token_budget: int, overlap: bool, tiny_model: Callable[[str], Path], triton_engine) -> None:
+@pytest.mark.parametrize(("token_budget", "overlap"), [(1, True), (7, True)])
+def test_mixed(token_budget: int, overlap: bool, two_layers: Callable[[str], Path], triton_engine) -> None:
     """Prompts in chunks alongside others' decodes."""
-    folder = tiny_model("qwen3")
+    folder = two_layers("qwen3")
     engine, ran = triton_engine(folder, token_budget=token_budget, overlap=overlap)
     # More than may run at once, so that some start while others decode.
     batch = prompts(3, 2, 19, 5, 11, 7, 9)
@@ -160,24 +166,24 @@ def test_mixed(token_budget: int, overlap: bool, tiny_model: Callable[[str], Pat
     assert mixed and mixed <= set(token_sizes(token_budget)), ran
 
 
-def test_logits_of_prompts_are_nobodys_tokens(tiny_model: Callable[[str], Path], triton_engine) -> None:
+def test_logits_of_prompts_are_nobodys_tokens(two_layers: Callable[[str], Path], triton_engine) -> None:
     """But the last one's of each."""
-    folder = tiny_model("qwen3")
+    folder = two_layers("qwen3")
     engine, ran = triton_engine(folder, token_budget=5, overlap=True)
     check(folder, engine, prompts(3, 7, 4), prompt_logprobs=0)
     assert any(kind is GraphKind.MIXED for kind, *_ in ran)
 
 
-def test_preempted(tiny_model: Callable[[str], Path], triton_engine, crowded) -> None:
-    folder = tiny_model("qwen3")
+def test_preempted(two_layers: Callable[[str], Path], triton_engine, crowded) -> None:
+    folder = two_layers("qwen3")
     engine, _ = triton_engine(folder, token_budget=20, kv_tokens=48, overlap=True)
     check(folder, engine, prompts(7, 10, 12, 9))
     assert engine.scheduler.counters.preemptions
 
 
-def test_more_logits_than_a_graph_has(tiny_model: Callable[[str], Path], triton_engine) -> None:
+def test_more_logits_than_a_graph_has(two_layers: Callable[[str], Path], triton_engine) -> None:
     """Log probabilities of a prompt are as many rows as it has tokens: a step by itself."""
-    engine, ran = triton_engine(tiny_model("qwen3"))
+    engine, ran = triton_engine(two_layers("qwen3"))
     (prompt,) = prompts(MAX_RUNNING + 3)
     sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=0)
     (finished,) = engine.generate([prompt], sampling)
@@ -251,15 +257,16 @@ def pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[type[Piecewise
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["gemma2", "llama_biased_tied", "qwen3"])
-def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine, pieces) -> None:
-    folder, (noted_pieces, ran) = tiny_model(name), pieces
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_pieces(name: str, two_layers: Callable[[str], Path], triton_engine, pieces) -> None:
+    folder, (noted_pieces, ran) = two_layers(name), pieces
     engine, _ = triton_engine(folder, token_budget=24, overlap=True)
     runner = engine.runner
     runner.decoder.prepare(runner.context_length)
     runner._graphs, runner._piecewise_graphs = None, noted_pieces(runner.decoder, runner._attention, 16)
-    check(folder, engine, prompts(6))  # without graphs, and what it compiles is not compiled in a capture
-    engine.reset_cache()
+    if runner.device.type == "cuda":
+        check(folder, engine, prompts(6))  # without graphs: what is compiled now is not compiled in a capture
+        engine.reset_cache()
     runner._piecewise_graphs.capture(sizes := mixed_sizes(4, 16))
     # The longest step is longer than all pieces.
     check(folder, engine, prompts(21, 3, 9, 1, 14), times=2)
@@ -268,10 +275,10 @@ def test_pieces(name: str, tiny_model: Callable[[str], Path], triton_engine, pie
 
 @pytest.mark.parametrize(("seconds", "most"), [([1.0, 0.5, 1.0, 0.85, 1.0, 0.95], 16), ([1.0, 0.95], 0)])
 def test_pieces_are_kept_if_faster(
-    seconds: list[float], most: int, tiny_model, triton_engine, pieces, monkeypatch: pytest.MonkeyPatch
+    seconds: list[float], most: int, two_layers, triton_engine, pieces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What steps take without and with them, of 8, of 16 and of 32 tokens."""
-    engine, _ = triton_engine(tiny_model("llama"))
+    engine, _ = triton_engine(two_layers("llama"))
     runner, left, (noted_pieces, ran) = engine.runner, iter(seconds), pieces
     runner.decoder.prepare(runner.context_length)
     monkeypatch.setattr(noted_pieces, "_seconds", lambda _, step: (step(), next(left))[1])
