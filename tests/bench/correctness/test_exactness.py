@@ -32,6 +32,7 @@ def test_a_tiny_model_is_exact(device: str, kind: str, tmp_path: Path, capsys: p
     assert found["tiny.tp1"]["bfloat16"]["decode"]["positions"] == reference.NEW_TOKENS * len(reference.LENGTHS)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_in_two_stages_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,6 +56,7 @@ def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no case chunks of 65: there are whole, preempted" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_is_a_little_off_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

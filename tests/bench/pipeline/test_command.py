@@ -515,6 +515,7 @@ def test_loads_of_a_cpu_can_be_too_much_for_it() -> None:
     assert other["bubble"] > 2 * ours["bubble"] and other["requests_per_s"] < ours["requests_per_s"]
 
 
+@pytest.mark.slow
 def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
     few = ["--requests", "16", "--precision", "0.5", "--chunk-budgets", "512", "--schedules", "uniform,fixed_chunk"]
     for name, value in (("simulated.llama-70b", 90.0), ("pipeline.sockets", 100.0)):
@@ -533,6 +534,7 @@ def test_machines_that_are_not_there_are_planned(tmp_path: Path) -> None:
     assert "stages.png" in kept and "tp8pp2.long.uniform.8192.flood.trace.json" in kept, kept
 
 
+@pytest.mark.slow
 def test_all_of_it_on_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
