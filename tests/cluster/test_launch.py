@@ -136,18 +136,15 @@ def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with running("--model", str(tiny_model), "--port", str(port)) as server:
-            assert server.wait_for("^shoal: ") == (
-                f"shoal: port {port} of 127.0.0.1 is taken by another program: choose another with --port"
-            )
+            said = server.wait_for("^shoal: ")
+            assert f"port {port} of 127.0.0.1" in said and "--port" in said
             assert server.process.wait(END_S) == 1
 
 
 def test_more_gpus_than_a_machine_has() -> None:
     start = launch._Launch(Config(device="cuda", replicas=2, tp=2, pp=2), Console())
     start._check_gpus(8)
-    with pytest.raises(
-        launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs, and this machine has 4: lower one"
-    ):
+    with pytest.raises(launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs.* has 4"):
         start._check_gpus(4)
     with pytest.raises(launch.LaunchError, match="has 0: device cpu needs none"):
         start._check_gpus(0)

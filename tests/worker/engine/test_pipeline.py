@@ -273,7 +273,7 @@ def test_a_cut_that_does_not_fit(tiny_model: Callable[[str], Path]) -> None:
         Shard(decoder_config(read_config(tiny_model("llama"))), stages=2, cut=(2, 3))
     with pytest.raises(ValidationError, match="stage_layers=1,2,1 is of 3 stages, and pp=2"):
         WorkerConfig(pp=2, stage_layers="1,2,1")
-    with pytest.raises(ValidationError, match="stage_layers=4,0 are no numbers of layers, as in 20,20,21,19"):
+    with pytest.raises(ValidationError, match="stage_layers=4,0 "):
         WorkerConfig(pp=2, stage_layers="4,0")
 
 
