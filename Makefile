@@ -4,12 +4,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test env lint types check-docs unit helm-test lock clean
+.PHONY: serve test quick env lint types check-docs unit helm-test lock clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
 
 test: env lint types check-docs unit  ## everything that CI runs
+
+quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
+	$(BIN)/pytest -m "not ray and not slow and not gpu"
 
 env: $(STAMP)
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -58,16 +59,22 @@ def folder(module: str) -> str:
     return ".".join(MODULES[module].relative_to(ROOT).parent.parts)
 
 
-def imported(path: Path) -> set[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, f"{path}: relative import"
             below = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name in MODULES else node.module for name in below}
-    return names & MODULES.keys()
+    return frozenset(names & MODULES.keys())
 
 
 def is_allowed(own: str, module: str) -> bool:
@@ -105,7 +112,7 @@ def test_no_class_is_defined_twice() -> None:
     """Somebody who searches for a class finds one."""
     found: dict[str, list[str]] = defaultdict(list)
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(module)
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == SHARED_NAMES
@@ -113,6 +120,6 @@ def test_no_class_is_defined_twice() -> None:
 
 @pytest.mark.parametrize("own", sorted({folder(module) for module in MODULES}))
 def test_a_folder_says_what_it_owns_and_where_to_begin(own: str) -> None:
-    doc = ast.get_docstring(ast.parse(MODULES[own].read_text()))
+    doc = ast.get_docstring(parsed(MODULES[own]))
     assert doc is not None and len(doc.split()) > 15
     assert re.search(r"Read\s+`\S+\.py` first", doc), "it does not say which file to read first"

@@ -86,6 +86,8 @@ def running(*arguments: str) -> Iterator[Server]:
                 process.kill()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(START_S)
 def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: int) -> None:
     arguments = ("--port", str(free_port), "--replicas", "1", "--routers", "2")
@@ -115,6 +117,8 @@ def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: 
             pass  # nobody holds the port
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(START_S)
 @pytest.mark.parametrize(("process", "signum"), [("raylet/raylet", signal.SIGINT), ("ray::Rank", signal.SIGTERM)])
 def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int, process: str, signum: int) -> None:
@@ -127,23 +131,20 @@ def test_a_start_that_is_stopped_leaves_nothing(tiny_model: Path, free_port: int
         assert not list(Path("/tmp").glob(f"shoal-ray-{server.process.pid}-*"))
 
 
-@pytest.mark.timeout(START_S)
+@pytest.mark.slow
 def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with running("--model", str(tiny_model), "--port", str(port)) as server:
-            assert server.wait_for("^shoal: ") == (
-                f"shoal: port {port} of 127.0.0.1 is taken by another program: choose another with --port"
-            )
+            said = server.wait_for("^shoal: ")
+            assert f"port {port} of 127.0.0.1" in said and "--port" in said
             assert server.process.wait(END_S) == 1
 
 
 def test_more_gpus_than_a_machine_has() -> None:
     start = launch._Launch(Config(device="cuda", replicas=2, tp=2, pp=2), Console())
     start._check_gpus(8)
-    with pytest.raises(
-        launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs, and this machine has 4: lower one"
-    ):
+    with pytest.raises(launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs.* has 4"):
         start._check_gpus(4)
     with pytest.raises(launch.LaunchError, match="has 0: device cpu needs none"):
         start._check_gpus(0)
@@ -191,6 +192,8 @@ def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, 
         launch._Launch(Config(api_key_file=keys, port=free_port), Console()).start()
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(START_S)
 def test_a_model_that_cannot_be_loaded_says_why(tiny_model: Path, tmp_path: Path, free_port: int) -> None:
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):

@@ -122,7 +122,7 @@ async def test_a_loop_that_stays_in_one_turn_is_the_end_as_well(monkeypatch: pyt
     rank = FakeRank("0", turns=[None, 1, 1, 1, 2])
     replica, _ = watching(rank)
     await asyncio.wait_for(replica._watcher, 5)
-    with pytest.raises(ReplicaError, match=r"^rank 0: its loop hangs \(pid: of 0\): a step has not ended for step_tim"):
+    with pytest.raises(ReplicaError, match=r"^rank 0: .* hangs \(pid: of 0\).*step_timeout_s"):
         replica.check_health()
     assert killed == [rank]
     assert rank.asked == 5 + 5  # from the first answer of turn 2 on, five periods

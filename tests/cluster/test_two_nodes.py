@@ -33,6 +33,7 @@ from cluster.replica import Replica, ReplicaError, bundles, start_ranks
 from worker.engine.engine import Engine
 from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
 
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 WAIT_S = 60.0
 
 

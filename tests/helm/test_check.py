@@ -64,6 +64,7 @@ def arguments(values: dict[str, Any]) -> dict[str, Any]:
     return application["args"]
 
 
+@pytest.mark.slow
 def test_the_whole_check_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([]) == 0
     said = capsys.readouterr().out

@@ -6,7 +6,7 @@ import torch
 
 from kernels.host_device import GraphInputs, all_to_device, reserve_pinned, to_device, to_host
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ARRAYS = [
     np.arange(7, dtype=np.int32),
     np.zeros(0, dtype=np.int64),

@@ -23,9 +23,9 @@ from schemathesis.generation import GenerationMode
 from .bodies import CHAT, COMPLETIONS, MODEL, SCHEMA, Sent, damaged, encoded, valid
 from .conftest import WAIT_S, Whole, parse_events, until
 
-pytestmark = pytest.mark.usefixtures("unharmed")
+pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.slow]
 
-DAMAGED, VALID, PER_OPERATION, BROKEN_OFF = 1500, 350, 40, 60
+DAMAGED, VALID, PER_OPERATION, BROKEN_OFF = 1000, 250, 25, 60
 AT_ONCE = 12
 REFUSED = {400, 404, 405, 409, 413, 415}
 ALONE = {"model": MODEL, "prompt": "The same for ever", "max_tokens": 12, "temperature": 0, "logprobs": 3}

@@ -90,11 +90,11 @@ TINY: dict[str, tuple[str, dict]] = {
 }
 
 
-def make_tiny(name: str, folder: Path, **save: object) -> Path:
+def make_tiny(name: str, folder: Path, layers: int = 4, **save: object) -> Path:
     """Save a random model under `folder`; every parameter, norms and biases too, is unlike every other."""
     model_type, changes = TINY[name]
     torch.manual_seed(sum(name.encode()))
-    config = AutoConfig.for_model(model_type, **(COMMON | changes))
+    config = AutoConfig.for_model(model_type, **(COMMON | changes | {"num_hidden_layers": layers}))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

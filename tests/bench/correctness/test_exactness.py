@@ -11,17 +11,28 @@ from bench.correctness.exactness import ExactnessCase, agreement, compare
 from worker.models.decoder import Decoder
 
 
-def test_a_tiny_model_is_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exactness.main(["--device", "cpu", "--models", "tiny", "--out", str(tmp_path), "--name", "found"]) == 0
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        pytest.param("cpu", "cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", "gpu", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_tiny_model_is_exact(device: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Decodes in graphs, chunks, the cache and preemptions; on two GPUs in two ranks as well."""
+    ranks = ["--tp", "1,2"] if device == "cuda" else []
+    asked = ["--device", device, *ranks, "--models", "tiny", "--out", str(tmp_path), "--name", "found"]
+    assert exactness.main(asked) == 0
     said = capsys.readouterr().out
     assert "WRONG" not in said and "all right" in said
     found = json.loads((tmp_path / "found.json").read_text())
     figures = {figure["name"]: figure["value"] for figure in found["figures"]}
-    assert figures["cpu.exact.tiny.tp1.float32.identical"] == 1
+    assert figures[f"{kind}.exact.tiny.tp1.float32.identical"] == 1
     assert found["tiny.tp1"]["float32"]["preempted"]["preemptions"] > 0
     assert found["tiny.tp1"]["bfloat16"]["decode"]["positions"] == reference.NEW_TOKENS * len(reference.LENGTHS)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_in_two_stages_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,6 +56,7 @@ def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no case chunks of 65: there are whole, preempted" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_is_a_little_off_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

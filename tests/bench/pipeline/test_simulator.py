@@ -108,6 +108,7 @@ def test_stages_that_are_full_leave_no_bubble():
     assert result.meter.fractions()["compute"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCHEDULES, "offline"])
 def test_every_request_gets_every_token_in_order(name):
     requests = documents(8, 4.0)
@@ -126,6 +127,7 @@ def test_it_can_end_early():
     assert 3.0 < result.seconds <= 4.0
 
 
+@pytest.mark.slow
 def test_uniform_micro_batches_halve_the_bubble_within_the_objective():
     """A 70B model in four stages over sockets, with long prompts, near what it can carry."""
     requests = documents(50, 2.1)
@@ -143,6 +145,7 @@ def test_decodes_alone_keep_every_stage_busy():
     assert result.meter.bubble() < 0.05
 
 
+@pytest.mark.slow
 def test_a_model_of_measured_costs_stands_for_the_stage():
     """Calibration: a model learned on one workload predicts the time of another."""
     learned = [CostModel(lambda shape: 2.0 * STAGES[0].seconds(shape)) for _ in STAGES]  # a poor prior
@@ -197,6 +200,7 @@ def test_the_models_of_the_stages_learn_as_they_run():
     assert models[0].predict(shape) == pytest.approx(STAGES[0].seconds(shape), rel=0.06)
 
 
+@pytest.mark.slow
 def test_jobs_end_sooner_when_prompts_are_spread_over_decodes():
     """Longest outputs first: as many rounds as the longest has tokens. Stages that read weights for few tokens."""
     rng = np.random.default_rng(3)

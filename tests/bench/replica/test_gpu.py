@@ -27,6 +27,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads((tmp_path / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_workload_gives_its_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -51,6 +52,7 @@ def test_every_workload_gives_its_figure(
     assert "Running on the CPU in float32" in caplog.text, "as the ranks of other processes say it"
 
 
+@pytest.mark.slow
 def test_stages_and_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in link_speed.SOCKETS:
         monkeypatch.setenv(name, "")  # as it was, afterwards
@@ -71,6 +73,7 @@ def test_stages_and_what_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
+@pytest.mark.slow
 def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +89,7 @@ def test_under_pressure_every_request_gets_all_its_tokens_and_the_same(
     assert "100.0% of outputs as without pressure" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs that might end early are expected to: the scheduler lets in too many, and has to preempt."""
     folder = dummy_models.write("tiny", tmp_path)
@@ -126,6 +130,7 @@ def test_decoding_is_observed_at_the_batch_that_is_asked_for(tmp_path: Path) -> 
         engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_http_beside_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
@@ -142,6 +147,7 @@ def test_http_beside_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert asked["prompts"] == 1
 
 
+@pytest.mark.slow
 def test_without_a_server_the_rest_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

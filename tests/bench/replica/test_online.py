@@ -25,6 +25,7 @@ def started(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[
 
     monkeypatch.setattr(online, "server", server)
     monkeypatch.setattr(online, "_stage_seconds", lambda url: {"compute": 1.0})
+    monkeypatch.setattr(online, "WARM_S", 0.1)
     return arguments
 
 
@@ -33,6 +34,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((tmp_path / "n.json").read_text())
 
 
+@pytest.mark.slow
 def test_both_checkouts_get_the_same_loads(fake: Fake, started: list[Any], tmp_path: Path) -> None:
     trace = tmp_path / "lengths.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "5,3\n" * 400)
@@ -53,8 +55,8 @@ def test_both_checkouts_get_the_same_loads(fake: Fake, started: list[Any], tmp_p
 def test_a_failure_fails_the_measurement(
     fake: Fake, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake.faults = dict.fromkeys(range(8, 100), "overloaded")
-    line = ["--shape", "tiny", "--out", str(tmp_path), "--burst", "0", "--loads", "a@1", "--requests", "8"]
+    fake.faults = dict.fromkeys(range(10, 100), "overloaded")  # after a probe, 8 requests to warm up, and another probe
+    line = ["--shape", "tiny", "--out", str(tmp_path), "--burst", "0", "--loads", "a@80", "--requests", "8"]
     assert online.main(line) == 1
     assert "requests failed" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.json"))

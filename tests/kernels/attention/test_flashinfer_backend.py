@@ -15,10 +15,10 @@ from tests.kernels.reference import ReferenceAttention
 SHAPES = [AttentionShape(32, 8, 128, 128**-0.5, (None, None)), AttentionShape(9, 3, 64, 0.2, (None,))]
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None,
-    reason="needs a GPU and FlashInfer",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

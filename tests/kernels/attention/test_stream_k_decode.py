@@ -16,6 +16,7 @@ from kernels.attention.stream_k_decode import StreamKAttention
 from kernels.host_device import all_to_device
 
 PLAIN = AttentionShape(4, 2, 64, 0.125, (None,))
+pytestmark = pytest.mark.slow
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 OWN, SHARED = stream_k_decode._OWN, stream_k_decode._SHARED
 

@@ -22,6 +22,7 @@ SHAPES = {
     "window": AttentionShape(8, 1, 12, 0.4, (37,)),
     "softcap": AttentionShape(5, 1, 20, 1.0, (None, 9), softcap=3.0),
 }
+pytestmark = pytest.mark.slow
 REAL_TILES_FOR = split_kv_kernel.tiles_for
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
 CHUNKS = [chunk for chunk in MIXED if chunk[1] > 1]

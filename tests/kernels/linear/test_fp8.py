@@ -53,7 +53,7 @@ def test_rows_are_rounded_by_a_kernel(size: int) -> None:
     assert not fp8_quantize.quantize(torch.zeros(2, 16, device=DEVICE))[0].float().any()
 
 
-@pytest.mark.skipif(not ON_GPU, reason="the interpreter rounds badly")
+@pytest.mark.gpu  # the interpreter rounds badly
 def test_a_kernel_rounds_as_torch_does() -> None:
     x = random(64, 4096)
     (got, scales), (values, wanted) = fp8_quantize.quantize(x.to(DEVICE)), quantize(x)
@@ -87,7 +87,7 @@ def test_products_are_those_of_the_operator_that_gpus_have() -> None:
     torch.testing.assert_close(Fp8Linear(rounded, None, torch.float32)(x), theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="any size will do on a CPU")
+@pytest.mark.gpu  # any size will do on a CPU
 def test_sizes_that_a_gpu_does_not_multiply() -> None:
     with pytest.raises(ValueError, match="40 by 24: leave quantization out"):
         Fp8Linear(Fp8Weight(*quantize(torch.ones(40, 24, device=DEVICE))), None, torch.bfloat16)

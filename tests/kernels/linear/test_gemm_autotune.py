@@ -229,7 +229,7 @@ def test_what_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(linear.tuned is None for linear in left)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("use", list(Epilogue))
 @pytest.mark.parametrize("rows", [8, 200, 1024])
 def test_algorithms_of_cublaslt(rows: int, use: Epilogue) -> None:
@@ -257,7 +257,7 @@ def test_algorithms_of_cublaslt(rows: int, use: Epilogue) -> None:
         assert (out.double() - wanted).norm() < 3e-3 * wanted.norm()
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 def test_times_are_of_the_gpu() -> None:
     runs: list[list[Call]] = [[partial(torch.cuda._sleep, cycles)] * 2 for cycles in (100_000, 300_000)]
     short, long = gpu_times(runs, 3)

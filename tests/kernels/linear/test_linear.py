@@ -24,7 +24,7 @@ def test_adding_a_product(dtype: torch.dtype, tolerance: float, has_bias: bool) 
     assert error < tolerance, float(error)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_rounds_once() -> None:
     """What the product and the residual come to is rounded as a whole: cancelled parts leave what is exact."""
     x, weight = torch.full((2, 16), 1 / 256, device=DEVICE), torch.ones(16, 16, device=DEVICE)

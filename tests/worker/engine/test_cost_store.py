@@ -14,6 +14,7 @@ from pipeline.policy import Objective
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
+from worker.executor import gpu_defaults
 from worker.executor.gpu_defaults import on_gpu
 from worker.models.config import decoder_config, read_config
 
@@ -104,10 +105,13 @@ def test_what_a_gpu_settles(tmp_path: Path) -> None:
     """As many sequences as the memory is for; whatever is said stays."""
     model = decoder_config(read_config(dummy_models.write("llama-8b", tmp_path / "llama-8b")))
     config = on_gpu(WorkerConfig(), model, 141 * 10**9)
-    assert (config.schedule, config.max_running, config.token_budget) == ("uniform", 1024, 8192)
-    assert on_gpu(WorkerConfig(), model, 24 * 10**9).max_running == 64
-    assert on_gpu(WorkerConfig(tp=4), model, 24 * 10**9).max_running == 816
-    assert on_gpu(WorkerConfig(kv_tokens=100_000), model, 141 * 10**9).max_running == 192
+    assert config.schedule == "uniform" and config.token_budget > WorkerConfig().token_budget
+    assert config.max_running == gpu_defaults.MOST_RUNNING
+    assert on_gpu(WorkerConfig(), model, 24 * 10**9).max_running == gpu_defaults.LEAST_RUNNING
+    split = on_gpu(WorkerConfig(tp=4), model, 24 * 10**9).max_running
+    assert gpu_defaults.LEAST_RUNNING < split < gpu_defaults.MOST_RUNNING, "the weights take a part of each GPU only"
+    held = on_gpu(WorkerConfig(kv_tokens=100_000), model, 141 * 10**9).max_running
+    assert held <= 100_000 / gpu_defaults.TOKENS_A_SEQUENCE < held + 16
     said = {"schedule": "offline", "max_running": 64, "token_budget": 512}
     config = on_gpu(WorkerConfig.model_validate(said), model, 141 * 10**9)
     assert config.model_dump(include=set(said)) == said

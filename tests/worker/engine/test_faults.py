@@ -173,6 +173,7 @@ def compiled() -> Compiled:
     return Compiled()
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     crowded=st.booleans(),

@@ -56,6 +56,7 @@ class Sums:
         return add_rms_norm(self.sum(x), residual, weight, eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_decoder_says_the_same(name: str, tiny_model: Callable[[str], Path]) -> None:
     folder = tiny_model(name)

@@ -28,7 +28,7 @@ def test_slow_masks_are_filled_on_several_threads(monkeypatch: pytest.MonkeyPatc
     assert asked == [1, 1, 4, 4, 1]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which computes later")
+@pytest.mark.gpu  # which computes later
 def test_steps_under_way_do_not_write_into_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that they get may have been another's, who has yet to write into it."""
 

@@ -278,6 +278,7 @@ def test_load_counts_tokens(drive):
 # ---------------------------------------------------------------- anything goes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(drive, seed, request):
     """Thousands of steps of arrivals, aborts, failures and priorities in pools that are always too small."""
@@ -325,6 +326,7 @@ def test_random_traffic(drive, seed, request):
     assert d.scheduler.load().preemptions > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     overlap=st.booleans(),

@@ -492,6 +492,7 @@ def nested(inner: st.SearchStrategy) -> st.SearchStrategy:
 schemas = st.recursive(leaves, nested, max_leaves=8)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(schema=schemas, x=schemas, y=leaves)
 def test_schemas_at_random_are_kept_or_refused(walker, schema, x, y):
