@@ -65,7 +65,7 @@ class Uniform(Policy):
     # Fraction of micro-batches that may be late; step of the margin for a late one. A fixed margin: TTFT P50 +8% (8B on
     # one GPU, long prompts).
     LATE, LATE_STEP = 0.01, 0.02
-    MARGINS = 0.6, 0.97
+    MARGINS = 0.6, 0.92, 0.97  # least, initial, most
     # `_part`: decrease while requests wait for pages, increase, least. With room for 60,000 tokens in the KV cache:
     # TTFT P50 +18%, 5% fewer tokens a second.
     SHRINK, GROW, LEAST_PART = 0.02, 0.004, 0.2
@@ -90,7 +90,7 @@ class Uniform(Policy):
             raise ValueError(f"schedule {self.name} needs the stages' cost models")
         if settings.stages > 1:
             self.most_in_flight = settings.stages + 1
-        self._margin = 0.92
+        self._margin = self.MARGINS[1]
         self._part = 1.0  # fraction of the time that the limits allow
         self._num_begun = 0
         self._filled_in_flight = self.most_in_flight  # while prompts wait
@@ -125,7 +125,7 @@ class Uniform(Policy):
     def finished(self, gap_s: float) -> None:
         if self._tbt_slo_s < math.inf:
             step = self.LATE_STEP * (self.LATE - 1 if gap_s > self._tbt_slo_s else self.LATE)
-            least, most = self.MARGINS
+            least, _, most = self.MARGINS
             self._margin = min(most, max(least, self._margin * (1 + step)))
 
     def _has_place(self, view: SchedulerView) -> bool:

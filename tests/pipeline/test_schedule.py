@@ -18,6 +18,7 @@ from pipeline.uniform import Uniform
 
 STAGE = StageSpec(MODELS["llama-70b"], DEVICES["h200"], 20)
 MODEL = CostModel(STAGE.seconds)
+MARGIN = Uniform.MARGINS[1]
 
 
 def policy(name, stages=4, token_budget=1024, slo_s=None, **settings):
@@ -115,7 +116,7 @@ def test_whatever_is_in_a_micro_batch_it_takes_the_same_time():
         taken, sizes = fill(budget, decodes, [(start, 20000), (0, 80000)])
         assert taken == len(decodes) and sizes[0] > TILE
         times.append(MODEL.predict(budget.shape))
-    assert max(times) <= uniform.objective_s(5) == pytest.approx(0.25 * 0.92 / 5)
+    assert max(times) <= uniform.objective_s(5) == pytest.approx(0.25 * MARGIN / 5)
     assert max(times) - min(times) < TILE * 60e-6  # what a tile costs over a deep prefix
 
 
@@ -147,7 +148,7 @@ def test_an_objective_leaves_halves_of_waves(tokens):
     """It has time for a tile more than 512 tokens, or than 768."""
     time_s = MODEL.predict(BatchShape([(0, tokens + TILE)]))
     assert time_s < MODEL.predict(BatchShape([(0, tokens + 2 * TILE)]))
-    uniform = policy("uniform", token_budget=8192, slo_s=time_s * 1.001 * 5 / 0.92)
+    uniform = policy("uniform", token_budget=8192, slo_s=time_s * 1.001 * 5 / MARGIN)
     for start in (0, 2000):
         assert fill(uniform.begin(view([], [100_000])), prompts=[(start, 50_000)])[1] == [tokens]
 
@@ -279,7 +280,7 @@ def test_as_many_are_in_flight_as_each_may_hold_a_wave():
     fill(budget, [4000] * 8, [(2000, 100_000)])
     assert budget.shape.tokens >= WAVE
     assert uniform.objective_s(3) < MODEL.predict(budget.shape) < uniform.objective_s(2)
-    assert uniform.objective_s(2) == pytest.approx((0.085 * 0.92 - 0.001) / 2)
+    assert uniform.objective_s(2) == pytest.approx((0.085 * MARGIN - 0.001) / 2)
 
 
 def test_late_tokens_shorten_the_time_until_one_in_a_hundred_is_late():
@@ -313,7 +314,7 @@ def test_one_stage_keeps_its_steps_within_the_objective():
     uniform = policy("uniform", stages=1, token_budget=8192, slo_s=0.05)
     budget = uniform.begin(view([500] * 8, [50_000], in_flight=[BatchShape()], ahead_s=1.0))
     fill(budget, [500] * 8, [(0, 5000)])
-    assert 0.035 < MODEL.predict(budget.shape) <= 0.05 * 0.92
+    assert 0.035 < MODEL.predict(budget.shape) <= 0.05 * MARGIN
     assert fill(uniform.begin(view([500] * 8, in_flight=[budget.shape])), [500] * 8) == (8, [])
 
 
@@ -321,7 +322,7 @@ def test_an_objective_may_be_iterations_of_decoding_where_these_take_longer():
     iteration_s = 4 * MODEL.predict(BatchShape.decoding(32, 32 * 4096))
     for tbt_s, expected_s in ((10.0, 10.0), (0.001, 5 * iteration_s)):
         uniform = make_policy("uniform", PolicySettings(4, 8192, [MODEL] * 4, Objective(tbt_s, 5)))
-        assert uniform.objective_s(5) == pytest.approx(expected_s * 0.92 / 5)
+        assert uniform.objective_s(5) == pytest.approx(expected_s * MARGIN / 5)
 
 
 GRAPHS = CostModel(STAGE.seconds, rows=PaddedSizes.of_graphs(256, 8192))
