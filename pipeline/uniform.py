@@ -35,7 +35,8 @@ class Uniform(Policy):
     - The number of tokens does not depend on the context before them, unless the time exceeds `SLACK` times that
       without context. One tile less changes the time more than attention to a few thousand more tokens.
     - With one stage there is no other stage to be even with. Attention is left out of the cost per token, and sizes
-      that were never observed are tried (`TRIED`).
+      that were never observed are tried (`TRIED`). Under an objective, a step holds fewer tokens while little waits
+      (`ENOUGH`), and up to what the objective allows while much waits (`BACKLOG_ROUNDS`).
 
     Below these limits:
 
@@ -82,6 +83,11 @@ class Uniform(Policy):
     # ranks hide their all-reduces only in long steps, which a model that has seen no such step does not know. Not to be
     # judged in the simulator, which has no such all-reduces.
     TRIED = 2
+    # One stage under an objective: relative cost per token of a step while little waits, and the number of steps in
+    # which a larger backlog is to be computed. Fewer steps make first tokens come sooner and all others later. Tuned in
+    # the simulator on Azure's conversations, 24 a second, with the costs of an 8B model on an H200. Without them there:
+    # TTFT P50 -8%, mean TBT +7%.
+    ENOUGH, BACKLOG_ROUNDS = 1.1, 8
     REFRESH_EVERY = 32  # micro-batches; the models learn little in between
 
     def __init__(self, settings: PolicySettings) -> None:
@@ -94,7 +100,7 @@ class Uniform(Policy):
         self._part = 1.0  # fraction of the time that the limits allow
         self._num_begun = 0
         self._filled_in_flight = self.most_in_flight  # while prompts wait
-        self._most_tokens = self._least_chunk = TILE
+        self._most_tokens = self._enough_tokens = self._least_chunk = TILE
         self._tbt_slo_s = math.inf
         self._refresh()
 
@@ -164,6 +170,7 @@ class Uniform(Policy):
         if self.settings.stages == 1 and min(model.most_rows for model in self.settings.models) < self.TRIED * most:
             most = min(self.TRIED * most, budget)
         self._most_tokens = most
+        self._enough_tokens = next(n for n, cost in zip(sizes, costs, strict=True) if cost <= self.ENOUGH * least)
         if (objective := self.settings.objective) is not None:
             iteration_s = self.settings.stages * self._predict(ITERATION) + self.settings.exposed_s
             self._tbt_slo_s = max(objective.tbt_s, objective.iterations * iteration_s)
@@ -186,7 +193,7 @@ class Uniform(Policy):
     def _fill(self, view: SchedulerView) -> Budget:
         settings, in_flight = self.settings, self._in_flight(view)
         average, objective_s = self._average(view, in_flight), self.objective_s(in_flight)
-        largest = self._largest(average, objective_s)
+        largest = self._largest(average, objective_s, self._wanted(view))
         target_s = min(objective_s, self._predict(largest) * self.SLACK) * self._part
         # What a micro-batch has room for, and its share of all that waits.
         room = largest.tokens - average.tokens
@@ -215,11 +222,17 @@ class Uniform(Policy):
 
         return most - 1 if not hold(most) and hold(most - 1) else most
 
-    def _largest(self, average: BatchShape, objective_s: float) -> BatchShape:
-        """The largest micro-batch: the tokens that pay, less as many halves of a `WAVE` as the objective leaves no time
-        for. A quarter of a wave takes nearly as long as a half. With that cost simulated, cutting to tiles gives TTFT
-        P50 +4.5% (70B in four stages, long prompts); without it, tiles would carry 2% more."""
-        tokens = self._most_tokens
+    def _wanted(self, view: SchedulerView) -> int:
+        """Tokens of a micro-batch if the objective leaves time for them."""
+        if self.settings.stages > 1 or self._tbt_slo_s == math.inf:
+            return self._most_tokens
+        backlog = (view.waiting_tokens + view.blocked_tokens) // self.BACKLOG_ROUNDS
+        return min(self.settings.token_budget, max(self._enough_tokens, in_tiles(backlog, up=True)))
+
+    def _largest(self, average: BatchShape, objective_s: float, tokens: int) -> BatchShape:
+        """The largest micro-batch: `tokens`, less as many halves of a `WAVE` as the objective leaves no time for. A
+        quarter of a wave takes nearly as long as a half. With that cost simulated, cutting to tiles gives TTFT P50
+        +4.5% (70B in four stages, long prompts); without it, tiles would carry 2% more."""
         while True:
             shape = average.copy()
             shape.add(0, max(self._least_chunk, tokens - average.tokens))
