@@ -239,8 +239,9 @@ class Branch:
             text = self.text if name is None else (variable.value if variable is not None else "")
             over = (variable is not None and variable.done) if name is not None else self._is_over()
             if isinstance(text, str) and len(text) > sent:
-                yield text[sent:], variable.meta if variable is not None else None
-                sent = len(text)
+                new, sent = text[sent:], len(text)
+                yield new, variable.meta if variable is not None else None
+                continue  # the branch went on meanwhile
             if over or self.error is not None:
                 break
             if name is not None and self._is_over():

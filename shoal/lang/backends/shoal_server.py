@@ -238,11 +238,11 @@ class ShoalServer(Backend):
             try:
                 async with self._client().stream("POST", "/v1/completions", json=body) as response:
                     if response.is_success:
-                        async for line in response.aiter_lines():
+                        async for line in _lines(response):
                             begun = True
-                            if line == "data: [DONE]":
+                            if line == b"data: [DONE]":
                                 return
-                            if line.startswith("data: "):
+                            if line.startswith(b"data: "):
                                 event = json.loads(line[6:])
                                 if "error" in event:
                                     raise BackendError(str(event["error"].get("message")), None)
@@ -281,6 +281,17 @@ class _Patience:
         pause_s = float(retry_after) if retry_after and retry_after.isdigit() else self._pause_s
         self._pause_s = min(RETRY_MAX_S, self._pause_s * 2)
         await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # so that many do not come back at once
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The lines of a body. httpx's own would also cut at line separators within the text of an event."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 def _several(call: Call) -> bool:

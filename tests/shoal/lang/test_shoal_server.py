@@ -181,6 +181,15 @@ def test_calls_that_were_refused_are_made_again(failures: list[Any], stream: boo
     assert state.text() == "Hello <6> then <15>." and not left
 
 
+def test_a_stream_may_have_any_character() -> None:
+    server = FakeServer()
+    event = {"id": "c", "choices": [{"index": 0, "text": "a\u2028b\x85c", "finish_reason": "stop", "logprobs": None}]}
+    body = "data: " + json.dumps(event, ensure_ascii=False) + "\n\ndata: [DONE]\n\n"
+    server.broken = lambda request: httpx.Response(200, text=body) if b'"stream"' in request.content else None
+    state = shoal.function(lambda s: s.append(shoal.gen("x"))).run(backend=server.backend(), stream=True)
+    assert "".join(state.text_iter("x")) == "a\u2028b\x85c"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_are_the_servers_words(stream: bool) -> None:
     def broken(request: httpx.Request) -> httpx.Response | None:
