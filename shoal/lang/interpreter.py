@@ -241,6 +241,7 @@ class Branch:
             if isinstance(text, str) and len(text) > sent:
                 yield text[sent:], variable.meta if variable is not None else None
                 sent = len(text)
+                continue  # more may have come, or the end, while the caller had the piece
             if over or self.error is not None:
                 break
             if name is not None and self._is_over():
