@@ -60,8 +60,8 @@ class BatchPlan:
 class Program:
     """A program: a function whose first parameter is the state `s`. May be a coroutine function.
 
-    `num_api_spec_tokens`: with endpoints that are paid by the call, each call generates at least this many
-    tokens, past its stop, and later calls are served from them where they fit.
+    `num_api_spec_tokens`: with endpoints that are paid by the call, each call generates at least this many tokens, past
+    its stop, and later calls are served from them where they fit.
     """
 
     def __init__(

@@ -234,8 +234,10 @@ class Speculation(Backend):
         if task is not None and task.cancelling():
             for growing in self._tasks:
                 growing.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.backend.end_program(program)
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            await self.backend.end_program(program)
 
     async def generate(self, call: Call) -> Generated:
         if not _is_served(call.params):
@@ -265,10 +267,12 @@ class Speculation(Backend):
                 start, cut = found
                 yield _piece(draft, start, cut, speculated=True)
                 return
-        if not self._continues and (call.partial or (call.template and not streaming)):
-            draft, start, cut = await self._whole_message(call, streaming)
-            yield _piece(draft, start, cut, speculated=False)
-            return
+        if not self._continues and (call.partial or (_last_call(call.template) >= 0 and not streaming)):
+            message = await self._whole_message(call, streaming)
+            if message is not None:
+                yield _piece(*message, speculated=False)
+                return
+            self._exceeds = False
         asked = call.params.max_new_tokens or 0
         draft = await self._begin(call, streaming, max(asked, self.num_tokens) if self._exceeds else asked)
         if streaming and draft.limit == call.params.max_new_tokens:
@@ -310,9 +314,10 @@ class Speculation(Backend):
             return None
         return start, cut
 
-    async def _whole_message(self, call: Call, streaming: bool) -> tuple[Draft, int, Cut]:
-        """A message of the assistant in which the output of a call stands, where it begins, and its end. Raises
-        BackendError if there is none."""
+    async def _whole_message(self, call: Call, streaming: bool) -> tuple[Draft, int, Cut] | None:
+        """A message of the assistant in which the output of a call stands, where it begins, and its end. If there is
+        none, None for a call at the beginning of a message, which can be made as it is; otherwise raises
+        BackendError."""
         message = (call.branch, len(call.messages))
         limit = max(call.params.max_new_tokens or 0, self.num_tokens)
         best: tuple[int, Draft, int, Cut] | None = None
@@ -329,8 +334,12 @@ class Speculation(Backend):
                     break
             elif draft.error is not None:
                 raise draft.error
+            elif start is not None and draft.finish_reason != "length":
+                break  # its length is not told, and will not be
             if draft.finish_reason == "length":
                 limit *= 2
+        if best is None and not call.partial:
+            return None
         if best is None:
             why = _misfit(self._own[call.branch][-1], call)
             raise BackendError(f"{self.backend.name} does not continue messages, and the answer does not fit: {why}")
@@ -367,7 +376,7 @@ class Speculation(Backend):
                     yield piece
             return
         except BackendError as error:
-            if begun or not backend.tells_tokens or error.status != 400:
+            if begun or not backend.tells_tokens or error.status not in (400, 422):
                 raise
             refusal = error
         without = dataclasses.replace(over, params=dataclasses.replace(params, return_logprob=False))
@@ -437,7 +446,7 @@ async def _fitting(draft: Draft, cut: Cut, template: Sequence[str | GenParams]) 
     """How many parts of what is known to follow fit the draft, and whether all do. Constant text after the last call is
     the program's own."""
     at = cut.end
-    last = max((number for number, part in enumerate(template) if not isinstance(part, str)), default=-1)
+    last = _last_call(template)
     for number, part in enumerate(template[: last + 1]):
         if isinstance(part, str):
             if not draft.text.startswith(part, at):
@@ -448,6 +457,11 @@ async def _fitting(draft: Draft, cut: Cut, template: Sequence[str | GenParams]) 
         else:
             at = end.end
     return last + 1, True
+
+
+def _last_call(template: Sequence[str | GenParams]) -> int:
+    """The number of the last call's part; -1 if there is none."""
+    return max((number for number, part in enumerate(template) if not isinstance(part, str)), default=-1)
 
 
 def _misfit(draft: Draft, call: Call) -> str:

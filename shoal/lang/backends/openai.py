@@ -6,7 +6,7 @@ by their dialect:
 | `dialect` | endpoints | what they take besides |
 | --- | --- | --- |
 | openai | OpenAI, Azure, and those that take no more | |
-| vllm | vLLM, and a Shoal server as far as it takes the same | `structured_outputs`, sampling, prefill, films, select |
+| vllm | vLLM; a Shoal server, but for prefill and films | `structured_outputs`, sampling, prefill, films, select |
 | sglang | SGLang | `regex`, `json_schema`, sampling, prefill, films, select |
 """
 

@@ -219,6 +219,23 @@ def test_stream(name):
     assert meta["finish_reason"] == "stop" and len(meta["output_token_logprobs"]) == 8
 
 
+@pytest.mark.parametrize("name", ["x", None])
+def test_a_reader_who_is_slower_than_the_program_gets_all(name):
+    @shoal.function
+    def program(s):
+        s += shoal.gen("x")
+
+    async def slow():
+        state = await program.run_async(backend=ScriptedBackend(lambda call: "abcdef"), stream=True)
+        pieces = []
+        async for piece in state.text_async_iter(name):
+            pieces.append(piece)
+            await asyncio.wait([state.run.task])
+        return pieces
+
+    assert asyncio.run(slow()) == ["a", "bcdef"]
+
+
 def test_stream_from_a_coroutine():
     async def main():
         state = await shoal.function(lambda s: s.append("a" + shoal.gen("x"))).run_async(

@@ -1,5 +1,6 @@
 """API speculative execution: what it saves, and that no variable differs from a plain run."""
 
+import asyncio
 import dataclasses
 import random
 import re
@@ -298,6 +299,19 @@ def test_a_length_that_is_not_certain_is_an_error_where_no_call_can_decide(endpo
         short.run(backend=chat(endpoint), temperature=0)
 
 
+def test_a_length_that_is_not_certain_makes_a_plain_call_where_a_message_begins(endpoint):
+    endpoint.refused = frozenset({"logprobs"})
+
+    @shoal.function(num_api_spec_tokens=32)
+    def short(s):
+        s += shoal.user("Who?")
+        s += shoal.assistant(shoal.gen("name", stop="\n", max_tokens=3) + "\nYear:" + shoal.gen("year"))
+
+    state = short.run_batch([{}], backend=chat(endpoint), temperature=0)[0]
+    assert state["name"] == "Name: Ada"
+    assert "whether" not in str(state.error()) and "text is '\\nYear:'" in str(state.error())
+
+
 def test_a_constraint_cannot_stand_in_the_middle_of_a_message(endpoint):
     @shoal.function(num_api_spec_tokens=32)
     def constrained(s):
@@ -341,6 +355,34 @@ async def _ended(state):
     await state.run.task
 
 
+def test_a_cancelled_run_ends_its_answers():
+    class Endless(TokenModel):
+        closed = 0
+
+        async def stream(self, call):
+            try:
+                yield OutputPiece(" a\n b")
+                await asyncio.Event().wait()
+            finally:
+                self.closed += 1
+
+    @shoal.function(num_api_spec_tokens=400)
+    def two(s):
+        s += "S:" + shoal.gen("first", stop="\n", max_tokens=400) + "\n"
+        s += shoal.gen("second", stop="\n", max_tokens=400)
+
+    async def run(backend):
+        state = await two.run_async(backend=backend, stream=True)
+        assert "".join([piece async for piece in state.text_async_iter("first")]) == " a"
+        state.run.task.cancel()
+        await asyncio.wait([state.run.task], timeout=30)
+        assert state.run.task.done()
+
+    backend = Endless(1, False)
+    asyncio.run(run(backend))
+    assert backend.closed == 1
+
+
 def test_a_failed_call_is_the_program_s_error(endpoint):
     for stream in (False, True):
         endpoint.failures += [(404, {})]
@@ -357,13 +399,14 @@ class TokenModel(Backend):
 
     name = "a model of tokens"
     params = frozenset(GenParams.__dataclass_fields__)
-    features = frozenset({"stream"})
+    features = frozenset({"stream", "prefill"})
     WORDS = (" a", " b", " ab", "\n", ".", ":", "\n\n", " é", "")  # the last one ends the answer
 
-    def __init__(self, seed, tells_tokens):
+    def __init__(self, seed, tells_tokens, is_chat_model=False):
         super().__init__()
         self.seed = seed
         self.tells_tokens = tells_tokens
+        self.is_chat_model = is_chat_model
 
     def tokens(self, text, limit):
         history = re.findall(r" [a-zé]+|\n+|.", text)
@@ -377,7 +420,8 @@ class TokenModel(Backend):
 
     async def generate(self, call):
         params, text, tokens, reason = call.params, "", [], None
-        for token in self.tokens(call.text, params.max_new_tokens):
+        before = f"S:{call.partial}" if self.is_chat_model else call.text
+        for token in self.tokens(before, params.max_new_tokens):
             tokens.append(token)
             text += token
             ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in params.stop or () if stop in text]
@@ -420,17 +464,19 @@ def random_program(random, model):
 
 @pytest.mark.parametrize("tells_tokens", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_variable_differs_from_a_plain_run(tells_tokens, stream):
+@pytest.mark.parametrize("is_chat_model", [False, True])
+def test_no_variable_differs_from_a_plain_run(tells_tokens, stream, is_chat_model):
     saved = 0
-    for seed in range(150):
+    for seed in range(100):
         choose = random.Random(seed)
-        model = TokenModel(seed, tells_tokens)
+        model = TokenModel(seed, tells_tokens, is_chat_model)
         steps = random_program(choose, model)
 
         def program(s, steps):
-            s += "S:"
+            s += shoal.assistant_begin() if is_chat_model else "S:"
             for name, stops, limit, constant in steps:
                 s += shoal.gen(name, stop=stops, max_tokens=limit) + constant
+            s += shoal.assistant_end() if is_chat_model else ""
 
         expected = shoal.function(program).run(steps, backend=model, temperature=0)
         calls = model.token_usage.calls
