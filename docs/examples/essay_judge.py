@@ -12,7 +12,7 @@ def judge(s, essay):
     s += "Evaluate the following essay.\n\n" + essay + "\n\n"
     forks = s.fork(len(DIMENSIONS))
     for fork, dimension in zip(forks, DIMENSIONS, strict=True):
-        fork += f"In one sentence, the {dimension} of the essay:" + shoal.gen("judgement", stop="\n", max_tokens=48)
+        fork += f"The {dimension} of the essay is" + shoal.gen("judgement", stop="\n", max_tokens=48)
     forks.join()
     for dimension, judgement in zip(DIMENSIONS, s["judgement"], strict=True):
         s += f"{dimension}: {judgement.strip()}\n"

@@ -10,7 +10,7 @@ import shoal
 def city(s, name):
     s += f"The facts about the city of {name} as a JSON object:\n"
     with s.var_scope("json"):
-        s += '{"name": ' + shoal.gen_string("name", max_tokens=24)
+        s += '{"name": ' + shoal.gen("name", regex='"[A-Z][a-z]{1,15}"', max_tokens=20)
         s += ', "population": ' + shoal.gen_int("population", max_tokens=10)
         s += ', "on_the_sea": ' + shoal.gen("on_the_sea", regex="(true|false)", max_tokens=4)
         s += ', "climate": "' + shoal.gen("climate", choices=["mild", "hot", "cold"]) + '"}'

@@ -12,7 +12,7 @@ def tips(s, topic, points=3):
         s += f"{number}." + shoal.gen("tip", max_tokens=12, stop=["\n", "."]) + ".\n"
     forks = s.fork(points)
     for number, fork in enumerate(forks, 1):
-        fork += f"\nTip {number} in detail:" + shoal.gen("detail", max_tokens=32, stop="\n")
+        fork += f"\nTip {number} in detail: it means that" + shoal.gen("detail", max_tokens=32, stop="\n")
     forks.join()
     s += "\n" + "\n".join(f"{number}.{detail}" for number, detail in enumerate(s["detail"], 1))
     s += "\nIn summary," + shoal.gen("summary", max_tokens=32, stop="\n")

@@ -141,7 +141,8 @@ class Backend:
         raise NotImplementedError
 
     async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
-        """The log probabilities of each choice after the call's text."""
+        """The log probabilities of each choice after the call's text. A backend that holds that text now, without a
+        choice, sets `call.held`."""
         raise NotSupported(f"{self.name} cannot select among choices: it does not tell the probabilities of a text")
 
     async def prefetch(self, program: str, text: str) -> None:

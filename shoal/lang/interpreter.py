@@ -510,9 +510,10 @@ class Branch:
     async def _select(self, expr: Select) -> Any:
         """Chooses. Returns details of the choice."""
         self.run.backend.check_feature("select")
-        scores = await self.run.backend.score(
-            self._call(self.run.defaults), expr.choices, expr.method.needs_unconditional
-        )
+        call = self._call(self.run.defaults)
+        scores = await self.run.backend.score(call, expr.choices, expr.method.needs_unconditional)
+        if call.held > self.held:
+            self.held, self.parent = call.held, None
         values = expr.method.values(scores)
         chosen = max(range(len(values)), key=values.__getitem__)
         if expr.temperature > 0:

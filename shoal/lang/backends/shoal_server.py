@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -92,8 +93,10 @@ class ShoalServer(Backend):
 
     async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
         body = {"model": await self._name(), "choices": list(choices), "unconditional": unconditional}
-        answer = await self._continued("/v1/choices", call, body)
+        # Which choice follows is not known, so nothing is.
+        answer = await self._continued("/v1/choices", replace(call, then=""), body)
         self.token_usage.add(_usage(answer))
+        call.held = len(call.text)
         return [
             ChoiceScore(
                 tuple(choice["tokens"]),

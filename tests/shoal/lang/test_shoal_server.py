@@ -65,6 +65,7 @@ class FakeServer:
         prompt = held + body["prompt"]
         self.prompts.append(prompt)
         if path == "/v1/choices":
+            self.branches[program["branch"]] = prompt
             choices = [
                 {"tokens": [1], "logprobs": [-float(len(c))], "unconditional_logprobs": [0.0]} for c in body["choices"]
             ]
@@ -162,6 +163,7 @@ def test_choices_and_several_outputs() -> None:
     ).run(backend=server.backend())
     assert state["c"] == "b" and len(state["n"]) == 2
     assert "program" not in server.bodies[1] and server.prompts[1:] == ["ab", "ab<2>"]
+    assert server.bodies[2]["prompt"] == "b<2>"  # the branch holds what stood before the choice
 
 
 @pytest.mark.parametrize("failures", [[429, 503], ["lost"]])
