@@ -180,22 +180,14 @@ class Tree:
 
     def end_lease(self, lease: NodeLease) -> None:
         """Ends a lease. Raises KeyError if it has ended."""
-        node = lease.node
-        node.own_leases.remove(lease)
-        walker: PagedNode | None = node
+        lease.node.own_leases.remove(lease)
+        walker: PagedNode | None = lease.node
         while walker is not None:
             walker.leases -= 1
             if walker.leases == 0:
                 self._num_leased -= len(walker.pages)
+                self._queue_again(walker)
             walker = walker.parent
-        if node.queued is not None and node.queued > self._value(node):
-            node.queued = None
-            self._queue(node)
-            self.num_stale += 1
-            if self.num_stale > len(self.heap) // 2:
-                self.heap = [entry for entry in self.heap if entry[2].queued is entry[0]]
-                heapq.heapify(self.heap)
-                self.num_stale = 0
 
     def evict(self, num_pages: int) -> int:
         """Frees `num_pages` pages into the pool, or fewer if the rest is locked, and returns their number.
@@ -297,6 +289,18 @@ class Tree:
         if node.queued is None and self._is_evictable_leaf(node):
             node.queued = self._value(node)
             heapq.heappush(self.heap, (node.queued, next(self._serials), node))
+
+    def _queue_again(self, node: PagedNode) -> None:
+        """Queues a node again if its value has fallen below that of its entry in the heap."""
+        if node.queued is None or node.queued <= self._value(node):
+            return
+        node.queued = None
+        self._queue(node)
+        self.num_stale += 1
+        if self.num_stale > len(self.heap) // 2:
+            self.heap = [entry for entry in self.heap if entry[2].queued is entry[0]]
+            heapq.heapify(self.heap)
+            self.num_stale = 0
 
     def _pop_leaf(self) -> PagedNode:
         """Removes the least valuable evictable leaf from the heap and returns it. There must be one."""

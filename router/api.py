@@ -339,7 +339,8 @@ def _program_key(tenant: str, program_id: str) -> str:
 def _call(call: ProgramCall | None, tenant: str) -> BranchCall | None:
     if call is None:
         return None
-    return BranchCall(Lease(_program_key(tenant, call.id), call.branch, call.lease_s or 0.0), call.parent, call.then)
+    lease = Lease(_program_key(tenant, call.id), call.branch, call.lease_s or 0.0)
+    return BranchCall(lease, call.parent, call.then, call.remaining, call.deadline_s)
 
 
 def _held(service: Service, call: ProgramCall, tenant: str) -> Held:

@@ -26,6 +26,9 @@ MAX_TOKENS = 16 << 20  # 64 MiB of token ids
 MAX_BRANCHES = 1 << 16
 TIMEOUT_S = 3600.0  # the longest lease
 MAX_HOMES = 1 << 16
+# The head start that calls of a program get in the waiting queue at most. So a single request waits as if it had come
+# so much later, and no longer.
+MAX_HEAD_START_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,21 @@ class Home:
 @dataclass(frozen=True, slots=True)
 class BranchCall:
     """A request as a part of its program. `lease`: what becomes of its KV; its owner is the program, its name the
-    branch. `then`: constant text that will follow the answer."""
+    branch. `then`: constant text that will follow the answer. `remaining`: calls that the program has after this one.
+    `deadline_s`: seconds in which the program should end."""
 
     lease: Lease
     parent: str | None = None
     then: str | None = None
+    remaining: int | None = None
+    deadline_s: float | None = None
+
+    def head_start_s(self, age_s: float) -> float:
+        """The head start of the call in a waiting queue, in seconds. `age_s`: the age of the program. Programs that
+        have run for long and end soon go first, and those whose deadline is near."""
+        by_age = 0.0 if self.remaining is None else age_s / (1 + self.remaining)
+        by_deadline = 0.0 if self.deadline_s is None else MAX_HEAD_START_S - self.deadline_s
+        return min(MAX_HEAD_START_S, max(by_age, by_deadline, 0.0))
 
 
 class BranchUnknown(Exception):
@@ -130,6 +143,7 @@ class Programs:
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # least recently used first
         self._running: dict[tuple[str, str], int] = {}  # turns by branch
         self._branches: dict[str, set[str]] = {}  # by program, in `_entries` or `_running`
+        self._began_s: OrderedDict[str, float] = OrderedDict()  # by program, the one with the newest call last
         self._homes: OrderedDict[tuple[str, str], Home] = OrderedDict()  # by branch, the newest last
         self._num_tokens = 0
         self._last = 0  # the last turn's number, which is also the version of what it left
@@ -196,6 +210,14 @@ class Programs:
         if self._running.get(key) == turn.number or (entry is not None and entry.version == turn.number):
             self._forget(key)
 
+    def age_s(self, program: str) -> float:
+        """Seconds since the program's first call, which is now if none is known."""
+        began_s = self._began_s.setdefault(program, self._clock())
+        self._began_s.move_to_end(program)
+        if len(self._began_s) > MAX_HOMES:
+            self._began_s.popitem(last=False)
+        return self._clock() - began_s
+
     def home(self, call: BranchCall) -> Home | None:
         """The home of the call's branch; of its parent's, if the branch has none."""
         owner = call.lease.owner
@@ -212,6 +234,7 @@ class Programs:
 
     def remove(self, program: str) -> None:
         """Forgets a program. Requests on its branches go on and leave nothing."""
+        self._began_s.pop(program, None)
         for name in list(self._branches.get(program, ())):
             self._forget((program, name))
 

@@ -123,11 +123,11 @@ class ProgramCall(Body, frozen=True, kw_only=True):
     ] = None
     remaining: Annotated[
         Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="calls that the program still has after this one on its longest path; not used yet"),
+        Meta(description="calls that the program still has after this one on its longest path: fewer go earlier"),
     ] = None
     deadline_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="seconds from now in which the program should have ended; not used yet"),
+        Meta(description="seconds from now in which the program should have ended: near ones go earlier"),
     ] = None
 
 

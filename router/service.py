@@ -132,6 +132,7 @@ class Service:
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
         """
+        head_start_s = 0.0 if call is None else call.head_start_s(self.programs.age_s(call.lease.owner))
         produced: list[int] = []
         lost: list[str] = []
         refused: dict[str, Failure] = {}
@@ -145,6 +146,7 @@ class Service:
                 output_ids=list(produced),
                 resumed=resumed,
                 priority=priority,
+                head_start_s=head_start_s,
                 lease=None if call is None else call.lease,
             )
             try:

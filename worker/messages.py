@@ -94,6 +94,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | `resumed` | a replica accepted the request before and its client waits, so a full queue does not refuse it |
     | `priority` | higher runs first |
     | `booking` | number of this request among the router's requests to this replica, from 1 without gaps |
+    | `head_start_s` | seconds by which it counts as having arrived earlier, where shorter prompts go first |
     | `lease` | what becomes of the KV after the request; None: it is cached as any other |
 
     `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
@@ -109,6 +110,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     resumed: bool = False
     priority: int = 0
     booking: int = 0
+    head_start_s: float = 0.0
     lease: Lease | None = None
 
 

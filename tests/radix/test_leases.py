@@ -117,6 +117,22 @@ def test_forks_share_what_they_have_in_common(new_cache: Callable[[int, int], Ca
     assert cache.tree.num_leased == 3
 
 
+def test_a_leased_leaf_that_got_a_child_falls_with_the_lease_on_the_child(
+    new_cache: Callable[[int, int], Cache],
+) -> None:
+    cache = new_cache(4, 1)
+    first = cache.tree.lease(cache.insert([1]).node)
+    cache.insert([3])
+    assert cache.tree.evict(1) == 1  # [3]: the leased leaf was passed over, and queued again with its lease
+    second = cache.tree.lease(cache.insert([1, 2]).node)
+    cache.tree.end_lease(first)
+    cache.tree.end_lease(second)
+    cache.check()
+    cache.insert([4])
+    assert cache.tree.evict(2) == 2
+    assert cache.tree.match([4]).num_tokens == 1
+
+
 def test_leases_end_once(new_cache: Callable[[int, int], Cache]) -> None:
     cache = new_cache(2, 1)
     lease = cache.tree.lease(cache.insert([1]).node)

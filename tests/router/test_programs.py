@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from router.config import RouterConfig
 from router.output_text import OutputText
-from router.programs import BranchText, BranchUnknown, Home, Programs, Turn, kept_tokens
+from router.programs import MAX_HEAD_START_S, BranchCall, BranchText, BranchUnknown, Home, Programs, Turn, kept_tokens
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Lease, Output, Release
 
@@ -562,3 +562,36 @@ def test_only_completions_have_a_text_that_follows(stack: Any, path: str) -> Non
     scored = {"prompt": "a", "choices": ["x"]}
     answer = httpx.post(f"{stack.url}{path}", json=body | (chat if "chat" in path else scored))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "program.then")
+
+
+# ---------------------------------------------------------------- order
+
+
+@given(
+    age_s=st.floats(0, 1e6),
+    remaining=st.none() | st.integers(0, 1000),
+    deadline_s=st.none() | st.floats(0, 1e6),
+)
+def test_head_starts(age_s: float, remaining: int | None, deadline_s: float | None) -> None:
+    """Bounded; longer for older programs, for fewer remaining calls and for nearer deadlines; none without hints."""
+
+    def head_start(age_s: float, remaining: int | None, deadline_s: float | None) -> float:
+        return BranchCall(Lease("p", "b"), remaining=remaining, deadline_s=deadline_s).head_start_s(age_s)
+
+    given_s = head_start(age_s, remaining, deadline_s)
+    assert 0 <= given_s <= MAX_HEAD_START_S
+    assert head_start(age_s + 1, remaining, deadline_s) >= given_s
+    assert remaining is None or head_start(age_s, remaining + 1, deadline_s) <= given_s
+    assert deadline_s is None or head_start(age_s, remaining, deadline_s + 1) <= given_s
+    assert head_start(age_s, None, None) == 0
+
+
+def test_head_starts_reach_the_replica(client: Client, stack: Any) -> None:
+    now_s = 100.0
+    stack.service.programs._clock = lambda: now_s
+    client.text("a", "a", program={"remaining": 1}, max_tokens=1)
+    now_s += 1.0
+    client.text("a", "b", program={"remaining": 1}, max_tokens=1)
+    client.text("a", "c", program={"remaining": 0, "deadline_s": 0.5}, max_tokens=1)
+    client.text("a", "d", max_tokens=1)
+    assert [request.head_start_s for request in stack.fakes["r0"].requests()] == [0.0, 0.5, 1.5, 0.0]

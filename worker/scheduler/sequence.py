@@ -74,6 +74,7 @@ class Sequence:
         "ends_at_limit",
         "estimated_at_step",
         "grammar",
+        "head_start_s",
         "job",
         "lease",
         "new_token_ids",
@@ -108,6 +109,7 @@ class Sequence:
         self.request_id = request.request_id
         self.sampling: SamplingParams = request.sampling
         self.priority = request.priority
+        self.head_start_s = request.head_start_s
         self.lease = request.lease
         self.arrival = arrival
         self.arrived_s = arrived_s

@@ -23,7 +23,7 @@ class QueueOrder(Enum):
     """Which of two waiting sequences of the same priority, neither preempted nor starved, goes first.
 
     - `SHORTEST_PREFILL`: the one with fewer remaining uncached prompt tokens, less `AGEING_TOKENS_S` per second of
-      waiting. Running prefills compete, too, so that short prompts overtake a long one.
+      waiting and of its head start. Running prefills compete, too, so that short prompts overtake a long one.
     - `LONGEST_PREFIX`: the one with the longer cached prefix. Pipelines use it, as their figures were measured so.
     - `LONGEST_OUTPUT`: the one with more tokens to come.
     """
@@ -115,7 +115,7 @@ class WaitingQueue:
         priority, is_new, job, to_come, arrival = self._place(seq)
         if self.order is QueueOrder.SHORTEST_PREFILL:
             num_uncached = seq.num_missing if seq.is_running else seq.num_tokens - seq.cached_estimate
-            work = num_uncached + AGEING_TOKENS_S * seq.arrived_s
+            work = num_uncached + AGEING_TOKENS_S * (seq.arrived_s - seq.head_start_s)
         else:
             work = -seq.cached_estimate
         return (priority, is_new, not starved, job, 0 if starved else work, to_come, arrival)

@@ -51,6 +51,18 @@ def test_a_second_of_waiting_is_worth_so_many_tokens(drive, later_s, order):
     assert order_of(d) == order
 
 
+@pytest.mark.parametrize(("head_start_s", "order"), [(0.0, ["short", "long"]), (0.05, ["long", "short"])])
+def test_a_head_start_is_worth_as_much_as_waiting(drive, head_start_s, order):
+    """It changes nothing about priorities."""
+    d = drive(max_running=1, num_pages=64)
+    d.add("long", prompt(108, seed=1), max_tokens=1, head_start_s=head_start_s)
+    d.add("short", prompt(8, seed=2), max_tokens=1)
+    assert order_of(d) == order
+    d.add("low", prompt(8, seed=3), max_tokens=1, priority=-1, head_start_s=2.0)
+    d.add("normal", prompt(8, seed=4), max_tokens=1)
+    assert order_of(d) == [*order, "normal", "low"]
+
+
 @pytest.mark.parametrize(
     ("now_s", "order"), [(0.01, ["short", "long"]), (0.1, ["long", "short"]), (6.0, ["long", "short"])]
 )

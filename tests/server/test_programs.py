@@ -1,0 +1,94 @@
+"""Programs at a whole server: what branches say is what plain requests with their whole token ids say, and their KV is
+there when they go on."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import MODEL, WAIT_S, Whole, until
+
+PAGE = 16
+PROMPT = "A program of many calls begins with a text that all of them share. "
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(whole: Whole) -> Iterator[None]:
+    whole.settled()
+    whole.replica.at_rest(lambda engine: engine.reset_cache())
+    yield
+    httpx.delete(f"{whole.url}/v1/programs/p").raise_for_status()
+    until(lambda: leased(whole) == 0, lambda: "a lease is left")
+    whole.settled()
+
+
+def leased(whole: Whole) -> int:
+    """Tokens with a lease."""
+    tokens: int = whole.replica.at_rest(lambda engine: engine.load().kv_tokens_leased)
+    return tokens
+
+
+def ask(whole: Whole, prompt: Any, **fields: Any) -> tuple[str, int]:
+    """The text, and how many tokens of the prompt were cached."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 20, "temperature": 0} | fields
+    answer = httpx.post(f"{whole.url}/v1/completions", json=body, timeout=WAIT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"], answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def call(branch: str, **fields: Any) -> dict[str, Any]:
+    return {"id": "p", "branch": branch, "lease_s": 60} | fields
+
+
+def held(whole: Whole, branch: str) -> list[int]:
+    return whole.service.programs.look("/p", branch, None, continues=True).branch.token_ids.tolist()
+
+
+def test_forks_say_what_plain_requests_say_and_find_their_parent_cached(whole: Whole) -> None:
+    first, _ = ask(whole, PROMPT, program=call("root"), stop="e")
+    assert "e" not in first
+    texts, parent = {}, held(whole, "root")
+    tail = whole.service.programs.look("/p", "root", None, continues=True).branch.tail
+    for branch in ("a", "b", "c"):
+        program = call(branch, parent="root", continues=True)
+        texts[branch], cached = ask(whole, f" Fork {branch}: ", program=program)
+        assert cached >= (len(parent) - 1) // PAGE * PAGE
+    for branch, text in texts.items():
+        prompt = parent + whole.service.tokenizer.encode(f"{tail} Fork {branch}: ")
+        assert ask(whole, prompt)[0] == text
+        assert held(whole, branch)[: len(prompt)] == prompt
+    assert leased(whole) >= len(parent) // PAGE * PAGE
+
+
+def test_a_leased_branch_is_there_after_others_have_filled_the_cache(whole: Whole) -> None:
+    ask(whole, PROMPT * 2, program=call("leased"))
+    size = len(held(whole, "leased"))
+    ask(whole, PROMPT[::-1] * 2, program=call("not leased", lease_s=0))
+    for number in range(16):
+        ask(whole, [10 + number] * 250, max_tokens=1)
+    _, cached = ask(whole, " And", program=call("leased", continues=True))
+    assert cached >= (size - 1) // PAGE * PAGE
+    assert ask(whole, " And", program=call("not leased", continues=True, lease_s=0))[1] == 0
+
+
+def test_the_text_that_follows_is_cached(whole: Whole) -> None:
+    follows = "\nThe next question is constant, and long enough for some pages of tokens: "
+    ask(whole, PROMPT, program=call("a", then=follows), max_tokens=5)
+    size = len(held(whole, "a")) + len(whole.service.tokenizer.encode(follows))
+    until(lambda: not whole.service._prefetches, lambda: "it is still computed")
+    whole.settled()
+    text, cached = ask(whole, follows + "x", program=call("a", continues=True))
+    assert cached == size // PAGE * PAGE
+    prompt = held(whole, "a")[: size + 1]
+    assert ask(whole, prompt)[0] == text
+
+
+def test_choices_share_the_prompt(whole: Whole) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "choices": ["one", "two", "three", "four"]}
+    before = whole.engine.load()
+    assert httpx.post(f"{whole.url}/v1/choices", json=body, timeout=WAIT_S).status_code == 200
+    whole.settled()
+    after = whole.engine.load()
+    computed = after.prompt_tokens - after.cached_tokens - (before.prompt_tokens - before.cached_tokens)
+    assert computed < 2 * len(PROMPT)
