@@ -144,9 +144,10 @@ class ProgramRun:
             branch.notify()
 
     def cancel(self) -> None:
-        """Ends all calls that run."""
+        """Ends all calls that run; no more expressions will come."""
         for branch in self.branches:
             branch.cancel()
+            branch.close()
 
 
 @dataclass
@@ -206,18 +207,19 @@ class Branch:
     def close(self) -> None:
         """No more expressions will come."""
         self._closed = True
+        self.notify()
 
     def set_variable(self, name: str, value: Any) -> None:
         self.variables[name] = Variable(value, done=True)
 
-    async def get(self, name: str) -> Any:
-        """The value of a variable, once it is whole. Raises KeyError for one that the program does not set, and
-        ProgramError if the branch has failed."""
-        return (await self._variable(name)).value
+    async def get(self, name: str, to_the_end: bool = False) -> Any:
+        """The value of a variable, once it is whole. Raises ProgramError if the branch has failed, and KeyError for a
+        variable that no expression so far sets, or `to_the_end` of the program."""
+        return (await self._variable(name, to_the_end)).value
 
-    async def meta(self, name: str) -> Any:
-        """Details of a variable's generation (`Generated.meta`)."""
-        return (await self._variable(name)).meta
+    async def meta(self, name: str, to_the_end: bool = False) -> Any:
+        """Details of a variable's generation (`Generated.meta`), as `get`."""
+        return (await self._variable(name, to_the_end)).meta
 
     async def drained(self) -> None:
         """Waits until all expressions so far have run, or one has failed."""
@@ -314,14 +316,14 @@ class Branch:
     def _is_over(self) -> bool:
         return self._closed and self.is_idle
 
-    async def _variable(self, name: str) -> Variable:
+    async def _variable(self, name: str, to_the_end: bool) -> Variable:
         while True:
             variable = self.variables.get(name)
             if variable is not None and variable.done:
                 return variable
             if self.error is not None:
                 raise self.error
-            if variable is None and self.is_idle:
+            if variable is None and (self._is_over() if to_the_end else self.is_idle):
                 raise KeyError(self._unknown(name))
             await self._changed()
 

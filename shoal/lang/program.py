@@ -184,7 +184,7 @@ class Program:
         if self.num_api_spec_tokens is not None:
             where = where.speculating(self.num_api_spec_tokens)
         run = ProgramRun(where, defaults, arguments, stream)
-        state = ProgramState(run.new_branch())
+        state = ProgramState(run.new_branch(), is_outside=True)
         run.task = asyncio.create_task(self._run(run, state, plan))
         return state
 
@@ -201,11 +201,12 @@ class Program:
             await run.backend.end_program(run.id)
 
     async def _run_function(self, run: ProgramRun, state: ProgramState, plan: "BatchPlan | None") -> None:
-        """Runs the program's own code on a state."""
+        """Runs the program's own code on the branch of a state."""
+        own = ProgramState(state._branch)
         if inspect.iscoroutinefunction(self.func):
-            state.ret_value = await self.func(state, **run.arguments)
+            state.ret_value = await self.func(own, **run.arguments)
         else:
-            call = partial(self.func, state, **run.arguments)
+            call = partial(self.func, own, **run.arguments)
             state.ret_value = await loop.run_in_greenlet(call, name=self.__name__)
 
     async def _finished(self, state: ProgramState) -> ProgramState:

@@ -19,8 +19,10 @@ class ProgramState:
     waits raises ProgramError if a statement of this state has failed. In a coroutine, `await s.get("x")`.
     """
 
-    def __init__(self, branch: Branch) -> None:
+    def __init__(self, branch: Branch, is_outside: bool = False) -> None:
+        """`is_outside`: the state is read by a caller of the program, who waits for what the program has yet to do."""
         self._branch = branch
+        self._is_outside = is_outside
         self.run = branch.run
         self.ret_value: Any = None  # what the program's function returned
 
@@ -92,7 +94,7 @@ class ProgramState:
         variable = self._branch.variables.get(name)
         if variable is not None and variable.done:
             return variable.value
-        return self._wait(self._branch.get(name))
+        return self._wait(self.get(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._branch.set_variable(name, value)
@@ -102,7 +104,7 @@ class ProgramState:
 
     def get(self, name: str) -> Any:
         """An awaitable of a variable's value, for coroutines."""
-        return self._branch.get(name)
+        return self._branch.get(name, self._is_outside)
 
     def get_var(self, name: str) -> Any:
         """As `s[name]`."""
@@ -119,7 +121,7 @@ class ProgramState:
     def get_meta_info(self, name: str, timeout: float | None = None) -> Any:
         """Details of how a variable was generated: finish_reason, token counts, log probabilities. Raises TimeoutError
         after `timeout` seconds."""
-        return self._wait(asyncio.wait_for(self._branch.meta(name), timeout))
+        return self._wait(asyncio.wait_for(self._branch.meta(name, self._is_outside), timeout))
 
     def text(self) -> str:
         """All text, once everything so far has run."""

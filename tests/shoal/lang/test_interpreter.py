@@ -247,6 +247,22 @@ def test_stream_from_a_coroutine():
     assert asyncio.run(main())
 
 
+def test_a_reader_waits_for_what_the_program_has_yet_to_do():
+    @shoal.function
+    async def program(s):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        s += shoal.gen("x")
+
+    async def main():
+        state = await program.run_async(backend=ScriptedBackend(), stream=True)
+        assert looks_like_hex(await state.get("x"))
+        with pytest.raises(KeyError, match="other"):
+            await state.get("other")
+
+    asyncio.run(main())
+
+
 def test_stop_regex():
     state, _ = run(
         lambda s: s.append("a" + shoal.gen("x", stop_regex=r"\d{2}") + "b"), ScriptedBackend(lambda call: "q1w23e45")
