@@ -138,9 +138,13 @@ class Draft:
         if not text.startswith(self.before):
             return None
         since = text[len(self.before) :]
-        while not self.done and len(self.text) < len(since) and since.startswith(self.text):
+        return len(since) if await self.has(since, 0) else None
+
+    async def has(self, text: str, at: int) -> bool:
+        """Whether a text stands at a position."""
+        while not self.done and at + len(text) > len(self.text) and text.startswith(self.text[at:]):
             await self.grown()
-        return len(since) if self.text.startswith(since) else None
+        return self.text.startswith(text, at)
 
     async def cut(self, start: int, params: GenParams) -> Cut | None:
         """The end of the output that begins at `start`; None if the draft does not tell."""
@@ -449,7 +453,7 @@ async def _fitting(draft: Draft, cut: Cut, template: Sequence[str | GenParams]) 
     last = _last_call(template)
     for number, part in enumerate(template[: last + 1]):
         if isinstance(part, str):
-            if not draft.text.startswith(part, at):
+            if not await draft.has(part, at):
                 return number, False
             at += len(part)
         elif not _is_served(part) or (end := await draft.cut(at, part)) is None:

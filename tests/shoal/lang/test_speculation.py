@@ -383,6 +383,25 @@ def test_a_cancelled_run_ends_its_answers():
     assert backend.closed == 1
 
 
+def test_a_message_is_looked_at_when_enough_of_it_has_come():
+    class CharacterByCharacter(TokenModel):
+        features = frozenset({"stream"})
+        calls = 0
+
+        async def stream(self, call):
+            self.calls += 1
+            for character in MESSAGE:
+                await asyncio.sleep(0)
+                yield OutputPiece(character)
+            yield OutputPiece("", {"finish_reason": "stop", "completion_tokens": 12})
+
+    backend = CharacterByCharacter(1, False, is_chat_model=True)
+    state = talk.run(backend=backend, stream=True, temperature=0)
+    assert state.text().endswith(f"ASSISTANT:{MESSAGE}\n")
+    assert values(state) == [" Ada Lovelace", " 1815", " programs"]
+    assert backend.calls == 1
+
+
 def test_a_failed_call_is_the_program_s_error(endpoint):
     for stream in (False, True):
         endpoint.failures += [(404, {})]
