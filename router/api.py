@@ -33,7 +33,7 @@ from router.choices import ChoicesFormat, choices_job
 from router.completion import CompletionFormat
 from router.config import RouterConfig
 from router.errors import ApiError, invalid, program_unknown
-from router.generation import Format, Generation, turn_on
+from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
 from router.programs import BranchCall, BranchText, BranchUnknown, Held
@@ -196,13 +196,7 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             _call(body.program, keys.tenant(request)),
             branch,
         )
-        form = ChoicesFormat(job, service.model)
-        if held is None:
-            return await answer(request, False, job.prepared, form)
-        with turn_on(service.programs, held) as turn:
-            scored = await answer(request, False, job.prepared, form)
-            service.programs.end(turn, branch.extended(body.prompt, [], [], ""))
-        return scored
+        return await answer(request, False, job.prepared, ChoicesFormat(job, service.model))
 
     @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
     async def end_program(request: Request, program_id: str) -> Response:

@@ -150,22 +150,35 @@ def test_refusals(stack: Any, fields: dict[str, Any], status: int, param: str) -
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
-def test_the_branch_holds_the_prompt_and_no_choice(stack: Any, tokenizer: Tokenizer) -> None:
-    call = {"id": "p", "branch": "b"}
-    assert ask(stack, choices=["a", "b"], program=call).status_code == 200
-    assert ask(stack, prompt=" the", choices=["re", "m"], program=call | {"continues": True}).status_code == 200
-    body = {"model": "tiny", "prompt": "re", "max_tokens": 1, "program": call | {"continues": True}}
-    assert httpx.post(f"{stack.url}/v1/completions", json=body).status_code == 200
-    assert stack.fakes["r0"].requests()[-1].prompt_ids == tokenizer.encode("Hello there")
+def test_scores_follow_a_branch_and_do_not_change_it(stack: Any, tokenizer: Tokenizer) -> None:
+    """The next request sends the prompt and the choice; a branch that was only scored is not there."""
+
+    def complete(prompt: str, **program: Any) -> int:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "program": {"id": "p"} | program}
+        return httpx.post(f"{stack.url}/v1/completions", json=body).status_code
+
+    def prompt_ids() -> list[int]:
+        ids: list[int] = stack.fakes["r0"].requests()[-1].prompt_ids
+        return ids
+
+    next_call = {"id": "p", "branch": "b", "continues": True}
+    assert complete("Hello", branch="b") == 200
+    start = prompt_ids() + tokenizer.encode("The quick")[:1]
+    for _ in range(2):
+        assert ask(stack, prompt=" the", choices=["re"], program=next_call).status_code == 200
+        assert prompt_ids() == start + tokenizer.encode(" there")
+    fork = {"id": "p", "branch": "c", "parent": "b", "continues": True}
+    assert ask(stack, prompt=" the", choices=["re"], program=fork).status_code == 200
+    assert complete(" c", branch="c", parent="b", continues=True) == 200
+    assert complete(" there", branch="b", continues=True) == 200
+    assert prompt_ids() == start + tokenizer.encode(" there")
+    assert ask(stack, choices=["a"], program={"id": "p", "branch": "d"}).status_code == 200
+    assert complete("x", branch="d", continues=True) == 409
 
 
-def test_errors_name_the_prompt_and_leave_the_branch(stack: Any) -> None:
-    call = {"id": "p", "branch": "b"}
-    assert ask(stack, choices=["a"], program=call).status_code == 200
+def test_errors_name_the_prompt(stack: Any) -> None:
     fake = stack.fakes["r0"]
     wrong = Failure("invalid", "too long for this replica", "prompt")
     fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=wrong)
-    answer = ask(stack, prompt="x", choices=["a", "b"], program=call | {"continues": True})
+    answer = ask(stack, prompt="x", choices=["a", "b"])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-    fake.reply = lambda request: None
-    assert ask(stack, prompt="x", choices=["a"], program=call | {"continues": True}).status_code == 200

@@ -527,6 +527,23 @@ def test_a_branch_goes_home(make_stack: Any, make_replica: Any) -> None:
     assert third[1] > second[1] and fourth[1] < second[1]
 
 
+def test_a_lost_home_costs_nothing_but_time(make_stack: Any, make_replica: Any, tokenizer: Tokenizer) -> None:
+    fakes = [make_replica(), make_replica()]
+    stack = make_stack(*fakes)
+    client = Client(stack.url)
+    with client.http:
+        client.text("Hello", program={"lease_s": 60}, max_tokens=1)
+        home, other = sorted(fakes, key=lambda fake: len(fake.requests()), reverse=True)
+        home.die()
+        stack.until(lambda: len(stack.replicas.ready) == 1)
+        assert client.text(" on", program=NEXT | {"lease_s": 60}, max_tokens=1) == "The"
+        client.text("", program=NEXT, max_tokens=1)
+    said = tokenizer.encode("The quick")[:1]
+    second, third = other.requests()
+    assert second.prompt_ids == tokenizer.encode("Hello") + said + tokenizer.encode(" on")
+    assert third.prompt_ids == second.prompt_ids + said
+
+
 def test_the_text_that_follows_is_computed(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
     client.text("Hello", program={"then": " Next:", "lease_s": 5}, max_tokens=1)
     fake = stack.fakes["r0"]

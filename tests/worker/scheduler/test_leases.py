@@ -113,3 +113,28 @@ def test_a_preempted_request_is_leased_when_it_ends(drive, crowded):
     d.run()
     assert d.scheduler.load().preemptions > 0
     assert all(d.tokens(str(i)) == d.executor.generate(prompt(8, seed=i), 24) for i in range(4))
+
+
+def test_programs_that_think_between_calls_compute_little_twice(drive):
+    """Three programs whose calls are far apart, in a cache that others fill meanwhile: with leases, only new text is
+    computed."""
+
+    def computed(seconds: float) -> int:
+        """Prompt tokens of the programs that were not cached."""
+        d = drive(num_pages=80, max_running=4)
+        texts = {name: prompt(28, seed=number) for number, name in enumerate("abc")}
+        total = 0
+        for turn in range(5):
+            for name, text in texts.items():
+                d.add(f"{name}{turn}", text, max_tokens=4, lease=Lease(name, "branch", seconds))
+                d.run()
+                total += len(text) - d.outputs[f"{name}{turn}"][0].cached_tokens
+                texts[name] = text + d.tokens(f"{name}{turn}") + prompt(4, seed=turn)
+            for number in range(8):
+                d.add(f"{turn} other {number}", prompt(40, seed=1000 + 10 * turn + number), max_tokens=2)
+            d.run()
+        return total
+
+    new_text = 3 * (28 + 4 * 8)
+    assert computed(60) <= new_text + 3 * 4 * PAGE  # and the page that was not full
+    assert computed(0) > 3 * new_text
