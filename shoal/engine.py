@@ -24,6 +24,7 @@ import httpx
 
 from cluster.in_process import Ended, InProcessServer, configured
 from cluster.replica_process import ReplicaEnded
+from shoal.lang.backends.shoal_server import ShoalServer
 
 Value = TypeVar("Value")
 Prompt = str | Sequence[int]
@@ -98,6 +99,7 @@ class Engine:
     | `model` | the model's name in requests |
     | `transport` | an `httpx.AsyncBaseTransport` to all endpoints of a Shoal server, for any client made of `httpx` |
     | `base_url` | the URL of these endpoints over `transport`, with `/v1` |
+    | `endpoint` | the backend of programs that run here; `shoal.set_default_backend` takes the Engine itself |
     """
 
     base_url = "http://engine/v1"
@@ -116,6 +118,7 @@ class Engine:
         self._close = weakref.finalize(self, self._server.close)
         self.model = self._server.model
         self.transport = self._server.transport
+        self.endpoint = ShoalServer(self.base_url, transport=self.transport)
         self._client = httpx.AsyncClient(transport=self.transport, base_url=self.base_url, timeout=None)
 
     def __enter__(self) -> Self:

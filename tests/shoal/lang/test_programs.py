@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 def engine() -> Any:
     """SmolLM2 in a replica of its own, where all programs here run."""
     with shoal.Engine("SmolLM2-135M-Instruct", max_running=16) as engine:
-        shoal.set_default_backend(shoal.ShoalServer(engine.base_url, transport=engine.transport))
+        shoal.set_default_backend(engine)
         yield engine
         shoal.global_config.default_backend = None
 
