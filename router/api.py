@@ -340,7 +340,7 @@ def _call(call: ProgramCall | None, tenant: str) -> BranchCall | None:
 def _held(service: Service, call: ProgramCall, tenant: str) -> Held:
     try:
         return service.programs.look(
-            _program_key(tenant, call.id), call.branch, parent=call.parent, continues=bool(call.continues)
+            _program_key(tenant, call.id), call.branch, call.parent, bool(call.continues), call.held
         )
     except BranchUnknown as error:
         raise program_unknown(str(error)) from None

@@ -108,8 +108,9 @@ class Generation:
             text.append(piece.text)
             if piece.finish_reason is not None:
                 (transcript,) = self._transcripts
-                kept = kept_tokens(transcript.token_ids, transcript.ends, "".join(text), transcript.is_cut)
-                branch = held.branch.extended(prompt.text or "", prompt.token_ids, *kept)
+                answer = "".join(text)
+                kept = kept_tokens(transcript.token_ids, transcript.ends, answer, transcript.is_cut)
+                branch = held.branch.extended(prompt.text or "", prompt.token_ids, answer, *kept)
                 programs.end(turn, branch)
                 if sequence.call is not None and sequence.call.then:
                     self._service.prefetch(f"{self._name}-then", branch, sequence.call)

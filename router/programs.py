@@ -65,10 +65,12 @@ class BranchUnknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BranchText:
-    """The text that a branch holds: tokens up to the end of its last generation, and the constant text after it."""
+    """The text that a branch holds: tokens up to the end of its last generation, and the constant text after it.
+    `num_chars`: characters of all prompts and answers together."""
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     tail: str = ""
+    num_chars: int = 0
 
     def prompt(self, text: str, encode: Callable[[str, bool], list[int]]) -> list[int]:
         """The tokens of the branch with `text` after it. `encode` takes a text and whether that text begins the prompt:
@@ -77,12 +79,13 @@ class BranchText:
         new = self.tail + text
         return self.token_ids.tolist() + (encode(new, begins) if new or begins else [])
 
-    def extended(self, text: str, prompt_ids: list[int], output_ids: list[int], rest: str) -> "BranchText":
-        """The branch after a generation. `text` and `prompt_ids`: what was sent to `prompt`, and its result.
-        `output_ids` and `rest`: the kept tokens of the output, and the kept text after them."""
+    def extended(self, text: str, prompt_ids: list[int], answer: str, output_ids: list[int], rest: str) -> "BranchText":
+        """The branch after a generation. `text` and `prompt_ids`: what was sent to `prompt`, and its result. `answer`:
+        the text that was kept, which is that of the tokens `output_ids` and then `rest`."""
+        num_chars = self.num_chars + len(text) + len(answer)
         if not output_ids:  # the constant text before and after is one piece
-            return BranchText(self.token_ids, self.tail + text + rest)
-        return BranchText(array("i", prompt_ids + output_ids), rest)
+            return BranchText(self.token_ids, self.tail + text + rest, num_chars)
+        return BranchText(array("i", prompt_ids + output_ids), rest, num_chars)
 
     @property
     def size(self) -> int:
@@ -158,18 +161,19 @@ class Programs:
         """Sum of the sizes of all branches in the table."""
         return self._num_tokens
 
-    def look(self, program: str, name: str, parent: str | None, continues: bool) -> Held:
+    def look(self, program: str, name: str, parent: str | None, continues: bool, num_chars: int | None = None) -> Held:
         """The text that a request on the branch `name` continues; nothing unless it `continues`. With `parent`, it is
-        the first request of the branch, which begins with what the parent holds now. Raises BranchUnknown."""
+        the first request of the branch, which begins with what the parent holds now. `num_chars`: how many characters
+        that is, by the client's count. Raises BranchUnknown."""
         self._expire()
         if not continues:
             return Held(program, name, BranchText(), continues, None)
-        if parent is None:
-            entry = self._use(program, name)
-            return Held(program, name, entry.branch, continues, entry.version)
-        if name in self._branches.get(program, ()):
+        if parent is not None and name in self._branches.get(program, ()):
             raise BranchUnknown(f"the branch {name!r} is there already: only its first request names a parent")
-        return Held(program, name, self._use(program, parent).branch, continues, None)
+        entry = self._use(program, name if parent is None else parent)
+        if num_chars is not None and num_chars != entry.branch.num_chars:
+            raise BranchUnknown(f"{num_chars} characters are expected, but {entry.branch.num_chars} are held")
+        return Held(program, name, entry.branch, continues, entry.version if parent is None else None)
 
     def begin(self, held: Held) -> Turn:
         """Begins a request that continues `held`. A request that does not continue takes the place of one that is still

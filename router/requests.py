@@ -113,6 +113,10 @@ class ProgramCall(Body, frozen=True, kw_only=True):
         Flag,
         Meta(description="prompt is only the text that follows what the branch holds; false: prompt is the whole text"),
     ] = None
+    held: Annotated[
+        Annotated[int, Meta(ge=0, le=INT63)] | None,
+        Meta(description="characters that the branch, or the parent, holds by the client's count: else 409"),
+    ] = None
     lease_s: Annotated[
         Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] | None,
         Meta(description="seconds after this request in which the branch's KV is evicted last; 0"),

@@ -52,7 +52,7 @@ def test_a_choice_that_merges_with_the_prompt(tokenizer: Tokenizer) -> None:
 
 
 def test_choices_follow_a_branch(tokenizer: Tokenizer) -> None:
-    branch = BranchText().extended("Hello", tokenizer.encode("Hello"), [7, 8], "The")
+    branch = BranchText().extended("Hello", tokenizer.encode("Hello"), "ab The", [7, 8], "The")
     made = scored(job(tokenizer, " qu", ["ick"], branch))
     assert made == [
         ([*tokenizer.encode("Hello"), 7, 8, *tokenizer.encode("The quick")], len(tokenizer.encode("Hello")) + 3)

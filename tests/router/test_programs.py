@@ -43,15 +43,16 @@ def test_constant_text_is_one_piece_however_it_is_cut(any_tokenizer: Tokenizer, 
     ids = st.lists(st.integers(0, any_tokenizer.vocab_size - 1), max_size=3)
     expected: list[int] = []  # all before the constant text
     constant = ""
-    name, parent = "b0", None
+    name, parent, num_chars = "b0", None, 0
     for number in range(data.draw(st.integers(1, 5))):
         text, output_ids = data.draw(TEXT), data.draw(ids)
         rest = data.draw(TEXT) if output_ids else ""
-        held = programs.look("p", name, parent, continues=number > 0)
+        held = programs.look("p", name, parent, continues=number > 0, num_chars=num_chars)
         prompt = held.branch.prompt(text, encode)
         constant += text
         assert prompt == expected + (encode(constant, not expected) if constant or not expected else [])
-        programs.end(programs.begin(held), held.branch.extended(text, prompt, output_ids, rest))
+        programs.end(programs.begin(held), held.branch.extended(text, prompt, "xy" + rest, output_ids, rest))
+        num_chars += len(text) + 2 + len(rest)
         if output_ids:
             expected, constant = prompt + output_ids, rest
         parent = None
@@ -78,8 +79,8 @@ def test_special_tokens_only_begin_a_text() -> None:
     branch = BranchText()
     assert branch.prompt("", encode) == [0]
     assert branch.prompt("abc", encode) == [3]
-    branch = branch.extended("abc", [3], [7], "x")
-    assert branch == BranchText(array("i", [3, 7]), "x")
+    branch = branch.extended("abc", [3], "yx", [7], "x")
+    assert branch == BranchText(array("i", [3, 7]), "x", 5)
     assert branch.prompt("yz", encode) == [3, 7, 3]
     assert BranchText(branch.token_ids).prompt("", encode) == [3, 7]  # a generation right after another
     assert calls == [("", True), ("abc", True), ("xyz", False)]
@@ -374,6 +375,20 @@ def test_a_chat_continues_nothing(stack: Any) -> None:
         answer = httpx.post(f"{stack.url}/v1/chat/completions", json=body | {"program": call})
         assert answer.status_code == status
     assert answer.json()["error"]["param"] == "program.continues"
+
+
+def test_a_branch_that_holds_something_else_is_unknown(client: Client, stack: Any) -> None:
+    """An answer that the client did not get, or has cut, is noticed before anything is computed."""
+    said = client.text("Hello", stop="ick")
+    assert client.text("!", program=NEXT | {"held": len("Hello" + said)}, max_tokens=1) == "The"
+    answer = client.post("!", program=NEXT | {"held": len("Hello" + said)})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "program_unknown")
+    held = len("Hello" + said + "!The")
+    fork = {"parent": "b", "continues": True}
+    assert client.post("?", "c", program=fork | {"held": held + 1}).status_code == 409
+    assert client.post("?", "c", program=fork | {"held": held}).status_code == 200
+    client.text("?", program=NEXT | {"held": held}, max_tokens=0)
+    assert client.post("", program=NEXT | {"held": held + 1}, max_tokens=1).status_code == 200
 
 
 def test_a_refused_request_changes_nothing(client: Client, stack: Any, tokenizer: Tokenizer) -> None:

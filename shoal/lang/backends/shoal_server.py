@@ -313,6 +313,8 @@ def _where(call: Call, whole: bool, lease_s: float) -> dict[str, Any]:
         "lease_s": lease_s,
         "remaining": call.remaining,
     }
+    if continues:
+        program["held"] = call.held  # a server that holds something else says that it does not know the branch
     if continues and call.parent is not None:
         program["parent"] = call.parent
     if call.then:

@@ -58,7 +58,7 @@ class FakeServer:
         held = ""
         if program.get("continues"):
             name = program.get("parent") or program["branch"]
-            if name not in self.branches:
+            if len(self.branches.get(name, "")) != program["held"]:
                 error = {"message": "not known", "code": "program_unknown"}
                 return httpx.Response(409, json={"error": error})
             held = self.branches[name]
@@ -143,6 +143,22 @@ def test_a_server_that_forgot_is_told_the_whole_text(stream: bool) -> None:
     state = program.run(backend=server.backend(), stream=stream)
     assert state.text() == "a<1>b<5>" and server.prompts == ["a", "a<1>b"]
     assert [body["program"]["continues"] for body in server.bodies] == [False, True, False]
+
+
+def test_an_answer_that_was_cut_here_is_not_continued() -> None:
+    """The server holds all of its answer, of which the program keeps what is before `stop_regex`."""
+
+    @shoal.function
+    def program(s: Any) -> None:
+        s += "a" + shoal.gen("x")
+        s += "b" + shoal.gen("y", stop_regex="5")
+        s += "c" + shoal.gen("z")
+
+    server = FakeServer()
+    state = program.run(backend=server.backend())
+    assert state.text() == "a<1>b<c<7>"
+    assert server.prompts == ["a", "a<1>b", "a<1>b<c"]
+    assert [body["program"].get("held") for body in server.bodies] == [None, 4, 4, None]
 
 
 def test_roles_are_the_servers_own() -> None:
