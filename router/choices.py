@@ -46,8 +46,6 @@ def choices_job(
 ) -> ChoicesJob:
     """Prepares a request for scores: tokenises the prompt, which follows `branch` of the program in `call`, and the
     choices. Slow: run it in a thread. Raises ApiError."""
-    if call is not None and call.then:
-        raise invalid("'program.then' is for completions.", "program.then")
     asked = len(request.choices) * (2 if request.unconditional else 1)
     if asked > max_sequences:
         raise invalid(f"The choices need {asked} sequences; the limit is {max_sequences} in one request.", "choices")

@@ -93,8 +93,6 @@ def chat_job(
         raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     if request.program is not None and request.program.continues:
         raise invalid("A chat cannot continue a branch: 'messages' are the whole conversation.", "program.continues")
-    if request.program is not None and request.program.then:
-        raise invalid("'program.then' is for completions: what follows in a chat is the template's.", "program.then")
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")

@@ -123,7 +123,7 @@ class ProgramCall(Body, frozen=True, kw_only=True):
     ] = None
     then: Annotated[
         str | None,
-        Meta(description="constant text that will follow the answer: computed as soon as the answer ends"),
+        Meta(description="constant text that will follow the answer: of a completion: computed as it ends"),
     ] = None
     remaining: Annotated[
         Annotated[int, Meta(ge=0, le=INT32)] | None,
