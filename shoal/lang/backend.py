@@ -141,8 +141,7 @@ class Backend:
         raise NotImplementedError
 
     async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
-        """The log probabilities of each choice after the call's text. A backend that holds that text now, without a
-        choice, sets `call.held`."""
+        """The log probabilities of each choice after the call's text. What the backend holds stays as it is."""
         raise NotSupported(f"{self.name} cannot select among choices: it does not tell the probabilities of a text")
 
     async def prefetch(self, program: str, text: str) -> None:

@@ -514,8 +514,6 @@ class Branch:
         self.run.backend.check_feature("select")
         call = self._call(self.run.defaults)
         scores = await self.run.backend.score(call, expr.choices, expr.method.needs_unconditional)
-        if call.held > self.held:
-            self.held, self.parent = call.held, None
         values = expr.method.values(scores)
         chosen = max(range(len(values)), key=values.__getitem__)
         if expr.temperature > 0:

@@ -96,7 +96,6 @@ class ShoalServer(Backend):
         # Which choice follows is not known, so nothing is.
         answer = await self._continued("/v1/choices", replace(call, then=""), body)
         self.token_usage.add(_usage(answer))
-        call.held = len(call.text)
         return [
             ChoiceScore(
                 tuple(choice["tokens"]),

@@ -65,7 +65,6 @@ class FakeServer:
         prompt = held + body["prompt"]
         self.prompts.append(prompt)
         if path == "/v1/choices":
-            self.branches[program["branch"]] = prompt
             choices = [
                 {"tokens": [1], "logprobs": [-float(len(c))], "unconditional_logprobs": [0.0]} for c in body["choices"]
             ]
@@ -161,6 +160,15 @@ def test_an_answer_that_was_cut_here_is_not_continued() -> None:
     assert [body["program"].get("held") for body in server.bodies] == [None, 4, 4, None]
 
 
+def test_after_a_choice_a_branch_goes_on_from_what_it_held() -> None:
+    server = FakeServer()
+    shoal.function(
+        lambda s: s.append("a" + shoal.gen("x") + "b" + shoal.select("c", ["yes", "n"]) + "d" + shoal.gen("y"))
+    ).run(backend=server.backend())
+    assert [body["prompt"] for body in server.bodies] == ["a", "b", "bnd"]
+    assert server.prompts == ["a", "a<1>b", "a<1>bnd"]
+
+
 def test_roles_are_the_servers_own() -> None:
     @shoal.function
     def program(s: Any) -> None:
@@ -179,7 +187,6 @@ def test_choices_and_several_outputs() -> None:
     ).run(backend=server.backend())
     assert state["c"] == "b" and len(state["n"]) == 2
     assert "program" not in server.bodies[1] and server.prompts[1:] == ["ab", "ab<2>"]
-    assert server.bodies[2]["prompt"] == "b<2>"  # the branch holds what stood before the choice
 
 
 @pytest.mark.parametrize("failures", [[429, 503], ["lost"]])
