@@ -178,7 +178,7 @@ def test_preempted(two_layers: Callable[[str], Path], triton_engine, crowded) ->
     folder = two_layers("qwen3")
     engine, _ = triton_engine(folder, token_budget=20, kv_tokens=48, overlap=True)
     check(folder, engine, prompts(7, 10, 12, 9))
-    assert engine.scheduler.counters.preemptions
+    assert engine.load().preemptions
 
 
 def test_more_logits_than_a_graph_has(two_layers: Callable[[str], Path], triton_engine) -> None:
