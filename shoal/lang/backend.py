@@ -12,8 +12,6 @@ from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import NotSupported
 from shoal.lang.ir import GenParams
 
-ROLES = ("system", "user", "assistant")
-
 
 @dataclass(frozen=True)
 class RoleFormat:

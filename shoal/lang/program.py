@@ -70,7 +70,8 @@ class Program:
         num_api_spec_tokens: int | None = None,
         bound: Mapping[str, Any] | None = None,
     ) -> None:
-        parameters = list(inspect.signature(func).parameters.values())
+        self._signature = inspect.signature(func)
+        parameters = list(self._signature.parameters.values())
         if not parameters or parameters[0].name != "s":
             raise ValueError(f"the first parameter of {func.__name__} must be s, the state")
         self.func = func
@@ -161,7 +162,7 @@ class Program:
                 f"{self.__name__} has no argument {unknown[0]!r}, and it is no sampling parameter; it has "
                 f"{', '.join(self.arg_names) or 'no arguments'}"
             )
-        inspect.signature(self.func).bind(None, **given)  # raises TypeError for a missing one
+        self._signature.bind(None, **given)  # raises TypeError for a missing one
         return given
 
     async def _plan_batch(self, calls: Sequence[Mapping[str, Any]], backend: Backend) -> "BatchPlan":

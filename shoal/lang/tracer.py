@@ -152,7 +152,6 @@ class _TracedBranch:
         self.graph = graph
         self.number = number
         self.run = None
-        self.set_names: set[str] = set()
 
     def submit(self, expr: Expr) -> None:
         marked = _with_placeholders(expr)

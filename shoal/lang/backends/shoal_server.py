@@ -178,7 +178,8 @@ class ShoalServer(Backend):
     async def _name(self) -> str:
         if self._model is None:
             async with self._lock():
-                self._model = (await self._get("/v1/models"))["data"][0]["id"]
+                if self._model is None:
+                    self._model = (await self._get("/v1/models"))["data"][0]["id"]
         return self._model
 
     async def _rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:

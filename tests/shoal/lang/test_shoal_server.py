@@ -235,6 +235,19 @@ def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         turns.run(backend=FakeServer(broken).backend())
 
 
+def test_a_batch_asks_for_the_models_name_once() -> None:
+    server = FakeServer()
+    paths: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        await asyncio.sleep(0)  # the other programs ask meanwhile
+        return server.answer(request)
+
+    turns.run_batch([{}] * 5, backend=shoal.ShoalServer("http://server", transport=httpx.MockTransport(answer)))
+    assert paths.count("/v1/models") == 1
+
+
 def test_a_program_is_ended_at_the_server() -> None:
     server = FakeServer()
 

@@ -94,7 +94,7 @@ def test_two_halves() -> None:
     torch.testing.assert_close(qkv, expected[1])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
 def test_one_token(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
@@ -108,7 +108,7 @@ def test_one_token(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(stream.complete(), expected[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.interpreter
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_token_is_added_to_by_the_first_rank_only(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
