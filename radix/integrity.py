@@ -28,6 +28,9 @@ class CheckedTree(Protocol):
     @property
     def num_leased(self) -> int: ...
 
+    @property
+    def num_reserved(self) -> int: ...
+
 
 def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
     """Raises AssertionError, with the fault, if anything is wrong. `held_pages`: all pages that requests own, without
@@ -99,6 +102,11 @@ def _check_counts(tree: CheckedTree, nodes: list[PagedNode]) -> None:
     )
     leased = sum(len(node.pages) for node in nodes if node.leases)
     _require(tree.num_leased == leased, f"num_leased is {tree.num_leased}, leased nodes hold {leased} pages")
+    reserved = sum(len(node.pages) for node in nodes if node.leases and node.locks == 0)
+    _require(
+        tree.num_reserved == reserved,
+        f"num_reserved is {tree.num_reserved}, leased nodes without locks hold {reserved} pages",
+    )
 
 
 def _check_heap(tree: CheckedTree, nodes: list[PagedNode]) -> None:

@@ -37,13 +37,15 @@ class Leases:
     """The leases on one tree. Each has an owner and a name; an owner has at most one lease of a name.
 
     All leases of an owner are renewed whenever the owner asks for one, and last for their own number of seconds from
-    then on. When more than `most_pages` would be leased, those that end soonest are given up.
+    then on. When more than `most_pages` would be leased, the owner that has had leases for the shortest time gives its
+    up, the latest first. Giving up the least recently renewed instead would keep nothing for programs that take turns
+    and do not all fit: each would lose its lease just before its next turn.
     """
 
     def __init__(self, tree: Tree, most_pages: int) -> None:
         self._tree = tree
         self._most_pages = most_pages
-        self._owners: dict[str, _Owner] = {}
+        self._owners: dict[str, _Owner] = {}  # the one that has had leases for the longest time first
         # (end, serial number, lease), soonest first. The end may be later by now: leases are renewed without the heap.
         self._ends: list[tuple[float, int, _Grant]] = []
         self._serials = itertools.count(1)
@@ -64,17 +66,20 @@ class Leases:
         lease = self._tree.lease(node) if seconds > 0 else None
         known = self._owners.setdefault(owner, _Owner(now_s))
         known.renewed_s = now_s
-        if name in known.grants:
-            self._end(known.grants[name])
+        former = known.grants.get(name)
         if lease is None:
+            if former is not None:
+                self._end(former)
             self._forget_if_idle(owner)
             return
-        self._owners[owner] = known
+        if former is not None:
+            self._drop(former)
         grant = known.grants[name] = _Grant(owner, known, name, lease, seconds, next(self._serials))
         self._num_grants += 1
         heapq.heappush(self._ends, (grant.ends_s, grant.serial, grant))
-        while self._tree.num_leased > self._most_pages and self._soonest():
-            self._end(self._ends[0][2])
+        while self._tree.num_leased > self._most_pages:
+            newest = self._owners[next(reversed(self._owners))]
+            self._end(newest.grants[next(reversed(newest.grants))])
         if len(self._ends) > 2 * self._num_grants + 64:
             self._ends = [entry for entry in self._ends if entry[2].serial == entry[1]]
             heapq.heapify(self._ends)
@@ -105,11 +110,15 @@ class Leases:
         return False
 
     def _end(self, grant: _Grant) -> None:
+        """Ends a lease, and forgets its owner with the last one."""
+        self._drop(grant)
+        self._forget_if_idle(grant.owner_id)
+
+    def _drop(self, grant: _Grant) -> None:
         self._tree.end_lease(grant.lease)
         grant.serial = 0
         self._num_grants -= 1
         del grant.owner.grants[grant.name]
-        self._forget_if_idle(grant.owner_id)
 
     def _forget_if_idle(self, owner: str) -> None:
         if owner in self._owners and not self._owners[owner].grants:

@@ -84,7 +84,7 @@ class Tree:
         self._numbers = itertools.count(1)
         self._num_cached = 0
         self._num_evictable = 0
-        self._num_leased = 0
+        self._num_leased = self._num_reserved = 0
         # (value, serial number, node) of every evictable leaf, and of some nodes that are no longer evictable leaves.
         # When a node comes up, it is dropped if it is no longer one, and queued again if its value has risen. When a
         # value falls, because a lease has ended, the node is queued again at once, and its old entry is stale: its
@@ -107,6 +107,11 @@ class Tree:
     def num_leased(self) -> int:
         """Number of pages with a lease."""
         return self._num_leased
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of pages with a lease and without a lock. They are among the evictable ones."""
+        return self._num_reserved
 
     def match(self, tokens: Sequence[int] | np.ndarray) -> Match:
         """The longest cached prefix of `tokens`, in whole pages. Splits the node inside which the prefix ends, and
@@ -147,6 +152,7 @@ class Tree:
         while walker is not None:
             if walker.locks == 0:
                 self._num_evictable -= len(walker.pages)
+                self._num_reserved -= len(walker.pages) if walker.leases else 0
             walker.locks += 1
             walker = walker.parent
 
@@ -160,6 +166,7 @@ class Tree:
             walker.locks -= 1
             if walker.locks == 0:
                 self._num_evictable += len(walker.pages)
+                self._num_reserved += len(walker.pages) if walker.leases else 0
             walker = walker.parent
         self._queue(node)
 
@@ -174,6 +181,7 @@ class Tree:
         while walker is not None:
             if walker.leases == 0:
                 self._num_leased += len(walker.pages)
+                self._num_reserved += len(walker.pages) if walker.locks == 0 else 0
             walker.leases += 1
             walker = walker.parent
         return lease
@@ -186,6 +194,7 @@ class Tree:
             walker.leases -= 1
             if walker.leases == 0:
                 self._num_leased -= len(walker.pages)
+                self._num_reserved -= len(walker.pages) if walker.locks == 0 else 0
                 self._queue_again(walker)
             walker = walker.parent
 
@@ -271,6 +280,7 @@ class Tree:
         self._num_evictable -= len(leaf.pages)
         if leaf.leases:
             self._num_leased -= len(leaf.pages)
+            self._num_reserved -= len(leaf.pages)
             for lease in leaf.own_leases:
                 lease.node = parent
             parent.own_leases |= leaf.own_leases

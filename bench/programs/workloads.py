@@ -2,11 +2,12 @@
 
 The kinds are those of the SGLang paper (arXiv 2312.07104, section 6). Texts are made up, of words from a fixed list:
 their lengths can be chosen, and no data set is needed. Both forms make the same calls with the same parameters: what
-a programmer would write with the `openai` package, independent calls at the same time.
+a programmer would write with the `openai` package. An eleventh, `agents`, waits for tools, and is run by name.
 """
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +52,12 @@ def _shots(scale: int) -> str:
 
 
 @shoal.function
-def mmlu(s: Any, shots: str, question: str) -> Any:
+def multiple_choice(s: Any, shots: str, question: str) -> Any:
     s += shots + "Question: " + question + "?\nAnswer: " + shoal.select("answer", GRADES)
     return s["answer"]
 
 
-async def mmlu_raw(client: RawClient, shots: str, question: str) -> Any:
+async def multiple_choice_raw(client: RawClient, shots: str, question: str) -> Any:
     return await client.select(shots + "Question: " + question + "?\nAnswer: ", GRADES)
 
 
@@ -73,7 +74,7 @@ async def ending_raw(client: RawClient, shots: str, context: str, endings: Seque
     return await client.select(shots + context, endings)
 
 
-# ---------------------------------------------------------------- judging along dimensions (forks)
+# ---------------------------------------------------------------- judging along dimensions, and a summary (forks)
 
 DIMENSIONS = ("clarity", "style", "evidence", "order")
 
@@ -84,14 +85,18 @@ def judge(s: Any, essay: str) -> Any:
     forks = s.fork(len(DIMENSIONS))
     forks += lambda i: f"The {DIMENSIONS[i]} of the essay:" + shoal.gen("judgement", max_tokens=16, ignore_eos=True)
     forks.join()
-    return s["judgement"]
+    s += "".join(f"The {name}:{said}\n" for name, said in zip(DIMENSIONS, s["judgement"], strict=True))
+    s += "In sum:" + shoal.gen("sum", max_tokens=16, ignore_eos=True)
+    return s["sum"]
 
 
 async def judge_raw(client: RawClient, essay: str) -> Any:
     start = "Judge this essay.\n\n" + essay + "\n\n"
-    return await asyncio.gather(
+    judgements = await client.all(
         *(client.complete(start + f"The {name} of the essay:", max_tokens=16) for name in DIMENSIONS)
     )
+    start += "".join(f"The {name}:{said}\n" for name, said in zip(DIMENSIONS, judgements, strict=True))
+    return await client.complete(start + "In sum:", max_tokens=16)
 
 
 # ---------------------------------------------------------------- an agent with a tool (ReAct)
@@ -144,9 +149,9 @@ async def tree_raw(client: RawClient, question: str) -> Any:
     async def solve(i: int) -> list[str]:
         plan = start + f"Plan {i}:"
         plan += await client.complete(plan, max_tokens=12) + "\n"
-        return await asyncio.gather(*(client.complete(plan + f"Solution {j}:", max_tokens=12) for j in range(2)))
+        return await client.all(*(client.complete(plan + f"Solution {j}:", max_tokens=12) for j in range(2)))
 
-    solutions = [solution for some in await asyncio.gather(solve(0), solve(1)) for solution in some]
+    solutions = [solution for some in await client.all(solve(0), solve(1)) for solution in some]
     start += "".join(f"({i}) {solution}\n" for i, solution in enumerate(solutions))
     return await client.select(start + "The best is (", ["0", "1", "2", "3"])
 
@@ -170,7 +175,7 @@ async def skeleton_raw(client: RawClient, topic: str) -> Any:
     for i in range(3):
         so_far += f"{i}."
         so_far += await client.complete(so_far, max_tokens=6) + "\n"
-    return await asyncio.gather(*(client.complete(so_far + f"Tip {i} in detail:", max_tokens=16) for i in range(3)))
+    return await client.all(*(client.complete(so_far + f"Tip {i} in detail:", max_tokens=16) for i in range(3)))
 
 
 # ---------------------------------------------------------------- a JSON object of fixed form
@@ -251,13 +256,60 @@ async def vote_raw(client: RawClient, shots: str, question: str) -> Any:
         own += await client.complete(own, max_tokens=12)
         return await client.select(own + "\nSo the answer is ", GRADES)
 
-    return await asyncio.gather(*(attempt(i) for i in range(4)))
+    return await client.all(*(attempt(i) for i in range(4)))
 
 
+# ---------------------------------------------------------------- agents with slow tools, whose KV does not all fit
+
+ROUNDS = 6
+TOOL_S = 0.5, 2.0  # the shortest and the longest time of a tool
+
+
+def _tool_s(task: str, turn: int) -> float:
+    """The seconds that a tool takes."""
+    return random.Random(f"{task} {turn}").uniform(*TOOL_S)
+
+
+def _found(task: str, turn: int) -> str:
+    """What a tool finds."""
+    return text(f"{task} {turn}", 60)
+
+
+def _call_tool(task: str, turn: int, thought: str) -> str:
+    time.sleep(_tool_s(task, turn))
+    return _found(task, turn)
+
+
+@shoal.function
+def tool_user(s: Any, task: str) -> Any:
+    s += "Task: " + task + "\n"
+    for turn in range(ROUNDS):
+        s += "Thought:" + shoal.gen("thought", max_tokens=32, ignore_eos=True) + "\nObservation: "
+        s += shoal.in_thread(_call_tool, task, turn, s["thought"]) + "\n"
+    s += "The answer is" + shoal.gen("answer", max_tokens=32, ignore_eos=True)
+    return s["answer"]
+
+
+async def tool_user_raw(client: RawClient, task: str) -> Any:
+    so_far = "Task: " + task + "\n"
+    for turn in range(ROUNDS):
+        so_far += "Thought:"
+        so_far += await client.complete(so_far, max_tokens=32) + "\nObservation: "
+        await asyncio.sleep(_tool_s(task, turn))
+        so_far += _found(task, turn) + "\n"
+    return await client.complete(so_far + "The answer is", max_tokens=32)
+
+
+AGENTS = ProgramWorkload("agents", tool_user, tool_user_raw, lambda i, n: {"task": text(f"task {i}", n)})
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        ProgramWorkload("mmlu", mmlu, mmlu_raw, lambda i, n: {"shots": _shots(n), "question": text(f"q{i}", 20)}),
+        ProgramWorkload(
+            "select",
+            multiple_choice,
+            multiple_choice_raw,
+            lambda i, n: {"shots": _shots(n), "question": text(f"q{i}", 20)},
+        ),
         ProgramWorkload(
             "hellaswag",
             ending,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 
 from bench.replica.offline_workloads import Job, fresh, scaled
 from bench.results import Figure
+from cluster.folders import cache_folder
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
-from worker.engine.engine import Components, Engine
+from worker.engine.engine import Components, Engine, load_components
 from worker.executor import kv_cache
 from worker.executor.executor import ForwardOutput
 from worker.executor.gpu_defaults import with_gpu_defaults
+from worker.executor.launch import open_executor
 from worker.messages import SamplingParams
 from worker.sampling.sampler import Sampler
 from worker.step import Plan
@@ -44,12 +47,14 @@ def speaking() -> Iterator[None]:
 
 @contextmanager
 def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
-    """An engine that is closed at the end. The GPU memory of an earlier engine of this process is freed before."""
+    """An engine that is closed at the end. The GPU memory of an earlier engine of this process is freed before. Chosen
+    matrix products are kept for the next start, as in the cluster."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     with speaking():
-        engine = Engine(folder, config)
+        opened = partial(open_executor, gemm_folder=cache_folder() / "gemm")
+        engine = Engine(folder, config, load=partial(load_components, make_executor=opened))
     try:
         yield engine
     finally:

@@ -15,6 +15,8 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+# Tools of as many programs block at the same time; asyncio's own pool has few more threads than the machine has cores.
+TOOL_THREADS = 1024
 SLOW_S = 1.0  # a program that computes for longer than this without waiting is named: all others stand still
 
 
@@ -31,6 +35,10 @@ class _ProgramGreenlet(greenlet):
     """The greenlet of a program. Its parent is the greenlet of the task that drives it."""
 
 
+# Called instead of a function that `in_thread` is given, where no tool is to be called.
+without_threads: contextvars.ContextVar[Callable[[], None] | None] = contextvars.ContextVar("without", default=None)
+
+_tools = ThreadPoolExecutor(TOOL_THREADS, "shoal-tool")  # starts a thread only if none is idle
 _lock = threading.Lock()
 _background: asyncio.AbstractEventLoop | None = None
 
@@ -105,9 +113,12 @@ def in_program() -> bool:
 
 def in_thread(function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
     """Calls a function that blocks, such as a tool's HTTP request, without holding up other programs. Outside of a
-    program it is a plain call."""
+    program it is a plain call. A program that is being traced ends there: tools are for programs that run."""
+    if (refuse := without_threads.get()) is not None:
+        refuse()
     if not in_program():
         return function(*arguments, **keywords)
     parent = getcurrent().parent
     assert parent is not None
-    return parent.switch(asyncio.to_thread(function, *arguments, **keywords))
+    call = partial(contextvars.copy_context().run, function, *arguments, **keywords)
+    return parent.switch(asyncio.get_running_loop().run_in_executor(_tools, call))

@@ -2,8 +2,8 @@
 
 An argument that is not bound, and a variable that is read, is a `Placeholder`: it can be added to the state, joined to
 texts, and formatted into them. A function that must know the value (a condition, a loop over it, arithmetic) cannot be
-traced any further: the graph ends there and says why. The function's side effects happen, so a program with tools is
-traced only if they may be called with placeholders.
+traced any further: the graph ends there and says why. So does a tool that `shoal.in_thread` calls. Other side effects
+of the function happen once more.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn
 
+from shoal.lang import loop
 from shoal.lang.interpreter import JoinPoint, program_line
 from shoal.lang.ir import ConstantText, Expr, ExprList, Gen, Select, Unordered, parts_of
 from shoal.lang.state import ProgramState, ProgramStateGroup
@@ -130,12 +131,19 @@ def trace(func: Any, bound: Mapping[str, Any]) -> ProgramGraph:
     if inspect.iscoroutinefunction(func):
         graph.stop = "the program is a coroutine function: it runs as it is"
         return graph
+    calls_no_tool = loop.without_threads.set(_refuse_tools)
     try:
         graph.returns = func(_TracedState(_TracedBranch(graph, 0)), **arguments) is not None
     except Exception as error:
         reason = str(error) if isinstance(error, NeedsValue) else f"{type(error).__name__}: {error}"
         graph.stop = f"{_place_in(func, error)}: {reason}"
+    finally:
+        loop.without_threads.reset(calls_no_tool)
     return graph
+
+
+def _refuse_tools() -> None:
+    raise NeedsValue("a function is called in a thread")
 
 
 def flat(expr: Expr) -> list[Expr]:

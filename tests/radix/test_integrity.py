@@ -166,6 +166,10 @@ def miscount_leased(tree):
     tree._num_leased += 1
 
 
+def miscount_reserved(tree):
+    tree._num_reserved += 1
+
+
 def end_a_lease_without_queueing(tree):
     free = parts(tree)[2]
     lease = tree.lease(free)
@@ -175,7 +179,7 @@ def end_a_lease_without_queueing(tree):
     free.own_leases.remove(lease)
     for node in (free, parts(tree)[0], tree.root):
         node.leases -= 1
-    tree._num_leased = 0
+    tree._num_leased = tree._num_reserved = 0
 
 
 @pytest.mark.parametrize(
@@ -212,6 +216,7 @@ def end_a_lease_without_queueing(tree):
         (lose_a_lease_on_the_path, "counts 0 leases, but has 0 and its children 1"),
         (lease_another_node, "a lease on node"),
         (miscount_leased, "num_leased is 1"),
+        (miscount_reserved, "num_reserved is 1"),
         (end_a_lease_without_queueing, "has fallen"),
     ],
 )

@@ -24,6 +24,7 @@ class Model(RuleBasedStateMachine):
         self.leases = Leases(self.cache.tree, MOST_PAGES)
         self.now = 0.0
         self.renewed: dict[str, float] = {}
+        self.since: list[str] = []  # owners, the one that has had leases for the longest time first
         self.granted: dict[tuple[str, str], tuple[int, float]] = {}  # pages and seconds
         self.number = 0
 
@@ -42,17 +43,25 @@ class Model(RuleBasedStateMachine):
         node = self.cache.insert([100 * self.number + page for page in range(pages)]).node
         self.leases.grant(owner, name, node, seconds, self.now)
         self.renewed[owner] = self.now
-        self.granted[owner, name] = (pages, seconds)
-        if not seconds:
-            del self.granted[owner, name]
+        self.granted.pop((owner, name), None)
+        if seconds:
+            self.granted[owner, name] = (pages, seconds)
+        self.since_now()
         total = sum(pages for pages, _ in self.granted.values())
         gone = {key: pages for key, (pages, _) in self.granted.items() if not self.is_leased(key)}
         assert bool(gone) == (total > MOST_PAGES)
         if gone:
-            kept = self.granted.keys() - gone.keys()
-            assert max(map(self.ends, gone)) <= min(map(self.ends, kept), default=float("inf"))
-            assert total - sum(gone.values()) + max(gone.values()) > MOST_PAGES, "no more than had to"
+            order = sorted(self.granted, key=lambda key: self.since.index(key[0]))  # then by grant
+            assert list(gone) == [key for key in order if key in gone]
+            assert set(order[-len(gone) :]) == set(gone), "others than the latest of the newest"
+            assert total - sum(gone.values()) + gone[order[-len(gone)]] > MOST_PAGES, "no more than had to"
         self.granted = {key: value for key, value in self.granted.items() if key not in gone}
+        self.since_now()
+
+    def since_now(self) -> None:
+        owners = list(dict.fromkeys(owner for owner, _ in self.granted))
+        self.since = [owner for owner in self.since if owner in owners]
+        self.since += [owner for owner in owners if owner not in self.since]
 
     def is_leased(self, key: tuple[str, str]) -> bool:
         owner = self.leases._owners.get(key[0])
@@ -67,12 +76,14 @@ class Model(RuleBasedStateMachine):
     def release(self, owners: list[str]) -> None:
         self.leases.release(owners)
         self.granted = {key: value for key, value in self.granted.items() if key[0] not in owners}
+        self.since_now()
 
     @rule(seconds=st.sampled_from([1, 5, 30]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.leases.expire(self.now)
         self.granted = {key: value for key, value in self.granted.items() if self.ends(key) > self.now}
+        self.since_now()
 
     @invariant()
     def sound(self) -> None:

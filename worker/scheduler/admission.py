@@ -152,13 +152,16 @@ class Admission:
 
     def _open(self, seq: Sequence) -> bool:
         """Acquires the cached prefix of a sequence if there are pages for its tokens and, by the forecast, for the
-        future tokens of it and the running sequences. Returns whether it did."""
-        available = self._kv_cache.num_available
+        future tokens of it and the running sequences. Returns whether it did.
+
+        While sequences run, leased pages are kept from those that start: the prompt of the next call of that program
+        would have to be computed again. Running sequences may take them, and a sequence that would run alone."""
         least = pages_for(seq.num_tokens, self._page_size) - pages_for(seq.cached_estimate, self._page_size)
-        if len(self._running) and least > available:
+        if len(self._running) and least > self._kv_cache.num_unreserved:
             return False  # without the cost of a lookup in the tree
         self._kv_cache.acquire_prefix(seq)
-        if self._forecast().has_room(seq, self._kv_cache.num_available):
+        available = self._kv_cache.num_unreserved if len(self._running) else self._kv_cache.num_available
+        if self._forecast().has_room(seq, available):
             return True
         self._kv_cache.free(seq, keep=False)
         return False

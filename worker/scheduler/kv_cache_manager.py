@@ -27,6 +27,11 @@ class KVCacheManager:
         """Pages that are free or can be evicted from the tree."""
         return self.pool.num_free + self.tree.num_evictable
 
+    @property
+    def num_unreserved(self) -> int:
+        """Available pages that no lease keeps for sequences to come."""
+        return self.num_available - self.tree.num_reserved
+
     def cached_tokens(self, seq: Sequence) -> int:
         """Length of the cached prefix of `seq` now, in tokens; at most its `reusable_tokens`."""
         return self.tree.match(seq.token_ids(0, seq.reusable_tokens)).num_tokens
