@@ -10,6 +10,7 @@ import json
 import os
 import random
 import time
+import urllib.request
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from shoal.lang.backend import Backend, Call, Generated, OutputPiece, RoleFormat
+from shoal.lang.backends.connections import Connections
 from shoal.lang.backends.role_format import derive_roles
 from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import BackendError
@@ -206,9 +208,11 @@ class ShoalServer(Backend):
         loop = asyncio.get_running_loop()
         client = self._clients.get(loop)
         if client is None:
+            # httpx knows proxies, which its own pool of connections then uses.
+            transport = self._transport or (None if urllib.request.getproxies() else Connections())
             client = self._clients[loop] = httpx.AsyncClient(
                 base_url=self.base_url,
-                transport=self._transport,
+                transport=transport,
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
                 timeout=httpx.Timeout(None, connect=10.0),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024),

@@ -176,3 +176,19 @@ def test_the_prefix_can_be_cached_by_hand():
     backend = Prefetching()
     tips.cache(backend)
     assert backend.prefetched == [PREFIX + "Topic: "]
+
+
+def test_tracing_ends_where_a_tool_is_called():
+    called = []
+
+    @shoal.function
+    def asks(s):
+        s += "Look up " + shoal.gen("what")
+        s += shoal.in_thread(lambda what: called.append(what) or "found", s["what"])
+
+    compiled = asks.compile()
+    assert called == []
+    assert "a function is called in a thread" in compiled.graph.stop
+    state = compiled.run(backend=ScriptedBackend(lambda call: "this"))
+    assert called == ["this"]
+    assert state.text() == "Look up thisfound"
