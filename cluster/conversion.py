@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.convert import convert
-from cluster.folders import cache_folder
+from worker.folders import cache_folder
 
 Progress = Callable[[str], None]
 

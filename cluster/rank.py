@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from cluster.config import Config
-from cluster.folders import cache_folder
 from cluster.models import resolve
+from worker.folders import cache_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store

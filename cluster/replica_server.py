@@ -7,13 +7,13 @@ from typing import Any
 
 from torch.distributed import Store
 
-from cluster.folders import cache_folder
 from worker.config import WorkerConfig
 from worker.engine.engine import load_components
 from worker.engine.server import Server
 from worker.executor.executor import Executor
 from worker.executor.launch import open_executor
 from worker.executor.multi_rank import MultiRankExecutor
+from worker.folders import cache_folder
 
 
 def open_server(folder: Path, config: WorkerConfig, host: str, store: Store | None = None) -> Server:

@@ -26,7 +26,7 @@ ALLOWED = {
     },
     "worker.scheduler": {"worker:", "worker.structured_output", "pipeline", "radix"},
     "worker.executor": {"worker:", "worker.models", "worker.parallel", "pipeline", "kernels"},
-    "worker.models": {"worker.parallel", "pipeline", "kernels"},
+    "worker.models": {"worker:", "worker.parallel", "pipeline", "kernels"},
     "worker.parallel": {"worker:", "kernels.comm", "kernels.ops"},
     "worker.sampling": {"worker:", "worker.structured_output", "kernels"},
     "worker.structured_output": {"worker:"},
@@ -43,7 +43,7 @@ ALLOWED = {
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
-    "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal"},
+    "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal", "cluster"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},
 }  # fmt: skip
 # `shoal.Engine` has the name that offline users know from other engines; the replica's own one is inside.

@@ -16,7 +16,6 @@ import torch
 
 from bench.replica.offline_workloads import Job, fresh, scaled
 from bench.results import Figure
-from cluster.folders import cache_folder
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.engine import Components, Engine, load_components
@@ -24,6 +23,7 @@ from worker.executor import kv_cache
 from worker.executor.executor import ForwardOutput
 from worker.executor.gpu_defaults import with_gpu_defaults
 from worker.executor.launch import open_executor
+from worker.folders import cache_folder
 from worker.messages import SamplingParams
 from worker.sampling.sampler import Sampler
 from worker.step import Plan

@@ -22,8 +22,8 @@ from cluster import conversion, models
 from cluster.app import _Router
 from cluster.config import Config
 from cluster.conversion import ModelError
-from cluster.folders import cache_folder
 from cluster.models import KNOWN, Packaged, pull, resolve
+from worker.folders import cache_folder
 
 NAME = "tiny-smollm"
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "he"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 
 from kernels.attention.interface import AttentionBackend, AttentionBatch, GraphAttention, token_positions
 from kernels.host_device import all_to_device, reserve_pinned
@@ -24,7 +23,7 @@ from worker.executor.page_table import PageTable
 from worker.executor.piecewise_graphs import PiecewiseGraphs, ProbeBatch
 from worker.executor.step_timer import StepTimer
 from worker.executor.weight_loader import Progress, load_weights
-from worker.models.config import decoder_config, eos_token_ids, read_config
+from worker.models.config import HfConfig, decoder_config, eos_token_ids, read_config
 from worker.models.decoder import Decoder
 from worker.models.sharding import Shard
 from worker.parallel.pipeline_stage import PipelineStage
@@ -234,7 +233,7 @@ class ModelRunner(Executor):
             _log_device(config, device, dtype)
         return device, dtype
 
-    def _own_shard(self, hf: PretrainedConfig, config: WorkerConfig) -> Shard:
+    def _own_shard(self, hf: HfConfig, config: WorkerConfig) -> Shard:
         """Returns the part of the model that this rank holds."""
         group, stage = self.communicator, self.stage
         return Shard(decoder_config(hf), group.rank, group.size, stage.index, stage.count, config.cut)

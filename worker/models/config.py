@@ -1,16 +1,24 @@
 """Configuration of the decoder, and how each supported architecture maps onto it."""
 
+import contextlib
+import hashlib
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
 
 from kernels.attention.interface import AttentionShape
 from kernels.ops.rotary import Rope
+from worker.folders import cache_folder
+
+HfConfig = Any
+"""A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
 
 
 class _EndTokens(msgspec.Struct):
@@ -88,23 +96,23 @@ class DecoderConfig:
         )
 
 
-def _llama(hf: PretrainedConfig) -> dict[str, Any]:
+def _llama(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
 
 
-def _mistral(hf: PretrainedConfig) -> dict[str, Any]:
+def _mistral(hf: HfConfig) -> dict[str, Any]:
     return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
 
 
-def _qwen2(hf: PretrainedConfig) -> dict[str, Any]:
+def _qwen2(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": True}
 
 
-def _qwen3(hf: PretrainedConfig) -> dict[str, Any]:
+def _qwen3(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": True}
 
 
-def _gemma(hf: PretrainedConfig) -> dict[str, Any]:
+def _gemma(hf: HfConfig) -> dict[str, Any]:
     return {
         "qkv_bias": hf.attention_bias,
         "out_bias": hf.attention_bias,
@@ -113,7 +121,7 @@ def _gemma(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _gemma2(hf: PretrainedConfig) -> dict[str, Any]:
+def _gemma2(hf: HfConfig) -> dict[str, Any]:
     return _gemma(hf) | {
         "sandwich_norms": True,
         "attention_scale": hf.query_pre_attn_scalar**-0.5,
@@ -122,12 +130,12 @@ def _gemma2(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _gemma3(hf: PretrainedConfig) -> dict[str, Any]:
+def _gemma3(hf: HfConfig) -> dict[str, Any]:
     return _gemma2(hf) | {"qk_norm": True}
 
 
 # Differences from a plain Llama without biases, by `model_type`.
-ARCHITECTURES: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
@@ -140,15 +148,43 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], dict[str, Any]]] = {
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def read_config(model: Path) -> PretrainedConfig:
-    """The Hugging Face configuration of a model folder.
+def read_config(model: Path) -> HfConfig:
+    """The Hugging Face configuration of a model folder, with the defaults of its architecture.
+
+    It is kept in the cache, by the contents of config.json and the version of transformers. Reading it with
+    transformers imports half of that library and takes 3 to 5 s, in every process of a replica.
 
     Raises ValueError if the folder has none that transformers understands.
     """
+    kept = _kept_config(model)
+    if kept is not None:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # it was written by somebody else
+            return SimpleNamespace(**json.loads(kept.read_text()))
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(model)
+        values = AutoConfig.from_pretrained(model).to_dict()
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{model} has no readable model configuration: {error}") from error
+    if kept is not None:
+        half = kept.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError, TypeError):  # it is read with transformers again, then
+            text = json.dumps(values)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            half.write_text(text)
+            half.replace(kept)
+    return SimpleNamespace(**values)
+
+
+def _kept_config(model: Path) -> Path | None:
+    """The file in the cache for the configuration of a model folder; None if the folder has no config.json."""
+    try:
+        content = (model / "config.json").read_bytes()
+    except OSError:
+        return None
+    key = hashlib.sha256(f"{version('transformers')}\n".encode() + content).hexdigest()
+    return cache_folder() / "configs" / f"{key[:32]}.json"
 
 
 def eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int, ...]:
@@ -166,7 +202,7 @@ def eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int,
     return (configured,) if isinstance(configured, int) else tuple(configured)
 
 
-def decoder_config(hf: PretrainedConfig) -> DecoderConfig:
+def decoder_config(hf: HfConfig) -> DecoderConfig:
     """The decoder's configuration for a model. Raises ValueError if the decoder does not support its architecture, or
     this variant of it."""
     if hf.model_type not in ARCHITECTURES:
@@ -195,21 +231,21 @@ def decoder_config(hf: PretrainedConfig) -> DecoderConfig:
     return DecoderConfig(**(common | ARCHITECTURES[hf.model_type](hf)))
 
 
-def _layer_types(hf: PretrainedConfig) -> list[str]:
+def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer types {sorted(unknown)} are not supported")
     return list(kinds)
 
 
-def _activation(hf: PretrainedConfig) -> Literal["silu", "gelu_tanh"]:
+def _activation(hf: HfConfig) -> Literal["silu", "gelu_tanh"]:
     name = getattr(hf, "hidden_activation", None) or hf.hidden_act
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not supported; these are: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
-def _rope(hf: PretrainedConfig, layer_type: str, head_dim: int) -> Rope:
+def _rope(hf: HfConfig, layer_type: str, head_dim: int) -> Rope:
     parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0:

@@ -1,11 +1,12 @@
 """Every architecture against transformers: the same logits, the same tokens, however the work is cut."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tests.worker.conftest import TINY, Sequences
 from worker.config import WorkerConfig
@@ -144,6 +145,38 @@ def test_other_architecture_lists_what_is_supported() -> None:
 def test_unsupported_variants(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decoder_config(LlamaConfig(**changes))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_configuration_is_kept_without_transformers(
+    name: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    folder, own = tiny_model(name), AutoConfig.from_pretrained(tiny_model(name))
+    first = read_config(folder)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda folder: pytest.fail("it was read again"))
+    for hf in (first, read_config(folder)):
+        assert decoder_config(hf) == decoder_config(own)
+        assert hf.eos_token_id == own.eos_token_id
+    monkeypatch.undo()
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    (kept,) = (tmp_path / "cache" / "configs").iterdir()
+    for damaged in ("{", "[]"):
+        kept.write_text(damaged)
+        assert decoder_config(read_config(folder)) == decoder_config(own)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    content = json.loads((folder / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(content | {"vocab_size": own.vocab_size + 8}))
+    assert read_config(changed).vocab_size == own.vocab_size + 8
+
+
+def test_a_configuration_that_cannot_be_kept(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
+    assert read_config(tiny_model("llama")).model_type == "llama"
 
 
 def test_a_configuration_that_contradicts_itself(tmp_path: Path) -> None:
