@@ -3,7 +3,7 @@
 | known from the graph | effect |
 | --- | --- |
 | which branch needs a variable | only that branch waits for it: independent calls after a read start at once |
-| the constant prefix of a batch | it is computed once, before the batch starts |
+| the constant prefix of a batch | it is computed once, as the first of all |
 | the text before each program's first call | programs that share most of it start next to each other |
 | parts of `unordered(...)` | those that most programs of a batch share go first: shared prefixes are longer |
 
@@ -11,13 +11,15 @@ Where tracing ended, the function itself goes on: it is run from its beginning, 
 those that run already. A function that takes another way than it did when it was traced is refused.
 """
 
+import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.lang.backend import Backend
 from shoal.lang.drawing import graph_svg, graph_text
-from shoal.lang.errors import ProgramError
+from shoal.lang.errors import BackendError, ProgramError
 from shoal.lang.interpreter import Branch, ForkPoint, JoinPoint, ProgramRun, VariableRef
 from shoal.lang.ir import ConstantText, Expr, ExprList, Unordered
 from shoal.lang.program import BatchPlan, Program
@@ -54,6 +56,7 @@ class CompiledProgram(Program):
     ) -> None:
         super().__init__(func, num_api_spec_tokens, bound)
         self.graph = trace(func, self.bound)
+        self._prefetching: asyncio.Future[None] | None = None
 
     def explain(self) -> Explanation:
         """The graph: what depends on what, what is shared, and where the function itself goes on."""
@@ -67,7 +70,9 @@ class CompiledProgram(Program):
                     shared[node.number, _text(part, arguments)] += 1
         prefix = self.graph.prefix()
         if len(calls) > 1 and len(prefix) >= MIN_PREFIX:
-            await backend.prefetch("", prefix)
+            # The programs need not wait for it: a server computes a prefix once that several calls begin with.
+            self._prefetching = asyncio.ensure_future(_prefetch(backend, prefix))
+            await asyncio.sleep(0)  # it is sent before they are
         texts = [self._first_text(arguments, shared) for arguments in calls]
         return BatchPlan(sorted(range(len(calls)), key=texts.__getitem__), shared)
 
@@ -94,6 +99,11 @@ class CompiledProgram(Program):
             replayed = ProgramState(_ReplayedBranch(replay, 0))  # type: ignore[arg-type]
             await super()._run_function(run, replayed, plan)
             state.ret_value = replayed.ret_value
+
+
+async def _prefetch(backend: Backend, prefix: str) -> None:
+    with contextlib.suppress(BackendError):  # the programs will meet it, too
+        await backend.prefetch("", prefix)
 
 
 def _submitted(
