@@ -20,10 +20,11 @@ from typing import Any
 from shoal.lang.backend import Backend
 from shoal.lang.drawing import graph_svg, graph_text
 from shoal.lang.errors import BackendError, ProgramError
-from shoal.lang.interpreter import Branch, ForkPoint, JoinPoint, ProgramRun, VariableRef
+from shoal.lang.interpreter import Branch, ProgramRun
 from shoal.lang.ir import ConstantText, Expr, ExprList, Unordered
 from shoal.lang.program import BatchPlan, Program
 from shoal.lang.state import ProgramState
+from shoal.lang.statements import ForkPoint, JoinPoint, VariableRef
 from shoal.lang.tracer import Placeholder, ProgramGraph, TracedFork, TracedJoin, TracedStatement, flat, trace
 
 MIN_PREFIX = 64  # characters; a shorter prefix is computed with the first program

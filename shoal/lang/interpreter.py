@@ -16,15 +16,13 @@ import itertools
 import math
 import random
 import re
-import sys
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.lang.backend import Backend, Call, Generated, RoleFormat
 from shoal.lang.errors import NotSupported, ProgramError
@@ -47,59 +45,19 @@ from shoal.lang.ir import (
 )
 from shoal.lang.media import image_part, video_part
 from shoal.lang.reasoning import split_reasoning
+from shoal.lang.statements import (
+    ForkPoint,
+    JoinPoint,
+    Segment,
+    Statement,
+    Variable,
+    VariableRef,
+    place_of,
+    program_line,
+)
 from shoal.lang.timeline import CallRecord, record
 
 PREFETCH_CHARS = 512  # a shorter text is computed in the same step as what follows it
-
-_OWN = (__name__.rpartition(".")[0] + ".", "contextlib")  # modules whose lines are not the program's
-
-
-class Segment(NamedTuple):
-    """A part of a branch's text. `name`: the variable that it is the value of; `generated`: by the model."""
-
-    text: str
-    generated: bool = False
-    name: str | None = None
-
-
-class Statement(NamedTuple):
-    """An expression, and the line of the program that added it."""
-
-    expr: Expr
-    place: str
-
-
-@dataclass
-class Variable:
-    """A variable of a program. `value` grows while its output is streamed; `done` once it is whole."""
-
-    value: Any = None
-    meta: Any = None
-    done: bool = False
-
-
-@dataclass(frozen=True)
-class ForkPoint(Expr):
-    """Children begin with what the branch holds here."""
-
-    children: "tuple[Branch, ...]"
-
-
-@dataclass(frozen=True)
-class JoinPoint(Expr):
-    """Waits for branches. `append`: their text since the fork is appended; otherwise their new variables are gathered,
-    each as the list of the branches' values."""
-
-    branches: "tuple[Branch, ...]"
-    append: bool
-
-
-@dataclass(frozen=True)
-class VariableRef(Expr):
-    """Appends the value of a branch's variable, once it is there."""
-
-    branch: "Branch"
-    name: str
 
 
 class ProgramRun:
@@ -135,7 +93,7 @@ class ProgramRun:
     def fail(self, error: Exception, name: str) -> None:
         """Records that the program's function has raised."""
         if not isinstance(error, ProgramError):
-            place = _place_of(error)
+            place = place_of(error)
             error, cause = ProgramError(f"{place or name}: {type(error).__name__}: {error}"), error
             error.__cause__ = cause
         self.error = self.error or error
@@ -659,23 +617,3 @@ def _on_loop(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
-
-
-def _place_of(error: BaseException) -> str:
-    """Where in the program an exception came from: the innermost line outside of this package."""
-    place = ""
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        if not frame.f_globals.get("__name__", "").startswith(_OWN):
-            place = f"{frame.f_code.co_filename}:{trace.tb_lineno}, in {frame.f_code.co_name}"
-        trace = trace.tb_next
-    return place
-
-
-def program_line() -> str:
-    """The file and line of the nearest caller outside of this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OWN):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn
 
 from shoal.lang import loop
-from shoal.lang.interpreter import JoinPoint, program_line
 from shoal.lang.ir import ConstantText, Expr, ExprList, Gen, Select, Unordered, parts_of
 from shoal.lang.state import ProgramState, ProgramStateGroup
+from shoal.lang.statements import JoinPoint, program_line
 
 # A placeholder that is formatted into a text leaves its key between these two, which no text has (private use area).
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"

@@ -1,8 +1,8 @@
 """Anthropic's endpoint, by Anthropic's own package."""
 
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from shoal.lang.backend import Backend, Call, Generated, OutputPiece
@@ -34,15 +34,17 @@ class Anthropic(Backend):
 
     def __init__(self, model_name: str, *, prefill: bool = False, **client: Any) -> None:
         super().__init__()
-        self._package = package("anthropic")
-        self._clients = Clients(lambda: self._package.AsyncAnthropic(**({"max_retries": MAX_RETRIES} | client)))
+        module = package("anthropic")
+        self._clients = Clients(
+            module, lambda: module.AsyncAnthropic(**({"max_retries": MAX_RETRIES} | client)), code="type"
+        )
         self.model_name = model_name
         self.features = frozenset({"stream", "images", "prefill"} if prefill else {"stream", "images"})
 
     async def generate(self, call: Call) -> Generated:
         if _own_stops(call.params):
             return await self._collected(call)
-        with self._errors():
+        with self._clients.errors():
             answer = await self._clients.get().messages.create(**self._body(call))
         text = "".join(block.text for block in answer.content if block.type == "text")
         meta = {"id": answer.id, "finish_reason": self._reason(answer.stop_reason), **_usage(answer.usage)}
@@ -73,7 +75,7 @@ class Anthropic(Backend):
     async def _events(self, call: Call) -> AsyncGenerator[OutputPiece, None]:
         """The pieces of an answer as they come."""
         meta: dict[str, Any] = {}
-        with self._errors():
+        with self._clients.errors():
             stream = await self._clients.get().messages.create(**self._body(call), stream=True)
             try:
                 async for event in stream:
@@ -92,7 +94,7 @@ class Anthropic(Backend):
                     if text or piece:
                         yield OutputPiece(text, piece)
                 if "finish_reason" not in meta:
-                    raise BackendError(f"{self._url}: the stream ended before its answer did")
+                    raise BackendError(f"{self._clients.url}: the stream ended before its answer did")
             finally:
                 await stream.close()
                 self.token_usage.add(meta)
@@ -131,23 +133,6 @@ class Anthropic(Backend):
         if reason == "refusal":
             raise BackendError(f"{self.model_name} refuses to answer", code="refusal")
         return _REASONS.get(str(reason), str(reason))
-
-    @property
-    def _url(self) -> str:
-        return str(self._clients.get().base_url).rstrip("/")
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raises the package's errors as BackendError."""
-        try:
-            yield
-        except self._package.APIStatusError as error:
-            message = f"{self._url} answers {error.status_code}: {error.message}"
-            raise BackendError(message, error.status_code, getattr(error, "type", None)) from error
-        except self._package.APIConnectionError as error:
-            raise BackendError(f"{self._url} cannot be reached: {error.__cause__ or error}") from error
-        except self._package.AnthropicError as error:
-            raise BackendError(f"{self._url}: {error}") from error
 
 
 def _own_stops(params: GenParams) -> bool:

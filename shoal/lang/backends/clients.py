@@ -1,10 +1,13 @@
 """Clients of other packages: one for each event loop, since connections belong to one loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from shoal.lang.errors import BackendError
 
 MAX_RETRIES = 8  # of a call that a busy endpoint refuses: the packages wait as long as it says, or longer each time
 
@@ -20,13 +23,34 @@ def package(name: str) -> Any:
 
 
 class Clients:
-    """Clients that `make` makes, one for each event loop that asks. The first is made at once, so that a missing key is
-    said where the backend is made."""
+    """Clients of `module`, the package openai or anthropic, as `make` makes them: one for each event loop that asks.
+    The first is made at once, so that a missing key is said where the backend is made. `code`: the attribute of the
+    package's errors that says of what kind they are."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, module: Any, make: Callable[[], Any], code: str) -> None:
+        self._module = module
         self._make = make
+        self._code = code
         self._spare: Any = make()
         self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+
+    @property
+    def url(self) -> str:
+        """The endpoint's URL, as errors name it."""
+        return str(self.get().base_url).rstrip("/")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raises the package's errors as BackendError."""
+        try:
+            yield
+        except self._module.APIStatusError as error:
+            message = f"{self.url} answers {error.status_code}: {error.message}"
+            raise BackendError(message, error.status_code, getattr(error, self._code, None)) from error
+        except self._module.APIConnectionError as error:
+            raise BackendError(f"{self.url} cannot be reached: {error.__cause__ or error}") from error
+        except self._module.APIError.__base__ as error:  # OpenAIError or AnthropicError
+            raise BackendError(f"{self.url}: {error}", code=getattr(error, self._code, None)) from error
 
     def get(self) -> Any:
         """The client of the running event loop."""

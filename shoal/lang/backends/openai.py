@@ -11,8 +11,7 @@ by their dialect:
 """
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal
 
 from shoal.lang.backend import PLAIN_ROLES, Backend, Call, Generated, OutputPiece, RoleFormat
@@ -66,7 +65,9 @@ class OpenAI(Backend):
         if dialect not in ("openai", "vllm", "sglang"):
             raise ValueError(f"dialect is {dialect!r}; it may be openai, vllm or sglang")
         self._package = package("openai")
-        self._clients = Clients(lambda: self._made(is_azure, {"max_retries": MAX_RETRIES} | client))
+        self._clients = Clients(
+            self._package, lambda: self._made(is_azure, {"max_retries": MAX_RETRIES} | client), code="code"
+        )
         self.model_name = model_name
         self.is_chat_model = model_name not in COMPLETION_MODELS if is_chat_model is None else is_chat_model
         self.dialect = dialect
@@ -92,7 +93,7 @@ class OpenAI(Backend):
 
     async def generate(self, call: Call) -> Generated:
         create, body = self._request(call)
-        with self._errors():
+        with self._clients.errors():
             answer = await create(**body)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         texts = [self._text(choice.message if self.is_chat_model else choice) for choice in choices]
@@ -106,7 +107,7 @@ class OpenAI(Backend):
     async def stream(self, call: Call) -> AsyncGenerator[OutputPiece, None]:
         create, body = self._request(call)
         meta: dict[str, Any] = {}
-        with self._errors():
+        with self._clients.errors():
             stream = await create(**body, stream=True, stream_options={"include_usage": True})
             try:
                 async for event in stream:
@@ -121,7 +122,7 @@ class OpenAI(Backend):
                     if usage and not event.choices:
                         yield OutputPiece("", usage)
                 if "finish_reason" not in meta:
-                    raise BackendError(f"{self._url}: the stream ended before its answer did")
+                    raise BackendError(f"{self._clients.url}: the stream ended before its answer did")
             finally:
                 await stream.close()
                 self.token_usage.add(meta)
@@ -145,7 +146,7 @@ class OpenAI(Backend):
 
     async def _echoed(self, prompts: Sequence[str], endings: Sequence[str]) -> list[tuple[list[str], list[Any]]]:
         """The tokens of each prompt that reach into its ending, and their log probabilities."""
-        with self._errors():
+        with self._clients.errors():
             answer = await self._clients.get().completions.create(
                 model=self.model_name,
                 prompt=list(prompts),
@@ -161,7 +162,7 @@ class OpenAI(Backend):
             tokens = [] if choice.logprobs is None else list(choice.logprobs.tokens or ())
             values = [] if choice.logprobs is None else list(choice.logprobs.token_logprobs or ())
             if not "".join(tokens).endswith(ending):
-                raise BackendError(f"{self._url} does not tell which tokens {ending!r} has")
+                raise BackendError(f"{self._clients.url} does not tell which tokens {ending!r} has")
             first, length = len(tokens), 0
             while length < len(ending):
                 first -= 1
@@ -270,23 +271,6 @@ class OpenAI(Backend):
         if refusal := getattr(part, "refusal", None):
             raise BackendError(f"{self.model_name} refuses to answer: {refusal}", code="refusal")
         return part.content or ""
-
-    @property
-    def _url(self) -> str:
-        return str(self._clients.get().base_url).rstrip("/")
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raises the package's errors as BackendError."""
-        try:
-            yield
-        except self._package.APIStatusError as error:
-            message = f"{self._url} answers {error.status_code}: {error.message}"
-            raise BackendError(message, error.status_code, error.code) from error
-        except self._package.APIConnectionError as error:
-            raise BackendError(f"{self._url} cannot be reached: {error.__cause__ or error}") from error
-        except self._package.OpenAIError as error:
-            raise BackendError(f"{self._url}: {error}", code=getattr(error, "code", None)) from error
 
 
 def _usage(answer: Any) -> dict[str, Any]:
