@@ -98,17 +98,17 @@ class EvenDecodes(Budget):
     WORTH = 0.005  # a tolerance: decodes would wait for gains that are none, within the same CUDA graph
 
     def __init__(
-        self, tokens: int, models: Sequence[CostModel], decoding: int, context: int, in_flight: int, places: int
+        self, tokens: int, models: Sequence[CostModel], decoding: int, context: int, in_flight: int, unbuilt: int
     ) -> None:
         """`decoding` sequences, with `context` tokens before them in sum, are in flight or ready. They are shared among
-        `in_flight` micro-batches, of which `places` are still to be made."""
+        `in_flight` micro-batches, of which `unbuilt` are still to be made."""
         super().__init__(tokens, prompt_tokens=0)
         self._models = models
         self._decoding, self._context = decoding, context
-        self._in_flight, self._places = in_flight, places
+        self._in_flight, self._unbuilt = in_flight, unbuilt
 
     def _share(self, contexts: np.ndarray) -> int:
-        most = -(-len(contexts) // self._places)
+        most = -(-len(contexts) // self._unbuilt)
         if most < 2 or self._in_flight == 1:
             return most
         sums = np.cumsum(contexts)

@@ -59,7 +59,7 @@ class Horizon(NamedTuple):
     due: float = 0.0
 
     @classmethod
-    def of(cls, missing: np.ndarray, to_come: np.ndarray) -> "Horizon":
+    def from_lengths(cls, missing: np.ndarray, to_come: np.ndarray) -> "Horizon":
         """The horizon of n sequences. `missing` [n], integer: prompt tokens that remain to be computed. `to_come` [n],
         integer, at least 1: output tokens to come."""
         rounds = int(to_come.max())

@@ -21,20 +21,20 @@ def split_layers(layers: int, stages: int, head: float) -> list[range]:
     if stages == 1:
         return [range(layers)]
 
-    def counts(last: int) -> list[int]:
+    def layers_by_stage(last: int) -> list[int]:
         """Layers of each stage if the last stage has `last`."""
         each, more = divmod(layers - last, stages - 1)
         return [each + 1] * more + [each] * (stages - 1 - more) + [last]
 
     def loss(last: int) -> tuple[float, int]:
-        of_stages = counts(last)
+        of_stages = layers_by_stage(last)
         most = max(of_stages)
         return max(most, last + head) / (layers + head) + most / layers, sum(count * count for count in of_stages)
 
-    return contiguous(counts(min(range(1, layers - stages + 2), key=loss)))
+    return contiguous(layers_by_stage(min(range(1, layers - stages + 2), key=loss)))
 
 
-def contiguous(counts: Sequence[int]) -> list[range]:
+def contiguous(sizes: Sequence[int]) -> list[range]:
     """Consecutive ranges with the given numbers of layers."""
-    ends = itertools.accumulate(counts, initial=0)
+    ends = itertools.accumulate(sizes, initial=0)
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]

@@ -153,9 +153,9 @@ class Uniform(Policy):
         if settings.stages == 1:
             return Budget(settings.token_budget, prompt_tokens=0)
         in_flight = self._in_flight(view)
-        places = max(1, in_flight - len(view.in_flight))
+        unbuilt = max(1, in_flight - len(view.in_flight))
         decodes = view.decoding, view.decoding_context
-        return EvenDecodes(settings.token_budget, settings.models, *decodes, in_flight, places)
+        return EvenDecodes(settings.token_budget, settings.models, *decodes, in_flight, unbuilt)
 
     def _predict(self, shape: BatchShape) -> float:
         return slowest_s(self.settings.models, shape)

@@ -41,7 +41,7 @@ MECHANISMS: dict[str, tuple[type, str, Any]] = {
     "whole_tiles": (Uniform, "_whole", lambda self, tokens: tokens),
     "pages": (Uniform, "SHRINK", 0.0),
     "margin": (Uniform, "finished", lambda self, gap_s: None),
-    "even_decodes": (EvenDecodes, "_share", lambda self, contexts: -(-len(contexts) // self._places)),
+    "even_decodes": (EvenDecodes, "_share", lambda self, contexts: -(-len(contexts) // self._unbuilt)),
     "clock": (CostModel, "_follow_clock", lambda self, seconds, row: None),
     "far_off": (CostModel, "_is_far_off", lambda self: False),
 }

@@ -22,7 +22,7 @@ class LoadTarget(Protocol):
     def add(self, request: Generate) -> None:
         """A request arrives."""
 
-    def take(self, wait_s: float) -> list[Output]:
+    def take_outputs(self, wait_s: float) -> list[Output]:
         """Outputs since the last call; if there are none yet, those within `wait_s`."""
 
     def abort(self, request_ids: list[str]) -> None:
@@ -123,7 +123,7 @@ def offer(
             replica.add(asked[len(added_s)])
             added_s.append(now_s)
         wait_s = lives[len(added_s)].request.arrived_s - now_s if len(added_s) < len(lives) else 1.0
-        outputs = replica.take(wait_s)
+        outputs = replica.take_outputs(wait_s)
         now_s = clock() - begin_s
         for output in outputs:
             if output.failure is not None:

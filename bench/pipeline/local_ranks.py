@@ -27,7 +27,7 @@ class InProcess:
     def add(self, request: Generate) -> None:
         self.engine.add(request)
 
-    def take(self, wait_s: float) -> list[Output]:
+    def take_outputs(self, wait_s: float) -> list[Output]:
         if self.engine.has_work:
             return self.engine.step()
         time.sleep(max(0.0, wait_s))

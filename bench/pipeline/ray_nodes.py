@@ -32,7 +32,7 @@ class Remote:
     def add(self, request: Generate) -> None:
         self._socket.send(encode(request))
 
-    def take(self, wait_s: float) -> list[Output]:
+    def take_outputs(self, wait_s: float) -> list[Output]:
         outputs: list[Output] = []
         timeout_ms = max(0, round(wait_s * 1000))
         while self._socket.poll(timeout_ms):
@@ -47,7 +47,7 @@ class Remote:
 
     def settle(self) -> None:
         self.observed()
-        self.take(0.0)  # drops outputs of aborted requests
+        self.take_outputs(0.0)  # drops outputs of aborted requests
 
     def observed(self) -> tuple[Meter, list[CostModel]]:
         meter, models, _ = ray.get(self._leader.observed.remote())

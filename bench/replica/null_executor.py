@@ -42,7 +42,7 @@ class NullExecutor(Executor):
         self._step_timer.end(plan.step)
 
     def take_step_times(self) -> list[StepTime]:
-        return [StepTime(0, step, span) for step, span in self._step_timer.take()]
+        return [StepTime(0, step, span) for step, span in self._step_timer.take_spans()]
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -70,7 +70,7 @@ class CustomAllReduce:
         self.patience = _FOR_EVER
         """How often a program polls for the other ranks before it gives up. Then it goes on, and the sum is wrong."""
 
-    def place(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
         """The memory in which to compute a part `[rows, columns]`. None if the part is empty, too large, or its rows
         are no multiple of 16 bytes. `turn`, below TURNS, must differ from the turns of the sums before and after."""
         size = rows * columns * dtype.itemsize
@@ -80,11 +80,11 @@ class CustomAllReduce:
         return self._memory[start : start + size].view(dtype).view(rows, columns)
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Whether x is in the shared memory, as parts from `place` are."""
+        """Whether x is in the shared memory, as parts from `buffer` are."""
         return self._memory.data_ptr() <= x.data_ptr() < self._memory.data_ptr() + MEMORY_BYTES
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, in a new tensor. x must be a part from `place`."""
+        """The sum of all ranks' x, in a new tensor. x must be a part from `buffer`."""
         out = torch.empty_like(x)
         columns = _columns(x.numel(), x.shape[1])
         self._launch(x.view(-1, columns), out, None, None, 0.0)
@@ -92,7 +92,7 @@ class CustomAllReduce:
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Adds the sum of all ranks' x to `residual`, in place, and returns the `kernels.ops.norm.rms_norm` of that. x
-        must be a part from `place`; all tensors are contiguous."""
+        must be a part from `buffer`; all tensors are contiguous."""
         out = torch.empty_like(residual)
         self._launch(x, out, residual, weight, eps)
         return out

@@ -34,11 +34,11 @@ def chunk(policy, decodes, horizon, *, waiting=100_000, **more):
 
 
 def test_what_is_to_come():
-    assert Horizon.of(np.array([0]), np.array([7])) == (7, 7, 0.0)
+    assert Horizon.from_lengths(np.array([0]), np.array([7])) == (7, 7, 0.0)
     # Whoever gets the most must begin at once; the next has 20 rounds to spare, which begin with this one.
-    assert Horizon.of(np.array([300, 60]), np.array([100, 80])) == (100, 540, 300.0)
-    assert Horizon.of(np.array([0, 60, 45]), np.array([100, 81, 60])) == (100, 346, 3.0)
-    assert Horizon.of(np.array([9, 50]), np.array([50, 50])).due == 59
+    assert Horizon.from_lengths(np.array([300, 60]), np.array([100, 80])) == (100, 540, 300.0)
+    assert Horizon.from_lengths(np.array([0, 60, 45]), np.array([100, 81, 60])) == (100, 346, 3.0)
+    assert Horizon.from_lengths(np.array([9, 50]), np.array([50, 50])).due == 59
 
 
 @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 300)), min_size=1, max_size=40))
@@ -47,14 +47,14 @@ def test_nobody_ends_later_than_whoever_gets_the_most(sequences):
     missing, to_come = (np.array(column) for column in zip(*sequences, strict=True))
     order = np.argsort(-to_come, kind="stable")
     left, come = missing[order].tolist(), to_come[order].tolist()
-    end = Horizon.of(missing, to_come).rounds
+    end = Horizon.from_lengths(missing, to_come).rounds
     for now in range(end + 1):
         running = [i for i, rest in enumerate(left) if rest == 0 and come[i] > 0]
         waits = [i for i, rest in enumerate(left) if rest > 0]
         if not waits:
             break
         both = [*running, *waits]
-        horizon = Horizon.of(np.array([left[i] for i in both]), np.array([come[i] for i in both]))
+        horizon = Horizon.from_lengths(np.array([left[i] for i in both]), np.array([come[i] for i in both]))
         assert now + horizon.rounds <= end
         tokens = math.ceil(horizon.due)
         for i in running:

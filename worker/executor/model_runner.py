@@ -134,7 +134,7 @@ class ModelRunner(Executor):
         """See `Executor.take_step_times`. Returns the times of this stage alone. `Span.received_s` is when the plan
         arrived, if the plan is all that the step needs on the first stage. Otherwise it is when the stage was ready to
         receive its input."""
-        return [StepTime(self.stage.index, step, span) for step, span in self._step_timer.take()]
+        return [StepTime(self.stage.index, step, span) for step, span in self._step_timer.take_spans()]
 
     @property
     def is_running(self) -> bool:

@@ -61,7 +61,7 @@ class StepTimer(ABC):
         """Whether there are steps after `end` whose times have not been taken; on a GPU they may still run."""
 
     @abstractmethod
-    def take(self) -> list[tuple[int, Span]]:
+    def take_spans(self) -> list[tuple[int, Span]]:
         """Returns (step, span) of the steps that have been computed since the last call, in order. Does not wait."""
 
 
@@ -87,7 +87,7 @@ class _OnCpu(StepTimer):
     def is_running(self) -> bool:
         return bool(self._over)
 
-    def take(self) -> list[tuple[int, Span]]:
+    def take_spans(self) -> list[tuple[int, Span]]:
         over = list(self._over)
         self._over.clear()
         return over
@@ -124,7 +124,7 @@ class _OnGpu(StepTimer):
     def is_running(self) -> bool:
         return bool(self._open)
 
-    def take(self) -> list[tuple[int, Span]]:
+    def take_spans(self) -> list[tuple[int, Span]]:
         over = []
         while self._open and self._open[0][3].event.query():
             step, came, begun, ended = self._open.popleft()

@@ -112,7 +112,7 @@ class Communicator(Rendezvous):
     def reduce_buffer(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
         """Buffer in which to compute this rank's part, `[rows, columns]`, of a sum so that the sum is fast. None if any
         memory will do. Consecutive sums must have different `turn`s (0, 1 or 2): sums of the same turn share memory."""
-        return None if self._custom_all_reduce is None else self._custom_all_reduce.place(rows, columns, dtype, turn)
+        return None if self._custom_all_reduce is None else self._custom_all_reduce.buffer(rows, columns, dtype, turn)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which must be contiguous and may be overwritten."""

@@ -90,13 +90,13 @@ def _adds_up(sums: "CustomAllReduce", rank: int, size: int, device: torch.device
         wanted = (pattern * size + size * (size - 1) // 2).to(weight.dtype)
         residual = torch.zeros_like(wanted)
         for turn in range(2):
-            place = sums.place(rows, _TRIAL_SIZE, weight.dtype, turn)
-            assert place is not None
-            place.copy_(pattern + rank)
+            part = sums.buffer(rows, _TRIAL_SIZE, weight.dtype, turn)
+            assert part is not None
+            part.copy_(pattern + rank)
             if turn == 0:
-                total = sums.sum(place)
+                total = sums.sum(part)
             else:
-                sums.add_rms_norm(place, residual, weight, 0.0)
+                sums.add_rms_norm(part, residual, weight, 0.0)
         right = right and torch.equal(total, wanted) and torch.equal(residual, wanted)
     sums.patience = for_ever
     return right

@@ -24,7 +24,7 @@ class OutputQueue:
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def take(self) -> list[Output]:
+    def take_outputs(self) -> list[Output]:
         """Returns the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs

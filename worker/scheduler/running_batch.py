@@ -66,4 +66,4 @@ class RunningBatch(NamedTuple):
             (np.where(self.chunked, self.remaining, 0), table.num_tokens[queue] - table.cached_estimate[queue])
         )
         to_come = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 1)
-        return Horizon.of(missing, to_come)
+        return Horizon.from_lengths(missing, to_come)

@@ -209,7 +209,7 @@ class Scheduler:
 
     def take_outputs(self) -> list[Output]:
         """Returns the outputs since the last call, in order."""
-        return self._outputs.take()
+        return self._outputs.take_outputs()
 
     # ------------------------------------------------------------ a step
 

@@ -102,7 +102,7 @@ class Slow:
     def add(self, request: Generate) -> None:
         self.queue.append((request, self.now_s))
 
-    def take(self, wait_s: float) -> list[Output]:
+    def take_outputs(self, wait_s: float) -> list[Output]:
         if not self.queue:
             self.now_s += wait_s
             return []

@@ -80,7 +80,7 @@ def add_up(sums: CustomAllReduce, rank: int, errors: torch.Tensor) -> None:
             wanted = residual.clone().float()
             normed = add_rms_norm(total, wanted, weight[0].float(), EPS)
             for has_norm in (False, True):
-                place = sums.place(rows, columns, dtype, turn := (turn + 1) % TURNS)
+                place = sums.buffer(rows, columns, dtype, turn := (turn + 1) % TURNS)
                 assert place is not None and sums.holds(place) and not sums.holds(residual)
                 place.copy_(parts[rank])
                 got = sums.add_rms_norm(place, residual, weight[0], EPS) if has_norm else sums.sum(place)
@@ -130,7 +130,7 @@ def test_nobody_waits_for_ever_who_has_no_patience() -> None:
     memories = [torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     sums = CustomAllReduce(0, memories[0], [memory.data_ptr() for memory in memories])
     sums.patience = 3
-    place = sums.place(1, 16, torch.float32, 0)
+    place = sums.buffer(1, 16, torch.float32, 0)
     assert place is not None
     assert sums.sum(place.fill_(2)).tolist() == [[2.0] * 16]  # the other's are zeros
 
@@ -138,12 +138,12 @@ def test_nobody_waits_for_ever_who_has_no_patience() -> None:
 def test_parts_lie_apart_and_only_if_they_fit() -> None:
     memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8)
     sums = CustomAllReduce(0, memory, [memory.data_ptr()])
-    places = [sums.place(PART_BYTES // 64, 32, torch.bfloat16, turn) for turn in range(TURNS)]
+    places = [sums.buffer(PART_BYTES // 64, 32, torch.bfloat16, turn) for turn in range(TURNS)]
     starts = [place.data_ptr() for place in places if place is not None]
     assert len(starts) == TURNS and all(after - before == PART_BYTES for before, after in pairwise(starts))
     assert memory.data_ptr() < starts[0] and starts[-1] + 2 * PART_BYTES == memory.data_ptr() + MEMORY_BYTES
-    assert sums.place(PART_BYTES // 64 + 1, 32, torch.bfloat16, 0) is None
-    assert sums.place(4, 33, torch.bfloat16, 0) is None  # 16 bytes at a time
+    assert sums.buffer(PART_BYTES // 64 + 1, 32, torch.bfloat16, 0) is None
+    assert sums.buffer(4, 33, torch.bfloat16, 0) is None  # 16 bytes at a time
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

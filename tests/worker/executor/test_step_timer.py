@@ -64,10 +64,10 @@ def test_a_gpu_tells_when_it_is_past_a_step(on_gpu) -> None:
     begun.delay(102.0)
     ended.delay(105.0)
     device.now_s = 104.0
-    assert watch.take() == [] and watch.is_running
+    assert watch.take_spans() == [] and watch.is_running
     device.now_s = 105.5
-    assert watch.take() == [(7, (101.0, 102.0, 105.0))]
-    assert watch.take() == [] and not watch.is_running
+    assert watch.take_spans() == [(7, (101.0, 102.0, 105.0))]
+    assert watch.take_spans() == [] and not watch.is_running
 
 
 def test_one_that_waited_and_others_that_did_not(on_gpu) -> None:
@@ -79,7 +79,7 @@ def test_one_that_waited_and_others_that_did_not(on_gpu) -> None:
         watch.begin()
         device.now_s += 2
         watch.end(step)
-    assert watch.take() == [
+    assert watch.take_spans() == [
         (0, (100.0, 101.0, 103.0)),
         (1, (104.0, 104.0, 106.0)),
         (2, (106.0, 107.0, 109.0)),
@@ -93,7 +93,7 @@ def test_without_a_plan_of_its_own_a_step_is_there_when_it_begins(on_gpu) -> Non
     watch.begin()
     device.now_s = 103.0
     watch.end(1)
-    assert watch.take() == [(1, (101.0, 101.0, 103.0))]
+    assert watch.take_spans() == [(1, (101.0, 101.0, 103.0))]
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
@@ -108,7 +108,7 @@ def test_a_stage_may_be_ready_before_it_can_begin(on_gpu, place: str) -> None:
         watch.begin()
         device.now_s += 2
         watch.end(step)
-        assert watch.take() == [(step, (start_s, start_s + 1, start_s + 3))]
+        assert watch.take_spans() == [(step, (start_s, start_s + 1, start_s + 3))]
 
 
 @pytest.mark.parametrize("rate", [1.001, 0.999])
@@ -120,7 +120,7 @@ def test_clocks_that_drift_stay_together(on_gpu, rate: float) -> None:
         watch.begin()
         device.now_s += 0.5
         watch.end(step)
-        ((_, span),) = watch.take()
+        ((_, span),) = watch.take_spans()
         assert span.end_s == pytest.approx(device.now_s, abs=2e-3)
         assert span.begin_s == pytest.approx(device.now_s - 0.5, abs=2e-3)
         assert span.begin_s <= span.end_s
@@ -132,7 +132,7 @@ def test_events_are_used_again(on_gpu) -> None:
         watch.begin()
         watch.end(step)
         device.now_s += 1.0
-        assert [number for number, _ in watch.take()] == [step]
+        assert [number for number, _ in watch.take_spans()] == [step]
     assert len(watch._spare) <= 3
 
 
@@ -144,6 +144,6 @@ def test_what_nobody_takes_does_not_pile_up(on_gpu, place: str) -> None:
     for step in range(KEPT + 5):
         watch.begin()
         watch.end(step)
-    steps = [step for step, _ in watch.take()]
+    steps = [step for step, _ in watch.take_spans()]
     assert len(steps) == KEPT and steps[-1] == KEPT + 4
     assert all(b == a + 1 for a, b in itertools.pairwise(steps))
