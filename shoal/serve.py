@@ -10,7 +10,7 @@ from shoal.help import Parser
 EXAMPLES = """\
 examples:
   shoal serve                                          a small model, two replicas, http://127.0.0.1:8000/v1
-  shoal serve --model ./my-model --replicas 4          a Hugging Face folder
+  shoal serve ./my-model --replicas 4                  a Hugging Face folder; --model is the same
   shoal serve --config shoal.yaml --port 9000          a file, and a flag over it
   shoal serve --host 0.0.0.0 --api-key-file keys.txt   for others, who must show a key
 
@@ -25,7 +25,8 @@ At the start, all settings in use are printed as such a file. Ctrl-C ends the se
 
 def parser() -> Parser:
     """The command line of `shoal serve`."""
-    made = Parser("shoal serve", "Start a server that speaks OpenAI's HTTP protocol.", EXAMPLES)
+    made = Parser("shoal serve", "Start a server that speaks OpenAI's HTTP protocol.", EXAMPLES, "[MODEL] [options]")
+    made.add_argument("model_given", nargs="?", metavar="MODEL", help="as --model")
     made.add_argument("--config", type=Path, metavar="FILE", help="settings from a YAML file; flags win over it")
     flags.add(made, Config)
     return made
@@ -34,8 +35,13 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Serves until Ctrl-C. Returns 0; 1 when the server did not start or did not live; 2 for a wrong configuration."""
     args = parser().parse_args(argv)
+    settings = flags.given(args, Config)
+    if args.model_given is not None:
+        if "model" in settings:
+            parser().error(f"two models: {args.model_given} and --model {settings['model']}")
+        settings["model"] = args.model_given
     try:
-        config = load(args.config, flags.given(args, Config))
+        config = load(args.config, settings)
     except ConfigError as error:
         print(f"shoal serve: {error}", file=sys.stderr)
         return 2

@@ -117,6 +117,19 @@ def test_flags_win_over_the_file_and_all_is_printed(launched: list, tmp_path: Pa
     assert "port: 9001" in shown and "page_size: 16" in shown and "hush" not in shown
 
 
+@pytest.mark.parametrize("argv", [["./mine", "--port", "9001"], ["--port", "9001", "./mine"], ["--model", "./mine"]])
+def test_the_model_may_stand_alone(launched: list, argv: list[str]) -> None:
+    assert serve.main(argv) == 0
+    assert launched[0].model == "./mine"
+
+
+def test_a_model_is_given_once(launched: list, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as raised:
+        serve.main(["mine", "--model", "yours"])
+    assert raised.value.code == 2 and launched == []
+    assert "two models: mine and --model yours" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -136,7 +149,7 @@ def test_an_unknown_key_in_a_file_is_an_error(launched: list, tmp_path: Path, ca
     assert "did you mean replicas?" in capsys.readouterr().err and launched == []
 
 
-@pytest.mark.parametrize("argv", [["--prot", "1"], ["x"], ["--port", "x"], ["--replica", "3"]])
+@pytest.mark.parametrize("argv", [["--prot", "1"], ["x", "y"], ["--port", "x"], ["--replica", "3"]])
 def test_an_unknown_flag_exits_with_2(launched: list, argv: list[str], capsys: Captured) -> None:
     with pytest.raises(SystemExit) as raised:
         serve.main(argv)
