@@ -13,8 +13,8 @@ serial    plain calls, one after the other within a program; for workloads with 
 no_cache  plain calls whose prompts share no prefix
 
 Figures are rates divided by each other: `NAME.WORKLOAD.vs_raw`, `.vs_serial` and `.vs_no_cache`, `NAME.median.vs_raw`,
-`NAME.least.vs_raw`, `NAME.best.vs_no_cache`. With `--singles`, single requests arrive beside the programs, and
-`NAME.WORKLOAD.singles.vs_raw` is their mean latency beside the language divided by that beside plain calls.
+`NAME.least.vs_raw`, `NAME.best.vs_no_cache`. With `--singles`, single requests arrive while the programs run, and
+`NAME.WORKLOAD.singles.vs_raw` is their mean latency during the language's run divided by that during the plain calls'.
 
 In the file: `agreement` is the share of programs whose answers are equal in the language and as plain calls, on the
 same texts. The two cut a text into tokens differently where generated text meets constant text, so it may be below 1.
@@ -113,7 +113,7 @@ async def measure(
     agreement: bool = True,
 ) -> dict[str, Any]:
     """Seconds of each form of each workload: the medians of the rounds. Also the agreement of answers, and mean
-    latencies of `rate` single requests per second beside them."""
+    latencies of `rate` single requests per second meanwhile."""
     backend = shoal.ShoalServer(url)
     found: dict[str, Any] = {}
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=3600, max_retries=8) as http:
@@ -122,17 +122,17 @@ async def measure(
             workload = NAMES[name]
             own = [form for form in forms if form != "serial" or name in PARALLEL]
             clients = {form: RawClient(http, model, form != "no_cache", form == "serial") for form in own}
-            beside = RawClient(http, model)
+            others = RawClient(http, model)
             seconds: dict[str, list[float]] = {form: [] for form in own}
             waited: dict[str, list[float]] = {form: [] for form in own}
             given = [_marked(workload.arguments(i, words), "warm") for i in range(2)]
             for form in ("language", "raw"):  # what is compiled or connected at the first call
-                await run(form, workload, given, backend, beside)
+                await run(form, workload, given, backend, others)
             backend.token_usage.reset()
             for number in range(rounds):
                 for form in own if number % 2 == 0 else own[::-1]:
                     given = [_marked(workload.arguments(i, words), f"{form} {number}") for i in range(programs)]
-                    async with singles(beside, rate, f"{name} {form} {number}") as latencies:
+                    async with singles(others, rate, f"{name} {form} {number}") as latencies:
                         spent, _ = await run(form, workload, given, backend, clients[form])
                     seconds[form].append(spent)
                     waited[form] += latencies
@@ -142,8 +142,8 @@ async def measure(
                 found[name]["singles"] = {form: statistics.fmean(values) for form, values in waited.items()}
                 found[name]["singles_seconds"] = waited
             if agreement:
-                _, answers = await run("language", workload, given, backend, beside)
-                _, raw_answers = await run("raw", workload, given, backend, beside)
+                _, answers = await run("language", workload, given, backend, others)
+                _, raw_answers = await run("raw", workload, given, backend, others)
                 found[name]["agreement"] = _equal(answers, raw_answers)
             _print(name, found[name])
     await backend.close()
@@ -188,10 +188,10 @@ def _cached(backend: shoal.ShoalServer, clients: Mapping[str, RawClient]) -> dic
 
 def _print(name: str, found: Mapping[str, Any]) -> None:
     spent = "  ".join(f"{form} {found[form]:.2f} s ({found['cached'][form]:.0%})" for form in FORMS if form in found)
-    beside = "".join(f"  {form} {1e3 * s:.0f} ms" for form, s in found.get("singles", {}).items())
+    others = "".join(f"  {form} {1e3 * s:.0f} ms" for form, s in found.get("singles", {}).items())
     print(f"{name:<10} {spent}  vs_raw {found['raw'] / found['language']:.2f}", flush=True)
-    if beside:
-        print(f"{'':<10} singles{beside}", flush=True)
+    if others:
+        print(f"{'':<10} singles{others}", flush=True)
 
 
 @contextlib.contextmanager

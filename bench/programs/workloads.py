@@ -271,7 +271,7 @@ def _tool_s(task: str, turn: int) -> float:
 
 
 def _found(task: str, turn: int) -> str:
-    """What a tool finds."""
+    """The text that a tool finds."""
     return text(f"{task} {turn}", 60)
 
 

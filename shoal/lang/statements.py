@@ -1,14 +1,13 @@
-"""What the queue of a branch holds: expressions, with the lines of the program that added them, and what they make."""
+"""Entries of a branch's queue, which are expressions with the lines of the program that added them; and variables."""
 
 import sys
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.lang.ir import Expr
 
-if TYPE_CHECKING:
-    from shoal.lang.interpreter import Branch
+Branch = Any  # `shoal.lang.interpreter.Branch`, which imports this module
 
 _OWN = (__name__.rpartition(".")[0] + ".", "contextlib")  # modules whose lines are not the program's
 
@@ -41,7 +40,7 @@ class Variable:
 class ForkPoint(Expr):
     """Children begin with what the branch holds here."""
 
-    children: "tuple[Branch, ...]"
+    children: tuple[Branch, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class JoinPoint(Expr):
     """Waits for branches. `append`: their text since the fork is appended; otherwise their new variables are gathered,
     each as the list of the branches' values."""
 
-    branches: "tuple[Branch, ...]"
+    branches: tuple[Branch, ...]
     append: bool
 
 
@@ -57,7 +56,7 @@ class JoinPoint(Expr):
 class VariableRef(Expr):
     """Appends the value of a branch's variable, once it is there."""
 
-    branch: "Branch"
+    branch: Branch
     name: str
 
 

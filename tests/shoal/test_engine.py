@@ -25,6 +25,8 @@ from cluster.conversion import ModelError
 from shoal.engine import Engine, EngineError, GeneratedText, RequestError
 from tests.conftest import NEW_TOKENS, Reference
 
+pytestmark = pytest.mark.slow  # an engine is a process of its own
+
 WAIT_S = 60.0
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_tokens": 4096, "cpu_threads": 1}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -158,7 +158,7 @@ def read_config(model: Path) -> HfConfig:
     """
     kept = _kept_config(model)
     if kept is not None:
-        with contextlib.suppress(OSError, ValueError, TypeError):  # it was written by somebody else
+        with contextlib.suppress(OSError, ValueError, TypeError):  # it was damaged, and is made again
             return SimpleNamespace(**json.loads(kept.read_text()))
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

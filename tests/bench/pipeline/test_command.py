@@ -501,6 +501,7 @@ def test_a_cpu_has_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert args.schedules == list(SCHEDULES) and not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_loads_of_a_cpu_can_be_too_much_for_it() -> None:
     def stage(shape: BatchShape) -> float:  # as of the small model on one core
         return 0.006 + 0.0002 * shape.tokens if shape.tokens else 0.0
