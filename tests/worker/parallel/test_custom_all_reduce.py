@@ -33,7 +33,7 @@ class Sums:
         self.count = 0
         self.patience = 1
 
-    def place(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype, turn: int) -> torch.Tensor | None:
         if rows * columns > self.most:
             return None
         assert turn != self.summed and 0 <= turn < all_reduce.TURNS
