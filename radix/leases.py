@@ -67,13 +67,11 @@ class Leases:
         known = self._owners.setdefault(owner, _Owner(now_s))
         known.renewed_s = now_s
         former = known.grants.get(name)
-        if lease is None:
-            if former is not None:
-                self._end(former)
-            self._forget_if_idle(owner)
-            return
         if former is not None:
             self._drop(former)
+        if lease is None:
+            self._forget_if_idle(owner)
+            return
         grant = known.grants[name] = _Grant(owner, known, name, lease, seconds, next(self._serials))
         self._num_grants += 1
         heapq.heappush(self._ends, (grant.ends_s, grant.serial, grant))

@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     names, forms = options.workloads.split(","), options.forms.split(",")
     if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"there is no workload {unknown[0]!r}; there are {', '.join(NAMES)}")
-    if unknown := [form for form in ("language", "raw") if form not in forms] or [f for f in forms if f not in FORMS]:
+    if not {"language", "raw"} <= set(forms) <= set(FORMS):
         parser.error(f"--forms {options.forms}: language and raw are needed, serial and no_cache can be added")
     with _served(options) as url:
         size = options.programs, options.words, options.rounds
