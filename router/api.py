@@ -27,10 +27,12 @@ from starlette.middleware.cors import CORSMiddleware
 from router import openapi, request_id
 from router.auth import Keys
 from router.body import read_body
-from router.chat import ChatFormat
+from router.protocols.chat_reader import tokenized_conversation
+from router.protocols.chat_writer import ChatFormat
+from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
-from router.completion import CompletionFormat
+from router.protocols.completion_writer import CompletionFormat
 from router.config import RouterConfig
 from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation
@@ -138,6 +140,7 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             size,
             chat_job,
             body,
+            service.output_format,
             service.tokenizer,
             service.context_length,
             config.max_prompts,
@@ -357,9 +360,9 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
             raise invalid("'chat_template_kwargs' is for 'messages'.", "chat_template_kwargs")
         return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     assert body.messages is not None
-    messages = [message.for_template() for message in body.messages]
+    conversation = tokenized_conversation(body)
     try:
-        text = tokenizer.render_chat(messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
+        text = chat_prompt(conversation, service.output_format, tokenizer, body.add_generation_prompt is not False)
     except TemplateError as error:
         raise invalid(str(error), error.param) from None
     return tokenizer.encode(text, bool(body.add_special_tokens))

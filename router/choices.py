@@ -14,7 +14,7 @@ from router.output_text import Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest, Prompt, context_room, encode_prompt
 from router.programs import BranchCall, BranchText
 from router.requests import ChoicesRequest
-from router.responses import ChunkUsage, ScoredChoice, ScoredChoices, Usage, finite
+from router.responses import ScoredChoice, ScoredChoices, Usage, finite
 from router.tokenizer import Tokenizer
 from worker.messages import SamplingParams, TokenLogprobs
 
@@ -112,13 +112,13 @@ class ChoicesFormat:
         self._job = job
         self._model = model
 
-    def opening(self, index: int, usage: ChunkUsage) -> bytes:
+    def opening(self, index: int, usage: Usage) -> bytes:
         return b""
 
-    def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes:
+    def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
         return b""
 
-    def usage(self, usage: Usage) -> bytes:
+    def closing(self, usage: Usage) -> bytes:
         return b""
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:

@@ -2,18 +2,23 @@
 
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
 import msgspec
 
+from router.answer_syntax import AnswerSyntax
+from router.chat_prompt import chat_prompt, check_arguments
 from router.chat_template import TemplateError
+from router.conversation import Conversation
 from router.errors import ApiError, invalid
+from router.formats.format import OutputFormat
 from router.programs import BranchCall, BranchText, Held
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.protocols.chat_reader import chat_conversation
 from router.sampling import check_token_ids, sampling_params, sequence_seed
-from router.structure import structure
+from router.structure import constrained, structure
 from router.tokenizer import PromptTooLong, Tokenizer
 from worker.messages import SamplingParams
 
@@ -55,6 +60,8 @@ class PreparedRequest:
     | `wants_token_ids` | whether every choice has its `token_ids` |
     | `discard` | `max_tokens` is 0: the one token that the replica makes nevertheless is dropped |
     | `held` | the branch of a program that the request continues; its text begins the only prompt |
+    | `syntax` | how answers are read: thinking, calls; None if they are text and nothing else |
+    | `thinking_budget` | most tokens of thinking; None if it has no limit of its own |
     | `arrived` | `perf_counter` when the request came |
     """
 
@@ -75,12 +82,15 @@ class PreparedRequest:
     echo: bool = False
     discard: bool = False
     held: Held | None = None
+    syntax: AnswerSyntax | None = None
+    thinking_budget: int | None = None
     arrived: float = field(default_factory=perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def chat_job(
     request: ChatRequest,
+    format: OutputFormat,
     tokenizer: Tokenizer,
     context_length: int,
     max_sequences: int,
@@ -96,26 +106,92 @@ def chat_job(
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
-    grammar_param, grammar = structure(request)
-    sampling = sampling_params(
+    return conversation_job(
+        chat_conversation(request),
         request,
-        tokenizer.vocab_size,
-        grammar=grammar,
+        format,
+        tokenizer,
+        context_length,
+        max_sequences,
+        arrived,
+        id_prefix="chatcmpl-",
+        max_tokens=limits.pop() if limits else None,
+        max_tokens_param="max_tokens" if request.max_tokens is not None else "max_completion_tokens",
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        names_tier=request.service_tier is not None,
+        call=call,
     )
+
+
+def conversation_job(
+    conversation: Conversation,
+    request: GenerationRequest,
+    format: OutputFormat,
+    tokenizer: Tokenizer,
+    context_length: int,
+    max_sequences: int,
+    arrived: float,
+    *,
+    id_prefix: str,
+    max_tokens: int | None,
+    max_tokens_param: str,
+    messages_param: str = "messages",
+    logprobs: int | None = None,
+    names_tier: bool = False,
+    call: BranchCall | None = None,
+) -> PreparedRequest:
+    """Prepares the answer to a conversation, whichever protocol it came by: renders the template and tokenises. Slow:
+    run it in a thread. Raises ApiError.
+
+    | argument | meaning |
+    | --- | --- |
+    | `request` | sampling, `n`, stop strings, streaming, and the form of the text |
+    | `format` | how the model writes thinking and calls |
+    | `max_tokens` | most tokens of the answer; None for what fits into the context |
+    | `max_tokens_param`, `messages_param` | the protocol's names for these parameters, for errors |
+    """
+    grammar_param, grammar = structure(request)
     _check_request(request, 1, max_sequences)
     try:
-        messages = [message.for_template() for message in request.messages]
-        text = tokenizer.render_chat(messages, arguments=request.chat_template_kwargs)
+        check_arguments(conversation)
+        text = chat_prompt(conversation, format, tokenizer)
         token_ids = tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
     except TemplateError as error:
-        raise invalid(f"The chat template refuses these messages: {error}.", error.param) from None
+        param = messages_param if error.param == "messages" else error.param
+        raise invalid(f"The chat template refuses these messages: {error}.", param) from None
     except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length, "messages", "at least ") from None
-    room = context_room(token_ids, context_length, "messages")
-    param = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
-    max_tokens = _max_tokens(limits.pop() if limits else None, room, room, param)
-    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param, call)
+        raise _too_long(error.tokens, context_length, messages_param, "at least ") from None
+    syntax = _syntax(conversation, format, tokenizer, text)
+    if syntax is not None:
+        grammar_param, grammar = constrained(conversation, syntax, grammar_param, grammar)
+    sampling = sampling_params(request, tokenizer.vocab_size, grammar=grammar, logprobs=logprobs)
+    room = context_room(token_ids, context_length, messages_param)
+    limit = _max_tokens(max_tokens, room, room, max_tokens_param)
+    job = _job(request, id_prefix, [Prompt(token_ids)], sampling, [limit], arrived, grammar_param, call)
+    budget = conversation.thinking.budget
+    return replace(
+        job,
+        names_tier=names_tier,
+        prompt_param=messages_param,
+        syntax=syntax,
+        thinking_budget=budget if syntax is not None and syntax.may_think else None,
+    )
+
+
+def _syntax(
+    conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer, prompt: str
+) -> AnswerSyntax | None:
+    """How the answer is read; None if it is text and nothing else."""
+    tools, thinking = conversation.callable_tools, format.thinking
+    if not tools and thinking is None:
+        return None
+    return AnswerSyntax(
+        format=format,
+        tools=tools,
+        thinks=thinking is not None and format.opens_thinking(prompt),
+        parallel=conversation.parallel,
+        end_of_thinking=[] if thinking is None else tokenizer.encode_continuation(format.end_of_thinking),
+    )
 
 
 def completion_job(
@@ -152,7 +228,7 @@ def completion_job(
 
 
 def _job(
-    request: ChatRequest | CompletionRequest,
+    request: GenerationRequest,
     prefix: str,
     prompts: list[Prompt],
     sampling: SamplingParams,
@@ -187,13 +263,13 @@ def _job(
         priority=request.priority or 0,
         include_usage=include_usage,
         usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
-        names_tier=isinstance(request, ChatRequest) and request.service_tier is not None,
-        prompt_param="prompt" if isinstance(request, CompletionRequest) else "messages",
+        names_tier=False,
+        prompt_param="prompt",
         grammar_param=grammar_param,
         wants_logprobs=sampling.logprobs is not None,
         wants_token_ids=bool(request.return_token_ids),
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
-        discard=request.max_tokens == 0,
+        discard=isinstance(request, CompletionRequest) and request.max_tokens == 0,
         held=held,
         arrived=arrived,
     )

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 _LEAST_LOGPROB = -9999.0
@@ -20,13 +20,21 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """`reasoning_tokens`: those with which the model thought before its answer."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """Numbers of tokens: of the prompts, each counted once, and of all choices."""
+    """Numbers of tokens: of the prompts, each counted once, and of all choices. The details of completions are there
+    for models that think."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 ChunkUsage = Usage | UnsetType | None  # in a chunk: left out, null before the end, or the usage so far
@@ -53,10 +61,28 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """`arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(msgspec.Struct):
-    content: str
+    """The answer. `content` is null where there are only calls. Thinking has both of the names that clients know."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -77,9 +103,26 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class FunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A part of the call number `index`. The first has its id and name, the others a fragment of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

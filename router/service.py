@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -16,6 +16,7 @@ import msgspec
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
+from router.formats.format import OutputFormat
 from router.metrics import Metrics, ReplicaTimes
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
@@ -70,7 +71,7 @@ class Service:
     """Generates text for one model, on whatever replicas there are.
 
     `model` is its name in the API. `context_length` is the most tokens of prompt and output together. `defaults` are
-    the sampling parameters of requests that leave them out.
+    the sampling parameters of requests that leave them out. `output_format` is how the model writes thinking and calls.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Service:
         model: str,
         context_length: int,
         defaults: SamplingDefaults,
+        output_format: OutputFormat,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
@@ -91,6 +93,7 @@ class Service:
         self.model = model
         self.context_length = context_length
         self.defaults = defaults
+        self.output_format = output_format
         self.programs = Programs()
         metrics.watch_programs(self.programs)
         self._placer = placer
@@ -125,18 +128,20 @@ class Service:
         priority: int,
         arrived: float,
         call: BranchCall | None = None,
+        output_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
-        `perf_counter` of the HTTP request. `call`: the program that it belongs to. Raises ApiError.
+        `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
+        its output already, which are not yielded. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
         """
         head_start_s = 0.0 if call is None else call.head_start_s(self.programs.age_s(call.lease.owner))
-        produced: list[int] = []
+        produced = list(output_ids)
         lost: list[str] = []
         refused: dict[str, Failure] = {}
-        resumed = False
+        resumed = bool(output_ids)
         deaths = 0
         for run in itertools.count():
             request = Generate(
