@@ -83,6 +83,7 @@ class Generation:
                 answer.tokens += piece.tokens
                 answer.token_ids += piece.token_ids
                 answer.finish_reason = piece.finish_reason
+                answer.embedding = piece.embedding
 
             await self._follow(sequence, on_piece)
             answer.text = "".join(text)

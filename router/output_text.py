@@ -21,12 +21,14 @@ class TokenText:
 @dataclass(slots=True)
 class Piece:
     """New text that is final, the tokens that begin in it (if log probabilities are wanted), the output tokens that
-    came with it, and the finish reason. Text may come later than its tokens, while it may be part of a stop string."""
+    came with it, the finish reason, and the embedding of a pooled prompt. Text may come later than its tokens, while it
+    may be part of a stop string."""
 
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
+    embedding: bytes = b""
 
 
 class OutputText:
@@ -82,7 +84,7 @@ class OutputText:
         return piece
 
     def push(self, output: Output) -> Piece:
-        piece = Piece(token_ids=output.token_ids)
+        piece = Piece(token_ids=output.token_ids, embedding=output.embedding or b"")
         text: list[str] = []
         last = len(output.token_ids) - 1
         for number, token_id in enumerate(output.token_ids):

@@ -17,6 +17,7 @@ from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.metrics import Metrics, ReplicaTimes
+from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ class Service:
     """Generates text for one model, on whatever replicas there are.
 
     `model` is its name in the API. `context_length` is the most tokens of prompt and output together. `defaults` are
-    the sampling parameters of requests that leave them out.
+    the sampling parameters of requests that leave them out. `pooling`: how the model's embeddings are made.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Service:
         model: str,
         context_length: int,
         defaults: SamplingDefaults,
+        pooling: Pooling | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
@@ -91,6 +93,7 @@ class Service:
         self.model = model
         self.context_length = context_length
         self.defaults = defaults
+        self.pooling = pooling or Pooling()
         self.programs = Programs()
         metrics.watch_programs(self.programs)
         self._placer = placer

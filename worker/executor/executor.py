@@ -18,7 +18,7 @@ class ForwardOutput(NamedTuple):
     |
     | `greedy_tokens` | int64 `[sum of Plan.num_logits]`, the argmax of `logits` if the step's CUDA graph took it, else
     None |
-    | `hidden` | float32 `[sum of num_hidden, hidden_size]`, hidden states after the final norm, if the plan asks for any
+    | `hidden` | float32 `[sum of num_hidden, hidden_size]`, hidden states after the final norm, if the plan wants any
     |
     """
 
