@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from shoal import chat
-from shoal.chat import ChatTerminal, Conversation, figures, piped, transcript
+from shoal.chat import piped
+from shoal.chat_conversation import Conversation, transcript
+from shoal.chat_terminal import ChatTerminal, figures
 from shoal.client import Answer, Client, ServerError
 
 Fake = Any  # of conftest.py
