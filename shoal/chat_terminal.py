@@ -1,30 +1,47 @@
-"""The chat in a terminal: prompt and commands, answers as Markdown."""
+"""The chat in a terminal: prompt and commands, answers as Markdown, thinking folded, calls of tools as they run."""
 
 import os
 import readline
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
-from shoal.chat_conversation import Conversation, transcript
-from shoal.client import Answer, ServerError
+from shoal.chat_conversation import MANY_ROUNDS, Conversation, transcript
+from shoal.chat_tools import printable, shown
+from shoal.client import Answer, ServerError, Streamed, StreamedCall, ThoughtPiece
 from shoal.markdown import stream
 
 COMMANDS = {
     "/help": "this list",
+    "/retry": "ask the last question again; the new answer replaces the last one",
+    "/edit": "change the last question; the new one, and its answer, replace the last",
+    "/undo": "forget the last question and its answer",
+    "/think": "show what the model thought before its last answer",
+    "/tools": "list the tools that the model may call, and whether they run without asking",
     "/reset": "forget the conversation; the system prompt stays",
     "/system TEXT": "set the system prompt and forget the conversation; without TEXT show it, with - remove it",
     "/save FILE": "write the conversation to FILE, as Markdown, or as JSON messages if it ends in .json",
     "/stats": "show or hide the line of figures under an answer",
     "/quit": "leave, as Ctrl-D does",
 }
+HINTS = (
+    "a line that ends in \\ goes on in the next; Ctrl-C stops an answer or a tool",
+    "shoal chat --tool MODULE:FUNCTION gives the model a Python function that it may call",
+)
+RESULT_LINES = 6  # of a tool's result, shown
 
 
 class ChatTerminal:
@@ -52,15 +69,16 @@ class ChatTerminal:
         finally:
             history.save()
 
-    def _read(self) -> str | None:
-        """Returns a line, or several if each but the last ends in a backslash; None at the end of the input. Ctrl-C
-        drops the line."""
+    def _read(self, before: str = "") -> str | None:
+        """Returns a line, or several if each but the last ends in a backslash; None at the end of the input. `before`
+        stands in the prompt, to be edited. Ctrl-C drops the line."""
         lines: list[str] = []
+        old = before.replace("\n", "\\\n").split("\n")
         while True:
             # \x01 and \x02 tell readline that the characters between them take no room.
             prompt = "\x01\x1b[1;36m\x02> \x01\x1b[0m\x02" if not lines else "\x01\x1b[2m\x02. \x01\x1b[0m\x02"
             try:
-                line = typed(prompt)
+                line = typed(prompt, old.pop(0) if old else "")
             except EOFError:
                 self.console.print()
                 return None
@@ -71,18 +89,85 @@ class ChatTerminal:
             if not line.endswith("\\"):
                 return "\n".join(lines).strip()
 
-    def _ask(self, question: str) -> None:
+    def _ask(self, question: str, again: bool = False) -> None:
+        self._answer(lambda: self.talk.ask(question, self._show, self._call, again))
+
+    def _answer(self, ask: Callable[[], Answer]) -> None:
+        """Shows an answer as it comes, or the error."""
         self.console.print()
+        kept = self.talk.messages
         try:
-            with silent_keyboard():
-                answer = self.talk.ask(question, lambda pieces: stream(self.console, pieces))
+            answer = ask()
         except ServerError as error:
             self.console.print(f"{error}", style="red", markup=False)
-            self.console.print("[dim]the question was not kept; /reset starts over[/]\n")
+            self.console.print("[dim]the question was not kept; /retry asks it again, /reset starts over[/]\n")
             return
+        if answer.finish_reason == "rounds":
+            self._say(MANY_ROUNDS)
+        elif self.talk.messages is kept and answer.finish_reason != "stopped":
+            self._say("no answer; the question was not kept")
         if self.figures or answer.finish_reason == "stopped":
-            self.console.print(figures(answer), style="dim", markup=False)
+            self._say(figures(answer))
         self.console.print()
+
+    def _show(self, pieces: Iterable[Streamed]) -> None:
+        """Shows the text of an answer, and what else it has while that comes."""
+        with silent_keyboard():
+            for kind, group in groupby(pieces, type):
+                if kind is ThoughtPiece:
+                    self._show_thinking(piece.text for piece in group if isinstance(piece, ThoughtPiece))
+                elif kind is StreamedCall:
+                    with Live(console=self.console, refresh_per_second=12, transient=True) as live:
+                        for call in group:
+                            assert isinstance(call, StreamedCall)
+                            live.update(Progress(f"calls {printable(call.name)} …", call.arguments))
+                else:
+                    stream(self.console, (piece for piece in group if isinstance(piece, str)))
+
+    def _show_thinking(self, pieces: Iterable[str]) -> None:
+        thinking, began = "", time.perf_counter()
+        try:
+            with Live(console=self.console, refresh_per_second=12, transient=True) as live:
+                for piece in pieces:
+                    thinking += piece
+                    live.update(Progress("thinking …", thinking))
+        finally:
+            time_s = time.perf_counter() - began
+            self._say(f"thought for {time_s:.1f} s, {len(thinking.split())} words; /think shows it")
+            self.console.print()
+
+    def _call(self, call: StreamedCall) -> str:
+        """Runs a call of a tool, if the user allows it. Returns what the model reads."""
+        self.console.print(shown(call.name, call.arguments), style="cyan", markup=False)
+        result = self.talk.tools.answer(call, self._permits)
+        lines = printable(result).rstrip("\n").split("\n")
+        for line in lines[:RESULT_LINES]:
+            self.console.print(Text(line, "dim"), no_wrap=True, overflow="ellipsis")
+        if len(lines) > RESULT_LINES:
+            self._say(f"… {len(lines) - RESULT_LINES} more lines")
+        self.console.print()
+        return result
+
+    def _permits(self, call: StreamedCall) -> bool:
+        if sys.stdin.isatty():  # what was typed before the question is no answer to it
+            with suppress(termios.error):
+                termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        readline.set_auto_history(False)
+        try:
+            while True:
+                match typed("run it? [y]es / [n]o / [a]lways for this tool: ").strip().lower():
+                    case "y" | "yes":
+                        return True
+                    case "n" | "no":
+                        return False
+                    case "a" | "always":
+                        self.talk.tools.allowed.add(call.name)
+                        return True
+        except EOFError:
+            self.console.print()
+            return False
+        finally:
+            readline.set_auto_history(True)
 
     def _command(self, line: str) -> bool:
         """Runs a /command. Returns false if it leaves the chat."""
@@ -94,7 +179,23 @@ class ChatTerminal:
             case "/help":
                 for command, what in COMMANDS.items():
                     self.console.print(f"  [cyan]{command:<13}[/] [dim]{what}[/]")
-                self.console.print("  [dim]a line that ends in \\ goes on in the next; Ctrl-C stops an answer[/]")
+                for hint in HINTS:
+                    self.console.print(f"  {hint}", style="dim", markup=False)
+            case "/retry" | "/edit" if self.talk.question is None:
+                self._say("there is no question yet")
+            case "/retry":
+                self._answer(lambda: self.talk.retry(self._show, self._call))
+                return True
+            case "/edit":
+                if question := self._read(self.talk.question or ""):
+                    self._ask(question, again=True)
+                return True
+            case "/undo":
+                self._say("the last question is forgotten" if self.talk.undo() else "there is no question yet")
+            case "/think":
+                self._say(printable(self.talk.thinking) or "the model did not think before its last answer")
+            case "/tools":
+                self._tools()
             case "/reset":
                 self.talk.reset()
                 self._say("the conversation is forgotten")
@@ -109,6 +210,15 @@ class ChatTerminal:
                 self._say(f"no command {name}; /help lists them")
         self.console.print()
         return True
+
+    def _tools(self) -> None:
+        tools = self.talk.tools
+        if not tools.tools:
+            self._say("there are none; shoal chat --tool MODULE:FUNCTION gives the model one")
+        for tool in tools.tools.values():
+            how = "runs without asking" if tool.name in tools.allowed else "asks"
+            line = Text.assemble("  ", (f"{tool.name}({', '.join(tool.parameters['properties'])})", "cyan"))
+            self.console.print(line.append(f" {how} · {printable(tool.description)}", "dim"))
 
     def _system(self, text: str) -> None:
         if not text:
@@ -136,6 +246,22 @@ class ChatTerminal:
         self.console.print(text, style="dim", markup=False)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """One line for text that is not shown while it grows: how many words it has, and its last ones."""
+
+    title: str
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        said = f"{self.title} {len(self.text.split())} words"
+        lines = self.text[-options.max_width :].strip().splitlines()
+        end = printable(lines[-1]) if lines else ""
+        while cell_len(end) > max(0, options.max_width - len(said) - 4):
+            end = end[1:]
+        yield Text(f"{said} · {end}" if end else said, "dim", no_wrap=True, overflow="crop")
+
+
 class Resumed(Exception):
     """Raised when the chat continues after Ctrl-Z. `text` is what had been typed."""
 
@@ -143,10 +269,9 @@ class Resumed(Exception):
         self.text = text
 
 
-def typed(prompt: str) -> str:
-    """Reads a line like `input`. When the chat continues after Ctrl-Z, shows the prompt again with what had been
-    typed."""
-    text = ""
+def typed(prompt: str, text: str = "") -> str:
+    """Reads a line like `input`; `text` stands in it from the beginning. When the chat continues after Ctrl-Z, shows the
+    prompt again with what had been typed."""
     modes: list[Any] = []  # modes of the terminal while a line is edited
 
     def started() -> None:

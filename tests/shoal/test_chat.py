@@ -166,10 +166,11 @@ def terminal(talk: Conversation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             raise line
 
         monkeypatch.setattr("builtins.input", read)
+        out = io.StringIO()
         screen = ChatTerminal(talk)
-        screen.console = Console(file=io.StringIO(), width=100, highlight=False)
+        screen.console = Console(file=out, width=100, highlight=False)
         screen.run()
-        return screen.console.file.getvalue()  # type: ignore[attr-defined]
+        return out.getvalue()
 
     return run
 
