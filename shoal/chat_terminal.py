@@ -270,8 +270,8 @@ class Resumed(Exception):
 
 
 def typed(prompt: str, text: str = "") -> str:
-    """Reads a line like `input`; `text` stands in it from the beginning. When the chat continues after Ctrl-Z, shows the
-    prompt again with what had been typed."""
+    """Reads a line like `input`; `text` stands in it from the beginning. When the chat continues after Ctrl-Z, shows
+    the prompt again with what had been typed."""
     modes: list[Any] = []  # modes of the terminal while a line is edited
 
     def started() -> None:
