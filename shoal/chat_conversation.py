@@ -104,7 +104,7 @@ class Conversation:
         return answer
 
     def _round(self, show: Callable[[Iterable[Streamed]], None]) -> Answer:
-        """One request, whose answer becomes a message unless it has neither text nor calls."""
+        """Sends one request. Its answer becomes a message unless it has neither text nor calls."""
         answer = Answer()
         parameters = self.parameters | ({"tools": self.tools.described()} if self.tools.tools else {})
         with closing(self.client.chat(self.model, self._sent(), answer, **parameters)) as pieces:

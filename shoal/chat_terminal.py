@@ -133,7 +133,7 @@ class ChatTerminal:
                     live.update(Progress("thinking …", thinking))
         finally:
             time_s = time.perf_counter() - began
-            self._say(f"thought for {time_s:.1f} s, {len(thinking.split())} words; /think shows it")
+            self._say(f"thought for {time_s:.1f} s, {words(thinking)}; /think shows it")
             self.console.print()
 
     def _call(self, call: StreamedCall) -> str:
@@ -248,18 +248,24 @@ class ChatTerminal:
 
 @dataclass(frozen=True)
 class Progress:
-    """One line for text that is not shown while it grows: how many words it has, and its last ones."""
+    """A line for text that is not shown while it grows: how many words it has, and its last ones."""
 
     title: str
     text: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        said = f"{self.title} {len(self.text.split())} words"
+        said = f"{self.title} {words(self.text)}"
         lines = self.text[-options.max_width :].strip().splitlines()
         end = printable(lines[-1]) if lines else ""
         while cell_len(end) > max(0, options.max_width - len(said) - 4):
             end = end[1:]
-        yield Text(f"{said} · {end}" if end else said, "dim", no_wrap=True, overflow="crop")
+        yield Text(f"{said} · {end.lstrip()}" if end else said, "dim", no_wrap=True, overflow="crop")
+
+
+def words(text: str) -> str:
+    """How long a text is: `3 words`."""
+    number = len(text.split())
+    return f"{number} word{'' if number == 1 else 's'}"
 
 
 class Resumed(Exception):
