@@ -51,7 +51,9 @@ def parser() -> Parser:
         "--top-p", type=float, metavar="X", help="sample from the likeliest tokens with this total probability"
     )
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens in an answer")
-    sampling.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    sampling.add_argument(
+        "--seed", type=int, metavar="N", help="the same seed gives the same answer; /retry takes the next one"
+    )
     sampling.add_argument(
         "--reasoning-effort",
         metavar="LEVEL",
