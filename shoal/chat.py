@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 
-from shoal.chat_conversation import MANY_ROUNDS, Conversation
+from shoal.chat_conversation import MANY_ROUNDS, ChatConversation
 from shoal.chat_terminal import ChatTerminal
 from shoal.chat_tools import Toolbox, ToolError, load, shown
 from shoal.client import Client, ServerError, Streamed, StreamedCall
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
             model = args.model or next(iter(models))
             if "temperature" not in (models.get(model, {}).get("default_sampling") or {}):
                 parameters.setdefault("temperature", TEMPERATURE)
-            talk = Conversation(client, model, args.system, parameters, tools)
+            talk = ChatConversation(client, model, args.system, parameters, tools)
             if sys.stdin.isatty() and sys.stdout.isatty():
                 ChatTerminal(talk).run()
                 return 0
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, ToolError) else 1
 
 
-def piped(talk: Conversation, lines: Iterable[str], write: Callable[[str], object]) -> int:
+def piped(talk: ChatConversation, lines: Iterable[str], write: Callable[[str], object]) -> int:
     """Reads one prompt per line and writes only the answers. Stops at the first prompt that fails. Returns the exit
     code: 0, 1 after a failure, 130 after Ctrl-C."""
     separator = ""  # between the text before calls of tools and the text after them

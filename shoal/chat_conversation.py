@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from shoal.chat_tools import DENIED, Toolbox, shown
-from shoal.client import THINKING_NAMES, Answer, Client, Streamed, StreamedCall
+from shoal.client import THINKING_NAMES, ChatAnswer, Client, Streamed, StreamedCall
 
 MOST_ROUNDS = 16  # of calls in one turn
 MANY_ROUNDS = f"no answer after {MOST_ROUNDS} rounds of calls"
@@ -19,7 +19,7 @@ def denied(call: StreamedCall) -> str:
     return DENIED
 
 
-class Conversation:
+class ChatConversation:
     """The messages so far. A question that gets no answer is removed again.
 
     A turn is a question with all that follows it: calls of tools with their results, and an answer. No call is without
@@ -48,7 +48,7 @@ class Conversation:
         show: Callable[[Iterable[Streamed]], None],
         call: Callable[[StreamedCall], str] = denied,
         again: bool = False,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Sends a question and hands the pieces of the answer to `show` as they come. While the model calls tools,
         `call` gives their results, and the answer goes on. With `again`, the question replaces the last one; if it gets
         no answer, the replaced turn stays.
@@ -70,7 +70,9 @@ class Conversation:
             self.messages = before
         return answer
 
-    def retry(self, show: Callable[[Iterable[Streamed]], None], call: Callable[[StreamedCall], str] = denied) -> Answer:
+    def retry(
+        self, show: Callable[[Iterable[Streamed]], None], call: Callable[[StreamedCall], str] = denied
+    ) -> ChatAnswer:
         """Asks the last question again, with the next seed where there is one. Raises ServerError."""
         assert self.question is not None
         if "seed" in self.parameters:
@@ -92,7 +94,7 @@ class Conversation:
         self._turn = users[-1] if users else len(self.messages)
         self.question = self.messages[self._turn]["content"] if users else None
 
-    def _answered(self, show: Callable[[Iterable[Streamed]], None], call: Callable[[StreamedCall], str]) -> Answer:
+    def _answered(self, show: Callable[[Iterable[Streamed]], None], call: Callable[[StreamedCall], str]) -> ChatAnswer:
         for _ in range(MOST_ROUNDS):
             answer = self._round(show)
             if not answer.calls:
@@ -103,9 +105,9 @@ class Conversation:
         answer.finish_reason = "rounds"
         return answer
 
-    def _round(self, show: Callable[[Iterable[Streamed]], None]) -> Answer:
+    def _round(self, show: Callable[[Iterable[Streamed]], None]) -> ChatAnswer:
         """Sends one request. Its answer becomes a message unless it has neither text nor calls."""
-        answer = Answer()
+        answer = ChatAnswer()
         parameters = self.parameters | ({"tools": self.tools.described()} if self.tools.tools else {})
         with closing(self.client.chat(self.model, self._sent(), answer, **parameters)) as pieces:
             try:

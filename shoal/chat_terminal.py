@@ -19,9 +19,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from shoal.chat_conversation import MANY_ROUNDS, Conversation, transcript
+from shoal.chat_conversation import MANY_ROUNDS, ChatConversation, transcript
 from shoal.chat_tools import printable, shown
-from shoal.client import Answer, ServerError, Streamed, StreamedCall, ThoughtPiece
+from shoal.client import ChatAnswer, ServerError, Streamed, StreamedCall, ThoughtPiece
 from shoal.markdown import stream
 
 COMMANDS = {
@@ -47,7 +47,7 @@ RESULT_LINES = 6  # of a tool's result, shown
 class ChatTerminal:
     """The interactive chat: a prompt with history and editing, answers as Markdown, figures under them."""
 
-    def __init__(self, talk: Conversation) -> None:
+    def __init__(self, talk: ChatConversation) -> None:
         self.talk = talk
         self.console = Console(highlight=False)
         self.figures = True
@@ -92,7 +92,7 @@ class ChatTerminal:
     def _ask(self, question: str, again: bool = False) -> None:
         self._answer(lambda: self.talk.ask(question, self._show, self._call, again))
 
-    def _answer(self, ask: Callable[[], Answer]) -> None:
+    def _answer(self, ask: Callable[[], ChatAnswer]) -> None:
         """Shows an answer as it comes, or the error."""
         self.console.print()
         kept = self.talk.messages
@@ -327,7 +327,7 @@ def silent_keyboard() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def figures(answer: Answer) -> str:
+def figures(answer: ChatAnswer) -> str:
     """The line under an answer: its tokens, how much of the prompt was cached, how fast it came."""
     parts = []
     if answer.finish_reason == "stopped":

@@ -40,7 +40,7 @@ Streamed = str | ThoughtPiece | StreamedCall
 
 
 @dataclass
-class Answer:
+class ChatAnswer:
     """A chat answer. `text`, `thinking`, `calls` and `pieces` (how many pieces all of them came in) grow while it
     streams; `thinking_name` is the server's name for thinking in a message. The token counts are the server's and come
     at the end; None if it sends none. Times are in seconds since the request was sent."""
@@ -103,7 +103,7 @@ class Client:
             raise ServerError(f"{self.url} does not speak OpenAI's protocol: /v1/models is no list of models") from None
 
     def chat(
-        self, model: str, messages: list[dict[str, Any]], answer: Answer, **parameters: Any
+        self, model: str, messages: list[dict[str, Any]], answer: ChatAnswer, **parameters: Any
     ) -> Generator[Streamed, None, None]:
         """Streams an answer: fills `answer`, and yields each piece of text or thinking, and a call each time it has
         grown. Closing the iterator stops the server's work.
@@ -132,7 +132,7 @@ class Client:
         return ServerError(f"{self.url}: the connection broke: {error or type(error).__name__}")
 
 
-def _pieces(response: httpx.Response, answer: Answer) -> Iterator[Streamed]:
+def _pieces(response: httpx.Response, answer: ChatAnswer) -> Iterator[Streamed]:
     """The pieces of an answer in a stream of server-sent events. Raises ServerError when the stream reports an error or
     ends too early."""
     for line in _lines(response):
@@ -158,7 +158,7 @@ def _pieces(response: httpx.Response, answer: Answer) -> Iterator[Streamed]:
     raise ServerError("the server broke the answer off")
 
 
-def _added(delta: dict[str, Any], answer: Answer) -> Iterator[Streamed]:
+def _added(delta: dict[str, Any], answer: ChatAnswer) -> Iterator[Streamed]:
     """Adds a delta to the answer; yields its pieces."""
     for name in THINKING_NAMES:
         if (thought := delta.get(name)) and isinstance(thought, str):
@@ -195,7 +195,7 @@ def _lines(response: httpx.Response) -> Iterator[bytes]:
     yield rest
 
 
-def _count(usage: dict[str, Any] | None, answer: Answer) -> None:
+def _count(usage: dict[str, Any] | None, answer: ChatAnswer) -> None:
     if usage:
         answer.prompt_tokens = usage.get("prompt_tokens")
         answer.output_tokens = usage.get("completion_tokens")

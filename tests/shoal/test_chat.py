@@ -13,19 +13,19 @@ from rich.console import Console
 
 from shoal import chat, chat_terminal
 from shoal.chat import piped
-from shoal.chat_conversation import Conversation, transcript
+from shoal.chat_conversation import ChatConversation, transcript
 from shoal.chat_terminal import ChatTerminal, Progress, figures
 from shoal.chat_tools import DENIED, Toolbox, described
-from shoal.client import Answer, Client, ServerError, Streamed, StreamedCall, ThoughtPiece
+from shoal.client import ChatAnswer, Client, ServerError, Streamed, StreamedCall, ThoughtPiece
 
 Fake = Any  # of conftest.py
 Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def talk(fake: Fake) -> Iterator[Conversation]:
+def talk(fake: Fake) -> Iterator[ChatConversation]:
     with Client(fake.url + "/v1/") as client:
-        yield Conversation(client, "fake", None, {"temperature": 0.0})
+        yield ChatConversation(client, "fake", None, {"temperature": 0.0})
 
 
 def drain(pieces: Iterable[Streamed]) -> None:
@@ -61,7 +61,7 @@ def thought(text: str) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- the conversation
 
 
-def test_turns_follow_one_another(fake: Fake, talk: Conversation) -> None:
+def test_turns_follow_one_another(fake: Fake, talk: ChatConversation) -> None:
     answer = talk.ask("hello there", drain)
     assert (answer.text, answer.finish_reason) == ("You said: hello there", "stop")
     assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (9, 4, 4)
@@ -70,12 +70,12 @@ def test_turns_follow_one_another(fake: Fake, talk: Conversation) -> None:
     assert fake.bodies[0]["temperature"] == 0.0 and "top_p" not in fake.bodies[0]
 
 
-def test_every_character_may_be_in_an_answer(talk: Conversation) -> None:
+def test_every_character_may_be_in_an_answer(talk: ChatConversation) -> None:
     text = "a\u2028b\x85c é 🦊 \r\n d\x1ce"
     assert talk.ask(text, drain).text == f"You said: {text}"
 
 
-def test_a_reset_keeps_the_system_prompt(talk: Conversation) -> None:
+def test_a_reset_keeps_the_system_prompt(talk: ChatConversation) -> None:
     talk.system = "be brief"
     talk.ask("x", drain)
     talk.reset()
@@ -91,7 +91,9 @@ def test_a_reset_keeps_the_system_prompt(talk: Conversation) -> None:
         ("no end", "broke the answer off"),
     ],
 )
-def test_a_question_without_an_answer_leaves_no_trace(fake: Fake, talk: Conversation, fault: str, says: str) -> None:
+def test_a_question_without_an_answer_leaves_no_trace(
+    fake: Fake, talk: ChatConversation, fault: str, says: str
+) -> None:
     fake.fault = fault
     with pytest.raises(ServerError, match=says):
         talk.ask("x", drain)
@@ -100,7 +102,7 @@ def test_a_question_without_an_answer_leaves_no_trace(fake: Fake, talk: Conversa
     assert talk.ask("y", drain).text == "You said: y"
 
 
-def test_an_answer_that_is_stopped_counts_as_far_as_it_came(talk: Conversation) -> None:
+def test_an_answer_that_is_stopped_counts_as_far_as_it_came(talk: ChatConversation) -> None:
     def stop_after_two(pieces: Iterable[Streamed]) -> None:
         for n, _ in enumerate(pieces):
             if n == 1:
@@ -119,11 +121,11 @@ def test_an_answer_that_is_stopped_counts_as_far_as_it_came(talk: Conversation) 
 # ---------------------------------------------------------------- thinking, and calls of tools
 
 
-def test_an_answer_streams_as_text_thinking_and_calls(fake: Fake, talk: Conversation) -> None:
+def test_an_answer_streams_as_text_thinking_and_calls(fake: Fake, talk: ChatConversation) -> None:
     fake.answers = [thought("I wonder") + said("Let me see") + called("add", '{"a": 1, "b": 2}')]
     two = {"index": 1, "id": "call_2", "function": {"name": "f", "arguments": "{}"}}
     fake.answers[0].append({"tool_calls": [two]})
-    answer = Answer()
+    answer = ChatAnswer()
     pieces = list(talk.client.chat("fake", [], answer))
     assert "".join(piece.text for piece in pieces if isinstance(piece, ThoughtPiece)) == answer.thinking == "I wonder"
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == answer.text == "Let me see"
@@ -132,17 +134,17 @@ def test_an_answer_streams_as_text_thinking_and_calls(fake: Fake, talk: Conversa
 
 
 @pytest.mark.parametrize("index", [{}, {"index": 0}])
-def test_calls_of_servers_that_send_them_whole(fake: Fake, talk: Conversation, index: dict[str, int]) -> None:
+def test_calls_of_servers_that_send_them_whole(fake: Fake, talk: ChatConversation, index: dict[str, int]) -> None:
     names = ("f", "g")
     fake.answers = [
         [{"tool_calls": [{**index, "id": f"c{name}", "function": {"name": name, "arguments": "{}"}}]} for name in names]
     ]
-    answer = Answer()
+    answer = ChatAnswer()
     drain(talk.client.chat("fake", [], answer))
     assert answer.calls == [StreamedCall("cf", "f", "{}"), StreamedCall("cg", "g", "{}")]
 
 
-def test_a_call_its_result_and_the_answer_to_it(fake: Fake, talk: Conversation) -> None:
+def test_a_call_its_result_and_the_answer_to_it(fake: Fake, talk: ChatConversation) -> None:
     talk.tools = Toolbox([described(add, "add")])
     fake.answers = [
         [{"reasoning": "sum?"}, *called("add", '{"a": 1, "b": 2}')],
@@ -167,14 +169,14 @@ def test_a_call_its_result_and_the_answer_to_it(fake: Fake, talk: Conversation) 
     assert [message for message in fake.bodies[2]["messages"] if "reasoning" in message] == []  # that of an old turn
 
 
-def test_a_model_that_calls_forever_is_stopped(fake: Fake, talk: Conversation) -> None:
+def test_a_model_that_calls_forever_is_stopped(fake: Fake, talk: ChatConversation) -> None:
     talk.tools = Toolbox([described(add, "add")])
     fake.answers = [called("add", "{}", number) for number in range(20)]
     assert talk.ask("go", drain).finish_reason == "rounds"
     assert len(fake.bodies) == 16 and talk.messages[-1]["content"] == DENIED
 
 
-def test_a_stopped_call_leaves_no_call_without_a_result(fake: Fake, talk: Conversation) -> None:
+def test_a_stopped_call_leaves_no_call_without_a_result(fake: Fake, talk: ChatConversation) -> None:
     fake.answers = [called("add", "{}") + called("add", "{}", number=2)]
     asked: list[str] = []
 
@@ -196,7 +198,7 @@ def test_a_stopped_call_leaves_no_call_without_a_result(fake: Fake, talk: Conver
     assert talk.messages[-1] == {"role": "assistant", "content": "I will"}
 
 
-def test_a_failure_after_a_call_leaves_no_trace(fake: Fake, talk: Conversation) -> None:
+def test_a_failure_after_a_call_leaves_no_trace(fake: Fake, talk: ChatConversation) -> None:
     def fail(call: StreamedCall) -> str:
         fake.fault = "refuses"
         return "1"
@@ -207,7 +209,7 @@ def test_a_failure_after_a_call_leaves_no_trace(fake: Fake, talk: Conversation) 
     assert talk.messages == []
 
 
-def test_a_question_is_asked_again(fake: Fake, talk: Conversation) -> None:
+def test_a_question_is_asked_again(fake: Fake, talk: ChatConversation) -> None:
     talk.parameters["seed"] = 5
     talk.ask("one", drain)
     fake.answers = [called("add", "{}"), said("first")]
@@ -230,14 +232,14 @@ def test_a_question_is_asked_again(fake: Fake, talk: Conversation) -> None:
 # ---------------------------------------------------------------- from a pipe
 
 
-def test_a_pipe_is_a_prompt_a_line_and_answers_alone(fake: Fake, talk: Conversation) -> None:
+def test_a_pipe_is_a_prompt_a_line_and_answers_alone(fake: Fake, talk: ChatConversation) -> None:
     out: list[str] = []
     assert piped(talk, ["a b\n", "\n", "c\n"], out.append) == 0
     assert "".join(out) == "You said: a b\nYou said: c\n"
     assert len(fake.bodies[1]["messages"]) == 3
 
 
-def test_a_pipe_ends_at_the_first_failure(fake: Fake, talk: Conversation, capsys: Captured) -> None:
+def test_a_pipe_ends_at_the_first_failure(fake: Fake, talk: ChatConversation, capsys: Captured) -> None:
     fake.fault = "refuses"
     assert piped(talk, ["a\n", "b\n"], lambda text: None) == 1
     assert "shoal chat: the prompt is too long" in capsys.readouterr().err and len(fake.bodies) == 1
@@ -318,7 +320,7 @@ def test_no_server_is_one_line(capsys: Captured) -> None:
 
 
 @pytest.fixture
-def terminal(talk: Conversation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+def terminal(talk: ChatConversation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """Types lines into a chat until they are over; returns what was shown."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
@@ -346,7 +348,7 @@ def test_an_answer_with_its_figures(terminal: Callable[..., str]) -> None:
     assert "You said: hello there" in shown and "4 tokens · prompt 9, 4 cached" in shown
 
 
-def test_commands(fake: Fake, talk: Conversation, terminal: Callable[..., str], tmp_path: Path) -> None:
+def test_commands(fake: Fake, talk: ChatConversation, terminal: Callable[..., str], tmp_path: Path) -> None:
     saved = tmp_path / "chat.md"
     shown = terminal(
         "/help", "/system be brief", "hi", "/stats", "hi again", f"/save {saved}", "/system", "/odd", "/quit"
@@ -377,7 +379,7 @@ def test_thinking_grows_in_one_line() -> None:
     assert len(line("狐" * 90, 40).splitlines()) == 1 and len(line("word " * 50, 12)) == 13
 
 
-def test_a_call_runs_when_the_user_says_so(fake: Fake, talk: Conversation, terminal: Callable[..., str]) -> None:
+def test_a_call_runs_when_the_user_says_so(fake: Fake, talk: ChatConversation, terminal: Callable[..., str]) -> None:
     def fail() -> None:
         raise ValueError("no luck")
 
@@ -396,7 +398,7 @@ def test_a_call_runs_when_the_user_says_so(fake: Fake, talk: Conversation, termi
     assert "add(a, b) runs without asking · The sum." in shown and "fail() asks" in shown
 
 
-def test_an_allowed_tool_asks_no_more(fake: Fake, talk: Conversation, terminal: Callable[..., str]) -> None:
+def test_an_allowed_tool_asks_no_more(fake: Fake, talk: ChatConversation, terminal: Callable[..., str]) -> None:
     talk.tools = Toolbox([described(lambda: "\n".join("abcdefghi"), "letters")], allow_all=True)
     fake.answers = [called("letters", "{}"), said("All of them.")]
     shown = terminal("go")
@@ -404,7 +406,7 @@ def test_an_allowed_tool_asks_no_more(fake: Fake, talk: Conversation, terminal: 
 
 
 def test_ctrl_c_at_a_call_comes_back_to_the_prompt(
-    fake: Fake, talk: Conversation, terminal: Callable[..., str]
+    fake: Fake, talk: ChatConversation, terminal: Callable[..., str]
 ) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
@@ -422,7 +424,7 @@ def test_an_endless_turn_is_told(fake: Fake, terminal: Callable[..., str]) -> No
 
 
 def test_the_last_question_is_retried_edited_and_forgotten(
-    fake: Fake, talk: Conversation, terminal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    fake: Fake, talk: ChatConversation, terminal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before: list[str] = []
 
@@ -440,7 +442,9 @@ def test_the_last_question_is_retried_edited_and_forgotten(
     assert [message["content"] for message in talk.messages] == ["one", "You said: one"]
 
 
-def test_a_question_that_failed_can_be_retried(fake: Fake, talk: Conversation, terminal: Callable[..., str]) -> None:
+def test_a_question_that_failed_can_be_retried(
+    fake: Fake, talk: ChatConversation, terminal: Callable[..., str]
+) -> None:
     fake.answers = [[], thought("only thinking")]
     shown = terminal("one", "two", "/retry")
     assert shown.count("no answer; the question was not kept") == 2
@@ -505,13 +509,13 @@ def test_a_file_that_cannot_be_written(terminal: Callable[..., str], tmp_path: P
 
 
 def test_figures_say_only_what_is_known() -> None:
-    assert figures(Answer()) == ""
-    full = Answer("x", 3, "length", 10, 8, 21, first_s=0.5, last_s=2.5)
+    assert figures(ChatAnswer()) == ""
+    full = ChatAnswer("x", 3, "length", 10, 8, 21, first_s=0.5, last_s=2.5)
     said = "cut at the longest answer allowed · 21 tokens · prompt 10, 8 cached · 10.0 tokens/s · first after 0.50 s"
     assert figures(full) == said
-    stopped = Answer("x", 3, "stopped", first_s=0.5, last_s=2.5)
+    stopped = ChatAnswer("x", 3, "stopped", first_s=0.5, last_s=2.5)
     assert figures(stopped) == "stopped · about 3 tokens · first after 0.50 s"
-    assert Answer(output_tokens=1, first_s=1.0, last_s=1.0).tokens_per_s is None
+    assert ChatAnswer(output_tokens=1, first_s=1.0, last_s=1.0).tokens_per_s is None
 
 
 def test_transcripts() -> None:
