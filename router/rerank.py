@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from router.embeddings import WholeFormat
 from router.errors import invalid
+from router.generation import WholeFormat
 from router.output_text import Piece
 from router.requests import RerankRequest, ScoreRequest
 from router.responses import PromptUsage, RankedDocument, Reranking, Score, Scores, SourceDocument, Usage
