@@ -24,14 +24,14 @@ _LONGEST_NAME = 256
 
 
 def read_call(reader: Reader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
-    """Reads a call in one of the forms of `tools`. `known_only`: outside a section, only known tools are called."""
+    """Reads a call in one of the forms of `tools`. `known_only`: others than those of known tools are none."""
     if isinstance(syntax, JsonCall):
-        return (yield from _read_json(reader, syntax, _ends(reader, tools, syntax)))
+        return (yield from _read_json(reader, syntax, _ends(reader, tools, syntax), known_only))
     if isinstance(syntax, NamedCall):
         return (yield from _read_named(reader, syntax, _ends(reader, tools, syntax)))
     if isinstance(syntax, TaggedCall):
         return (yield from read_tagged(reader, syntax, _ends(reader, tools, syntax), known_only))
-    return (yield from _read_pythonic(reader, syntax, _ends(reader, tools, syntax)))
+    return (yield from _read_pythonic(reader, syntax, _ends(reader, tools, syntax), known_only))
 
 
 def _ends(reader: Reader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def _ends(reader: Reader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, 
 # ---------------------------------------------------------------- an object with the name and the arguments
 
 
-def _read_json(reader: Reader, syntax: JsonCall, ends: tuple[str, ...]) -> Reading[bool]:
+def _read_json(reader: Reader, syntax: JsonCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
     source = reader.source
     if (yield from source.accept(syntax.list_begin)):
         yield from source.space()
@@ -62,7 +62,7 @@ def _read_json(reader: Reader, syntax: JsonCall, ends: tuple[str, ...]) -> Readi
         yield from source.space()
         if key in syntax.name_keys and not name:
             name = (yield from reader.read_string()) or ""
-            if not name:
+            if not name or (known_only and name not in reader.tools):
                 return False
             if early:
                 reader.begin(name)
@@ -143,7 +143,12 @@ def _read_named(reader: Reader, syntax: NamedCall, ends: tuple[str, ...]) -> Rea
         not syntax.brace_ends_name or (yield from source.character()) != "{"
     ):
         return False
-    reader.begin(match["name"], call_id)
+    name = match["name"]
+    if syntax.is_id and name.isdigit():  # the call's number alone: of the only tool there is
+        if len(reader.tools) != 1:
+            return False
+        name = next(iter(reader.tools))
+    reader.begin(name, call_id)
     before, after = syntax.fence
     yield from source.space()
     yield from source.accept(before)
@@ -162,12 +167,14 @@ def _read_named(reader: Reader, syntax: NamedCall, ends: tuple[str, ...]) -> Rea
 # ---------------------------------------------------------------- Python
 
 
-def _read_pythonic(reader: Reader, syntax: PythonicCall, ends: tuple[str, ...]) -> Reading[bool]:
+def _read_pythonic(reader: Reader, syntax: PythonicCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
     source = reader.source
     if (yield from source.accept(syntax.list_begin)):
         yield from source.space()
     name = yield from source.pattern(_PYTHON_NAME)
-    if not name or name[0].isdigit() or len(name) > _LONGEST_NAME or not (yield from source.accept("(")):
+    if not name or name[0].isdigit() or len(name) > _LONGEST_NAME or (known_only and name not in reader.tools):
+        return False
+    if not (yield from source.accept("(")):
         return False
     yield from source.space()
     if (yield from source.accept(")")):

@@ -225,8 +225,8 @@ def detect(
     - `token_of`: the id of the added token with a given text, None if there is none.
     - `config`: the content of its `config.json`; counts where the template tells nothing.
 
-    A model whose template has no tools gets `hermes`, whose `instruction` describes them in a system message. Thinking is looked for only where the template or the vocabulary
-    has its markers.
+    A model whose template has no tools gets `hermes`, whose `instruction` describes them in a system message. Thinking
+    is looked for only where the template or the vocabulary has its markers.
     """
     source = template or ""
     model_type = str((config or {}).get("model_type", ""))

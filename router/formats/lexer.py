@@ -10,6 +10,7 @@
   of thinking, and those before the text that follows it.
 - Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer.
 - A call may begin in thinking, and then ends it, if the marker is a token.
+- A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only.
 - What looks like a call and is none, before its name is known, is text, markers included. Afterwards it is a call, and
   what is wrong in it is passed on as its arguments, or comes back as text after it.
 - A call of a tool that was not given is a call all the same: the protocol decides what to do with it.
@@ -139,11 +140,13 @@ class Lexer:
         for call in tools.calls:
             if self._in_section or not tools.begin or (isinstance(call, TaggedCall) and call.bare):
                 marks.append(call.begin)
+        marks.append(tools.bare)
         return tuple(dict.fromkeys(filter(None, marks)))
 
     def _special(self, marker: str, may_be_bare: bool) -> Reading[bool]:
-        """Reads what begins with a marker, or calls without one. Returns whether it was thinking, calls or a section's
-        end. If not, the source is where it was. Somewhere before that, the text is kept."""
+        """Reads what begins with a marker; empty for none. Returns whether it was thinking, calls or a section's end.
+        If not, the source is where it was. Somewhere before that, the text is kept. `may_be_bare`: here, a call without
+        markers may be of any tool."""
         source, tools, thinking = self._source, self._tools, self._thinking
         if thinking is not None and marker == thinking.begin:
             before = source.marks.get(source.offset)
@@ -157,21 +160,24 @@ class Lexer:
             source.release()
             self._in_section = False
             return True
-        if not marker and not (may_be_bare and tools.bare and (yield from source.character()) == tools.bare):
+        if not marker:
             return False
         start, kept = source.offset, source.kept
-        begins_section = bool(marker) and marker == tools.begin
+        begins_section = marker == tools.begin
         if begins_section:
             source.at += len(marker)
             yield from source.space()
-        syntax = yield from self._call(
-            known_only=bool(tools.begin and marker) and not begins_section and not self._in_section
-        )
+            known_only = False
+        elif marker == tools.bare:
+            known_only = not may_be_bare or self._has_called
+        else:
+            known_only = bool(tools.begin) and not self._in_section
+        syntax = yield from self._call(known_only)
         if syntax is None:
             source.kept = kept
             source.go_to(start)
             return False
-        self._in_section |= bool(tools.end) and (begins_section or not marker)
+        self._in_section |= bool(tools.end) and marker in (tools.begin, tools.bare)
         yield from self._more_calls(syntax)
         return True
 
@@ -245,7 +251,7 @@ class Lexer:
                 follows = yield from source.accept(*syntax.separators)
                 yield from source.space()
                 if (follows or self._in_section or syntax.begin or isinstance(syntax, JsonCall)) and (
-                    yield from self._call(known_only=bool(tools.begin) and not self._in_section)
+                    yield from self._call(known_only=not follows and bool(tools.begin) and not self._in_section)
                 ):
                     continue
             source.go_to(start)

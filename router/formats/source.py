@@ -76,27 +76,28 @@ class Source:
         """The position of the first marker from here on, and the marker; or the position up to which there is surely
         none, and None."""
         text, end = self.text, len(self.text)
-        found, at = None, end
+        found, at = "", end
         if markers.pattern is not None:
             match = markers.pattern.search(text, self.at)
             if match is not None:
                 found, at = match.group(), match.start()
-            elif not self.ended:
-                for start in range(max(self.at, end - markers.longest), end):
+            if not self.ended:
+                for start in range(max(self.at, end - markers.longest), min(end, at + 1)):
                     if text[start:] in markers.prefixes:
-                        at = start
+                        found, at = "", start
                         break
         if markers.tokens:
             for offset in self.marks:
                 start = offset - self.base
-                if not self.at <= start < at:
+                if not self.at <= start <= at or start == end:
                     continue
                 for marker in markers.tokens:
-                    if text.startswith(marker, start):
+                    is_first = start < at or len(marker) > len(found)
+                    if is_first and text.startswith(marker, start):
                         found, at = marker, start
-                    elif not self.ended and marker.startswith(text[start:]):
-                        found, at = None, start
-        return at, found
+                    elif is_first and not self.ended and marker.startswith(text[start:]):
+                        found, at = "", start
+        return at, found or None
 
     def pattern(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Consumes all that the pattern matches: a repetition of single characters."""
@@ -123,20 +124,20 @@ class Source:
         return self.text[self.at : self.at + 1]
 
     def sees(self, *expected: str) -> Reading[str]:
-        """Which of these texts comes next; empty if none. Does not consume it. None of them begins another; empty ones
-        are left out."""
+        """The longest of these texts that comes next, not consumed; empty if none does. Empty ones are left out."""
         while True:
-            waits = False
+            seen, waits = "", False
             for option in expected:
-                if not option:
+                if len(option) <= len(seen):
                     continue
                 if option in self._bound and self.at < len(self.text) and self.offset not in self.marks:
                     continue
                 if self.text.startswith(option, self.at):
-                    return option
-                waits |= option.startswith(self.text[self.at :])
+                    seen = option
+                else:
+                    waits |= option.startswith(self.text[self.at :])
             if self.ended or not waits:
-                return ""
+                return seen
             yield
 
     def accept(self, *expected: str) -> Reading[str]:

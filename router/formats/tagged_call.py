@@ -119,7 +119,9 @@ class _Arguments:
             if not (yield from source.accept(syntax.value_begin)):
                 return None
         said = match.groupdict().get("is_string")
-        types = _STRING if said == "true" else value_types(self._schema, match["key"])
+        types = value_types(self._schema, match["key"])
+        if said == "true" and "string" in types:
+            types = _STRING
         return match["key"], types, said == "false"
 
     def _value(self, key: str, types: frozenset[str], is_json: bool) -> Reading[bool]:
