@@ -54,12 +54,10 @@ class _Arguments:
         self._count = 0
         self._stray: list[str] = []
         # An argument that lacks its end ends where a line begins the next one, or ends the call.
-        implied = (
-            mark if mark in reader.format.bound_markers else f"\n{mark}" for mark in (syntax.key_begin, syntax.end)
-        )
-        self._value_ends = reader.format.marker_set(
-            syntax.value_end, *((f"\n{syntax.value_end}",) if syntax.trims else ()), *implied
-        )
+        bound = reader.format.bound_markers
+        self._bare_ends = tuple(mark for mark in (syntax.key_begin, syntax.end) if mark in bound)
+        line_ends = (f"\n{mark}" for mark in (syntax.key_begin, syntax.end) if mark not in bound)
+        self._value_ends = reader.format.marker_set(syntax.value_end, *self._bare_ends, *line_ends)
         self._expected = (syntax.key_begin, *ends)
         self._between = reader.format.marker_set(*self._expected)
 
@@ -136,7 +134,17 @@ class _Arguments:
             yield from source.accept("\n")
         while True:
             at, marker = source.find(self._value_ends)
-            part = source.take(at)
+            end = at
+            if at > source.at and source.text[at - 1] == "\n" and not (marker is None and source.ended):
+                end -= 1  # perhaps not part of the value
+            part = source.take(end)
+            if (
+                marker is not None
+                and not (syntax.trims and marker == syntax.value_end)
+                and marker not in self._bare_ends
+            ):
+                part += source.take(at)
+            source.at = at if marker is not None else end
             if is_string:
                 reader.arguments(json.dumps(part, ensure_ascii=False)[1:-1])
             else:
@@ -153,7 +161,7 @@ class _Arguments:
             value = "".join(parts)
             as_json = plain(value) if is_json else None
             reader.arguments(typed(value, types) if as_json is None else as_json)
-        if marker in (syntax.value_end, f"\n{syntax.value_end}"):
+        if marker == syntax.value_end:
             source.at += len(marker)
         elif marker.startswith("\n"):
             source.at += 1
