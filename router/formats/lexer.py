@@ -56,15 +56,13 @@ class Lexer:
         """Returns what is certain after more text. `marks`: for each marker that one token wrote, its offset in the
         whole text, and the number of output tokens before it. They come with the marker's first character, or
         earlier."""
-        reader, source = self._reader, self._source
-        plain = reader.plain
-        if plain is not None and not marks and not source.marks:
-            kind, pattern = plain
+        source = self._source
+        if (plain := self._reader.plain) is not None and not marks and not source.marks:
+            delta, pattern = plain
             if pattern is None or pattern.search(text) is None:
-                if not text:
-                    return []
-                source.pass_over(len(text))
-                return [kind(text)]
+                # All text so far is consumed, so it does not matter that `source` lacks this one.
+                source.base += len(text)
+                return [delta(text)] if text else []
         source.feed(text, marks)
         return self._step()
 

@@ -45,12 +45,6 @@ class Source:
             self.marks = {offset: tokens for offset, tokens in self.marks.items() if offset >= self.base}
         self.marks.update(marks)
 
-    def pass_over(self, length: int) -> None:
-        """Counts text that was handled without being fed. All text before it must be consumed."""
-        self.text = ""
-        self.base += self.at + length
-        self.at = 0
-
     def keep(self) -> int:
         """Keeps the text from here on, so that a parser may go back. Returns the offset."""
         self.kept = self.offset
@@ -82,10 +76,13 @@ class Source:
             if match is not None:
                 found, at = match.group(), match.start()
             if not self.ended:
-                for start in range(max(self.at, end - markers.longest), min(end, at + 1)):
-                    if text[start:] in markers.prefixes:
-                        found, at = "", start
+                assert markers.firsts is not None
+                first = markers.firsts.search(text, max(self.at, end - markers.longest), at + 1)
+                while first is not None:
+                    if text[first.start() :] in markers.prefixes:
+                        found, at = "", first.start()
                         break
+                    first = markers.firsts.search(text, first.end(), at + 1)
         if markers.tokens:
             for offset in self.marks:
                 start = offset - self.base

@@ -3,8 +3,11 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
+from json.encoder import encode_basestring
 from typing import Any
 
+from router.deltas import CallArguments
 from router.formats.format import TaggedCall
 from router.formats.reader import Reader
 from router.formats.source import Reading
@@ -58,6 +61,7 @@ class _Arguments:
         self._bare_ends = tuple(mark for mark in (syntax.key_begin, syntax.end) if mark in bound)
         line_ends = (f"\n{mark}" for mark in (syntax.key_begin, syntax.end) if mark not in bound)
         self._value_ends = reader.format.marker_set(syntax.value_end, *self._bare_ends, *line_ends)
+        self._not_plain = self._value_ends.firsts_and_escapes
         self._expected = (syntax.key_begin, *ends)
         self._between = reader.format.marker_set(*self._expected)
 
@@ -146,7 +150,7 @@ class _Arguments:
                 part += source.take(at)
             source.at = at if marker is not None else end
             if is_string:
-                reader.arguments(json.dumps(part, ensure_ascii=False)[1:-1])
+                reader.arguments(encode_basestring(part)[1:-1])
             else:
                 parts.append(part)
             if marker is not None:
@@ -154,6 +158,8 @@ class _Arguments:
             if source.ended:
                 reader.arguments("".join(parts))
                 return False
+            if is_string and source.at == len(source.text):
+                reader.plain = partial(CallArguments, reader.index - 1), self._not_plain
             yield
         if is_string:
             reader.arguments('"')
