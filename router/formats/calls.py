@@ -9,7 +9,7 @@ import json
 import re
 
 from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, TaggedCall, ToolsFormat
-from router.formats.reader import Reader
+from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.tagged_call import read_tagged
 from router.formats.typed_values import as_object, plain
@@ -23,7 +23,7 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _LONGEST_NAME = 256
 
 
-def read_call(reader: Reader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
+def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
     """Reads a call in one of the forms of `tools`. `known_only`: others than those of known tools are none."""
     if isinstance(syntax, JsonCall):
         return (yield from _read_json(reader, syntax, _ends(reader, tools, syntax), known_only))
@@ -34,7 +34,7 @@ def read_call(reader: Reader, tools: ToolsFormat, syntax: CallSyntax, known_only
     return (yield from _read_pythonic(reader, syntax, _ends(reader, tools, syntax), known_only))
 
 
-def _ends(reader: Reader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
+def _ends(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
     """What ends a call that does not end itself: its end, the section's, and a token that begins another."""
     begins = tuple(mark for mark in (tools.begin, syntax.begin) if mark in reader.format.bound_markers)
     return tuple(mark for mark in dict.fromkeys((syntax.end, tools.end, *begins)) if mark)
@@ -43,7 +43,7 @@ def _ends(reader: Reader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, 
 # ---------------------------------------------------------------- an object with the name and the arguments
 
 
-def _read_json(reader: Reader, syntax: JsonCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
+def _read_json(reader: AnswerReader, syntax: JsonCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
     source = reader.source
     if (yield from source.accept(syntax.list_begin)):
         yield from source.space()
@@ -123,7 +123,7 @@ def _leave_out(text: str) -> None:
 # ---------------------------------------------------------------- the name, then the arguments
 
 
-def _read_named(reader: Reader, syntax: NamedCall, ends: tuple[str, ...]) -> Reading[bool]:
+def _read_named(reader: AnswerReader, syntax: NamedCall, ends: tuple[str, ...]) -> Reading[bool]:
     source = reader.source
     if syntax.begin and not (yield from source.accept(syntax.begin)):
         return False
@@ -167,7 +167,9 @@ def _read_named(reader: Reader, syntax: NamedCall, ends: tuple[str, ...]) -> Rea
 # ---------------------------------------------------------------- Python
 
 
-def _read_pythonic(reader: Reader, syntax: PythonicCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
+def _read_pythonic(
+    reader: AnswerReader, syntax: PythonicCall, ends: tuple[str, ...], known_only: bool
+) -> Reading[bool]:
     source = reader.source
     if (yield from source.accept(syntax.list_begin)):
         yield from source.space()
@@ -216,7 +218,7 @@ def _read_pythonic(reader: Reader, syntax: PythonicCall, ends: tuple[str, ...], 
     return True
 
 
-def _python_value(reader: Reader, ends: tuple[str, ...]) -> Reading[tuple[str, bool]]:
+def _python_value(reader: AnswerReader, ends: tuple[str, ...]) -> Reading[tuple[str, bool]]:
     """Reads up to the comma or bracket after a value. Returns its text, and whether it is complete."""
     source = reader.source
     parts: list[str] = []
@@ -240,7 +242,7 @@ def _python_value(reader: Reader, ends: tuple[str, ...]) -> Reading[tuple[str, b
                 return "".join(parts), False
 
 
-def _python_string(reader: Reader, quote: str, parts: list[str]) -> Reading[bool]:
+def _python_string(reader: AnswerReader, quote: str, parts: list[str]) -> Reading[bool]:
     """Adds the rest of a string to `parts`, its quote included. Returns whether it is complete."""
     source = reader.source
     while True:

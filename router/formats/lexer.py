@@ -23,7 +23,7 @@ from router.deltas import Delta, TextDelta, ThinkingDelta
 from router.formats.calls import read_call
 from router.formats.channels import read_channels
 from router.formats.format import CallSyntax, JsonCall, OutputFormat, TaggedCall, ThinkingFormat, ToolsFormat
-from router.formats.reader import Reader
+from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 
 _NO_TOOLS = ToolsFormat("")
@@ -40,7 +40,7 @@ class Lexer:
     def __init__(
         self, format: OutputFormat, tools: Sequence[Tool] = (), *, thinks: bool = False, calls: bool = True
     ) -> None:
-        self._reader = Reader(format, tools)
+        self._reader = AnswerReader(format, tools)
         self._source = self._reader.source
         self._thinking = format.thinking
         self._tools = format.tools if calls and format.tools is not None else _NO_TOOLS

@@ -19,7 +19,7 @@ _IS_SCALAR = re.compile(r"null|true|false|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]
 _CLOSES = {"{": "}", "[": "]"}
 
 
-class Reader:
+class AnswerReader:
     """One answer while it is read: the source, and the deltas so far.
 
     | attribute | meaning |

@@ -9,7 +9,7 @@ from typing import Any
 
 from router.deltas import CallArguments
 from router.formats.format import TaggedCall
-from router.formats.reader import Reader
+from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.typed_values import plain, typed, value_types
 
@@ -20,7 +20,7 @@ _KEY = re.compile(r"[^<>]*")
 _ANYTHING: Mapping[str, Any] = {}
 
 
-def read_tagged(reader: Reader, syntax: TaggedCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
+def read_tagged(reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
     """Reads a call; with `known_only` that of a known tool. Strings are passed on as they come, other values once they
     are complete. What stands between the arguments and is none comes back as text, after the call."""
     source = reader.source
@@ -34,7 +34,7 @@ def read_tagged(reader: Reader, syntax: TaggedCall, ends: tuple[str, ...], known
     return (yield from _Arguments(reader, syntax, ends, _ANYTHING if tool is None else tool.parameters).read())
 
 
-def _name(reader: Reader, syntax: TaggedCall) -> Reading[str | None]:
+def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
     source = reader.source
     written = yield from source.pattern(_NAME)
     if syntax.name_end:
@@ -49,7 +49,9 @@ def _name(reader: Reader, syntax: TaggedCall) -> Reading[str | None]:
 class _Arguments:
     """The arguments of one call while they are read. `stray`: what is none of them."""
 
-    def __init__(self, reader: Reader, syntax: TaggedCall, ends: tuple[str, ...], schema: Mapping[str, Any]) -> None:
+    def __init__(
+        self, reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...], schema: Mapping[str, Any]
+    ) -> None:
         self._reader = reader
         self._source = reader.source
         self._syntax = syntax
