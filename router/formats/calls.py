@@ -4,7 +4,6 @@ Each returns whether there was a call. Where there was none, it has emitted noth
 has begun but is wrongly written, the rest of it is passed on as its arguments.
 """
 
-import ast
 import json
 import re
 
@@ -12,7 +11,7 @@ from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall,
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.tagged_call import read_tagged
-from router.formats.typed_values import as_object, plain
+from router.formats.typed_values import as_object, literal, plain
 
 _NAME = re.compile(r"[\w.:/-]*")
 _PYTHON_NAME = re.compile(r"[\w.]*")
@@ -35,7 +34,7 @@ def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, know
 
 
 def _ends(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
-    """What ends a call that does not end itself: its end, the section's, and a token that begins another."""
+    """Marks where a call ends that does not end itself: its end, the section's, and a token that begins another."""
     begins = tuple(mark for mark in (tools.begin, syntax.begin) if mark in reader.format.bound_markers)
     return tuple(mark for mark in dict.fromkeys((syntax.end, tools.end, *begins)) if mark)
 
@@ -259,8 +258,7 @@ def _python_string(reader: AnswerReader, quote: str, parts: list[str]) -> Readin
 
 def _as_json(value: str) -> str:
     """The JSON of a Python literal. What is none is JSON already, or becomes a string."""
-    try:
-        return json.dumps(ast.literal_eval(value), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        as_json = plain(value)
-        return json.dumps(value, ensure_ascii=False) if as_json is None else as_json
+    found = literal(value)
+    if found is None:
+        found = plain(value)
+    return json.dumps(value, ensure_ascii=False) if found is None else found

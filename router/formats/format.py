@@ -256,7 +256,7 @@ class OutputFormat:
         return frozenset(marker for marker, _ in self.tokens)
 
     def marker_set(self, *markers: str) -> "Markers":
-        """These markers, ready to be searched for. Empty ones are left out."""
+        """Markers ready to be searched for. Empty ones are left out."""
         known = self._sets.get(markers)
         if known is None:
             known = self._sets[markers] = Markers(filter(None, markers), self.bound_markers)

@@ -128,7 +128,7 @@ class Lexer:
                 reader.text(source.take(source.at + 1))
 
     def _markers(self) -> tuple[str, ...]:
-        """What is no text here."""
+        """Markers that end the text here."""
         tools, thinking = self._tools, self._thinking
         marks = [tools.begin]
         if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):

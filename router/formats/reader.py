@@ -9,7 +9,7 @@ from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
 from router.formats.format import Markers, OutputFormat
 from router.formats.source import Reading, Source
-from router.formats.typed_values import as_object
+from router.formats.typed_values import as_object, is_text
 
 _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _ENDS_STRING = re.compile(r'["\\]')
@@ -20,7 +20,7 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 class AnswerReader:
-    """One answer while it is read: the source, and the deltas so far.
+    """An answer while it is read: the source, and the deltas so far.
 
     | attribute | meaning |
     | --- | --- |
@@ -212,9 +212,10 @@ class AnswerReader:
                 raw = source.take(end)
                 source.at += 1
                 try:
-                    return str(json.loads(f'"{raw}"', strict=False))
+                    text = str(json.loads(f'"{raw}"', strict=False))
                 except ValueError:
                     return None
+                return text if is_text(text) else None
             if source.ended:
                 return None
             yield
