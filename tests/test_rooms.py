@@ -19,6 +19,7 @@ ALLOWED = {
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
     "router": {"radix", "worker.messages"},
+    "router.formats": {"router:"},
     "worker": {"pipeline:", "radix"},
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",
@@ -42,6 +43,7 @@ ALLOWED = {
     "bench.load": {"bench:", "shoal", "worker"},
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
+    "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
     "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal", "cluster"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},

@@ -4,15 +4,14 @@ Each returns whether there was a call. Where there was none, it has emitted noth
 has begun but is wrongly written, the rest of it is passed on as its arguments.
 """
 
-import ast
 import json
 import re
 
 from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, TaggedCall, ToolsFormat
-from router.formats.reader import Reader
+from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.tagged_call import read_tagged
-from router.formats.typed_values import as_object, plain
+from router.formats.typed_values import as_object, literal, plain
 
 _NAME = re.compile(r"[\w.:/-]*")
 _PYTHON_NAME = re.compile(r"[\w.]*")
@@ -23,19 +22,19 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 _LONGEST_NAME = 256
 
 
-def read_call(reader: Reader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
-    """Reads a call in one of the forms of `tools`. `known_only`: outside a section, only known tools are called."""
+def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
+    """Reads a call in one of the forms of `tools`. `known_only`: others than those of known tools are none."""
     if isinstance(syntax, JsonCall):
-        return (yield from _read_json(reader, syntax, _ends(reader, tools, syntax)))
+        return (yield from _read_json(reader, syntax, _ends(reader, tools, syntax), known_only))
     if isinstance(syntax, NamedCall):
         return (yield from _read_named(reader, syntax, _ends(reader, tools, syntax)))
     if isinstance(syntax, TaggedCall):
         return (yield from read_tagged(reader, syntax, _ends(reader, tools, syntax), known_only))
-    return (yield from _read_pythonic(reader, syntax, _ends(reader, tools, syntax)))
+    return (yield from _read_pythonic(reader, syntax, _ends(reader, tools, syntax), known_only))
 
 
-def _ends(reader: Reader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
-    """What ends a call that does not end itself: its end, the section's, and a token that begins another."""
+def _ends(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
+    """Marks where a call ends that does not end itself: its end, the section's, and a token that begins another."""
     begins = tuple(mark for mark in (tools.begin, syntax.begin) if mark in reader.format.bound_markers)
     return tuple(mark for mark in dict.fromkeys((syntax.end, tools.end, *begins)) if mark)
 
@@ -43,7 +42,7 @@ def _ends(reader: Reader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, 
 # ---------------------------------------------------------------- an object with the name and the arguments
 
 
-def _read_json(reader: Reader, syntax: JsonCall, ends: tuple[str, ...]) -> Reading[bool]:
+def _read_json(reader: AnswerReader, syntax: JsonCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
     source = reader.source
     if (yield from source.accept(syntax.list_begin)):
         yield from source.space()
@@ -62,7 +61,7 @@ def _read_json(reader: Reader, syntax: JsonCall, ends: tuple[str, ...]) -> Readi
         yield from source.space()
         if key in syntax.name_keys and not name:
             name = (yield from reader.read_string()) or ""
-            if not name:
+            if not name or (known_only and name not in reader.tools):
                 return False
             if early:
                 reader.begin(name)
@@ -123,7 +122,7 @@ def _leave_out(text: str) -> None:
 # ---------------------------------------------------------------- the name, then the arguments
 
 
-def _read_named(reader: Reader, syntax: NamedCall, ends: tuple[str, ...]) -> Reading[bool]:
+def _read_named(reader: AnswerReader, syntax: NamedCall, ends: tuple[str, ...]) -> Reading[bool]:
     source = reader.source
     if syntax.begin and not (yield from source.accept(syntax.begin)):
         return False
@@ -143,7 +142,12 @@ def _read_named(reader: Reader, syntax: NamedCall, ends: tuple[str, ...]) -> Rea
         not syntax.brace_ends_name or (yield from source.character()) != "{"
     ):
         return False
-    reader.begin(match["name"], call_id)
+    name = match["name"]
+    if syntax.is_id and name.isdigit():  # the call's number alone: of the only tool there is
+        if len(reader.tools) != 1:
+            return False
+        name = next(iter(reader.tools))
+    reader.begin(name, call_id)
     before, after = syntax.fence
     yield from source.space()
     yield from source.accept(before)
@@ -162,12 +166,16 @@ def _read_named(reader: Reader, syntax: NamedCall, ends: tuple[str, ...]) -> Rea
 # ---------------------------------------------------------------- Python
 
 
-def _read_pythonic(reader: Reader, syntax: PythonicCall, ends: tuple[str, ...]) -> Reading[bool]:
+def _read_pythonic(
+    reader: AnswerReader, syntax: PythonicCall, ends: tuple[str, ...], known_only: bool
+) -> Reading[bool]:
     source = reader.source
     if (yield from source.accept(syntax.list_begin)):
         yield from source.space()
     name = yield from source.pattern(_PYTHON_NAME)
-    if not name or name[0].isdigit() or len(name) > _LONGEST_NAME or not (yield from source.accept("(")):
+    if not name or name[0].isdigit() or len(name) > _LONGEST_NAME or (known_only and name not in reader.tools):
+        return False
+    if not (yield from source.accept("(")):
         return False
     yield from source.space()
     if (yield from source.accept(")")):
@@ -209,7 +217,7 @@ def _read_pythonic(reader: Reader, syntax: PythonicCall, ends: tuple[str, ...]) 
     return True
 
 
-def _python_value(reader: Reader, ends: tuple[str, ...]) -> Reading[tuple[str, bool]]:
+def _python_value(reader: AnswerReader, ends: tuple[str, ...]) -> Reading[tuple[str, bool]]:
     """Reads up to the comma or bracket after a value. Returns its text, and whether it is complete."""
     source = reader.source
     parts: list[str] = []
@@ -233,7 +241,7 @@ def _python_value(reader: Reader, ends: tuple[str, ...]) -> Reading[tuple[str, b
                 return "".join(parts), False
 
 
-def _python_string(reader: Reader, quote: str, parts: list[str]) -> Reading[bool]:
+def _python_string(reader: AnswerReader, quote: str, parts: list[str]) -> Reading[bool]:
     """Adds the rest of a string to `parts`, its quote included. Returns whether it is complete."""
     source = reader.source
     while True:
@@ -250,8 +258,7 @@ def _python_string(reader: Reader, quote: str, parts: list[str]) -> Reading[bool
 
 def _as_json(value: str) -> str:
     """The JSON of a Python literal. What is none is JSON already, or becomes a string."""
-    try:
-        return json.dumps(ast.literal_eval(value), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        as_json = plain(value)
-        return json.dumps(value, ensure_ascii=False) if as_json is None else as_json
+    found = literal(value)
+    if found is None:
+        found = plain(value)
+    return json.dumps(value, ensure_ascii=False) if found is None else found

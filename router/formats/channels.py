@@ -5,13 +5,13 @@ from functools import lru_cache
 
 from router.deltas import TextDelta, ThinkingDelta
 from router.formats.format import Channels
-from router.formats.reader import Reader
+from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 
 _LONGEST_HEADER = 1024
 
 
-def read_channels(reader: Reader, channels: Channels, calls: bool) -> Reading[None]:
+def read_channels(reader: AnswerReader, channels: Channels, calls: bool) -> Reading[None]:
     """Reads a whole answer. A header that is none comes back as text, and so do messages to tools unless `calls`."""
     source = reader.source
     begins = (channels.start, channels.channel)
@@ -38,7 +38,7 @@ def read_channels(reader: Reader, channels: Channels, calls: bool) -> Reading[No
             was_call = False
 
 
-def _message(reader: Reader, channels: Channels, calls: bool) -> Reading[str]:
+def _message(reader: AnswerReader, channels: Channels, calls: bool) -> Reading[str]:
     """Reads a message. Returns what it was: thinking, text, a call; empty if it was none."""
     source = reader.source
     header = yield from _header(reader, channels)
@@ -72,7 +72,7 @@ def _message(reader: Reader, channels: Channels, calls: bool) -> Reading[str]:
     return kind
 
 
-def _header(reader: Reader, channels: Channels) -> Reading[str]:
+def _header(reader: AnswerReader, channels: Channels) -> Reading[str]:
     """Consumes a header and returns it; empty if a message's end, the text's end or too much text comes first."""
     source = reader.source
     start = source.offset

@@ -67,7 +67,7 @@ class NamedCall:
     | `begin`, `end` | markers around the call; none if empty |
     | `prefix` | what may stand before the name |
     | `name` | a pattern of the name as written; its group `name` is the tool's |
-    | `is_id` | the name as written is the call's id |
+    | `is_id` | the name as written is the call's id. A number alone stands for the only tool |
     | `id_begin` | marks an id after the name |
     | `name_ends` | what ends the name, left out |
     | `brace_ends_name` | the arguments may follow the name directly |
@@ -179,7 +179,7 @@ class ToolsFormat:
     | `name` | as in vLLM's `--tool-call-parser`, where it has one |
     | `begin`, `end` | markers around a section of calls; none if empty |
     | `calls` | the forms of one call; the first that fits counts |
-    | `bare` | an answer that begins with this character may be calls without markers |
+    | `bare` | the first character of calls without markers |
     | `ids` | how ids of calls look: `random`, `nine` letters and digits, `counted` with the tool's name |
     | `pieces` | tokens with which markers are spelled, and which must therefore stay in the text |
     | `instruction` | describes tools in a system message; `{tools}` stands for one JSON object per line |
@@ -273,7 +273,7 @@ class OutputFormat:
         return frozenset(marker for marker, _ in self.tokens)
 
     def marker_set(self, *markers: str) -> "Markers":
-        """These markers, ready to be searched for. Empty ones are left out."""
+        """Markers ready to be searched for. Empty ones are left out."""
         known = self._sets.get(markers)
         if known is None:
             known = self._sets[markers] = Markers(filter(None, markers), self.bound_markers)
@@ -281,20 +281,21 @@ class OutputFormat:
 
 
 class Markers:
-    """Markers that may come next in a text. None of them begins another.
+    """Markers that may come next in a text. Where one begins another, the longer counts.
 
     | attribute | meaning |
     | --- | --- |
     | `pattern` | those that count wherever their characters stand; None if there are none |
     | `firsts` | a pattern of their first characters |
     | `firsts_and_newline` | the same, and a line's end |
+    | `firsts_and_escapes` | the same, and what JSON escapes in strings |
     | `prefixes` | their proper beginnings |
     | `tokens` | those that count only where one token wrote them |
     """
 
     def __init__(self, markers: Iterable[str], bound: frozenset[str]) -> None:
         markers = dict.fromkeys(markers)
-        free = [marker for marker in markers if marker not in bound]
+        free = sorted((marker for marker in markers if marker not in bound), key=len, reverse=True)
         self.tokens = tuple(marker for marker in markers if marker in bound)
         self.prefixes = frozenset(marker[:size] for marker in free for size in range(1, len(marker)))
         self.longest = max(map(len, self.prefixes), default=0)
@@ -302,3 +303,4 @@ class Markers:
         firsts = "".join(re.escape(marker[0]) for marker in free)
         self.firsts = re.compile(f"[{firsts}]") if free else None
         self.firsts_and_newline = re.compile(rf"[{firsts}\n]")
+        self.firsts_and_escapes = re.compile(rf'[{firsts}"\\\x00-\x1f]')

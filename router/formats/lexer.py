@@ -10,6 +10,7 @@
   of thinking, and those before the text that follows it.
 - Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer.
 - A call may begin in thinking, and then ends it, if the marker is a token.
+- A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only.
 - What looks like a call and is none, before its name is known, is text, markers included. Afterwards it is a call, and
   what is wrong in it is passed on as its arguments, or comes back as text after it.
 - A call of a tool that was not given is a call all the same: the protocol decides what to do with it.
@@ -22,7 +23,7 @@ from router.deltas import Delta, TextDelta, ThinkingDelta
 from router.formats.calls import read_call
 from router.formats.channels import read_channels
 from router.formats.format import CallSyntax, JsonCall, OutputFormat, TaggedCall, ThinkingFormat, ToolsFormat
-from router.formats.reader import Reader
+from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 
 _NO_TOOLS = ToolsFormat("")
@@ -39,7 +40,7 @@ class Lexer:
     def __init__(
         self, format: OutputFormat, tools: Sequence[Tool] = (), *, thinks: bool = False, calls: bool = True
     ) -> None:
-        self._reader = Reader(format, tools)
+        self._reader = AnswerReader(format, tools)
         self._source = self._reader.source
         self._thinking = format.thinking
         self._tools = format.tools if calls and format.tools is not None else _NO_TOOLS
@@ -55,15 +56,13 @@ class Lexer:
         """Returns what is certain after more text. `marks`: for each marker that one token wrote, its offset in the
         whole text, and the number of output tokens before it. They come with the marker's first character, or
         earlier."""
-        reader, source = self._reader, self._source
-        plain = reader.plain
-        if plain is not None and not marks and not source.marks:
-            kind, pattern = plain
+        source = self._source
+        if (plain := self._reader.plain) is not None and not marks and not source.marks:
+            delta, pattern = plain
             if pattern is None or pattern.search(text) is None:
-                if not text:
-                    return []
-                source.pass_over(len(text))
-                return [kind(text)]
+                # All text so far is consumed, so it does not matter that `source` lacks this one.
+                source.base += len(text)
+                return [delta(text)] if text else []
         source.feed(text, marks)
         return self._step()
 
@@ -129,7 +128,7 @@ class Lexer:
                 reader.text(source.take(source.at + 1))
 
     def _markers(self) -> tuple[str, ...]:
-        """What is no text here."""
+        """Markers that end the text here."""
         tools, thinking = self._tools, self._thinking
         marks = [tools.begin]
         if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):
@@ -139,11 +138,13 @@ class Lexer:
         for call in tools.calls:
             if self._in_section or not tools.begin or (isinstance(call, TaggedCall) and call.bare):
                 marks.append(call.begin)
+        marks.append(tools.bare)
         return tuple(dict.fromkeys(filter(None, marks)))
 
     def _special(self, marker: str, may_be_bare: bool) -> Reading[bool]:
-        """Reads what begins with a marker, or calls without one. Returns whether it was thinking, calls or a section's
-        end. If not, the source is where it was. Somewhere before that, the text is kept."""
+        """Reads what begins with a marker; empty for none. Returns whether it was thinking, calls or a section's end.
+        If not, the source is where it was. Somewhere before that, the text is kept. `may_be_bare`: here, a call without
+        markers may be of any tool."""
         source, tools, thinking = self._source, self._tools, self._thinking
         if thinking is not None and marker == thinking.begin:
             before = source.marks.get(source.offset)
@@ -157,21 +158,24 @@ class Lexer:
             source.release()
             self._in_section = False
             return True
-        if not marker and not (may_be_bare and tools.bare and (yield from source.character()) == tools.bare):
+        if not marker:
             return False
         start, kept = source.offset, source.kept
-        begins_section = bool(marker) and marker == tools.begin
+        begins_section = marker == tools.begin
         if begins_section:
             source.at += len(marker)
             yield from source.space()
-        syntax = yield from self._call(
-            known_only=bool(tools.begin and marker) and not begins_section and not self._in_section
-        )
+            known_only = False
+        elif marker == tools.bare:
+            known_only = not may_be_bare or self._has_called
+        else:
+            known_only = bool(tools.begin) and not self._in_section
+        syntax = yield from self._call(known_only)
         if syntax is None:
             source.kept = kept
             source.go_to(start)
             return False
-        self._in_section |= bool(tools.end) and (begins_section or not marker)
+        self._in_section |= bool(tools.end) and marker in (tools.begin, tools.bare)
         yield from self._more_calls(syntax)
         return True
 
@@ -245,7 +249,7 @@ class Lexer:
                 follows = yield from source.accept(*syntax.separators)
                 yield from source.space()
                 if (follows or self._in_section or syntax.begin or isinstance(syntax, JsonCall)) and (
-                    yield from self._call(known_only=bool(tools.begin) and not self._in_section)
+                    yield from self._call(known_only=not follows and bool(tools.begin) and not self._in_section)
                 ):
                     continue
             source.go_to(start)

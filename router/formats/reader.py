@@ -3,27 +3,29 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
 from router.formats.format import Markers, OutputFormat
 from router.formats.source import Reading, Source
-from router.formats.typed_values import as_object
+from router.formats.typed_values import as_object, is_text
 
 _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_ENDS_STRING = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[-+.\w]*")
 _IS_SCALAR = re.compile(r"null|true|false|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _CLOSES = {"{": "}", "[": "]"}
 
 
-class Reader:
-    """One answer while it is read: the source, and the deltas so far.
+class AnswerReader:
+    """An answer while it is read: the source, and the deltas so far.
 
     | attribute | meaning |
     | --- | --- |
     | `index` | calls that have begun |
-    | `plain` | what text is next, if it does not match a pattern; None if it must be read first |
+    | `plain` | what makes a delta of text that does not match a pattern; None if all text must be read first |
     | `is_thinking` | the text here is thinking |
     | `thinking_tokens` | tokens of thinking that has ended, where the format's markers are tokens |
 
@@ -37,7 +39,7 @@ class Reader:
         self.source = Source(format)
         self.out: list[Delta] = []
         self.index = 0
-        self.plain: tuple[type[TextDelta] | type[ThinkingDelta], re.Pattern[str] | None] | None = None
+        self.plain: tuple[Callable[[str], Delta], re.Pattern[str] | None] | None = None
         self.is_thinking = False
         self.thinking_tokens = 0
         self.tokens_before_call: int | None = None
@@ -112,7 +114,7 @@ class Reader:
             self.end()
             return True
         if first in "{[":
-            complete = yield from self.read_value(self.arguments, ends)
+            complete = yield from self.read_value(self.arguments, ends, to_arguments=True)
         else:
             parts: list[str] = []
             complete = yield from self.read_value(parts.append, ends)
@@ -135,7 +137,9 @@ class Reader:
                 return False
             yield
 
-    def read_value(self, emit: Callable[[str], None], ends: tuple[str, ...]) -> Reading[bool]:
+    def read_value(
+        self, emit: Callable[[str], None], ends: tuple[str, ...], to_arguments: bool = False
+    ) -> Reading[bool]:
         """Reads a JSON value to its end, and emits its text piece by piece. Brackets and strings are followed, the rest
         is not checked. Returns False where the value breaks off: before a bracket that closes another, before a marker
         outside strings, at the end of the text."""
@@ -181,10 +185,12 @@ class Reader:
                 if not is_broken:
                     emit(source.take(limit))
                 return False
+            if to_arguments and in_string and source.at == limit:
+                self.plain = partial(CallArguments, self.index - 1), _ENDS_STRING
             yield
 
     def _stop(self, markers: Markers, start: int, place: int) -> tuple[int, str | None]:
-        """The first marker from `start` on, or what may become one, and the marker. One up to `place` is found."""
+        """The first marker from `start` on, or what may become one, and the marker. None up to `place` is missed."""
         source = self.source
         if not markers.tokens and (
             markers.firsts is None or markers.firsts.search(source.text, start, place + 1) is None
@@ -206,9 +212,10 @@ class Reader:
                 raw = source.take(end)
                 source.at += 1
                 try:
-                    return str(json.loads(f'"{raw}"', strict=False))
+                    text = str(json.loads(f'"{raw}"', strict=False))
                 except ValueError:
                     return None
+                return text if is_text(text) else None
             if source.ended:
                 return None
             yield

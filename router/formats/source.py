@@ -45,12 +45,6 @@ class Source:
             self.marks = {offset: tokens for offset, tokens in self.marks.items() if offset >= self.base}
         self.marks.update(marks)
 
-    def pass_over(self, length: int) -> None:
-        """Counts text that was handled without being fed. All text before it must be consumed."""
-        self.text = ""
-        self.base += self.at + length
-        self.at = 0
-
     def keep(self) -> int:
         """Keeps the text from here on, so that a parser may go back. Returns the offset."""
         self.kept = self.offset
@@ -76,27 +70,31 @@ class Source:
         """The position of the first marker from here on, and the marker; or the position up to which there is surely
         none, and None."""
         text, end = self.text, len(self.text)
-        found, at = None, end
+        found, at = "", end
         if markers.pattern is not None:
             match = markers.pattern.search(text, self.at)
             if match is not None:
                 found, at = match.group(), match.start()
-            elif not self.ended:
-                for start in range(max(self.at, end - markers.longest), end):
-                    if text[start:] in markers.prefixes:
-                        at = start
+            if not self.ended:
+                assert markers.firsts is not None
+                first = markers.firsts.search(text, max(self.at, end - markers.longest), at + 1)
+                while first is not None:
+                    if text[first.start() :] in markers.prefixes:
+                        found, at = "", first.start()
                         break
+                    first = markers.firsts.search(text, first.end(), at + 1)
         if markers.tokens:
             for offset in self.marks:
                 start = offset - self.base
-                if not self.at <= start < at:
+                if not self.at <= start <= at or start == end:
                     continue
                 for marker in markers.tokens:
-                    if text.startswith(marker, start):
+                    is_first = start < at or len(marker) > len(found)
+                    if is_first and text.startswith(marker, start):
                         found, at = marker, start
-                    elif not self.ended and marker.startswith(text[start:]):
-                        found, at = None, start
-        return at, found
+                    elif is_first and not self.ended and marker.startswith(text[start:]):
+                        found, at = "", start
+        return at, found or None
 
     def pattern(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Consumes all that the pattern matches: a repetition of single characters."""
@@ -123,20 +121,20 @@ class Source:
         return self.text[self.at : self.at + 1]
 
     def sees(self, *expected: str) -> Reading[str]:
-        """Which of these texts comes next; empty if none. Does not consume it. None of them begins another; empty ones
-        are left out."""
+        """The longest of these texts that comes next, not consumed; empty if none does. Empty ones are left out."""
         while True:
-            waits = False
+            seen, waits = "", False
             for option in expected:
-                if not option:
+                if len(option) <= len(seen):
                     continue
                 if option in self._bound and self.at < len(self.text) and self.offset not in self.marks:
                     continue
                 if self.text.startswith(option, self.at):
-                    return option
-                waits |= option.startswith(self.text[self.at :])
+                    seen = option
+                else:
+                    waits |= option.startswith(self.text[self.at :])
             if self.ended or not waits:
-                return ""
+                return seen
             yield
 
     def accept(self, *expected: str) -> Reading[str]:

@@ -3,10 +3,13 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
+from json.encoder import encode_basestring
 from typing import Any
 
+from router.deltas import CallArguments
 from router.formats.format import TaggedCall
-from router.formats.reader import Reader
+from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.typed_values import plain, typed, value_types
 
@@ -17,7 +20,7 @@ _KEY = re.compile(r"[^<>]*")
 _ANYTHING: Mapping[str, Any] = {}
 
 
-def read_tagged(reader: Reader, syntax: TaggedCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
+def read_tagged(reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
     """Reads a call; with `known_only` that of a known tool. Strings are passed on as they come, other values once they
     are complete. What stands between the arguments and is none comes back as text, after the call."""
     source = reader.source
@@ -31,7 +34,7 @@ def read_tagged(reader: Reader, syntax: TaggedCall, ends: tuple[str, ...], known
     return (yield from _Arguments(reader, syntax, ends, _ANYTHING if tool is None else tool.parameters).read())
 
 
-def _name(reader: Reader, syntax: TaggedCall) -> Reading[str | None]:
+def _name(reader: AnswerReader, syntax: TaggedCall) -> Reading[str | None]:
     source = reader.source
     written = yield from source.pattern(_NAME)
     if syntax.name_end:
@@ -46,7 +49,9 @@ def _name(reader: Reader, syntax: TaggedCall) -> Reading[str | None]:
 class _Arguments:
     """The arguments of one call while they are read. `stray`: what is none of them."""
 
-    def __init__(self, reader: Reader, syntax: TaggedCall, ends: tuple[str, ...], schema: Mapping[str, Any]) -> None:
+    def __init__(
+        self, reader: AnswerReader, syntax: TaggedCall, ends: tuple[str, ...], schema: Mapping[str, Any]
+    ) -> None:
         self._reader = reader
         self._source = reader.source
         self._syntax = syntax
@@ -54,12 +59,11 @@ class _Arguments:
         self._count = 0
         self._stray: list[str] = []
         # An argument that lacks its end ends where a line begins the next one, or ends the call.
-        implied = (
-            mark if mark in reader.format.bound_markers else f"\n{mark}" for mark in (syntax.key_begin, syntax.end)
-        )
-        self._value_ends = reader.format.marker_set(
-            syntax.value_end, *((f"\n{syntax.value_end}",) if syntax.trims else ()), *implied
-        )
+        bound = reader.format.bound_markers
+        self._bare_ends = tuple(mark for mark in (syntax.key_begin, syntax.end) if mark in bound)
+        line_ends = (f"\n{mark}" for mark in (syntax.key_begin, syntax.end) if mark not in bound)
+        self._value_ends = reader.format.marker_set(syntax.value_end, *self._bare_ends, *line_ends)
+        self._not_plain = self._value_ends.firsts_and_escapes
         self._expected = (syntax.key_begin, *ends)
         self._between = reader.format.marker_set(*self._expected)
 
@@ -119,7 +123,9 @@ class _Arguments:
             if not (yield from source.accept(syntax.value_begin)):
                 return None
         said = match.groupdict().get("is_string")
-        types = _STRING if said == "true" else value_types(self._schema, match["key"])
+        types = value_types(self._schema, match["key"])
+        if said == "true" and "string" in types:
+            types = _STRING
         return match["key"], types, said == "false"
 
     def _value(self, key: str, types: frozenset[str], is_json: bool) -> Reading[bool]:
@@ -134,9 +140,19 @@ class _Arguments:
             yield from source.accept("\n")
         while True:
             at, marker = source.find(self._value_ends)
-            part = source.take(at)
+            end = at
+            if at > source.at and source.text[at - 1] == "\n" and not (marker is None and source.ended):
+                end -= 1  # perhaps not part of the value
+            part = source.take(end)
+            if (
+                marker is not None
+                and not (syntax.trims and marker == syntax.value_end)
+                and marker not in self._bare_ends
+            ):
+                part += source.take(at)
+            source.at = at if marker is not None else end
             if is_string:
-                reader.arguments(json.dumps(part, ensure_ascii=False)[1:-1])
+                reader.arguments(encode_basestring(part)[1:-1])
             else:
                 parts.append(part)
             if marker is not None:
@@ -144,6 +160,8 @@ class _Arguments:
             if source.ended:
                 reader.arguments("".join(parts))
                 return False
+            if is_string and source.at == len(source.text):
+                reader.plain = partial(CallArguments, reader.index - 1), self._not_plain
             yield
         if is_string:
             reader.arguments('"')
@@ -151,7 +169,7 @@ class _Arguments:
             value = "".join(parts)
             as_json = plain(value) if is_json else None
             reader.arguments(typed(value, types) if as_json is None else as_json)
-        if marker in (syntax.value_end, f"\n{syntax.value_end}"):
+        if marker == syntax.value_end:
             source.at += len(marker)
         elif marker.startswith("\n"):
             source.at += 1

@@ -85,10 +85,26 @@ def plain(text: str) -> str | None:
 def _nested(value: str) -> str | None:
     if (as_json := plain(value)) is not None:
         return as_json
-    try:  # some models write Python's literals
-        return json.dumps(ast.literal_eval(value), ensure_ascii=False, allow_nan=False)
+    return literal(value)  # some models write Python's
+
+
+def literal(value: str) -> str | None:
+    """The JSON of a Python literal; None if it is none, or none that JSON has."""
+    try:
+        found = ast.literal_eval(value)
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        return text if is_text(text) else json.dumps(found)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be sent: half of a surrogate pair, which an escape may stand for, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(constant: str) -> float:
@@ -107,6 +123,6 @@ def as_object(raw: str) -> str:
             return raw
         if not inner.strip():
             return "{}"
-        if inner.lstrip().startswith("{"):
+        if inner.lstrip().startswith("{") and is_text(inner):
             return str(inner).strip()
     return raw
