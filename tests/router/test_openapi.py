@@ -11,6 +11,9 @@ ROUTES = {
     ("/v1/chat/completions", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/completions", "post"): {"200", "400", "401", "404", "408", "409", "413", "415", "429", "500", "503"},
     ("/v1/choices", "post"): {"200", "400", "401", "404", "408", "409", "413", "415", "429", "500", "503"},
+    ("/v1/embeddings", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/rerank", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/score", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/programs/{program_id}", "delete"): {"204", "401"},
     ("/v1/models", "get"): {"200", "401"},
     ("/v1/models/{model_id}", "get"): {"200", "401", "404"},
@@ -22,6 +25,14 @@ ROUTES = {
     ("/version", "get"): {"200"},
     ("/ready", "get"): {"200", "503"},
     ("/metrics", "get"): {"200"},
+}
+
+PATHS = {
+    "ChatRequest": "v1/chat/completions",
+    "CompletionRequest": "v1/completions",
+    "EmbeddingsRequest": "v1/embeddings",
+    "RerankRequest": "v1/rerank",
+    "ScoreRequest": "v1/score",
 }
 
 
@@ -57,6 +68,11 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
     check(page, "ChatRequest", {"model": "tiny", "messages": hello, "stop": ["a"], "n": 2, "store": False})
     for prompt in ("a", ["a"], [1], [[1], [2]]):
         check(page, "CompletionRequest", {"model": "tiny", "prompt": prompt, "logit_bias": {"7": 1}})
+    for given in ("a", ["a"], [1], [[1], [2]]):
+        check(page, "EmbeddingsRequest", {"model": "tiny", "input": given, "dimensions": 2})
+    check(page, "RerankRequest", {"model": "tiny", "query": "a", "documents": ["a", {"text": "b"}]})
+    check(page, "ScoreRequest", {"model": "tiny", "text_1": "a", "text_2": ["a"]})
+    check(page, "ScoreRequest", {"model": "tiny", "queries": ["a"], "documents": "a", "text_1": None})
     check(page, "TokenizeRequest", {"prompt": "a", "messages": None})
     check(page, "TokenizeRequest", {"messages": hello})
 
@@ -77,6 +93,12 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "priority": 1}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "structured_outputs": {"structural_tag": "{}"}}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "length_penalty": 1.5}),
+        ("EmbeddingsRequest", {"model": "tiny", "input": [1, "a"]}),
+        ("EmbeddingsRequest", {"model": "tiny", "input": [100_000]}),
+        ("EmbeddingsRequest", {"model": "other", "input": "a"}),
+        ("RerankRequest", {"model": "tiny", "query": "a", "documents": [{"title": "b"}]}),
+        ("ScoreRequest", {"model": "tiny", "text_1": "a"}),
+        ("ScoreRequest", {"model": "tiny", "text_1": "a", "documents": "a"}),
         ("DetokenizeRequest", {"tokens": [100_000]}),
         ("TokenizeRequest", {}),
         ("TokenizeRequest", {"prompt": None}),
@@ -85,7 +107,7 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
 def test_bodies_that_the_page_refuses_are_refused(stack: Any, page: dict[str, Any], name: str, body: Any) -> None:
     with pytest.raises(jsonschema.ValidationError):
         check(page, name, body)
-    path = {"ChatRequest": "v1/chat/completions", "CompletionRequest": "v1/completions"}.get(name, name[:-7].lower())
+    path = PATHS.get(name, name[:-7].lower())
     assert httpx.post(f"{stack.url}/{path}", json=body).status_code in (400, 404)
 
 
