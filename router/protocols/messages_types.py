@@ -399,7 +399,18 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 StreamEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
-# ---------------------------------------------------------------- models
+# ---------------------------------------------------------------- errors and models
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str | None
 
 
 class AnthropicModel(msgspec.Struct, kw_only=True):

@@ -57,7 +57,7 @@ class MessagesFormat:
         """`max_tokens`: what the client asked for, which may be more than fits into the context. `continues`: the
         answer goes on where the prompt's end has begun it. `shows_thinking`: blocks of thinking have their text."""
         self.continues = continues
-        self._id = f"msg_{job.id.rpartition('_')[2]}"
+        self._id = job.id
         self._model = model
         self._is_cut_at_context = job.sequences[0].sampling.max_tokens < max_tokens
         self._shows_thinking = shows_thinking
