@@ -37,7 +37,7 @@ class Keys:
         tokens = _given(request)
         if not tokens:
             raise _unauthorized("Send your API key as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.")
-        if not any([self._is_known(token) for token in tokens]):
+        if not any(self._is_known(token) for token in tokens):
             raise _unauthorized("The API key is not one that this server accepts.")
 
     def tenant(self, request: Request) -> str:

@@ -63,4 +63,5 @@ class Guarded:
             if scope["type"] != "http":
                 raise
             log.exception("request %s failed", scope.get("state", {}).get("request_id"))
-            await error_response(internal(), scope)(scope, receive, send)  # if an answer has begun, the server breaks it off
+            # If an answer has begun, the server breaks it off.
+            await error_response(internal(), scope)(scope, receive, send)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
 from router.errors import invalid
@@ -19,7 +20,6 @@ from router.protocols.messages_types import (
     CustomTool,
     DocumentBlock,
     FileSource,
-    ImageBlock,
     MessagesRequest,
     OutputSchema,
     PlainTextSource,
@@ -136,7 +136,7 @@ def _tools(tools: Iterable[CustomTool]) -> tuple[Tool, ...]:
             param = f"tools[{number}].defer_loading"
             raise invalid(f"{param!r} is not supported by this server: leave it out.", param, "unsupported_parameter")
         lines = [tool.description] if tool.description else []
-        lines += [f"Example of the input: {json.dumps(given, ensure_ascii=False)}" for given in tool.input_examples or ()]
+        lines += [f"Example of the input: {_json(given)}" for given in tool.input_examples or ()]
         read.append(Tool(tool.name, "\n".join(lines), tool.input_schema, bool(tool.strict)))
     return tuple(read)
 
@@ -184,7 +184,7 @@ def _assistant(blocks: list[Placed]) -> Message:
             case ThinkingBlock():
                 thinking.append(block.thinking)
             case ToolUseBlock():
-                calls.append(ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
+                calls.append(ToolCall(block.id, block.name, _json(block.input)))
             case RedactedThinkingBlock():
                 pass
             case _:
@@ -250,6 +250,10 @@ def _document(block: DocumentBlock, path: str) -> str:
             raise unsupported_part("documents by their address", path)
         case FileSource():
             raise unsupported_part("stored documents", path)
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _refuse_citations(block: DocumentBlock | SearchResultBlock, path: str) -> None:

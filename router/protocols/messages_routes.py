@@ -118,9 +118,7 @@ def messages_format(request: MessagesRequest, job: PreparedRequest, model: str) 
         model,
         max_tokens=request.max_tokens,
         continues=isinstance(request.messages[-1], AssistantTurn),
-        shows_thinking=not (
-            isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) and thinking.display == "omitted"
-        ),
+        shows_thinking=not (isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) and thinking.display == "omitted"),
     )
 
 

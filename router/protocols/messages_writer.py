@@ -184,4 +184,4 @@ def _usage(usage: Usage) -> MessageUsage:
 
 
 def _event(event: StreamEvent) -> bytes:
-    return named_event(event.__struct_config__.tag, event)
+    return named_event(str(event.__struct_config__.tag), event)
