@@ -71,7 +71,7 @@ class MessagesFormat:
 
     def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
         """The events for one piece. Empty if there is nothing to tell."""
-        data = b"".join(_event(event) for part in piece.parts for event in self._events(part))
+        data = b"".join(_event(event) for part in joined(piece.parts) for event in self._events(part))
         if piece.finish_reason is not None:
             data += b"".join(map(_event, self._close()))
             self._ending = self._ended(piece)
