@@ -28,20 +28,20 @@ from starlette.middleware.cors import CORSMiddleware
 from router import openapi, request_id
 from router.auth import Keys
 from router.body import read_body
-from router.protocols.chat_reader import tokenized_conversation
-from router.protocols.chat_writer import ChatFormat
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
-from router.protocols.completion_writer import CompletionFormat
-from router.protocols.dialects import error_response, wants_anthropic
-from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
 from router.config import RouterConfig
 from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
 from router.programs import BranchCall, BranchText, BranchUnknown, Held
+from router.protocols.chat_reader import tokenized_conversation
+from router.protocols.chat_writer import ChatFormat
+from router.protocols.completion_writer import CompletionFormat
+from router.protocols.dialects import error_response, wants_anthropic
+from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
 from router.requests import (
     INT32,
     ChatRequest,

@@ -27,8 +27,6 @@ from router.connection import protocol
 from router.defaults import SamplingDefaults
 from router.errors import NoReplica
 from router.fleet import Fleet
-from router.formats.families import detect
-from router.formats.format import OutputFormat
 from router.metrics import Metrics
 from router.programs import Home
 from router.replicas import Replicas
@@ -378,18 +376,6 @@ class FakeReplica:
 # ---------------------------------------------------------------- the server
 
 
-def output_format(tokens: Tokenizer) -> OutputFormat:
-    """The format of the tokenizer's template."""
-
-    def token_of(text: str) -> int | None:
-        try:
-            return tokens.token_id(text)
-        except KeyError:
-            return None
-
-    return detect(tokens.template_source, token_of)
-
-
 class Server(uvicorn.Server):
     """The application on a port of its own, in a thread."""
 
@@ -495,6 +481,7 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
             tokens: Tokenizer = tokenizer,
             defaults: SamplingDefaults | None = None,
         ) -> Stack:
+            settings = config or RouterConfig()
             named = {f"r{number}": fake for number, fake in enumerate(fakes)}
             for fake in fakes:
                 stack.callback(fake.die)
@@ -511,10 +498,9 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
                 model=MODEL,
                 context_length=CONTEXT,
                 defaults=defaults or SamplingDefaults(),
-                output_format=output_format(tokens),
+                output_format=tokens.output_format(settings.tool_call_parser, settings.reasoning_parser),
             )
             replicas.set_replicas({name: fake.address for name, fake in named.items()})
-            settings = config or RouterConfig()
             server = stack.enter_context(Server(create_app(service, settings), settings))
             made = Stack(tokens, fleet, placer, replicas, service, server, named)
             stack.callback(made.client.close)

@@ -146,7 +146,7 @@ def test_calls_and_their_results(says: Callable[..., Any], client: Callable[...,
     turn = {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]}
     messages.create(messages=[*HELLO, {"role": "assistant", "content": message.content}, turn], **fields)
     history = prompt(stack)
-    assert '<think>\nWhere?\n</think>\n\nLet me look.' in history
+    assert "<think>\nWhere?\n</think>\n\nLet me look." in history
     assert '<tool_call>\nweather {"city": "Rome"}\n</tool_call><|im_end|>' in history
     assert "<|im_start|>tool\n-3<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>" in history
 

@@ -67,7 +67,13 @@ def test_turns_of_one_role_are_one() -> None:
 def test_documents_and_search_results() -> None:
     plain = {"type": "text", "media_type": "text/plain", "data": "Once."}
     assert said(text("Read:"), {"type": "document", "source": plain, **MARK}) == "Read:\nOnce."
-    titled = {"type": "document", "source": plain, "title": "A tale", "context": "Old.", "citations": {"enabled": False}}
+    titled = {
+        "type": "document",
+        "source": plain,
+        "title": "A tale",
+        "context": "Old.",
+        "citations": {"enabled": False},
+    }
     assert said(titled) == "A tale\nOld.\nOnce."
     encoded = {"type": "base64", "media_type": "text/plain", "data": base64.b64encode("naïve".encode()).decode()}
     assert said({"type": "document", "source": encoded}) == "naïve"
@@ -81,7 +87,10 @@ def test_calls_and_results_in_order() -> None:
     thought = {"type": "thinking", "thinking": "look", "signature": "sig"}
     turns = [
         HELLO,
-        {"role": "assistant", "content": [thought, {"type": "redacted_thinking", "data": "x"}, text("Let me see."), CALL]},
+        {
+            "role": "assistant",
+            "content": [thought, {"type": "redacted_thinking", "data": "x"}, text("Let me see."), CALL],
+        },
         {
             "role": "user",
             "content": [
@@ -95,9 +104,7 @@ def test_calls_and_results_in_order() -> None:
         },
     ]
     assert read(messages=turns, tools=[TOOL]).messages[1:] == (
-        Message(
-            "assistant", "Let me see.", "look", (ToolCall("t1", "weather", '{"city": "Tromsø", "days": 1.0}'),)
-        ),
+        Message("assistant", "Let me see.", "look", (ToolCall("t1", "weather", '{"city": "Tromsø", "days": 1.0}'),)),
         Message("user", "first"),
         Message("tool", "-3", call_id="t1", name="weather"),
         Message("tool", "Error: a\nb", call_id="t2"),

@@ -176,5 +176,9 @@ def test_calls_that_are_cut_off_have_no_input() -> None:
 
 def test_thinking_that_is_not_shown() -> None:
     piece = Piece(finish_reason="stop", deltas=[ThinkingDelta("I look."), TextDelta("x")])
-    assert whole(form(shows_thinking=False), piece)["content"][0] == {"type": "thinking", "thinking": "", "signature": ""}
+    assert whole(form(shows_thinking=False), piece)["content"][0] == {
+        "type": "thinking",
+        "thinking": "",
+        "signature": "",
+    }
     assert "I look." not in str(events(form(shows_thinking=False), piece))
