@@ -113,14 +113,14 @@ class ToolResultBlock(Block, frozen=True, kw_only=True, tag="tool_result"):
 
 
 class ThinkingBlock(Block, frozen=True, kw_only=True, tag="thinking"):
-    """What the model thought. `signature`: not used."""
+    """The model's thinking. `signature`: not used."""
 
     thinking: str
     signature: str | None = None
 
 
 class RedactedThinkingBlock(Block, frozen=True, kw_only=True, tag="redacted_thinking"):
-    """What another model thought and did not show. Left out."""
+    """Thinking that another model did not show. Left out."""
 
     data: str
 
@@ -136,7 +136,7 @@ class UserTurn(Body, frozen=True, tag_field="role", tag="user"):
 
 
 class AssistantTurn(Body, frozen=True, tag_field="role", tag="assistant"):
-    """What the model has answered. As the last message: the beginning of the answer, which goes on from there."""
+    """An answer of the model. As the last message: the beginning of the answer, which goes on from there."""
 
     content: str | list[AssistantBlock]
 
@@ -383,13 +383,15 @@ class BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
     index: int
 
 
-class Ending(msgspec.Struct):
+class MessageEnding(msgspec.Struct):
+    """The reason why an answer ends. `stop_sequence`: the one that ended it."""
+
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    delta: Ending
+    delta: MessageEnding
     usage: MessageUsage
 
 

@@ -18,7 +18,7 @@ from router.protocols.messages_types import (
     BlockDelta,
     BlockStart,
     BlockStop,
-    Ending,
+    MessageEnding,
     InputPiece,
     MessageAnswer,
     MessageDelta,
@@ -63,7 +63,7 @@ class MessagesFormat:
         self._shows_thinking = shows_thinking
         self._index = -1
         self._open: type[AnswerBlock] | None = None
-        self._ending: Ending | None = None
+        self._ending: MessageEnding | None = None
 
     def opening(self, index: int, usage: Usage) -> bytes:
         """The events before the first piece: the message without content, with the real number of input tokens."""
@@ -86,7 +86,7 @@ class MessagesFormat:
         (answer,) = answers
         return msgspec.json.encode(self._answer(self._blocks(answer.parts), self._ended(answer), usage))
 
-    def _answer(self, content: list[AnswerBlock], ending: Ending | None, usage: Usage) -> MessageAnswer:
+    def _answer(self, content: list[AnswerBlock], ending: MessageEnding | None, usage: Usage) -> MessageAnswer:
         return MessageAnswer(
             id=self._id,
             model=self._model,
@@ -96,14 +96,14 @@ class MessagesFormat:
             usage=_usage(usage),
         )
 
-    def _ended(self, piece: Piece) -> Ending:
+    def _ended(self, piece: Piece) -> MessageEnding:
         reasons: dict[str, StopReason] = {
             "stop": "end_turn" if piece.stop is None else "stop_sequence",
             "length": "model_context_window_exceeded" if self._is_cut_at_context else "max_tokens",
             "tool_calls": "tool_use",
         }
         reason = reasons[cast(str, piece.finish_reason)]
-        return Ending(reason, piece.stop if reason == "stop_sequence" else None)
+        return MessageEnding(reason, piece.stop if reason == "stop_sequence" else None)
 
     def _events(self, part: Delta) -> Iterator[StreamEvent]:
         match part:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -15,10 +16,9 @@ from anthropic import Anthropic
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.tokenizer import Tokenizer
-from worker.messages import Generate
 
 REPLY = "The quick brown fox — naïve café 🦊👩‍👩‍👧 jumps over 12 lazy dogs."
-# As Qwen3's, with an opening of the thinking where it is asked for.
+# As Qwen3's: tools in the system's message, thinking in the history, none after an empty one.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -278,9 +278,6 @@ def test_errors_before_a_request_is_read(says: Callable[..., Any]) -> None:
 
     def slow() -> Iterator[bytes]:
         yield b"{"
-        stack.until(lambda: True)
-        import time
-
         time.sleep(0.6)
         yield b"}"
 

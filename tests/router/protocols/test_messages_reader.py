@@ -30,11 +30,13 @@ def said(*content: Any) -> str:
 
 
 def refused(**fields: Any) -> str | None:
-    body = {"model": "m", "max_tokens": 9, "messages": [HELLO]} | fields
+    def read_all() -> None:
+        read(**fields)
+        generation_request(parse(MessagesRequest, json.dumps({"model": "m", "messages": [HELLO], **fields}).encode()))
+
+    fields = {"max_tokens": 9} | fields
     with pytest.raises(ApiError) as error:
-        request = parse(MessagesRequest, json.dumps(body).encode())
-        messages_conversation(request)
-        generation_request(request)
+        read_all()
     assert error.value.status == 400 and error.value.param is not None
     return error.value.param
 
