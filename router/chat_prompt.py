@@ -21,7 +21,7 @@ def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tok
     text = tokenizer.render_chat(
         [_for_template(message) for message in messages],
         answer,
-        _thinking(conversation) | conversation.arguments,
+        {**_thinking(conversation), **conversation.arguments},
         [_tool(tool) for tool in tools] or None,
     )
     return text + _prefill(conversation.prefill, text, format) if answer and conversation.prefill else text

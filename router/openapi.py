@@ -13,6 +13,10 @@ _TYPES = (
     requests.ChatRequest,
     requests.CompletionRequest,
     requests.ChoicesRequest,
+    requests.EmbeddingsRequest,
+    requests.RerankRequest,
+    requests.SourceText,
+    requests.ScoreRequest,
     requests.TokenizeRequest,
     requests.StreamOptions,
     requests.StructuredOutputs,
@@ -24,6 +28,9 @@ _TYPES = (
     responses.ChatChunk,
     responses.Completion,
     responses.ScoredChoices,
+    responses.Embeddings,
+    responses.Reranking,
+    responses.Scores,
     responses.ModelCard,
     responses.ModelList,
     responses.TokenizeResponse,
@@ -56,7 +63,8 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
-    for name in ("ChoicesRequest", "MessagesRequest", "CountTokensRequest"):
+    single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
+    for name in (*single, "MessagesRequest", "CountTokensRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
     for name in ("ChatRequest", "CompletionRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
@@ -70,10 +78,16 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
     made["CompletionRequest"]["properties"]["prompt"]["anyOf"] = [text, token_ids, *lists]
-    given = [{"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ("prompt", "messages")]
-    made["TokenizeRequest"]["oneOf"] = given
+    made["EmbeddingsRequest"]["properties"]["input"]["anyOf"] = [text, token_ids, *lists]
+    made["TokenizeRequest"]["oneOf"] = [_given("prompt"), _given("messages")]
+    made["ScoreRequest"]["oneOf"] = [_given("text_1", "text_2"), _given("queries", "documents")]
     _limit_tokens(made, vocab_size)
     return made
+
+
+def _given(*names: str) -> dict[str, Any]:
+    """The schema of a body that has these fields, not null."""
+    return {"properties": {name: {"not": {"type": "null"}} for name in names}, "required": list(names)}
 
 
 def _limit_tokens(schema: Any, vocab_size: int) -> None:
