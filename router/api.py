@@ -12,6 +12,7 @@ The path of a request for text:
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import metadata
 from time import perf_counter
 from typing import Any
@@ -40,6 +41,8 @@ from router.programs import BranchCall, BranchText, BranchUnknown, Held
 from router.protocols.chat_reader import tokenized_conversation
 from router.protocols.chat_writer import ChatFormat
 from router.protocols.completion_writer import CompletionFormat
+from router.protocols.dialects import error_response, wants_anthropic
+from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
 from router.requests import (
     INT32,
     ChatRequest,
@@ -107,7 +110,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
             allow_origins=config.origins,
             allow_methods=["GET", "POST", "HEAD", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[request_id.HEADER, "Retry-After"],
+            expose_headers=[request_id.HEADER, "Retry-After", "request-id"],
             max_age=PREFLIGHT_S,
         )
     app.add_middleware(Observed, metrics=service.metrics, answers_id=answers_id)
@@ -203,6 +206,8 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
         )
         return await answer(request, False, job.prepared, ChoicesFormat(job, service.model))
 
+    routes.include_router(messages_routes(service, config, answer, partial(_check_model, service)))
+
     @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
     async def end_program(request: Request, program_id: str) -> Response:
         """Ends a program: what its branches hold is forgotten, and its leases end."""
@@ -225,14 +230,18 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
         )
 
     @routes.get("/v1/models", responses=openapi.answers(ModelList, 401))
-    async def models() -> Response:
-        """The model that is served, as a list."""
+    async def models(request: Request) -> Response:
+        """The model that is served, as a list; with the header `anthropic-version`, in Anthropic's form."""
+        if wants_anthropic(request.scope):
+            return _json(anthropic_models(anthropic_model(service.model, created, service.context_length)))
         return _json(ModelList(data=[model()]))
 
     @routes.get("/v1/models/{model_id:path}", responses=openapi.answers(ModelCard, 401, 404))
-    async def one_model(model_id: str) -> Response:
-        """The model, by its name."""
+    async def one_model(request: Request, model_id: str) -> Response:
+        """The model, by its name; with the header `anthropic-version`, in Anthropic's form."""
         _check_model(service, model_id)
+        if wants_anthropic(request.scope):
+            return _json(anthropic_model(service.model, created, service.context_length))
         return _json(model())
 
     @routes.post(
@@ -372,7 +381,7 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error_response(error, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -380,7 +389,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     known = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return known.response()
+    return error_response(known, request.scope)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:

@@ -18,12 +18,22 @@ def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tok
     if "tools" not in (tokenizer.template_source or "tools"):
         messages = _described(messages, tools, format)
         tools = ()
-    return tokenizer.render_chat(
+    text = tokenizer.render_chat(
         [_for_template(message) for message in messages],
         answer,
         {**_thinking(conversation), **conversation.arguments},
         [_tool(tool) for tool in tools] or None,
     )
+    return text + _prefill(conversation.prefill, text, format) if answer and conversation.prefill else text
+
+
+def _prefill(prefill: str, prompt: str, format: OutputFormat) -> str:
+    """The beginning of an answer, after the end of thinking that the prompt has opened. Raises TemplateError."""
+    if format.channels is not None:
+        raise TemplateError("the last one must not be the assistant's: this model's answers cannot be begun for it")
+    if format.thinking is not None and format.opens_thinking(prompt):
+        return f"{format.thinking.end}\n\n{prefill}"
+    return prefill
 
 
 def check_arguments(conversation: Conversation) -> None:

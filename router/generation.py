@@ -107,7 +107,7 @@ class Generation:
                 text.append(piece.text)
                 answer.tokens += piece.tokens
                 answer.token_ids += piece.token_ids
-                answer.finish_reason = piece.finish_reason
+                answer.finish_reason, answer.stop = piece.finish_reason, piece.stop
                 if piece.deltas is not None:
                     deltas.extend(piece.deltas)
                     answer.deltas = deltas

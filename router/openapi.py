@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from router import requests, responses
+from router.protocols import messages_types
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
@@ -21,6 +22,8 @@ _TYPES = (
     requests.StructuredOutputs,
     requests.ProgramCall,
     requests.DetokenizeRequest,
+    messages_types.MessagesRequest,
+    messages_types.CountTokensRequest,
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
@@ -36,6 +39,11 @@ _TYPES = (
     responses.Version,
     responses.Health,
     responses.Error,
+    messages_types.MessageAnswer,
+    messages_types.InputTokens,
+    messages_types.AnthropicModel,
+    messages_types.AnthropicModelPage,
+    messages_types.AnthropicError,
 )
 _ERRORS = {
     400: "a parameter is wrong or not supported; `param` names it",
@@ -55,7 +63,8 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
-    for name in ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest"):
+    single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
+    for name in (*single, "MessagesRequest", "CountTokensRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
     for name in ("ChatRequest", "CompletionRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
@@ -115,21 +124,26 @@ def body(request: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def answers(
-    answer: type[msgspec.Struct], *statuses: int, stream: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct],
+    *statuses: int,
+    stream: type[msgspec.Struct] | None = None,
+    events: str = "",
+    error: type[msgspec.Struct] = responses.Error,
 ) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route."""
+    """The `responses` of a route. `stream`: the object in each event of its stream, or `events`, what these are."""
     content: dict[str, Any] = {"application/json": {"schema": reference(answer.__name__)}}
     if stream is not None:
         events = f"server-sent events; the data of each is a {stream.__name__} object, that of the last is `[DONE]`"
+    if events:
         content["text/event-stream"] = {"schema": {"description": events}}
     documented: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": content}}
-    return documented | errors(*statuses)
+    return documented | errors(*statuses, error=error)
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors among the `responses` of a route."""
+def errors(*statuses: int, error: type[msgspec.Struct] = responses.Error) -> dict[int | str, dict[str, Any]]:
+    """The errors among the `responses` of a route. `error`: their form."""
     documented: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
-        error = {"application/json": {"schema": reference("Error")}}
-        documented[status] = {"description": _ERRORS[status], "content": error}
+        content = {"application/json": {"schema": reference(error.__name__)}}
+        documented[status] = {"description": _ERRORS[status], "content": content}
     return documented

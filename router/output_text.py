@@ -23,6 +23,7 @@ class TokenText:
 class Piece:
     """New text that is final, the tokens that begin in it (if log probabilities are wanted), the output tokens that
     came with it, and the finish reason. Text may come later than its tokens, while it may be part of a stop string.
+    `stop`: the stop string that ended the text.
 
     `marks`: markers that are single tokens: the number of characters before each, and the number of output tokens.
     They come with their token or earlier than their text. `deltas`: what a lexer made of the text; None if there is no
@@ -36,6 +37,7 @@ class Piece:
     marks: dict[int, int] = field(default_factory=dict)
     deltas: list[Delta] | None = None
     embedding: bytes = b""
+    stop: str | None = None
 
     @property
     def parts(self) -> list[Delta]:
@@ -133,6 +135,7 @@ class OutputText:
                 piece.tokens.extend(self._waiting)
                 self._waiting.clear()
         piece.text = "".join(text)
+        piece.stop = self._stop.found
         while self._waiting and self._waiting[0].offset < self._sent:
             piece.tokens.append(self._waiting.popleft())
         return piece

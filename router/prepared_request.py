@@ -136,6 +136,7 @@ def conversation_job(
     max_tokens: int | None,
     max_tokens_param: str,
     messages_param: str = "messages",
+    cut_at_context: bool = False,
     logprobs: int | None = None,
     names_tier: bool = False,
     call: BranchCall | None = None,
@@ -149,24 +150,18 @@ def conversation_job(
     | `format` | how the model writes thinking and calls |
     | `max_tokens` | most tokens of the answer; None for what fits into the context |
     | `max_tokens_param`, `messages_param` | the protocol's names for these parameters, for errors |
+    | `cut_at_context` | `max_tokens` may be more than what fits into the context: the answer ends there |
     """
     grammar_param, grammar = structure(request)
     _check_request(request, 1, max_sequences)
-    try:
-        check_arguments(conversation)
-        text = chat_prompt(conversation, format, tokenizer)
-        token_ids = tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
-    except TemplateError as error:
-        param = messages_param if error.param == "messages" else error.param
-        raise invalid(f"The chat template refuses these messages: {error}.", param) from None
-    except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length, messages_param, "at least ") from None
+    text, token_ids = conversation_prompt(conversation, format, tokenizer, context_length, messages_param)
     syntax = _syntax(conversation, format, tokenizer, text)
     if syntax is not None:
         grammar_param, grammar = constrained(conversation, syntax, grammar_param, grammar)
     sampling = sampling_params(request, tokenizer.vocab_size, grammar=grammar, logprobs=logprobs)
     room = context_room(token_ids, context_length, messages_param)
-    limit = _max_tokens(max_tokens, room, room, max_tokens_param)
+    asked = max_tokens if max_tokens is None or not cut_at_context else min(max_tokens, room)
+    limit = _max_tokens(asked, room, room, max_tokens_param)
     job = _job(request, id_prefix, [Prompt(token_ids)], sampling, [limit], arrived, grammar_param, call)
     budget = conversation.thinking.budget
     return replace(
@@ -176,6 +171,26 @@ def conversation_job(
         syntax=syntax,
         thinking_budget=budget if syntax is not None and syntax.end_of_thinking else None,
     )
+
+
+def conversation_prompt(
+    conversation: Conversation,
+    format: OutputFormat,
+    tokenizer: Tokenizer,
+    context_length: int | None = None,
+    messages_param: str = "messages",
+) -> tuple[str, list[int]]:
+    """The prompt of a conversation as text, and as tokens. Slow: run it in a thread. Raises ApiError, also for a prompt
+    that is far longer than `context_length`."""
+    try:
+        check_arguments(conversation)
+        text = chat_prompt(conversation, format, tokenizer)
+        return text, tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
+    except TemplateError as error:
+        param = messages_param if error.param == "messages" else error.param
+        raise invalid(f"The chat template refuses these messages: {error}.", param) from None
+    except PromptTooLong as error:
+        raise _too_long(error.tokens, context_length or 0, messages_param, "at least ") from None
 
 
 def _syntax(conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer, prompt: str) -> AnswerSyntax | None:

@@ -14,6 +14,8 @@ ROUTES = {
     ("/v1/embeddings", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/rerank", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/score", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/messages", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/messages/count_tokens", "post"): {"200", "400", "401", "404", "408", "413", "415", "500"},
     ("/v1/programs/{program_id}", "delete"): {"204", "401"},
     ("/v1/models", "get"): {"200", "401"},
     ("/v1/models/{model_id}", "get"): {"200", "401", "404"},
@@ -75,6 +77,8 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
     check(page, "ScoreRequest", {"model": "tiny", "queries": ["a"], "documents": "a", "text_1": None})
     check(page, "TokenizeRequest", {"prompt": "a", "messages": None})
     check(page, "TokenizeRequest", {"messages": hello})
+    check(page, "MessagesRequest", {"model": "tiny", "max_tokens": 9, "messages": hello, "system": "Be brief."})
+    check(page, "CountTokensRequest", {"model": "tiny", "messages": hello, "thinking": {"type": "adaptive"}})
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,9 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
         ("RerankRequest", {"model": "tiny", "query": "a", "documents": [{"title": "b"}]}),
         ("ScoreRequest", {"model": "tiny", "text_1": "a"}),
         ("ScoreRequest", {"model": "tiny", "text_1": "a", "documents": "a"}),
+        ("MessagesRequest", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}),
+        ("MessagesRequest", {"model": "other", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
+        ("MessagesRequest", {"model": "tiny", "max_tokens": 9, "messages": [{"role": "tool", "content": "a"}]}),
         ("DetokenizeRequest", {"tokens": [100_000]}),
         ("TokenizeRequest", {}),
         ("TokenizeRequest", {"prompt": None}),
@@ -119,6 +126,10 @@ def test_answers_are_what_the_page_says(stack: Any, page: dict[str, Any]) -> Non
     check(page, "ChatCompletion", post("/v1/chat/completions", chat))
     check(page, "Completion", post("/v1/completions", {"model": "tiny", "prompt": "a b", "logprobs": 1, "echo": True}))
     check(page, "Error", post("/v1/completions", {}))
+    message = {"model": "tiny", "max_tokens": 9, "messages": chat["messages"]}
+    check(page, "MessageAnswer", post("/v1/messages", message))
+    check(page, "InputTokens", post("/v1/messages/count_tokens", {"model": "tiny", "messages": chat["messages"]}))
+    check(page, "AnthropicError", post("/v1/messages", {}))
     check(page, "TokenizeResponse", post("/tokenize", {"prompt": "a"}))
     check(page, "DetokenizeResponse", post("/detokenize", {"tokens": [70]}))
     paths = {"/v1/models": "ModelList", "/v1/models/tiny": "ModelCard", "/health": "Health", "/ping": "Health"}
