@@ -12,6 +12,7 @@ The path of a request for text:
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import metadata
 from time import perf_counter
 from typing import Any
@@ -27,24 +28,26 @@ from starlette.middleware.cors import CORSMiddleware
 from router import openapi, request_id
 from router.auth import Keys
 from router.body import read_body
-from router.protocols.chat_reader import tokenized_conversation
-from router.protocols.chat_writer import ChatFormat
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
-from router.protocols.completion_writer import CompletionFormat
 from router.config import RouterConfig
 from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
 from router.programs import BranchCall, BranchText, BranchUnknown, Held
+from router.protocols.chat_reader import tokenized_conversation
+from router.protocols.chat_writer import ChatFormat
+from router.protocols.completion_writer import CompletionFormat
+from router.protocols.responses_routes import responses_routes
 from router.requests import (
     INT32,
     ChatRequest,
     ChoicesRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     ProgramCall,
     TokenizeRequest,
 )
@@ -93,6 +96,8 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
     app.include_router(_generation_routes(service, config, keys), dependencies=dependencies)
+    check = partial(_check_shared, service, config)
+    app.include_router(responses_routes(service, config, keys, check), dependencies=dependencies)
     app.include_router(_model_routes(service, config), dependencies=dependencies)
     app.include_router(_operator_routes(service, app.version))
     app.add_exception_handler(ApiError, _api_error)
@@ -317,6 +322,11 @@ def _check_model(service: Service, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def _check_shared(service: Service, config: RouterConfig, body: GenerationRequest) -> None:
+    _check_model(service, body.model)
+    _check_priority(config, body.priority)
 
 
 def _check_priority(config: RouterConfig, priority: int | None) -> None:

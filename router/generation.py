@@ -94,7 +94,7 @@ class Generation:
                 answer.token_ids += piece.token_ids
                 answer.finish_reason = piece.finish_reason
                 if piece.deltas is not None:
-                    deltas += piece.deltas
+                    deltas.extend(piece.deltas)
                     answer.deltas = deltas
 
             await self._follow(sequence, on_piece)

@@ -6,11 +6,15 @@ from typing import Any
 import msgspec
 
 from router import requests, responses
+from router.protocols import responses_objects, responses_types
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
     requests.ChatRequest,
     requests.CompletionRequest,
+    responses_types.ResponsesRequest,
+    *responses_types.ITEMS,
+    responses_types.SentTool,
     requests.ChoicesRequest,
     requests.TokenizeRequest,
     requests.StreamOptions,
@@ -20,6 +24,9 @@ _TYPES = (
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    responses_objects.ResponseObject,
+    responses_objects.DeletedResponse,
+    responses_objects.InputItems,
     responses.ScoredChoices,
     responses.ModelCard,
     responses.ModelList,
@@ -49,7 +56,7 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
     made["ChoicesRequest"]["properties"]["model"]["enum"] = [model]
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
@@ -57,6 +64,11 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     for body in _TYPES:
         for flag in getattr(body, "neutral_flags", ()):
             made[body.__name__]["properties"][flag]["anyOf"] = [{"enum": [False, None]}]
+    asked = made["ResponsesRequest"]["properties"]
+    (items,) = (way for way in asked["input"]["anyOf"] if way["type"] == "array")
+    items["items"] = {"anyOf": [reference(item.__name__) for item in responses_types.ITEMS]}
+    (tools,) = (way for way in asked["tools"]["anyOf"] if way["type"] == "array")
+    tools["items"] = reference("SentTool")
     text = {"type": "string"}
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
@@ -98,6 +110,17 @@ def body(request: type[msgspec.Struct]) -> dict[str, Any]:
     """The `openapi_extra` of a route that reads a `request` body."""
     content = {"application/json": {"schema": reference(request.__name__)}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def queries(**types: type[bool] | type[int] | type[str]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that reads parameters of the query. None is required."""
+    names = {bool: "boolean", int: "integer", str: "string"}
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": {"type": names[kind]}}
+            for name, kind in types.items()
+        ]
+    }
 
 
 def answers(
