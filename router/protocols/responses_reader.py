@@ -298,7 +298,7 @@ def _generation(request: ResponsesRequest) -> GenerationRequest:
     form = request.text.format if request.text else None
     if isinstance(form, SchemaFormat):
         schema = JsonSchema(name=form.name, schema=form.schema, description=form.description, strict=form.strict)
-        form = JsonSchemaFormat(json_schema=schema)
+        return GenerationRequest(**fields | {"response_format": JsonSchemaFormat(json_schema=schema)})
     return GenerationRequest(**fields | {"response_format": form})
 
 

@@ -72,13 +72,13 @@ class ResponsesFormat:
         return self.response.usage is not None or self.response.status == "failed"
 
     def opening(self, index: int, usage: Usage) -> bytes:
-        """The events before the first piece."""
-        self.response.status = "in_progress"
-        return written(self._lifecycle(ResponseCreated)) + written(self._lifecycle(ResponseInProgress))
+        """Nothing: events are numbered, and `chunk` makes the first ones."""
+        return b""
 
     def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
-        """The events for one piece; none where nothing is added."""
-        return b"".join(map(written, self._take(piece)))
+        """The events for one piece, with those that begin a stream before the first."""
+        begin = b"" if self.begun else self._begin()
+        return begin + b"".join(map(written, self._take(piece)))
 
     def closing(self, usage: Usage) -> bytes:
         """The last event, with the whole response."""
@@ -104,6 +104,10 @@ class ResponsesFormat:
         fail(self.response, error)
         said = StreamError(sequence_number=self._next(), code=error.code, message=error.message, param=error.param)
         return written(said) + written(self._lifecycle(ResponseFailed))
+
+    def _begin(self) -> bytes:
+        self.response.status = "in_progress"
+        return written(self._lifecycle(ResponseCreated)) + written(self._lifecycle(ResponseInProgress))
 
     def _end(self, usage: Usage) -> None:
         self.response.usage = ResponseUsage.of(usage)
@@ -140,10 +144,7 @@ class ResponsesFormat:
                 yield TextAdded(delta=text, logprobs=logprobs, **self._place())
             case ThinkingDelta(text):
                 if not isinstance(self._open, ReasoningItem):
-                    thought = ReasoningPart("")
-                    yield from self._add(ReasoningItem(id=new_id("rs")))
-                    self._open.content = [thought]
-                    yield PartAdded(part=thought, **self._place())
+                    yield from self._thought()
                 assert isinstance(self._open, ReasoningItem)
                 self._open.content[0].text += text
                 yield ThoughtAdded(delta=text, **self._place())
@@ -159,6 +160,13 @@ class ResponsesFormat:
     def _message(self) -> Iterator[ResponseEvent]:
         part = AnsweredText(text="")
         item = MessageItem(id=new_id("msg"))
+        yield from self._add(item)
+        item.content = [part]
+        yield PartAdded(part=part, **self._place())
+
+    def _thought(self) -> Iterator[ResponseEvent]:
+        part = ReasoningPart("")
+        item = ReasoningItem(id=new_id("rs"))
         yield from self._add(item)
         item.content = [part]
         yield PartAdded(part=part, **self._place())
