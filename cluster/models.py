@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cluster.conversion import Conversion, ModelError, Progress
 
@@ -102,10 +103,16 @@ def model_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
+def model_config(folder: Path) -> dict[str, Any]:
+    """The content of the `config.json` of a folder."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
 def context_length(folder: Path) -> int | None:
     """The longest sequence that the model of a folder was made for, in tokens, without reading anything but
     config.json; None if that does not say."""
-    config = json.loads((folder / "config.json").read_text())
+    config = model_config(folder)
     value = config.get("text_config", config).get("max_position_embeddings")
     return value if isinstance(value, int) else None
 

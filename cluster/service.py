@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.config import Config
-from cluster.models import context_length, model_name
+from cluster.models import context_length, model_config, model_name
 from router.defaults import SamplingDefaults
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -28,8 +28,9 @@ def open_service(config: Config, folder: Path, placer: Callable[[Fleet, Replicas
     defaults = SamplingDefaults.read(folder, config.sampling_defaults)
     for problem in defaults.problems:
         log.warning("%s", problem)
+    tokenizer = Tokenizer.from_folder(folder)
     return Service(
-        Tokenizer.from_folder(folder),
+        tokenizer,
         replicas,
         placer(fleet, replicas),
         fleet,
@@ -37,4 +38,5 @@ def open_service(config: Config, folder: Path, placer: Callable[[Fleet, Replicas
         model=config.served_model_name or model_name(config.model),
         context_length=config.context_length or context_length(folder) or UNKNOWN_CONTEXT,
         defaults=defaults,
+        output_format=tokenizer.output_format(config.tool_call_parser, config.reasoning_parser, model_config(folder)),
     )

@@ -15,7 +15,7 @@ def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tok
     its special tokens. Raises TemplateError."""
     tools = conversation.callable_tools
     messages: Sequence[Message] = conversation.messages
-    if format.describes_tools:  # the model's template knows no tools
+    if "tools" not in (tokenizer.template_source or "tools"):
         messages = _described(messages, tools, format)
         tools = ()
     return tokenizer.render_chat(
@@ -34,7 +34,7 @@ def check_arguments(conversation: Conversation) -> None:
 
 
 def _thinking(conversation: Conversation) -> dict[str, Any]:
-    """The variables by which templates are told how to think. The names are those of Qwen and GLM, DeepSeek, gpt-oss."""
+    """The variables that tell templates how to think, by the names of Qwen and GLM, of DeepSeek, of gpt-oss."""
     thinking = conversation.thinking
     variables: dict[str, Any] = {}
     if thinking.enabled is not None:
@@ -81,28 +81,34 @@ def _tool(tool: Tool) -> Mapping[str, Any]:
 
 def _described(messages: Sequence[Message], tools: Sequence[Tool], format: OutputFormat) -> list[Message]:
     """The messages for a template without tools: the system's message describes them, calls are the assistant's text,
-    results the user's."""
+    results the user's. Raises TemplateError where the model's format has no words for that."""
+    form = format.tools
+    used = tools or any(message.calls or message.role == "tool" for message in messages)
+    if not used:
+        return list(messages)
+    if form is None or not form.instruction:
+        raise TemplateError("it has no place for tools", "tools")
     made: list[Message] = []
+    was_result = False
     for message in messages:
         if message.role == "tool":
-            result = format.result_text(message.text)
-            if made and made[-1].role == "user" and message is not messages[0] and _was_result(made[-1], format):
-                made[-1] = Message("user", f"{made[-1].text}\n{result}")
-            else:
-                made.append(Message("user", result))
+            result = form.result.replace("{name}", message.name or "").replace("{text}", message.text)
+            text = f"{made.pop().text}\n{result}" if was_result else result
+            made.append(Message("user", text))
         elif message.calls:
-            calls = [format.call_text(call.name, call.arguments) for call in message.calls]
-            made.append(Message("assistant", "\n".join([*([message.text] if message.text else []), *calls])))
+            calls = [
+                f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': _object(call.arguments)})}\n</tool_call>"
+                for call in message.calls
+            ]
+            made.append(Message("assistant", "\n".join(filter(None, [message.text, *calls]))))
         else:
             made.append(message)
+        was_result = message.role == "tool"
     if tools:
-        description = format.tools_text([dict(_tool(tool)) for tool in tools])
+        lines = "\n".join(json.dumps(_tool(tool), ensure_ascii=False) for tool in tools)
+        description = form.instruction.replace("{tools}", lines)
         if made and made[0].role == "system":
             made[0] = Message("system", f"{made[0].text}\n\n{description}", name=made[0].name)
         else:
             made.insert(0, Message("system", description))
     return made
-
-
-def _was_result(message: Message, format: OutputFormat) -> bool:
-    return message.text.startswith(format.result_text("").partition("\n")[0])

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+
+from router.formats.families import PARSERS, THINKING, TOOLS
 
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
@@ -59,6 +61,16 @@ class RouterConfig(BaseModel):
         description="highest priority that a request may have; running requests of lower priority give up their KV "
         "pages for it. With 0, clients can only lower the priority of a request, with a negative one",
     )
+    tool_call_parser: str = Field(
+        "auto",
+        description=f"how the model writes calls of tools: {', '.join(sorted(TOOLS))}, openai, or none for text; auto: "
+        "as its chat template says",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description=f"how the model writes what it thinks: {', '.join(sorted(THINKING))}, or none for text; auto: as "
+        "its chat template or vocabulary says",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
         description="source of the sampling parameters that a request leaves out: model takes temperature, top_p, "
@@ -82,6 +94,14 @@ class RouterConfig(BaseModel):
     max_background_responses: int = Field(
         64, ge=1, description="most responses that a router makes in the background at once; further ones get 429"
     )
+
+    @field_validator("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _parsers(cls, value: str, info: ValidationInfo) -> str:
+        known = {*PARSERS, *(TOOLS if info.field_name == "tool_call_parser" else THINKING)}
+        if value not in known:
+            raise ValueError(f"there is none of that name; there are {', '.join(sorted(known))}")
+        return value
 
     @field_validator("cors_origins")
     @classmethod

@@ -20,7 +20,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A message. `thinking` and `calls` are of the role assistant; `call_id` and `name` (the tool's) of the role tool."""
+    """A message. Role assistant has `thinking` and `calls`, role tool has `call_id` and the tool's `name`."""
 
     role: Literal["system", "user", "assistant", "tool"]
     text: str = ""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from router.deltas import CallEnd, Delta
+from router.deltas import CallBegin, CallEnd, Delta
 from router.errors import ApiError, program_unknown
 from router.output_text import OutputText, Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest
@@ -257,6 +257,7 @@ class Answer:
             marker_ids=frozenset() if syntax is None else syntax.marker_ids,
         )
         self._lexer = None if syntax is None else syntax.lexer()
+        self._syntax = syntax
         self._one_call = syntax is not None and not syntax.parallel
         self._has_calls = False
 
@@ -266,14 +267,14 @@ class Answer:
 
     @property
     def thinking_tokens(self) -> int:
-        return 0 if self._lexer is None else self._lexer.thinking_tokens
+        return 0 if self._lexer is None else self._lexer.thinking_tokens(self.text.num_tokens)
 
     def push(self, output: Output) -> Piece:
         """The piece that the output adds. A sequence that may have one call ends with it."""
         piece = self.text.push(output)
-        if self._lexer is None:
+        if self._lexer is None or self._syntax is None:
             return piece
-        found = self._lexer.push(piece.text, piece.marks, self.text.num_tokens)
+        found = self._lexer.push(piece.text, piece.marks)
         if piece.finish_reason is not None:
             found += self._lexer.flush()
         ends = [number for number, delta in enumerate(found) if isinstance(delta, CallEnd)]
@@ -283,7 +284,7 @@ class Answer:
             piece.finish_reason = "stop"
         if self._has_calls and piece.finish_reason == "stop":
             piece.finish_reason = "tool_calls"
-        piece.deltas = found
+        piece.deltas = [self._syntax.with_id(delta) if isinstance(delta, CallBegin) else delta for delta in found]
         return piece
 
 

@@ -15,8 +15,8 @@ from router.conversation import Conversation
 from router.errors import ApiError, invalid
 from router.formats.format import OutputFormat
 from router.programs import BranchCall, BranchText, Held
-from router.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.protocols.chat_reader import chat_conversation
+from router.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.sampling import check_token_ids, sampling_params, sequence_seed
 from router.structure import constrained, structure
 from router.tokenizer import PromptTooLong, Tokenizer
@@ -174,23 +174,22 @@ def conversation_job(
         names_tier=names_tier,
         prompt_param=messages_param,
         syntax=syntax,
-        thinking_budget=budget if syntax is not None and syntax.may_think else None,
+        thinking_budget=budget if syntax is not None and syntax.end_of_thinking else None,
     )
 
 
-def _syntax(
-    conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer, prompt: str
-) -> AnswerSyntax | None:
+def _syntax(conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer, prompt: str) -> AnswerSyntax | None:
     """How the answer is read; None if it is text and nothing else."""
     tools, thinking = conversation.callable_tools, format.thinking
-    if not tools and thinking is None:
+    if not tools and not format.may_think:
         return None
     return AnswerSyntax(
         format=format,
         tools=tools,
-        thinks=thinking is not None and format.opens_thinking(prompt),
+        thinks=format.opens_thinking(prompt),
         parallel=conversation.parallel,
-        end_of_thinking=[] if thinking is None else tokenizer.encode_continuation(format.end_of_thinking),
+        end_of_thinking=[] if thinking is None else tokenizer.encode_continuation(f"\n{thinking.end}\n\n"),
+        calls_before=sum(len(message.calls) for message in conversation.messages),
     )
 
 

@@ -60,16 +60,16 @@ def constrained(
     thinking = syntax.format.thinking
     if grammar is not None:
         # The text has the form that was asked for. Calls are possible only where none is forced upon it.
-        if thinking is None or not (syntax.thinks or syntax.format.may_open_thinking):
+        if thinking is None or not syntax.thinks:
             return param, grammar
         return param, msgspec.structs.replace(grammar, after=thinking.end)
     if not calls:
         return param, None
+    if not syntax.format.name:
+        raise invalid("This server reads no calls (tool_call_parser is none), so none can be asked for.", "tools")
     text = {
         "format": syntax.format.name,
-        "tools": [
-            {"name": tool.name, "parameters": dict(tool.parameters), "strict": tool.strict} for tool in tools
-        ],
+        "tools": [{"name": tool.name, "parameters": dict(tool.parameters), "strict": tool.strict} for tool in tools],
         "mode": mode,
         "parallel": syntax.parallel,
         "thinking": None if thinking is None else {"end": thinking.end, "open": syntax.thinks},

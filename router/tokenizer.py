@@ -9,6 +9,8 @@ import tokenizers
 
 from router.chat_template import SPECIAL_TOKENS, ChatTemplate, TemplateError
 from router.detokenizer import Detokenizer, TokenBytes
+from router.formats.families import choose
+from router.formats.format import OutputFormat
 
 # A text with more characters than this per token of context is surely too long, or nothing but blanks.
 CHARACTERS_PER_TOKEN = 16
@@ -116,6 +118,13 @@ class Tokenizer:
     def template_source(self) -> str | None:
         """The text of the chat template; None if the model has none."""
         return None if self._template is None else self._template.source
+
+    def output_format(
+        self, tool_call_parser: str, reasoning_parser: str, config: Mapping[str, Any] | None = None
+    ) -> OutputFormat:
+        """How the model writes its answers; see `router.formats.families.choose`. `config`: its `config.json`."""
+        added = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        return choose(tool_call_parser, reasoning_parser, self.template_source, added.get, config)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once. Releases the GIL."""

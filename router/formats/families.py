@@ -181,6 +181,7 @@ _THINKING = (
 TOOLS: Mapping[str, ToolsFormat] = {format.name: format for format in _TOOLS}
 THINKING: Mapping[str, ThinkingFormat] = {format.name: format for format in _THINKING}
 HARMONY = "openai"
+PARSERS = "auto", "none", HARMONY  # names beyond those of the formats
 # The first entry whose texts all occur in a template tells how its model writes calls.
 _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((f"{_DSML}function_calls",), "deepseek_v32"),
@@ -204,6 +205,28 @@ _CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no temp
 }  # fmt: skip
 
 
+def choose(
+    tool_call_parser: str,
+    reasoning_parser: str,
+    template: str | None,
+    token_of: Callable[[str], int | None] = lambda token: None,
+    config: Mapping[str, Any] | None = None,
+) -> OutputFormat:
+    """The format of a model's answers by the names of its parsers: `auto` for what `detect` finds, `none` for text.
+    Raises KeyError for an unknown name."""
+    found = detect(template, token_of, config)
+    if HARMONY in (tool_call_parser, reasoning_parser):
+        return OutputFormat(channels=Channels()).bound(token_of)
+    if (tool_call_parser, reasoning_parser) == ("auto", "auto"):
+        return found
+    tools = found.tools if tool_call_parser == "auto" else TOOLS.get(tool_call_parser)
+    thinking = found.thinking if reasoning_parser == "auto" else THINKING.get(reasoning_parser)
+    for name, known in ((tool_call_parser, TOOLS), (reasoning_parser, THINKING)):
+        if name not in ("auto", "none") and name not in known:
+            raise KeyError(name)
+    return OutputFormat(tools=tools, thinking=thinking).bound(token_of)
+
+
 def named(tools: str | None, thinking: str | None) -> OutputFormat:
     """The format with these names, None for none. `openai` is harmony, which is both. Raises KeyError for an unknown
     name."""
@@ -225,8 +248,8 @@ def detect(
     - `token_of`: the id of the added token with a given text, None if there is none.
     - `config`: the content of its `config.json`; counts where the template tells nothing.
 
-    A model whose template has no tools gets `hermes`, whose `instruction` describes them in a system message. Thinking is looked for only where the template or the vocabulary
-    has its markers.
+    A model whose template has no tools gets `hermes`, whose `instruction` describes them in a system message. Thinking
+    is looked for only where the template or the vocabulary has its markers.
     """
     source = template or ""
     model_type = str((config or {}).get("model_type", ""))

@@ -210,6 +210,9 @@ class ToolsFormat:
         return drawn if self.ids == "nine" else f"call_{drawn}"
 
 
+_ANY_TOOLS = ToolsFormat("")
+
+
 @dataclass(frozen=True)
 class OutputFormat:
     """How one model writes its answers. With `channels`, these have thinking and calls too.
@@ -241,6 +244,20 @@ class OutputFormat:
             pieces=tuple(token_id for token_id in pieces if token_id is not None),
             _sets={},
         )
+
+    @property
+    def name(self) -> str:
+        """The name of the form of calls."""
+        return "openai" if self.channels is not None else self.tools.name if self.tools is not None else ""
+
+    @property
+    def may_think(self) -> bool:
+        """Whether answers may have thinking."""
+        return self.thinking is not None or self.channels is not None
+
+    def new_call_id(self, name: str, number: int) -> str:
+        """An id for a call that has none of its own. `number`: calls before it in the conversation."""
+        return (self.tools or _ANY_TOOLS).new_id(name, number)
 
     def opens_thinking(self, prompt: str) -> bool:
         """Whether a prompt ends inside thinking that it has opened itself."""

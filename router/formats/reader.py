@@ -184,7 +184,7 @@ class Reader:
             yield
 
     def _stop(self, markers: Markers, start: int, place: int) -> tuple[int, str | None]:
-        """The first marker from `start` on, or what may become one, and the marker. One up to `place` is surely found."""
+        """The first marker from `start` on, or what may become one, and the marker. One up to `place` is found."""
         source = self.source
         if not markers.tokens and (
             markers.firsts is None or markers.firsts.search(source.text, start, place + 1) is None

@@ -109,9 +109,7 @@ def _message(message: SentMessage, path: str, tool_names: dict[str, str]) -> Mes
         return Message(role, text or "", call_id=message.tool_call_id, name=name)
     if message.tool_call_id is not None:
         raise invalid("Only a message of role 'tool' has 'tool_call_id'.", f"{path}.tool_call_id")
-    calls = tuple(
-        ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
-    )
+    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
     if text is None and not calls:
         text = message.refusal
     if text is None and not calls:

@@ -1,6 +1,5 @@
 """Writes the answer to a chat request as OpenAI's chat completions."""
 
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -96,11 +95,6 @@ class ChatFormat:
         return ChatLogprobs(content_logprobs(tokens, self._tokenizer))
 
 
-def call_id(begin: CallBegin) -> str:
-    """The id of a call: the model's own, or a new one."""
-    return begin.id or f"call_{uuid.uuid4().hex[:24]}"
-
-
 def _deltas(parts: Iterable[deltas.Delta]) -> Iterator[Delta]:
     for part in parts:
         match part:
@@ -110,7 +104,7 @@ def _deltas(parts: Iterable[deltas.Delta]) -> Iterator[Delta]:
                 yield Delta(reasoning_content=text, reasoning=text)
             case CallBegin(index, name):
                 function = FunctionDelta(name=name, arguments="")
-                yield Delta(tool_calls=[ToolCallDelta(index, function, call_id(part), "function")])
+                yield Delta(tool_calls=[ToolCallDelta(index, function, part.id or UNSET, "function")])
             case CallArguments(index, text):
                 yield Delta(tool_calls=[ToolCallDelta(index, FunctionDelta(arguments=text))])
             case CallEnd():
@@ -127,7 +121,7 @@ def _message(parts: Iterable[deltas.Delta]) -> AnswerMessage:
             case ThinkingDelta(more):
                 thinking += more
             case CallBegin(_, name):
-                calls.append(MessageToolCall(call_id(part), CalledFunction(name, "")))
+                calls.append(MessageToolCall(part.id or "", CalledFunction(name, "")))
             case CallArguments(index, more):
                 calls[index].function.arguments += more
             case CallEnd():

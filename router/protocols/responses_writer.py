@@ -11,7 +11,6 @@ from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, T
 from router.errors import ApiError
 from router.output_text import Piece
 from router.prepared_request import PreparedRequest
-from router.protocols.chat_writer import call_id
 from router.protocols.logprobs import content_logprobs
 from router.protocols.responses_objects import (
     AnsweredText,
@@ -148,8 +147,8 @@ class ResponsesFormat:
                 assert isinstance(self._open, ReasoningItem)
                 self._open.content[0].text += text
                 yield ThoughtAdded(delta=text, **self._place())
-            case CallBegin(_, name):
-                yield from self._add(CallItem(id=new_id("fc"), call_id=call_id(part), name=name))
+            case CallBegin(_, name, call_id):
+                yield from self._add(CallItem(id=new_id("fc"), call_id=call_id or new_id("call"), name=name))
             case CallArguments(_, text):
                 assert isinstance(self._open, CallItem)
                 self._open.arguments += text

@@ -9,8 +9,10 @@ import openai
 import pytest
 import tokenizers
 
-from router.chat_template import ChatTemplate
+from router.chat_prompt import chat_prompt
+from router.chat_template import ChatTemplate, TemplateError
 from router.config import RouterConfig
+from router.conversation import Conversation, Message, Tool, ToolCall
 from router.tokenizer import Tokenizer
 from worker.messages import Generate
 
@@ -38,7 +40,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_
 
 @pytest.fixture
 def thinker(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> Tokenizer:
-    return Tokenizer(byte_level_tokenizer_maker(), ChatTemplate(THINKER, {}))
+    backend = byte_level_tokenizer_maker()
+    backend.add_tokens(["<think>", "</think>"])
+    return Tokenizer(backend, ChatTemplate(THINKER, {}))
 
 
 @pytest.fixture
@@ -46,7 +50,8 @@ def says(make_stack: Any, make_replica: Any, thinker: Tokenizer) -> Callable[...
     """A server whose model writes a text."""
 
     def make(text: str, **options: Any) -> Any:
-        return make_stack(make_replica(text, **options), tokens=thinker)
+        token_ids = [*thinker.encode(text), thinker.token_id("<|im_end|>")]
+        return make_stack(make_replica(script=lambda request: token_ids, **options), tokens=thinker)
 
     return make
 
@@ -184,6 +189,9 @@ def test_required_calls_are_constrained(says: Callable[..., Any]) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "c"}]}, "messages[0].reasoning"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
@@ -213,16 +221,24 @@ def test_files_of_text(says: Callable[..., Any], thinker: Tokenizer) -> None:
     assert "Read:\nHello<|im_end|>" in thinker.decode(request.prompt_ids, skip_special_tokens=False)
 
 
-def test_a_template_without_tools_has_them_described(make_stack: Any, make_replica: Any, tokenizer: Tokenizer) -> None:
-    stack = make_stack(make_replica(CALL))
-    answer = chat(stack, messages=[{"role": "system", "content": "Be brief."}, *ASK])
-    assert answer.choices[0].message.tool_calls[0].function.name == "weather"
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-    history = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "-3"}]
-    chat(stack, messages=history)
-    described, told = (tokenizer.decode(r.prompt_ids, skip_special_tokens=False) for r in stack.fakes["r0"].requests())
-    assert described.startswith("<|im_start|>system\nBe brief.\n\n") and '"city"' in described
-    assert "<tool_call>" in told and "<tool_response>\n-3\n</tool_response>" in told
+def test_a_template_without_tools_has_them_described(tokenizer: Tokenizer) -> None:
+    call = ToolCall("c", "weather", '{"city": "Oslo"}')
+    messages = (
+        Message("system", "Be brief."),
+        Message("user", "How is it?"),
+        Message("assistant", calls=(call,)),
+        Message("tool", "-3", call_id="c", name="weather"),
+        Message("tool", "-4", call_id="d", name="weather"),
+    )
+    function: Any = WEATHER["function"]
+    tools = (Tool(function["name"], function["description"], function["parameters"]),)
+    prompt = chat_prompt(Conversation(messages, tools), tokenizer.output_format("auto", "auto"), tokenizer)
+    assert prompt.startswith("<|im_start|>system\nBe brief.\n\n") and json.dumps(function) in prompt
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>' in prompt
+    results = "<tool_response>\n-3\n</tool_response>\n<tool_response>\n-4\n</tool_response>"
+    assert f"<|im_start|>user\n{results}<|im_end|>" in prompt
+    with pytest.raises(TemplateError):
+        chat_prompt(Conversation(messages, tools), tokenizer.output_format("mistral", "auto"), tokenizer)
 
 
 def test_parsers_by_setting(make_stack: Any, make_replica: Any, thinker: Tokenizer) -> None:
