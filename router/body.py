@@ -14,6 +14,8 @@ from router.sse import ClientGone
 
 Known = TypeVar("Known", bound=Body)
 
+MOST_SAID = 1000  # characters of a fault
+
 _AT = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
 _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expected `object` of length <= 0")
@@ -113,6 +115,7 @@ def _explained(reason: str, inside: str = "") -> ApiError:
     path = f"{inside}.{path}".removesuffix(".").replace(".[", "[") if inside else path
     if at:
         reason = reason[: at.start()]
+    reason = reason if len(reason) < MOST_SAID else f"{reason[:MOST_SAID]}..."  # it may repeat what was sent
     field = _FIELD.match(reason)
     if field:
         param = f"{path}.{field['name']}" if path else field["name"]

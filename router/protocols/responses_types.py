@@ -109,10 +109,8 @@ class SentCall(Body, frozen=True, kw_only=True, tag_field="type", tag="function_
     status: ItemStatus | None = None
     namespace: Neutral = None
     caller: Neutral = None
-    is_async: Annotated[Flag, Meta(description="not supported: false")] = msgspec.field(default=None, name="async")
+    is_async: Neutral = msgspec.field(default=None, name="async")
     async_: Neutral = None  # as the openai package writes it down
-
-    neutral_flags = ("is_async",)
 
 
 class SentOutput(Body, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"):
@@ -178,9 +176,9 @@ class SentTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"
     output_schema: Annotated[dict[str, Any] | None, Meta(description="not used")] = None
     allowed_callers: Annotated[list[Literal["direct"]], Meta(max_length=1)] | None = None
     defer_loading: Annotated[Flag, Meta(description="not supported: false")] = None
-    is_async: Annotated[Flag, Meta(description="not supported: false")] = msgspec.field(default=None, name="async")
+    is_async: Neutral = msgspec.field(default=None, name="async")
 
-    neutral_flags = ("defer_loading", "is_async")
+    neutral_flags = ("defer_loading",)
 
 
 class NamedFunction(Body, frozen=True, tag_field="type", tag="function"):

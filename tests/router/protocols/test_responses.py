@@ -18,6 +18,8 @@ from router.config import RouterConfig
 from router.tokenizer import Tokenizer
 from worker.messages import Generate
 
+from ...server.bodies import JUNK
+
 # As Qwen3's: tools in the system's message, thinking in the history, calls as JSON between tags.
 THINKER = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -68,9 +70,7 @@ def ask(stack: Any, input: Any = "How is it in Oslo?", **fields: Any) -> Any:
 
 
 def prompts(stack: Any, tokenizer: Tokenizer) -> list[str]:
-    return [
-        tokenizer.decode(request.prompt_ids, skip_special_tokens=False) for request in stack.fakes["r0"].requests()
-    ]
+    return [tokenizer.decode(request.prompt_ids, skip_special_tokens=False) for request in stack.fakes["r0"].requests()]
 
 
 def without_ids(item: Any) -> dict[str, Any]:
@@ -426,3 +426,72 @@ def test_refusals(says: Callable[..., Any], fields: dict[str, Any], param: str) 
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     assert answer.json()["error"]["param"] == param, answer.text
     assert not stack.fakes["r0"].requests()
+
+
+DAMAGED = 300
+GOOD: dict[str, Any] = {
+    "model": "tiny",
+    "instructions": "x",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}], "content": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": []}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"role": "user", "content": "x"},
+    ],
+    "tools": [WEATHER],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
+    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 2,
+    "metadata": {"a": "b"},
+    "max_output_tokens": 4,
+    "stream": False,
+    "stream_options": None,
+    "store": True,
+    "truncation": "auto",
+    "temperature": 0.5,
+    "previous_response_id": None,
+}
+
+
+def damaged(number: int) -> Any:
+    """The good body, with one to three places overwritten, taken out or added to."""
+    chance = random.Random(number)
+    body = json.loads(json.dumps(GOOD))
+    for _ in range(chance.randint(1, 3)):
+        place: Any = body
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            key = chance.choice(keys) if keys else None
+            if key is not None and isinstance(place[key], dict | list) and place[key] and chance.random() < 0.7:
+                place = place[key]
+                continue
+            break
+        junk = chance.choice([*JUNK, chance.choice(list(GOOD.values()))])
+        if isinstance(place, dict):
+            name = chance.choice([key, chance.choice(["type", "id", "x", "status"])])
+            place[name if isinstance(name, str) else "x"] = junk
+        elif key is not None:
+            place[key] = junk
+    return body
+
+
+def test_damaged_requests(says: Callable[..., Any]) -> None:
+    stack = says("Cold.")
+    statuses: dict[int, int] = {}
+    with httpx.Client(base_url=stack.url, timeout=20) as client:
+        for number in range(DAMAGED):
+            answer = client.post("/v1/responses", content=json.dumps(damaged(number)).encode())
+            statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+            assert answer.status_code in (200, 400, 404), f"{number}: {answer.text}"
+            if answer.status_code == 400:
+                error = answer.json()["error"]
+                assert error["type"] == "invalid_request_error" and 10 <= len(error["message"]) <= 12_000, error
+        for path in ("%00", "%ff", "x" * 5000, "%ED%A0%80", "resp_x"):
+            for way in ("", "/cancel", "/input_items", "?stream=true", "?starting_after=-1", "?limit=9"):
+                method = "POST" if way == "/cancel" else "GET"
+                assert client.request(method, f"/v1/responses/{path}{way}").status_code in (400, 404, 414, 431), path
+    assert statuses[400] > DAMAGED / 3 and statuses[200] > DAMAGED / 20, statuses
