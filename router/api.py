@@ -6,7 +6,7 @@ The path of a request for text:
 2. `read_body` parses the body into one of the types of `requests`.
 3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
 4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
-   (`choices_job` and `ChoicesFormat` are the same for scores.)
+   (`choices_job` and `ChoicesFormat` are the same for scores; `embedding_routes` has those for embeddings.)
 """
 
 import time
@@ -32,6 +32,7 @@ from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
 from router.config import RouterConfig
+from router.embedding_routes import embedding_routes
 from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
@@ -96,6 +97,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
     app.include_router(_generation_routes(service, config, keys), dependencies=dependencies)
+    app.include_router(embedding_routes(service, config, _check_model), dependencies=dependencies)
     check = partial(_check_shared, service, config)
     app.include_router(responses_routes(service, config, keys, check), dependencies=dependencies)
     app.include_router(_model_routes(service, config), dependencies=dependencies)

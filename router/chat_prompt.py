@@ -21,7 +21,7 @@ def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tok
     return tokenizer.render_chat(
         [_for_template(message) for message in messages],
         answer,
-        _thinking(conversation) | conversation.arguments,
+        {**_thinking(conversation), **conversation.arguments},
         [_tool(tool) for tool in tools] or None,
     )
 

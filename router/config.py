@@ -71,6 +71,17 @@ class RouterConfig(BaseModel):
         description=f"how the model writes what it thinks: {', '.join(sorted(THINKING))}, or none for text; auto: as "
         "its chat template or vocabulary says",
     )
+    pooling: Literal["auto", "last", "mean"] = Field(
+        "auto",
+        description="hidden states that make an embedding: the last token's, or the mean over all tokens; auto is as "
+        "the model's 1_Pooling/config.json says, else last",
+    )
+    scoring: Literal["auto", "reranker", "embedding"] = Field(
+        "auto",
+        description="how /v1/rerank and /v1/score get their scores: reranker asks the model for yes or no by the "
+        "prompt of Qwen3-Reranker, embedding is the cosine between embeddings; auto is reranker for models with "
+        "Reranker in their name and for classifiers (ForSequenceClassification), else embedding",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
         description="source of the sampling parameters that a request leaves out: model takes temperature, top_p, "

@@ -46,6 +46,21 @@ class Format(Protocol):
     def whole(self, answers: list[Piece], usage: Usage) -> bytes: ...
 
 
+class WholeFormat:
+    """The parts of a format that has no stream."""
+
+    continues = False
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        return b""
+
+    def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
+        return b""
+
+    def closing(self, usage: Usage) -> bytes:
+        return b""
+
+
 class Generation:
     """Runs a prepared request. When one of its sequences fails, or the caller is cancelled, all are stopped at once."""
 
@@ -96,6 +111,7 @@ class Generation:
                 if piece.deltas is not None:
                     deltas.extend(piece.deltas)
                     answer.deltas = deltas
+                answer.embedding = piece.embedding
 
             await self._follow(sequence, on_piece)
             answer.text = "".join(text)

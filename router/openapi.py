@@ -16,6 +16,10 @@ _TYPES = (
     *responses_types.ITEMS,
     responses_types.SentTool,
     requests.ChoicesRequest,
+    requests.EmbeddingsRequest,
+    requests.RerankRequest,
+    requests.SourceText,
+    requests.ScoreRequest,
     requests.TokenizeRequest,
     requests.StreamOptions,
     requests.StructuredOutputs,
@@ -28,6 +32,9 @@ _TYPES = (
     responses_objects.DeletedResponse,
     responses_objects.InputItems,
     responses.ScoredChoices,
+    responses.Embeddings,
+    responses.Reranking,
+    responses.Scores,
     responses.ModelCard,
     responses.ModelList,
     responses.TokenizeResponse,
@@ -55,7 +62,8 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
-    made["ChoicesRequest"]["properties"]["model"]["enum"] = [model]
+    for name in ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest"):
+        made[name]["properties"]["model"]["enum"] = [model]
     for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
@@ -73,10 +81,16 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
     made["CompletionRequest"]["properties"]["prompt"]["anyOf"] = [text, token_ids, *lists]
-    given = [{"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ("prompt", "messages")]
-    made["TokenizeRequest"]["oneOf"] = given
+    made["EmbeddingsRequest"]["properties"]["input"]["anyOf"] = [text, token_ids, *lists]
+    made["TokenizeRequest"]["oneOf"] = [_given("prompt"), _given("messages")]
+    made["ScoreRequest"]["oneOf"] = [_given("text_1", "text_2"), _given("queries", "documents")]
     _limit_tokens(made, vocab_size)
     return made
+
+
+def _given(*names: str) -> dict[str, Any]:
+    """The schema of a body that has these fields, not null."""
+    return {"properties": {name: {"not": {"type": "null"}} for name in names}, "required": list(names)}
 
 
 def _limit_tokens(schema: Any, vocab_size: int) -> None:

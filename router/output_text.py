@@ -26,7 +26,7 @@ class Piece:
 
     `marks`: markers that are single tokens: the number of characters before each, and the number of output tokens.
     They come with their token or earlier than their text. `deltas`: what a lexer made of the text; None if there is no
-    lexer, and all is text.
+    lexer, and all is text. `embedding`: of a pooled prompt.
     """
 
     text: str = ""
@@ -35,6 +35,7 @@ class Piece:
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     marks: dict[int, int] = field(default_factory=dict)
     deltas: list[Delta] | None = None
+    embedding: bytes = b""
 
     @property
     def parts(self) -> list[Delta]:
@@ -101,7 +102,7 @@ class OutputText:
         return piece
 
     def push(self, output: Output) -> Piece:
-        piece = Piece(token_ids=output.token_ids)
+        piece = Piece(token_ids=output.token_ids, embedding=output.embedding or b"")
         text: list[str] = []
         last = len(output.token_ids) - 1
         for number, token_id in enumerate(output.token_ids):

@@ -214,7 +214,7 @@ def completion_job(
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
     )
-    inputs = _inputs(request.prompt)
+    inputs = separate_prompts(request.prompt)
     _check_request(request, len(inputs), max_sequences)
     if held is not None:
         _check_program(request)
@@ -293,8 +293,8 @@ def _check_logprobs(request: GenerationRequest, sampling: SamplingParams, tokens
         )
 
 
-def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of a request as a list: each a text, or token ids."""
+def separate_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a request as a list: each a text, or token ids. Raises ApiError about `param`."""
     if isinstance(prompt, str):
         return [prompt]
     texts = [entry for entry in prompt if isinstance(entry, str)]
@@ -306,7 +306,7 @@ def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
         return list(texts)
     if len(lists) == len(prompt):
         return list(lists)
-    raise invalid("'prompt' mixes texts, token ids and lists: a list must be all of one kind.", "prompt")
+    raise invalid(f"{param!r} mixes texts, token ids and lists: a list must be all of one kind.", param)
 
 
 def _check_program(request: CompletionRequest) -> None:
@@ -325,15 +325,25 @@ def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, b
     return Prompt(encode_prompt(entry, tokenizer, context_length, branch), entry)
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int, branch: BranchText) -> list[int]:
+def encode_prompt(
+    text: str, tokenizer: Tokenizer, context_length: int, branch: BranchText, param: str = "prompt"
+) -> list[int]:
     """The tokens of a branch with `text` after it. Raises ApiError if they are too many, or none."""
     try:
         token_ids = branch.prompt(text, partial(tokenizer.encode_part, context_length=context_length))
     except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
+        raise _too_long(error.tokens, context_length, param, "at least ") from None
     if not token_ids:
-        raise invalid("'prompt' is empty: this model needs at least one token to begin with.", "prompt")
+        raise invalid(f"{param!r} is empty: this model needs at least one token to begin with.", param)
     return token_ids
+
+
+def encode_inside(text: str, tokenizer: Tokenizer, context_length: int, param: str) -> list[int]:
+    """The tokens of a text inside a prompt. Raises ApiError if they are too many."""
+    try:
+        return tokenizer.encode_continuation(text, context_length)
+    except PromptTooLong as error:
+        raise _too_long(error.tokens, context_length, param, "at least ") from None
 
 
 def context_room(token_ids: list[int], context_length: int, param: str) -> int:

@@ -413,6 +413,65 @@ class ChoicesRequest(Body, frozen=True, kw_only=True):
     program: ProgramCall | None = None
 
 
+class EmbeddingsRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    model: str
+    input: Annotated[
+        str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
+        Meta(description="a text, token ids, a list of texts, or a list of lists of token ids"),
+    ]
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, Meta(description="base64 is of little-endian float32; float")
+    ] = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1, le=INT32)] | None,
+        Meta(description="how many numbers of each embedding are kept, the first ones; all"),
+    ] = None
+    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+
+
+class SourceText(Body, frozen=True):
+    """A document to rank."""
+
+    text: str
+
+
+Instruction = Annotated[
+    str | None, Meta(description="the task, for models that take one: what makes a document relevant to a query")
+]
+
+
+class RerankRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/rerank."""
+
+    model: str
+    query: str
+    documents: Annotated[list[str | SourceText], Meta(min_length=1)]
+    top_n: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="most documents of the answer; 0: all")
+    ] = None
+    return_documents: Annotated[Flag, Meta(description="the answer repeats the documents; true")] = None
+    instruction: Instruction = None
+    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+
+
+ScoredTexts = str | Annotated[list[str], Meta(min_length=1)] | None
+
+
+class ScoreRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/score: `text_1` and `text_2`, or `queries` and `documents`; one text to one, to many, or many to as
+    many."""
+
+    model: str
+    text_1: Annotated[ScoredTexts, Meta(description="queries")] = None
+    text_2: Annotated[ScoredTexts, Meta(description="documents")] = None
+    queries: ScoredTexts = None
+    documents: ScoredTexts = None
+    instruction: Instruction = None
+    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+
+
 class TokenizeRequest(Body, frozen=True):
     """POST /tokenize: a text (`prompt`) or a conversation (`messages`)."""
 

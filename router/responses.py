@@ -199,6 +199,63 @@ class ScoredChoices(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class PromptUsage(msgspec.Struct):
+    """Number of tokens of all prompts, twice: nothing else is counted."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """An embedding: its numbers, or in base64 its bytes, little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+class SourceDocument(msgspec.Struct):
+    text: str
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    """A document by its index in the request. `relevance_score`: from 0 to 1 by a reranker, from -1 to 1 by
+    embeddings."""
+
+    index: int
+    relevance_score: float
+    document: SourceDocument | UnsetType = UNSET
+
+
+class Reranking(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PromptUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: PromptUsage
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     """A model. `max_model_len`: most tokens of prompt and output together. `default_sampling`: the model's own sampling
     parameters, for requests that leave them out."""

@@ -18,6 +18,7 @@ from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.formats.format import OutputFormat
 from router.metrics import Metrics, ReplicaTimes
+from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
@@ -72,6 +73,7 @@ class Service:
 
     `model` is its name in the API. `context_length` is the most tokens of prompt and output together. `defaults` are
     the sampling parameters of requests that leave them out. `output_format` is how the model writes thinking and calls.
+    `pooling`: how the model's embeddings are made.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Service:
         context_length: int,
         defaults: SamplingDefaults,
         output_format: OutputFormat,
+        pooling: Pooling | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
@@ -94,6 +97,7 @@ class Service:
         self.context_length = context_length
         self.defaults = defaults
         self.output_format = output_format
+        self.pooling = pooling or Pooling()
         self.programs = Programs()
         metrics.watch_programs(self.programs)
         self._placer = placer

@@ -105,8 +105,8 @@ def _message(message: SentMessage, path: str, tool_names: dict[str, str]) -> Mes
     if role == "tool":
         if message.tool_call_id is None:
             raise invalid(f"Missing required parameter: '{path}.tool_call_id'.", f"{path}.tool_call_id")
-        name = message.name or tool_names.get(message.tool_call_id)
-        return Message(role, text or "", call_id=message.tool_call_id, name=name)
+        tool = message.name or tool_names.get(message.tool_call_id)
+        return Message(role, text or "", call_id=message.tool_call_id, name=tool)
     if message.tool_call_id is not None:
         raise invalid("Only a message of role 'tool' has 'tool_call_id'.", f"{path}.tool_call_id")
     calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
