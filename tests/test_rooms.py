@@ -18,7 +18,9 @@ ALLOWED = {
     "shoal.lang": set(),
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
-    "router": {"radix", "worker.messages"},
+    "router": {"radix", "worker.messages", "router.formats", "router.protocols"},
+    "router.formats": {"router:"},
+    "router.protocols": {"router:", "router.formats", "worker.messages"},
     "worker": {"pipeline:", "radix"},
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",

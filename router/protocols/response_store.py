@@ -49,7 +49,7 @@ _decode = msgspec.json.decode
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     """A response, and the items that it was asked with, without those of the responses before it."""
 
     response: ResponseObject
@@ -82,7 +82,7 @@ class ResponseStore:
     def close(self) -> None:
         self._database.close()
 
-    def put(self, tenant: str, stored: Stored, new: bool = True) -> None:
+    def put(self, tenant: str, stored: StoredResponse, new: bool = True) -> None:
         """Keeps a response, or, if it is not `new`, its new state: one that has ended or was forgotten stays so.
         Forgets what is too old or too much."""
         response, now = stored.response, self._clock()
@@ -106,7 +106,7 @@ class ResponseStore:
             )
             self._trim(now)
 
-    def get(self, tenant: str, response_id: str) -> Stored | None:
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A response of the tenant, or None. One whose router has ended is found as failed."""
         if not response_id.isascii():  # ids are; and a lone surrogate is no text for SQLite
             return None
@@ -115,16 +115,16 @@ class ResponseStore:
         now = self._clock()
         if found is None or found[4] < now - self._age_s:
             return None
-        stored = Stored(_decode(found[0], type=ResponseObject), _decode(found[1]))
+        stored = StoredResponse(_decode(found[0], type=ResponseObject), _decode(found[1]))
         stored.response.status = found[2]
         if not stored.has_ended and found[3] < now - STALE_S:
             stored.response.status, stored.response.error = "failed", LOST
             self.put(tenant, stored, new=False)
         return stored
 
-    def chain(self, tenant: str, response_id: str) -> list[Stored] | None:
+    def chain(self, tenant: str, response_id: str) -> list[StoredResponse] | None:
         """The responses that led to this one, and it, the first first. None where one of them is not there."""
-        found: list[Stored] = []
+        found: list[StoredResponse] = []
         following: str | None = response_id
         while following is not None:
             stored = self.get(tenant, following)

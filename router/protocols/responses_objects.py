@@ -1,4 +1,4 @@
-"""What `/v1/responses` answers: the response, its items, and the events of a stream."""
+"""The answers of `/v1/responses`: the response, its items, and the events of a stream."""
 
 from typing import Annotated, Any, Literal
 
@@ -32,7 +32,7 @@ class AnswerItem(msgspec.Struct, kw_only=True, tag_field="type"):
 
 
 class ReasoningItem(AnswerItem, kw_only=True, tag="reasoning"):
-    """What the model thought, as a whole. There are no summaries."""
+    """The model's thinking, as a whole. There are no summaries."""
 
     summary: list[Any] = []
     content: list[ReasoningPart] = []

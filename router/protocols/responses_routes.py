@@ -15,7 +15,7 @@ from router.body import read_body
 from router.config import RouterConfig
 from router.errors import ApiError, internal, invalid
 from router.generation import Generation
-from router.protocols.response_store import Item, Stored
+from router.protocols.response_store import Item, StoredResponse
 from router.protocols.responses_objects import DeletedResponse, InputItems, ResponseObject
 from router.protocols.responses_reader import Asked, references, responses_job, sent_items
 from router.protocols.responses_runs import BackgroundRuns, KeptResponses, closing, follow
@@ -77,7 +77,7 @@ def responses_routes(
         )
         form = ResponsesFormat(job, response, service.tokenizer)
         generation = Generation(service, job, form, request.state.name)
-        stored = Stored(response, [_listed(item, asked.referred) for item in items] if keeps else [])
+        stored = StoredResponse(response, [_listed(item, asked.referred) for item in items] if keeps else [])
         if body.background:
             await runs.start(tenant, stored, generation, form, bool(body.stream))
             if body.stream:
@@ -90,7 +90,7 @@ def responses_routes(
             await kept.keep(tenant, stored)
         return Response(answer, media_type="application/json")
 
-    async def found(request: Request, response_id: str) -> Stored:
+    async def found(request: Request, response_id: str) -> StoredResponse:
         tenant = keys.tenant(request)
         stored = await kept.run(lambda store: store.get(tenant, response_id)) if kept else None
         if stored is None:
@@ -188,7 +188,7 @@ async def _asked(kept: KeptResponses, tenant: str, body: ResponsesRequest, items
 
 
 async def _stream(
-    generation: Generation, form: ResponsesFormat, kept: KeptResponses, tenant: str, stored: Stored, emit: Emit
+    generation: Generation, form: ResponsesFormat, kept: KeptResponses, tenant: str, stored: StoredResponse, emit: Emit
 ) -> None:
     """Emits the events of a response. It is kept before the client has the last of them. An error before the first
     event is raised, a later one is events."""

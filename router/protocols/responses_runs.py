@@ -14,7 +14,7 @@ from typing import TypeVar
 from router.config import RouterConfig
 from router.errors import ApiError, internal
 from router.generation import Generation
-from router.protocols.response_store import LOST, ResponseStore, Stored
+from router.protocols.response_store import LOST, ResponseStore, StoredResponse
 from router.protocols.responses_objects import ResponseFailed
 from router.protocols.responses_writer import ResponsesFormat, written
 from router.sse import Emit
@@ -43,7 +43,7 @@ class KeptResponses:
         return self._config.response_store_dir is not None and self._config.response_store_bytes > 0
 
     async def run(self, work: Callable[[ResponseStore], Result]) -> Result:
-        """What `work` makes of the store, in its thread. Raises ApiError (503) where the disk fails."""
+        """Returns what `work` makes of the store, in its thread. Raises ApiError (503) where the disk fails."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(self._opened()))
         except (sqlite3.Error, OSError):
@@ -51,7 +51,7 @@ class KeptResponses:
             message = "The store of responses cannot be read or written now; it has been logged."
             raise ApiError(503, message, code="store_unavailable", headers={"Retry-After": "2"}) from None
 
-    async def keep(self, tenant: str, stored: Stored) -> None:
+    async def keep(self, tenant: str, stored: StoredResponse) -> None:
         """Keeps a response that is complete. Where the disk fails, the client has its answer all the same."""
         with contextlib.suppress(ApiError):
             await self.run(lambda store: store.put(tenant, stored))
@@ -81,7 +81,7 @@ class BackgroundRuns:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def start(
-        self, tenant: str, stored: Stored, generation: Generation, form: ResponsesFormat, keeps_events: bool
+        self, tenant: str, stored: StoredResponse, generation: Generation, form: ResponsesFormat, keeps_events: bool
     ) -> None:
         """Begins a response. Raises ApiError (429) where too many run. `keeps_events`: for clients that follow it."""
         if len(self._running) >= self._limit:
@@ -119,13 +119,13 @@ class BackgroundRuns:
 
 
 class _Run:
-    """One response in the background. `is_kept`: done once the store has it."""
+    """A response in the background. `is_kept`: done once the store has it."""
 
     def __init__(
         self,
         kept: KeptResponses,
         tenant: str,
-        stored: Stored,
+        stored: StoredResponse,
         generation: Generation,
         form: ResponsesFormat,
         keeps_events: bool,
@@ -177,7 +177,7 @@ async def follow(kept: KeptResponses, tenant: str, response_id: str, after: int,
     """Emits the events of a response that has been begun as a stream in the background, by this router or another,
     after the one numbered `after`, until there will be no more."""
 
-    def read(store: ResponseStore) -> tuple[Stored | None, list[tuple[int, bytes]]]:
+    def read(store: ResponseStore) -> tuple[StoredResponse | None, list[tuple[int, bytes]]]:
         return store.get(tenant, response_id), store.events(response_id, after, EVENTS)
 
     last = b": no more events\n\n"

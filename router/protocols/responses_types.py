@@ -144,7 +144,7 @@ class PlainThought(Body, frozen=True, tag_field="type", tag="text"):
 
 
 class SentReasoning(Body, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought. `content` goes to the template; without it, `summary` does."""
+    """The model's thinking. `content` goes to the template; without it, `summary` does."""
 
     summary: list[SummaryText] | None = None
     content: list[ThoughtText | PlainThought] | None = None

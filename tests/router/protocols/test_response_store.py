@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.protocols.response_store import FILE, STALE_S, ResponseStore, Stored
+from router.protocols.response_store import FILE, STALE_S, ResponseStore, StoredResponse
 from router.protocols.responses_objects import (
     AnsweredText,
     MessageItem,
@@ -37,7 +37,7 @@ def store(tmp_path: Path, clock: Clock) -> ResponseStore:
     return ResponseStore(tmp_path, 1 << 20, 3600.0, clock)
 
 
-def stored(name: str, previous: str | None = None, status: Status = "completed", text: str = "yes") -> Stored:
+def stored(name: str, previous: str | None = None, status: Status = "completed", text: str = "yes") -> StoredResponse:
     said = MessageItem(id=f"msg_{name}", status="completed", content=[AnsweredText(text=text)])
     response = ResponseObject(
         id=name, created_at=1, status=status, background=True, instructions=None, max_output_tokens=None, metadata={},
@@ -46,7 +46,7 @@ def stored(name: str, previous: str | None = None, status: Status = "completed",
         text=TextSettings(format={"type": "text"}), tool_choice="auto", tools=[], top_logprobs=0, top_p=1.0,
         truncation="disabled", user=None,
     )  # fmt: skip
-    return Stored(response, [{"type": "message", "role": "user", "content": "x", "id": f"in_{name}"}])
+    return StoredResponse(response, [{"type": "message", "role": "user", "content": "x", "id": f"in_{name}"}])
 
 
 def test_put_get_delete(store: ResponseStore, tmp_path: Path) -> None:
