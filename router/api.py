@@ -43,12 +43,14 @@ from router.protocols.chat_writer import ChatFormat
 from router.protocols.completion_writer import CompletionFormat
 from router.protocols.dialects import error_response, wants_anthropic
 from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
+from router.protocols.responses_routes import responses_routes
 from router.requests import (
     INT32,
     ChatRequest,
     ChoicesRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     ProgramCall,
     TokenizeRequest,
 )
@@ -98,6 +100,8 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
     app.include_router(_generation_routes(service, config, keys), dependencies=dependencies)
     app.include_router(embedding_routes(service, config, _check_model), dependencies=dependencies)
+    check = partial(_check_shared, service, config)
+    app.include_router(responses_routes(service, config, keys, check), dependencies=dependencies)
     app.include_router(_model_routes(service, config), dependencies=dependencies)
     app.include_router(_operator_routes(service, app.version))
     app.add_exception_handler(ApiError, _api_error)
@@ -328,6 +332,11 @@ def _check_model(service: Service, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def _check_shared(service: Service, config: RouterConfig, body: GenerationRequest) -> None:
+    _check_model(service, body.model)
+    _check_priority(config, body.priority)
 
 
 def _check_priority(config: RouterConfig, priority: int | None) -> None:

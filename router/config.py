@@ -87,6 +87,24 @@ class RouterConfig(BaseModel):
         description="source of the sampling parameters that a request leaves out: model takes temperature, top_p, "
         "top_k, min_p and repetition_penalty from generation_config.json; openai is temperature 1 without filters",
     )
+    response_store_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="most bytes on disk for the responses of /v1/responses that clients may ask for again; those used "
+        "least recently are forgotten first. With 0 none are stored: answers say store false, and "
+        "previous_response_id and background are refused",
+    )
+    response_store_age_s: float = Field(
+        30 * 86400.0, gt=0, description="seconds after which a stored response that was not used is forgotten"
+    )
+    response_store_dir: Path | None = Field(
+        None,
+        description="folder of the stored responses, which the routers of a machine share; by default `responses` in "
+        "the cache folder",
+    )
+    max_background_responses: int = Field(
+        64, ge=1, description="most responses that a router makes in the background at once; further ones get 429"
+    )
 
     @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod

@@ -7,11 +7,15 @@ import msgspec
 
 from router import requests, responses
 from router.protocols import messages_types
+from router.protocols import responses_objects, responses_types
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
     requests.ChatRequest,
     requests.CompletionRequest,
+    responses_types.ResponsesRequest,
+    *responses_types.ITEMS,
+    responses_types.SentTool,
     requests.ChoicesRequest,
     requests.EmbeddingsRequest,
     requests.RerankRequest,
@@ -27,6 +31,9 @@ _TYPES = (
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    responses_objects.ResponseObject,
+    responses_objects.DeletedResponse,
+    responses_objects.InputItems,
     responses.ScoredChoices,
     responses.Embeddings,
     responses.Reranking,
@@ -66,7 +73,7 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
     for name in (*single, "MessagesRequest", "CountTokensRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
-    for name in ("ChatRequest", "CompletionRequest"):
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
@@ -74,6 +81,11 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     for body in _TYPES:
         for flag in getattr(body, "neutral_flags", ()):
             made[body.__name__]["properties"][flag]["anyOf"] = [{"enum": [False, None]}]
+    asked = made["ResponsesRequest"]["properties"]
+    (items,) = (way for way in asked["input"]["anyOf"] if way["type"] == "array")
+    items["items"] = {"anyOf": [reference(item.__name__) for item in responses_types.ITEMS]}
+    (tools,) = (way for way in asked["tools"]["anyOf"] if way["type"] == "array")
+    tools["items"] = reference("SentTool")
     text = {"type": "string"}
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
@@ -121,6 +133,17 @@ def body(request: type[msgspec.Struct]) -> dict[str, Any]:
     """The `openapi_extra` of a route that reads a `request` body."""
     content = {"application/json": {"schema": reference(request.__name__)}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def queries(**types: type[bool] | type[int] | type[str]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that reads parameters of the query. None is required."""
+    names = {bool: "boolean", int: "integer", str: "string"}
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": {"type": names[kind]}}
+            for name, kind in types.items()
+        ]
+    }
 
 
 def answers(

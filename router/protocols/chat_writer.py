@@ -10,6 +10,7 @@ from router import deltas
 from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta
 from router.output_text import Piece, TokenText
 from router.prepared_request import PreparedRequest
+from router.protocols.logprobs import content_logprobs
 from router.responses import (
     AnswerMessage,
     CalledFunction,
@@ -19,14 +20,11 @@ from router.responses import (
     ChatCompletion,
     ChatLogprobs,
     ChunkUsage,
-    ContentLogprob,
     Delta,
     FunctionDelta,
     MessageToolCall,
     ToolCallDelta,
-    TopLogprob,
     Usage,
-    finite,
 )
 from router.sse import DONE, event
 from router.tokenizer import Tokenizer
@@ -94,16 +92,7 @@ class ChatFormat:
     def _logprobs(self, tokens: list[TokenText]) -> ChatLogprobs | None:
         if not self._job.wants_logprobs:
             return None
-        return ChatLogprobs([self._content(token) for token in tokens])
-
-    def _content(self, token: TokenText) -> ContentLogprob:
-        assert token.logprobs is not None
-        top = [TopLogprob(*self._named(token_id, logprob)) for token_id, logprob in token.logprobs.top]
-        return ContentLogprob(*self._named(token.token_id, token.logprobs.logprob), top)
-
-    def _named(self, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
-        data = self._tokenizer.token_bytes[token_id]
-        return self._tokenizer.token_text(token_id), finite(logprob), list(data)
+        return ChatLogprobs(content_logprobs(tokens, self._tokenizer))
 
 
 def _deltas(parts: Iterable[deltas.Delta]) -> Iterator[Delta]:

@@ -16,6 +16,11 @@ ROUTES = {
     ("/v1/score", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/messages", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/messages/count_tokens", "post"): {"200", "400", "401", "404", "408", "413", "415", "500"},
+    ("/v1/responses", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/responses/{response_id}", "get"): {"200", "400", "401", "404", "503"},
+    ("/v1/responses/{response_id}", "delete"): {"200", "401", "404", "503"},
+    ("/v1/responses/{response_id}/cancel", "post"): {"200", "400", "401", "404", "503"},
+    ("/v1/responses/{response_id}/input_items", "get"): {"200", "400", "401", "404", "503"},
     ("/v1/programs/{program_id}", "delete"): {"204", "401"},
     ("/v1/models", "get"): {"200", "401"},
     ("/v1/models/{model_id}", "get"): {"200", "401", "404"},
@@ -35,6 +40,7 @@ PATHS = {
     "EmbeddingsRequest": "v1/embeddings",
     "RerankRequest": "v1/rerank",
     "ScoreRequest": "v1/score",
+    "MessagesRequest": "v1/messages",
 }
 
 
