@@ -183,6 +183,11 @@ def to_text(rules: dict[str, Node], root: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rule_text(name: str, node: Node) -> str:
+    """One rule in xgrammar's EBNF. It has no repetition of more than 128 times."""
+    return f"{name} ::= {_Writer().expression(node)}"
+
+
 Piece = Callable[[int, int | None], str]
 
 

@@ -16,6 +16,8 @@ published schemas its grammars accepted 20 of 778 instances that do not fit, and
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -71,7 +73,9 @@ def schema_to_ebnf(text: str) -> str:
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
     try:
-        return _convert(schema)
+        with refusals():
+            converter = SchemaConverter(schema)
+            return converter.text(converter.value(schema, "#"))
     except GrammarError as error:
         raise GrammarError(drafts.remark(schema, str(error))) from None
 
@@ -81,10 +85,11 @@ def any_object_to_ebnf() -> str:
     return to_text(prune(values.common_rules(), "object") or {}, "object")
 
 
-def _convert(schema: Any) -> str:
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raises GrammarError in place of other errors that a converter has with a wrong schema."""
     try:
-        converter = SchemaConverter(schema)
-        return converter.text(converter.value(schema, "#"))
+        yield
     except SchemaError as error:
         where = "/".join(["#", *map(str, error.absolute_path)])
         why = drafts.former(error) or error.message[:300]
@@ -227,11 +232,20 @@ class SchemaConverter:
 
     def _typed(self, schema: Schema, at: str) -> Node:
         if "enum" in schema or "const" in schema:
-            listed = schema["enum"] if "enum" in schema else [schema["const"]]
-            validator = self._validator.evolve(schema=schema)
-            return alt(self._spelling.constant(v) for v in listed if validator.is_valid(v))
+            return alt(map(self.constant, self.listed(schema)))
         types = generated_types(schema)
         return alt(self._of_type(t, schema, at) for t in types) if types else Ref("any")
+
+    def listed(self, schema: Schema) -> list[Any]:
+        """The values of `enum` or `const` that satisfy the rest of the schema, which has neither reference nor
+        combination."""
+        listed = schema["enum"] if "enum" in schema else [schema["const"]]
+        validator = self._validator.evolve(schema=schema)
+        return [value for value in listed if validator.is_valid(value)]
+
+    def constant(self, value: Any) -> Node:
+        """Exactly this value."""
+        return self._spelling.constant(value)
 
     def _of_type(self, type_: str, schema: Schema, at: str) -> Node:
         match type_:

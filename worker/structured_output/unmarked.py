@@ -39,7 +39,7 @@ def unmarked(markers: Iterable[str], characters: Ranges, escape: str = "") -> st
 def _begun(node: dict[str, Any]) -> str:
     """Any beginning of a marker's rest, none at all included, but not the whole."""
     further = [literal(char) + _begun(child) for char, child in sorted(node.items()) if child]
-    return f"(?:{'|'.join(further)})?" if further else ""
+    return f"(?:{'|'.join(further)}){{0,1}}" if further else ""
 
 
 def _left(node: dict[str, Any], characters: Ranges, escape: str) -> str:
