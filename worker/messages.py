@@ -33,10 +33,14 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | regex | a regular expression |
     | choice | a JSON list of strings |
     | ebnf | a GBNF grammar |
+    | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
+
+    `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "tool_calls"]
     text: str = ""
+    after: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
