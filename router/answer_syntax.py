@@ -11,7 +11,7 @@ from router.formats.lexer import Lexer
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """What the answers of a request are read with.
+    """The rules by which the answers of a request are read.
 
     | field | meaning |
     | --- | --- |

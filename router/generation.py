@@ -250,7 +250,7 @@ class Generation:
 
 
 class Answer:
-    """One sequence as it grows: its text, and what a lexer makes of it.
+    """A sequence as it grows: its text, and what a lexer makes of it.
 
     | attribute | meaning |
     | --- | --- |

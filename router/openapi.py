@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from router import requests, responses
-from router.protocols import messages_types
-from router.protocols import responses_objects, responses_types
+from router.protocols import messages_types, responses_objects, responses_types
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (

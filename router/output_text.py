@@ -41,7 +41,7 @@ class Piece:
 
     @property
     def parts(self) -> list[Delta]:
-        """What the piece adds to the answer."""
+        """The deltas that the piece adds to the answer."""
         if self.deltas is not None:
             return self.deltas
         return [TextDelta(self.text)] if self.text else []

@@ -271,7 +271,7 @@ class ToolCallOfMessage(Body, frozen=True, kw_only=True):
     index: int | None = None  # clients that joined a stream's chunks leave it in
 
 
-class Message(Body, frozen=True):
+class ChatMessage(Body, frozen=True):
     """A message of a conversation. `developer` means `system`. Text parts are joined by newlines."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -287,7 +287,7 @@ class Message(Body, frozen=True):
     reasoning: Annotated[str | None, Meta(description="as reasoning_content")] = None
 
 
-Messages = Annotated[list[Message], Meta(min_length=1)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 TemplateArguments = Annotated[
     dict[str, Any] | None,
     Meta(description="further variables of the model's chat template, such as enable_thinking"),
@@ -297,7 +297,7 @@ TemplateArguments = Annotated[
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:-]{1,128}$")]
 
 
-class Function(Body, frozen=True, kw_only=True):
+class FunctionDefinition(Body, frozen=True, kw_only=True):
     """A function that the model may call."""
 
     name: ToolName
@@ -309,7 +309,7 @@ class Function(Body, frozen=True, kw_only=True):
 class FunctionTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A tool of OpenAI's kind `function`, the only one."""
 
-    function: Function
+    function: FunctionDefinition
 
 
 class FunctionName(Body, frozen=True):

@@ -9,6 +9,7 @@ from router.errors import ApiError, invalid
 from router.requests import (
     AllowedTools,
     AudioPart,
+    ChatMessage,
     ChatRequest,
     ChooseTools,
     FilePart,
@@ -21,7 +22,6 @@ from router.requests import (
     TokenizeRequest,
     VideoPart,
 )
-from router.requests import Message as SentMessage
 
 
 def chat_conversation(request: ChatRequest) -> Conversation:
@@ -50,7 +50,7 @@ def tokenized_conversation(request: TokenizeRequest) -> Conversation:
     )
 
 
-def read_messages(messages: Sequence[SentMessage]) -> tuple[Message, ...]:
+def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     """The messages. Raises ApiError."""
     read: list[Message] = []
     tool_names: dict[str, str] = {}  # by the id of a call
@@ -95,7 +95,7 @@ def _choice(choice: ChooseTools | None, tools: Sequence[Tool]) -> ToolChoice:
             return check_choice(ToolChoice(mode), tools)
 
 
-def _message(message: SentMessage, path: str, tool_names: dict[str, str]) -> Message:
+def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Message:
     role = "system" if message.role == "developer" else message.role
     text = _text(message.content, f"{path}.content")
     if role != "assistant":

@@ -285,7 +285,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class OutputTokensDetails(msgspec.Struct):
+class ThinkingTokens(msgspec.Struct):
     thinking_tokens: int
 
 
@@ -297,7 +297,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | UnsetType = UNSET
+    output_tokens_details: ThinkingTokens | UnsetType = UNSET
     service_tier: Literal["standard"] = "standard"
 
 

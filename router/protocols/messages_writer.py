@@ -25,13 +25,13 @@ from router.protocols.messages_types import (
     MessageStart,
     MessageStop,
     MessageUsage,
-    OutputTokensDetails,
     Ping,
     SignaturePiece,
     StopReason,
     StreamEvent,
     TextPiece,
     ThinkingPiece,
+    ThinkingTokens,
 )
 from router.responses import Usage
 from router.sse import named_event
@@ -179,7 +179,7 @@ def _usage(usage: Usage) -> MessageUsage:
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,
-        output_tokens_details=UNSET if details is UNSET else OutputTokensDetails(details.reasoning_tokens),
+        output_tokens_details=UNSET if details is UNSET else ThinkingTokens(details.reasoning_tokens),
     )
 
 

@@ -152,7 +152,8 @@ PATHS = [
     *"""
 / // /v1 /v1/ /v1/models/ /v1/models/%00 /v1/models/..%2f.. /v1/models/é /v1/completions/ /V1/completions
 /v1/chat /v1/choices /v1/programs/x
-/v1/embeddings /v1/rerank /rerank /v1/score /tokenize /detokenize /tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
+/v1/embeddings /v1/rerank /rerank /v1/score /tokenize /detokenize
+/tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
 /v1/models?x=%ff
 /%ff /favicon.ico /v1/models
 """.split(),

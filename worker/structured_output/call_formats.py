@@ -167,7 +167,7 @@ ALIASES = {"minimax_m2": "minimax", "openai": "harmony"}
 
 
 @dataclass(frozen=True)
-class Channels:
+class HarmonyMarkers:
     """OpenAI's harmony: messages with headers. The prompt ends with `start` and `role`."""
 
     start: str = "<|start|>"
@@ -181,7 +181,7 @@ class Channels:
     namespace: str = "functions."
 
 
-HARMONY = Channels()
+HARMONY = HarmonyMarkers()
 
 # Texts that are tokens of their own in the vocabularies of the models that use them.
 MARKERS = (

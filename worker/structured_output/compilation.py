@@ -20,7 +20,7 @@ from worker.structured_output.error import GrammarError
 from worker.structured_output.markers import Speller
 from worker.structured_output.schema import any_object_to_ebnf, schema_to_ebnf
 from worker.structured_output.serialised import serialised
-from worker.structured_output.tokens import Vocabulary
+from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_calls_to_ebnf
 
 RAW_VOCABULARY = 0  # xgrammar.VocabType.RAW: tokens are given as bytes
@@ -31,7 +31,7 @@ SLOW_FILL_S = 0.25
 _LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)
 
 
-def to_ebnf(kind: str, text: str, vocabulary: Vocabulary) -> str:
+def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
     """Converts any `messages.Grammar` to xgrammar's EBNF, without its `after`. Raises GrammarError."""
     match kind:
         case "tool_calls":
@@ -54,7 +54,7 @@ def to_ebnf(kind: str, text: str, vocabulary: Vocabulary) -> str:
     raise GrammarError(f"there is no kind of grammar called {kind!r}")
 
 
-def after(marker: str, ebnf: str, vocabulary: Vocabulary) -> tuple[str, str]:
+def after(marker: str, ebnf: str, vocabulary: GrammarVocabulary) -> tuple[str, str]:
     """The grammar of free text up to the marker, and then what `ebnf` matches from its rule `root` on. Returns it with
     the name of the rule to begin with."""
     if not marker:
@@ -91,7 +91,7 @@ class Compilation:
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: list[int]) -> None:
         self._core = _xgrammar()
         self._vocab_size = vocab_size
-        self._vocabulary = Vocabulary(model_dir, vocab_size, eos_token_ids)
+        self._vocabulary = GrammarVocabulary(model_dir, vocab_size, eos_token_ids)
         self._infos = {
             texts: self._core.TokenizerInfo(
                 self._vocabulary.token_bytes(texts), RAW_VOCABULARY, vocab_size, eos_token_ids, False

@@ -15,7 +15,7 @@ from worker.structured_output.compilation import kept_apart
 from worker.structured_output.error import CompilerUnavailable
 from worker.structured_output.process import CompilerProcess
 from worker.structured_output.state import CompiledGrammar
-from worker.structured_output.tokens import Vocabulary
+from worker.structured_output.tokens import GrammarVocabulary
 
 if TYPE_CHECKING:
     import xgrammar
@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._process = CompilerProcess(self._model_dir, vocab_size, self._eos_token_ids, memory_bytes=memory_bytes)
         self._lock = threading.Lock()
         self._info_lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._infos: dict[tuple[str, ...], xgrammar.TokenizerInfo] = {}
         self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._reading = threading.Lock()
@@ -135,7 +135,7 @@ class GrammarCompiler:
         apart = kept_apart(kind)
         with self._info_lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._model_dir, self._vocab_size)
+                self._vocabulary = GrammarVocabulary(self._model_dir, self._vocab_size)
             if apart not in self._infos:
                 self._infos[apart] = xgrammar.TokenizerInfo(
                     self._vocabulary.token_bytes(apart),

@@ -184,7 +184,7 @@ def to_text(rules: dict[str, Node], root: str) -> str:
 
 
 def rule_text(name: str, node: Node) -> str:
-    """One rule in xgrammar's EBNF. It has no repetition of more than 128 times."""
+    """A rule in xgrammar's EBNF. It has no repetition of more than 128 times."""
     return f"{name} ::= {_Writer().expression(node)}"
 
 

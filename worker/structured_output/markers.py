@@ -32,7 +32,7 @@ class Speller:
         return seq(*(part for text in texts for part in (self.parts(text) if isinstance(text, str) else [text])))
 
     def mark(self, marker: str) -> Terminal | Token:
-        """One marker by itself."""
+        """A marker by itself."""
         return Token(self._ids[marker]) if marker in self._ids else Terminal(marker)
 
     def up_to(self, end: str, *others: str) -> Node:
@@ -42,7 +42,7 @@ class Speller:
         return seq(FreeText(excludes=tuple(map(key, excluded))), last)
 
     def thinking(self, end: str, *others: str) -> Node:
-        """What remains of thinking that ends with `end`, and the lines' ends after it."""
+        """The rest of thinking that ends with `end`, and the lines' ends after it."""
         return seq(self.up_to(end, *others), _LINE_ENDS)
 
 

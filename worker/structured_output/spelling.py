@@ -18,7 +18,7 @@ _PYTHON_ESCAPE = rf'\\(?:["\\bfnrt]|u(?:{_UNIT}))'
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to write JSON values.
+    """A way to write JSON values.
 
     | field | meaning |
     | --- | --- |

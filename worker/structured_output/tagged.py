@@ -54,7 +54,7 @@ class TaggedArguments:
         return Repeat(self._argument(_ANY_NAME, value), 0, None)
 
     def argument(self, name: str, schema: Any, at: str) -> Node:
-        """One argument."""
+        """An argument."""
         if _NAME.fullmatch(name) is None:
             raise GrammarError(f"properties at {at}: the name {name!r} cannot be written in a tag")
         return self._argument(Terminal(name), self._values(schema, f"{at}/properties/{name}"))

@@ -13,7 +13,7 @@ from worker.structured_output.error import GrammarError
 _BY_ID = b"\xff"
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens of a model.
 
     | attribute | meaning |

@@ -35,7 +35,7 @@ from worker.structured_output.other_text import not_beginning
 from worker.structured_output.schema import SchemaConverter, refusals
 from worker.structured_output.spelling import JSON, PYTHON, json_without
 from worker.structured_output.tagged import TaggedArguments
-from worker.structured_output.tokens import Vocabulary
+from worker.structured_output.tokens import GrammarVocabulary
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _LINE_ENDS = Regex("\\n{0,2}")
@@ -46,7 +46,7 @@ _ABOUT_PROPERTIES = (
 )
 
 
-class Thinking(msgspec.Struct, forbid_unknown_fields=True):
+class ThinkingBefore(msgspec.Struct, forbid_unknown_fields=True):
     """Thinking before the answer. `end`: the marker that ends it. `open`: the prompt has begun it. `begin`: the marker
     that begins it; made from `end` if there is none."""
 
@@ -71,10 +71,10 @@ class ToolCalls(msgspec.Struct, forbid_unknown_fields=True):
     tools: list[CalledTool]
     mode: Literal["auto", "required"] = "auto"
     parallel: bool = True
-    thinking: Thinking | None = None
+    thinking: ThinkingBefore | None = None
 
 
-def tool_calls_to_ebnf(text: str, vocabulary: Vocabulary) -> str:
+def tool_calls_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
     """The grammar of an answer by `ToolCalls`, in xgrammar's EBNF. Raises GrammarError."""
     try:
         wanted = msgspec.json.decode(text, type=ToolCalls)
@@ -168,7 +168,7 @@ class _Answer:
         return FreeText(((trigger, "calls"),), loops=not format.opening and self.wanted.parallel)
 
     def _trigger(self, begin: Text) -> tuple[str | int, list[Node]]:
-        """What of `begin` begins a call in free text, and what follows it."""
+        """The part of `begin` that begins a call in free text, and the part that follows it."""
         assert isinstance(begin[0], str)
         parts = self.speller.parts(begin[0])
         at = next(i for i, part in enumerate(parts) if isinstance(part, Token) or part.text in MARKERS)
@@ -254,7 +254,7 @@ class _Answer:
 class _HarmonyAnswer(_Answer):
     """The grammar of an answer of messages. It has at most one call, which ends it."""
 
-    def __init__(self, wanted: ToolCalls, speller: Speller, format: CallFormat, vocabulary: Vocabulary) -> None:
+    def __init__(self, wanted: ToolCalls, speller: Speller, format: CallFormat, vocabulary: GrammarVocabulary) -> None:
         super().__init__(wanted, speller, format)
         call = speller.mark(HARMONY.call)
         self._ends_itself = isinstance(call, Token) and call.id in vocabulary.end_ids
