@@ -197,6 +197,7 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>",), "hermes"),
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),
+    (("[func_name1(", "<|header_start|>"), "llama4_pythonic"),
     (("[func_name1(",), "pythonic"),
 )
 _CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no template

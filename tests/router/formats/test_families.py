@@ -24,6 +24,7 @@ TEMPLATES = {
     "Llama-3.3": ("{% if builtin_tools %}<|python_tag|>", "llama3_json", None),
     "Llama-3.2, pythonic": ("{% if tools %}[func_name1(params_name1=params_value1)]", "pythonic", None),
     "Llama-4": ("{% if tools %}<|python_start|>[func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
+    "Llama-4, without its markers": ("<|header_start|>{% if tools %}[func_name1(param1=value1)]", "llama4_pythonic", None),
     "Mistral": ("{% if tools %}[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
     "Magistral": ("{% if tools %}[THINK][/THINK][TOOL_CALLS]name[ARGS]", "mistral", "[THINK]"),
     "DeepSeek-R1": (f"<{BAR}tool▁calls▁begin{BAR}> function \\n```json <think>", "deepseek_v3", "<think>"),
