@@ -13,15 +13,15 @@ from worker.structured_output import regex
 from worker.structured_output.call_formats import Tags
 from worker.structured_output.charset import Ranges, category, complement, intersection, pattern, union
 from worker.structured_output.conjunction import Schema
-from worker.structured_output.ebnf import NEVER, Node, Regex, Repeat, Terminal, alt, optional, seq
+from worker.structured_output.ebnf import NEVER, Node, Ref, Regex, Repeat, Terminal, alt, optional, seq
 from worker.structured_output.error import GrammarError
 from worker.structured_output.formats import FORMATS
 from worker.structured_output.markers import Speller
 from worker.structured_output.schema import SchemaConverter, generated_types
-from worker.structured_output.unmarked import TEXT, may_break, unmarked, without_bracket
+from worker.structured_output.unmarked import TEXT, may_break, without_bracket
 
 _NAME = re.compile(r"[^\s<>\"'=](?:[^<>\"'=\n]*[^\s<>\"'=])?")
-_ANY_NAME = Regex("[a-zA-Z_][a-zA-Z0-9_]{0,63}")
+_ANY_NAME = Regex("[a-zA-Z_][a-zA-Z0-9_]*")
 _LIMITS = ("format", "pattern", "minLength", "maxLength")
 _WORDS = frozenset(("true", "false", "null", "none"))
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -31,9 +31,10 @@ class TaggedArguments:
     """Grammars of the arguments of one tool."""
 
     def __init__(self, tags: Tags, speller: Speller, converter: SchemaConverter) -> None:
-        """`converter` is that of the tool's schema, and spells JSON without what `tags` end with."""
+        """`converter` is that of the tool's schema, and spells JSON without what `tags` end with. Its rule `text` is
+        that of text without that."""
         self._tags, self._speller, self._converter = tags, speller, converter
-        self._text = Regex(unmarked(tags.ends, TEXT))
+        self._text = Ref("text")
 
     def any(self) -> Node:
         """Any arguments."""
@@ -109,7 +110,7 @@ class TaggedArguments:
                 raise GrammarError(
                     f"{limits[0]} at {at}: a string between tags may have limits only where no other type is allowed"
                 )
-            return Regex(f"(?:{_safe_start()}{unmarked(self._tags.ends, TEXT)})")
+            return seq(Regex(_safe_start()), self._text)
         if not limits:
             return self._text
         least, most = int(schema.get("minLength", 0)), schema.get("maxLength")

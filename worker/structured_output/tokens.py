@@ -9,8 +9,10 @@ from tokenizers import Tokenizer
 
 from worker.structured_output.error import GrammarError
 
-# Begins the bytes of tokens that a grammar may allow by their ids only: no text in UTF-8 has this byte.
+# Begin the bytes of tokens that a grammar may allow by their ids only. No text in UTF-8 has the first. The second is a
+# control character that grammars of calls exclude from texts; the notation of grammars can only exclude characters.
 _BY_ID = b"\xff"
+APART = "\x01"
 
 
 class GrammarVocabulary:
@@ -36,16 +38,18 @@ class GrammarVocabulary:
         added = {i: each for i, each in tokenizer.get_added_tokens_decoder().items() if i < vocab_size}
         for token_id, each in added.items():
             texts[token_id] = (_BY_ID if each.special else b"") + each.content.encode()
+        self._special = [token_id for token_id, each in added.items() if each.special]
         self._texts = texts
         self.added: Mapping[str, int] = {each.content: token_id for token_id, each in added.items()}
         self.end_ids = frozenset(end_ids)
 
     def token_bytes(self, apart: Collection[str] = ()) -> list[bytes]:
-        """The bytes of all token ids. Those of special tokens, and of added tokens in `apart`, are in no text: a
-        grammar allows such a token only by its id. Empty for ids that the tokenizer does not have."""
+        """The bytes of all token ids. A grammar allows special tokens only by their ids. With `apart`, these and the
+        added tokens in it begin with `APART`. Empty for ids that the tokenizer does not have."""
         texts = list(self._texts)
-        for token_id in {self.added[text] for text in apart if text in self.added}:
-            texts[token_id] = _BY_ID + texts[token_id].removeprefix(_BY_ID)
+        if apart:
+            for token_id in {*self._special, *(self.added[text] for text in apart if text in self.added)}:
+                texts[token_id] = APART.encode() + texts[token_id].removeprefix(_BY_ID)
         return texts
 
 

@@ -35,11 +35,10 @@ from worker.structured_output.other_text import not_beginning
 from worker.structured_output.schema import SchemaConverter, refusals
 from worker.structured_output.spelling import JSON, PYTHON, json_without
 from worker.structured_output.tagged import TaggedArguments
-from worker.structured_output.tokens import GrammarVocabulary
+from worker.structured_output.tokens import APART, GrammarVocabulary
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _LINE_ENDS = Regex("\\n{0,2}")
-_CALL_KEYS = ("name", "arguments", "parameters", "type", "function")  # with which a call in bare JSON may begin
 _ABOUT_PROPERTIES = (
     *("properties", "additionalProperties", "patternProperties", "propertyNames", "required", "minProperties"),
     *("unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"),
@@ -107,6 +106,8 @@ class _Answer:
         else:
             self._spelling = PYTHON if format.arguments == "python" else JSON
         self.rules = values.common_rules(self._spelling)
+        if isinstance(format.arguments, Tags):
+            self.rules["text"] = FreeText(excludes=(*format.arguments.ends, APART))
         self.arguments = [self._arguments(i, tool) for i, tool in enumerate(wanted.tools)]
 
     def text(self) -> str:
@@ -184,8 +185,10 @@ class _Answer:
     def _other(self) -> Node:
         """Text that does not begin as a call does."""
         if self.format.arguments == "python":
-            return Regex(not_beginning("[", [f"{tool.name}(" for tool in self.wanted.tools]))
-        return Regex(not_beginning("{", [f'"{name}"' for name in _CALL_KEYS]))
+            begin = not_beginning("[", [f"{tool.name}(" for tool in self.wanted.tools])
+        else:
+            begin = not_beginning("{", ['"name"'])
+        return Regex(begin)
 
     # ------------------------------------------------------------ names and arguments
 
@@ -243,7 +246,7 @@ class _Answer:
             if "minProperties" in schema or "maxProperties" in schema:
                 raise GrammarError("minProperties and maxProperties at # are not supported for keyword arguments")
             value = converter.value(True if more is None else more, "#/additionalProperties")
-            return values.listed([], seq(Regex("[a-zA-Z_][a-zA-Z0-9_]{0,63}"), Terminal("="), value), 0, None)
+            return values.listed([], seq(Regex("[a-zA-Z_][a-zA-Z0-9_]*"), Terminal("="), value), 0, None)
         members = [
             (seq(Terminal(f"{name}="), converter.value(sub, f"#/properties/{name}")), name in needed)
             for name, sub in properties.items()

@@ -1,4 +1,8 @@
-"""Patterns of text in which none of some markers occurs, such as the tags that end a value."""
+"""Patterns of text in which none of some markers occurs, such as the tags that end a value.
+
+Compiling takes tens of milliseconds for each character of a marker. So already the first characters of a marker are
+kept out of the text.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +11,7 @@ from worker.structured_output.charset import Ranges, complement, intersection, l
 
 # What may stand between tags: any character but the control characters other than tab, line feed and carriage return.
 TEXT: Ranges = ((0x09, 0x0A), (0x0D, 0x0D), (0x20, 0xD7FF), (0xE000, 0x10FFFF))
+_TELLING = 4  # characters of a marker that seldom begin anything else
 
 
 def without_bracket(ranges: Ranges) -> Ranges:
@@ -20,34 +25,30 @@ def may_break(text: str, markers: Iterable[str]) -> bool:
 
 
 def unmarked(markers: Iterable[str], characters: Ranges, escape: str = "") -> str:
-    """A pattern of texts of `characters`, and of what `escape` matches, in which no marker occurs. Each marker begins
-    with `<`, and has no other. An escape does not begin with a marker's character."""
+    """A pattern of texts of `characters`, and of what `escape` matches, in which no marker occurs, nor the first
+    characters of one. Each marker begins with `<`, and has no other. An escape does not begin with a marker's
+    character."""
     trie: dict[str, Any] = {}
     for marker in markers:
         if marker.rfind("<") != 0:
             raise ValueError(f"{marker!r} does not begin with its only <")
         node = trie
-        for char in marker[1:]:
+        for char in marker[1:_TELLING]:
             node = node.setdefault(char, {})
     other = pattern(without_bracket(characters))
-    begun = f"(?:<{_begun(trie)})"
-    left = f"{begun}*<{_left(trie, characters, escape)}"
-    plain = f"{other}|{escape}" if escape else other
-    return f"(?:{plain}|{left})*{begun}*"
+    others = f"(?:{other}|{escape})*" if escape else f"{other}*"
+    return f"{others}(?:<{_rest(trie, characters, escape, others)})*"
 
 
-def _begun(node: dict[str, Any]) -> str:
-    """Any beginning of a marker's rest, none at all included, but not the whole."""
-    further = [literal(char) + _begun(child) for char, child in sorted(node.items()) if child]
-    return f"(?:{'|'.join(further)}){{0,1}}" if further else ""
-
-
-def _left(node: dict[str, Any], characters: Ranges, escape: str) -> str:
-    """A beginning of a marker's rest, and then what does not go on with it."""
-    choices = [pattern(_less(characters, "<" + "".join(node)))]
-    choices += [escape] if escape else []
-    choices += [literal(char) + _left(child, characters, escape) for char, child in sorted(node.items()) if child]
-    return f"(?:{'|'.join(choices)})"
+def _rest(node: dict[str, Any], characters: Ranges, escape: str, others: str) -> str:
+    """What may stand after `<` and before the next or the end, where the markers go on as the tree says. At each
+    character there is but one way to go on, which keeps masks cheap."""
+    choices = [pattern(_less(characters, "<" + "".join(node))) + others]
+    choices += [escape + others] if escape else []
+    choices += [
+        literal(char) + _rest(child, characters, escape, others) for char, child in sorted(node.items()) if child
+    ]
+    return f"(?:{'|'.join(choices)}){{0,1}}"
 
 
 def _less(ranges: Ranges, characters: str) -> Ranges:
