@@ -214,9 +214,9 @@ def read_tools(tools: Sequence[Sent]) -> tuple[Tool, ...]:
 
 
 def fitted(conversation: Conversation, prepare: Callable[[Conversation], Made]) -> Made:
-    """Returns what `prepare` makes of the conversation, without as many of its oldest messages as needed. The system's messages
-    and the user's last one stay, and no result stays without its call. Raises the ApiError of `prepare` if that is
-    still too long."""
+    """Returns what `prepare` makes of the conversation, without as many of its oldest messages as needed. The system's
+    messages and the user's last one stay, and no result stays without its call. Raises the ApiError of `prepare` if
+    that is still too long."""
     try:
         return prepare(conversation)
     except ApiError as error:
