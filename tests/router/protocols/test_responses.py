@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.protocols.response_store import ResponseStore
 from router.tokenizer import Tokenizer
 from worker.messages import Generate
 
@@ -329,6 +330,19 @@ def test_cancel(says: Callable[..., Any]) -> None:
     whole = ask(stack)
     with pytest.raises(openai.BadRequestError):
         stack.client.responses.cancel(whole.id)
+
+
+def test_a_router_that_ends(says: Callable[..., Any], tmp_path: Path) -> None:
+    """What it makes in the background fails, and other routers see it."""
+    stack = says("a b c d e f g h")
+    stack.fakes["r0"].allow(2)
+    made = ask(stack, background=True)
+    until(stack, made.id, "in_progress")
+    stack.server.should_exit = True
+    stack.server.thread.join(20)
+    found = ResponseStore(tmp_path / "store", 1 << 20, 3600.0).get("", made.id)
+    assert found is not None and found.response.status == "failed" and found.response.error is not None
+    stack.idle = lambda: None
 
 
 def test_too_many_in_the_background(says: Callable[..., Any]) -> None:
