@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -102,6 +102,7 @@ class Service:
         metrics.watch_programs(self.programs)
         self._placer = placer
         self._prefetches: set[asyncio.Task[None]] = set()
+        self._before_close: list[Callable[[], Awaitable[None]]] = []
         self._fleet = fleet
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
         self._long_texts = ThreadPoolExecutor(1, "long-text")
@@ -110,7 +111,13 @@ class Service:
         """Starts the connections. Call it in the event loop that will serve."""
         await self.replicas.start()
 
+    def before_close(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Has `work` done when the service closes, while its replicas are still connected."""
+        self._before_close.append(work)
+
     async def close(self) -> None:
+        for work in self._before_close:
+            await work()
         await self.replicas.close()
         for task in self._prefetches:
             task.cancel()

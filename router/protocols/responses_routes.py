@@ -1,8 +1,7 @@
 """The routes of OpenAI's Responses: made, kept, asked for again, followed, cancelled, deleted."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, get_args
 
@@ -18,7 +17,7 @@ from router.generation import Generation
 from router.protocols.response_store import Item, StoredResponse
 from router.protocols.responses_objects import DeletedResponse, InputItems, ResponseObject
 from router.protocols.responses_reader import Asked, references, responses_job, sent_items
-from router.protocols.responses_runs import BackgroundRuns, KeptResponses, closing, follow
+from router.protocols.responses_runs import BackgroundRuns, KeptResponses, follow
 from router.protocols.responses_types import Include, ResponsesRequest
 from router.protocols.responses_writer import ResponsesFormat, new_id
 from router.requests import GenerationRequest
@@ -38,13 +37,9 @@ def responses_routes(
     """The routes. `check` raises ApiError for a model that is not here and a priority that is too high."""
     kept = KeptResponses(config)
     runs = BackgroundRuns(kept, config.max_background_responses)
-
-    @asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
-        async with closing(kept, runs):
-            yield
-
-    routes = APIRouter(tags=["generation"], lifespan=lifespan)
+    service.before_close(runs.close)
+    service.before_close(kept.close)
+    routes = APIRouter(tags=["generation"])
 
     @routes.post(
         "/v1/responses",

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -116,6 +116,10 @@ class BackgroundRuns:
                 run.is_kept.set_exception(error)
         except Exception:
             log.exception("%s failed in the background", run.name)
+            if not run.is_kept.done():
+                run.is_kept.set_exception(internal())
+        finally:
+            run.is_kept.cancel()  # unless it is done
 
 
 class _Run:
@@ -196,16 +200,6 @@ async def follow(kept: KeptResponses, tenant: str, response_id: str, after: int,
         await emit(written(ResponseFailed(sequence_number=after + 1, response=stored.response)))
     elif not emitted:
         await emit(last)
-
-
-@contextlib.asynccontextmanager
-async def closing(kept: KeptResponses, runs: BackgroundRuns) -> AsyncIterator[None]:
-    """Ends what runs, and closes the file, at the end."""
-    try:
-        yield
-    finally:
-        await runs.close()
-        await kept.close()
 
 
 def _known(error: BaseException, name: str) -> ApiError:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from router.chat_template import ChatTemplate
 from router.config import RouterConfig
+from router.protocols.response_store import ResponseStore
 from router.tokenizer import Tokenizer
 from worker.messages import Generate
 
@@ -331,6 +332,19 @@ def test_cancel(says: Callable[..., Any]) -> None:
         stack.client.responses.cancel(whole.id)
 
 
+def test_a_router_that_ends(says: Callable[..., Any], tmp_path: Path) -> None:
+    """What it makes in the background fails, and other routers see it."""
+    stack = says("a b c d e f g h")
+    stack.fakes["r0"].allow(2)
+    made = ask(stack, background=True)
+    until(stack, made.id, "in_progress")
+    stack.server.should_exit = True
+    stack.server.thread.join(20)
+    found = ResponseStore(tmp_path / "store", 1 << 20, 3600.0).get("", made.id)
+    assert found is not None and found.response.status == "failed" and found.response.error is not None
+    stack.idle = lambda: None
+
+
 def test_too_many_in_the_background(says: Callable[..., Any]) -> None:
     stack = says("a b c d e f g h", max_background_responses=1)
     stack.fakes["r0"].allow(2)
@@ -461,7 +475,7 @@ def damaged(number: int) -> Any:
     """The good body, with one to three places overwritten, taken out or added to."""
     chance = random.Random(number)
     body = json.loads(json.dumps(GOOD))
-    for _ in range(chance.randint(1, 3)):
+    for _ in range(chance.randint(1, 2)):
         place: Any = body
         while True:
             keys = list(place) if isinstance(place, dict) else list(range(len(place)))
@@ -471,7 +485,9 @@ def damaged(number: int) -> Any:
                 continue
             break
         junk = chance.choice([*JUNK, chance.choice(list(GOOD.values()))])
-        if isinstance(place, dict):
+        if key is not None and chance.random() < 0.3:
+            del place[key]
+        elif isinstance(place, dict):
             name = chance.choice([key, chance.choice(["type", "id", "x", "status"])])
             place[name if isinstance(name, str) else "x"] = junk
         elif key is not None:
@@ -483,6 +499,7 @@ def test_damaged_requests(says: Callable[..., Any]) -> None:
     stack = says("Cold.")
     statuses: dict[int, int] = {}
     with httpx.Client(base_url=stack.url, timeout=20) as client:
+        assert client.post("/v1/responses", json=GOOD).status_code == 200
         for number in range(DAMAGED):
             answer = client.post("/v1/responses", content=json.dumps(damaged(number)).encode())
             statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
