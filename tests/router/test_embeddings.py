@@ -129,12 +129,12 @@ def test_a_replicas_refusal_names_the_input(embedder: Stack) -> None:
 
 
 def test_a_request_whose_replica_dies_goes_to_another(make_stack: Any, make_replica: Any) -> None:
-    first, second = make_replica().hold(), make_replica()
-    second.reply = embeds
-    stack = make_stack(first, second)
-    connection = stack.raw("/v1/embeddings", {"model": "tiny", "input": "Hello"})
-    with connection:
-        first.wait_for(first.requests)
-        first.die()
+    asked, other = make_replica().hold(), make_replica().hold()
+    stack = make_stack(asked, other)
+    with stack.raw("/v1/embeddings", {"model": "tiny", "input": "Hello"}) as connection:
+        while not asked.requests():
+            asked, other = other, asked
+        other.reply = embeds
+        asked.die()
         assert b'"embedding":[' in connection.recv(1 << 16)
-    assert second.requests()[0].output_ids == []
+    assert other.requests()[0].output_ids == []

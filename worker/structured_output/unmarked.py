@@ -41,7 +41,7 @@ def unmarked(markers: Iterable[str], characters: Ranges, escape: str = "") -> st
 
 
 def _rest(node: dict[str, Any], characters: Ranges, escape: str, others: str) -> str:
-    """What may stand after `<` and before the next or the end, where the markers go on as the tree says. At each
+    """The texts after `<` and before the next or the end, where the markers go on as the tree says. At each
     character there is but one way to go on, which keeps masks cheap."""
     choices = [pattern(_less(characters, "<" + "".join(node))) + others]
     choices += [escape + others] if escape else []
