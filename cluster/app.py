@@ -24,6 +24,7 @@ from cluster.request_router import ServePlacer, listen, watch_size
 from cluster.service import open_service
 from router.api import create_app
 from router.listener import Listener
+from worker.folders import cache_folder
 
 APP = "shoal"  # the application's name in Serve
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
@@ -95,6 +96,8 @@ class _Router:
     """A router process: OpenAI's API, its own view of the fleet, and its connections to the replicas."""
 
     def __init__(self, config: Config, handle: DeploymentHandle) -> None:
+        if config.response_store_dir is None:
+            config = config.model_copy(update={"response_store_dir": cache_folder() / "responses"})
         self._config = config
         folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
         self._service = open_service(
@@ -127,7 +130,7 @@ class ListeningRouter(_Router):
 
     async def __init__(self, config: Config, handle: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         super().__init__(config, handle)
-        self._listener = Listener(create_app(self._service, config), config.host, config.port, DRAIN_S, config)
+        self._listener = Listener(create_app(self._service, self._config), config.host, config.port, DRAIN_S, config)
         await self._service.start()
         await self._listener.start()
 

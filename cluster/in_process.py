@@ -36,6 +36,8 @@ OTHER_SETTINGS = (
     "max_prompts",
     "max_priority",
     "sampling_defaults",
+    "pooling",
+    "scoring",
     "replica_wait_s",
     "start_timeout_s",
 )

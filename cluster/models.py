@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cluster.conversion import Conversion, ModelError, Progress
 
@@ -22,7 +23,9 @@ _HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _HUB_FILES = ["*.jinja", "tokenizer.model", "merges.txt", "config.json", "generation_config.json"]
 _HUB_FILES += ["tokenizer*.json", "special_tokens_map.json"]
 _HUB_FILES += ["added_tokens.json", "vocab.json", "chat_template.json"]
-_HUB_IGNORE = ["*/*", "consolidated*"]  # other formats and second copies of the weights
+_HUB_FILES += ["modules.json", "1_Pooling/config.json"]  # how embeddings are made
+# Other formats and second copies of the weights: all folders but those whose name ends as that of 1_Pooling.
+_HUB_IGNORE = ["*[!g]/*", "*[!n]g/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,16 @@ def model_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
+def model_config(folder: Path) -> dict[str, Any]:
+    """The content of the `config.json` of a folder."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
 def context_length(folder: Path) -> int | None:
     """The longest sequence that the model of a folder was made for, in tokens, without reading anything but
     config.json; None if that does not say."""
-    config = json.loads((folder / "config.json").read_text())
+    config = model_config(folder)
     value = config.get("text_config", config).get("max_position_embeddings")
     return value if isinstance(value, int) else None
 

@@ -6,12 +6,13 @@ The path of a request for text:
 2. `read_body` parses the body into one of the types of `requests`.
 3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
 4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
-   (`choices_job` and `ChoicesFormat` are the same for scores.)
+   (`choices_job` and `ChoicesFormat` are the same for scores; `embedding_routes` has those for embeddings.)
 """
 
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import metadata
 from time import perf_counter
 from typing import Any
@@ -27,22 +28,29 @@ from starlette.middleware.cors import CORSMiddleware
 from router import openapi, request_id
 from router.auth import Keys
 from router.body import read_body
-from router.chat import ChatFormat
+from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
-from router.completion import CompletionFormat
 from router.config import RouterConfig
+from router.embedding_routes import embedding_routes
 from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
 from router.prepared_request import PreparedRequest, chat_job, completion_job
 from router.programs import BranchCall, BranchText, BranchUnknown, Held
+from router.protocols.chat_reader import tokenized_conversation
+from router.protocols.chat_writer import ChatFormat
+from router.protocols.completion_writer import CompletionFormat
+from router.protocols.dialects import error_response, wants_anthropic
+from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
+from router.protocols.responses_routes import responses_routes
 from router.requests import (
     INT32,
     ChatRequest,
     ChoicesRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     ProgramCall,
     TokenizeRequest,
 )
@@ -91,6 +99,9 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
     app.include_router(_generation_routes(service, config, keys), dependencies=dependencies)
+    app.include_router(embedding_routes(service, config, _check_model), dependencies=dependencies)
+    check = partial(_check_shared, service, config)
+    app.include_router(responses_routes(service, config, keys, check), dependencies=dependencies)
     app.include_router(_model_routes(service, config), dependencies=dependencies)
     app.include_router(_operator_routes(service, app.version))
     app.add_exception_handler(ApiError, _api_error)
@@ -103,7 +114,7 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
             allow_origins=config.origins,
             allow_methods=["GET", "POST", "HEAD", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[request_id.HEADER, "Retry-After"],
+            expose_headers=[request_id.HEADER, "Retry-After", "request-id"],
             max_age=PREFLIGHT_S,
         )
     app.add_middleware(Observed, metrics=service.metrics, answers_id=answers_id)
@@ -138,6 +149,7 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             size,
             chat_job,
             body,
+            service.output_format,
             service.tokenizer,
             service.context_length,
             config.max_prompts,
@@ -198,6 +210,8 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
         )
         return await answer(request, False, job.prepared, ChoicesFormat(job, service.model))
 
+    routes.include_router(messages_routes(service, config, answer, partial(_check_model, service)))
+
     @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
     async def end_program(request: Request, program_id: str) -> Response:
         """Ends a program: what its branches hold is forgotten, and its leases end."""
@@ -220,14 +234,18 @@ def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
         )
 
     @routes.get("/v1/models", responses=openapi.answers(ModelList, 401))
-    async def models() -> Response:
-        """The model that is served, as a list."""
+    async def models(request: Request) -> Response:
+        """The model that is served, as a list; with the header `anthropic-version`, in Anthropic's form."""
+        if wants_anthropic(request.scope):
+            return _json(anthropic_models(anthropic_model(service.model, created, service.context_length)))
         return _json(ModelList(data=[model()]))
 
     @routes.get("/v1/models/{model_id:path}", responses=openapi.answers(ModelCard, 401, 404))
-    async def one_model(model_id: str) -> Response:
-        """The model, by its name."""
+    async def one_model(request: Request, model_id: str) -> Response:
+        """The model, by its name; with the header `anthropic-version`, in Anthropic's form."""
         _check_model(service, model_id)
+        if wants_anthropic(request.scope):
+            return _json(anthropic_model(service.model, created, service.context_length))
         return _json(model())
 
     @routes.post(
@@ -316,6 +334,11 @@ def _check_model(service: Service, name: str | None) -> None:
         )
 
 
+def _check_shared(service: Service, config: RouterConfig, body: GenerationRequest) -> None:
+    _check_model(service, body.model)
+    _check_priority(config, body.priority)
+
+
 def _check_priority(config: RouterConfig, priority: int | None) -> None:
     if priority is not None and priority > config.max_priority:
         raise invalid(
@@ -357,9 +380,9 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
             raise invalid("'chat_template_kwargs' is for 'messages'.", "chat_template_kwargs")
         return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     assert body.messages is not None
-    messages = [message.for_template() for message in body.messages]
+    conversation = tokenized_conversation(body)
     try:
-        text = tokenizer.render_chat(messages, body.add_generation_prompt is not False, body.chat_template_kwargs)
+        text = chat_prompt(conversation, service.output_format, tokenizer, body.add_generation_prompt is not False)
     except TemplateError as error:
         raise invalid(str(error), error.param) from None
     return tokenizer.encode(text, bool(body.add_special_tokens))
@@ -367,7 +390,7 @@ def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error_response(error, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -375,7 +398,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     known = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return known.response()
+    return error_response(known, request.scope)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:

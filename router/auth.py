@@ -34,12 +34,10 @@ class Keys:
         Asynchronous because FastAPI would run it in a thread of a pool otherwise, which costs more than the check."""
         if not self._keys:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given.strip():
-            raise _unauthorized("Send your API key as `Authorization: Bearer KEY`.")
-        token = given.strip().encode("latin-1")  # Starlette decodes headers as Latin-1: back to bytes
-        known = [hmac.compare_digest(token, key) for key in self._keys]  # all: time must tell nothing
-        if not any(known):
+        tokens = _given(request)
+        if not tokens:
+            raise _unauthorized("Send your API key as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.")
+        if not any(self._is_known(token) for token in tokens):
             raise _unauthorized("The API key is not one that this server accepts.")
 
     def tenant(self, request: Request) -> str:
@@ -47,8 +45,20 @@ class Keys:
         server. Does not reveal the key."""
         if not self._keys:
             return ""
-        token = request.headers["authorization"].partition(" ")[2].strip()
-        return hashlib.blake2b(token.encode("latin-1"), digest_size=12).hexdigest()
+        token = next(token for token in _given(request) if self._is_known(token))
+        return hashlib.blake2b(token, digest_size=12).hexdigest()
+
+    def _is_known(self, token: bytes) -> bool:
+        known = [hmac.compare_digest(token, key) for key in self._keys]  # all: time must tell nothing
+        return any(known)
+
+
+def _given(request: Request) -> list[bytes]:
+    """The keys that a request sends: as OpenAI's clients do, and as Anthropic's do."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    tokens = [token if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+    # Starlette decodes headers as Latin-1: back to bytes.
+    return [token.strip().encode("latin-1") for token in tokens if token.strip()]
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -13,6 +13,8 @@ from router.requests import Body
 from router.sse import ClientGone
 
 Known = TypeVar("Known", bound=Body)
+
+MOST_SAID = 1000  # characters of a fault
 
 _AT = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
@@ -79,6 +81,19 @@ def parse(model: type[Known], body: bytes) -> Known:
     return request
 
 
+def read_as(kind: Any, value: Any, param: str) -> Any:
+    """Reads what is inside a body, decoded already, as `kind`: a type of `Body`, or a union of some. Raises ApiError
+    (400) that names the parameter at fault, below `param`."""
+    try:
+        read = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), param) from None
+    except RecursionError:
+        raise invalid(f"{param!r} is nested too deeply.", param) from None
+    _refuse_flags(read, f"{param}.")
+    return read
+
+
 def _refuse_flags(body: Body, path: str) -> None:
     for name in body.neutral_flags:
         if getattr(body, name):
@@ -93,12 +108,14 @@ def _unsupported(param: str) -> ApiError:
     return invalid(f"{param!r} is not supported by this server: leave it out.", param, "unsupported_parameter")
 
 
-def _explained(reason: str) -> ApiError:
-    """The ApiError for a message of msgspec, which says what is wrong and where."""
+def _explained(reason: str, inside: str = "") -> ApiError:
+    """The ApiError for a message of msgspec, which says what is wrong and where, `inside` a parameter."""
     at = _AT.search(reason)
     path = at["path"].replace("[...]", "") if at else ""  # "[...]" stands for some key of an object
+    path = f"{inside}.{path}".removesuffix(".").replace(".[", "[") if inside else path
     if at:
         reason = reason[: at.start()]
+    reason = reason if len(reason) < MOST_SAID else f"{reason[:MOST_SAID]}..."  # it may repeat what was sent
     field = _FIELD.match(reason)
     if field:
         param = f"{path}.{field['name']}" if path else field["name"]

@@ -87,11 +87,12 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Returns the text of a conversation. `arguments`: further variables for the template, such as
-        `enable_thinking`. Raises TemplateError with the template's own message, and for an argument whose name the
-        server itself sets."""
-        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        `enable_thinking`. `tools`: as OpenAI's. Raises TemplateError with the template's own message, and for an
+        argument whose name the server itself sets."""
+        own = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
         if taken := sorted((arguments or {}).keys() & {*own, *SPECIAL_TOKENS}):
             raise TemplateError(f"{taken[0]!r} is set by the server, leave it out", "chat_template_kwargs")
         try:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import msgspec
 
 from router.errors import invalid
+from router.generation import WholeFormat
 from router.output_text import Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest, Prompt, context_room, encode_prompt
 from router.programs import BranchCall, BranchText
 from router.requests import ChoicesRequest
-from router.responses import ChunkUsage, ScoredChoice, ScoredChoices, Usage, finite
+from router.responses import ScoredChoice, ScoredChoices, Usage, finite
 from router.tokenizer import Tokenizer
 from worker.messages import SamplingParams, TokenLogprobs
 
@@ -103,7 +104,7 @@ def _with_choice(
     return prompt_ids + tokenizer.encode_continuation(choice, context_length), len(prompt_ids)
 
 
-class ChoicesFormat:
+class ChoicesFormat(WholeFormat):
     """Writes scores as one JSON object. There is no stream."""
 
     continues = True
@@ -111,15 +112,6 @@ class ChoicesFormat:
     def __init__(self, job: ChoicesJob, model: str) -> None:
         self._job = job
         self._model = model
-
-    def opening(self, index: int, usage: ChunkUsage) -> bytes:
-        return b""
-
-    def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes:
-        return b""
-
-    def usage(self, usage: Usage) -> bytes:
-        return b""
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         """The scores of all choices. `answers`, by sequence, have its scored tokens."""

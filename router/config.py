@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+
+from router.formats.families import PARSERS, THINKING, TOOLS
 
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
@@ -59,11 +61,58 @@ class RouterConfig(BaseModel):
         description="highest priority that a request may have; running requests of lower priority give up their KV "
         "pages for it. With 0, clients can only lower the priority of a request, with a negative one",
     )
+    tool_call_parser: str = Field(
+        "auto",
+        description=f"how the model writes calls of tools: {', '.join(sorted(TOOLS))}, openai, or none for text; auto: "
+        "as its chat template says",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description=f"how the model writes what it thinks: {', '.join(sorted(THINKING))}, or none for text; auto: as "
+        "its chat template or vocabulary says",
+    )
+    pooling: Literal["auto", "last", "mean"] = Field(
+        "auto",
+        description="hidden states that make an embedding: the last token's, or the mean over all tokens; auto is as "
+        "the model's 1_Pooling/config.json says, else last",
+    )
+    scoring: Literal["auto", "reranker", "embedding"] = Field(
+        "auto",
+        description="how /v1/rerank and /v1/score get their scores: reranker asks the model for yes or no by the "
+        "prompt of Qwen3-Reranker, embedding is the cosine between embeddings; auto is reranker for models with "
+        "Reranker in their name and for classifiers (ForSequenceClassification), else embedding",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
         description="source of the sampling parameters that a request leaves out: model takes temperature, top_p, "
         "top_k, min_p and repetition_penalty from generation_config.json; openai is temperature 1 without filters",
     )
+    response_store_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="most bytes on disk for the responses of /v1/responses that clients may ask for again; those used "
+        "least recently are forgotten first. With 0 none are stored: answers say store false, and "
+        "previous_response_id and background are refused",
+    )
+    response_store_age_s: float = Field(
+        30 * 86400.0, gt=0, description="seconds after which a stored response that was not used is forgotten"
+    )
+    response_store_dir: Path | None = Field(
+        None,
+        description="folder of the stored responses, which the routers of a machine share; by default `responses` in "
+        "the cache folder",
+    )
+    max_background_responses: int = Field(
+        64, ge=1, description="most responses that a router makes in the background at once; further ones get 429"
+    )
+
+    @field_validator("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _parsers(cls, value: str, info: ValidationInfo) -> str:
+        known = {*PARSERS, *(TOOLS if info.field_name == "tool_call_parser" else THINKING)}
+        if value not in known:
+            raise ValueError(f"there is none of that name; there are {', '.join(sorted(known))}")
+        return value
 
     @field_validator("cors_origins")
     @classmethod

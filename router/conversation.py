@@ -20,7 +20,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A message. `thinking` and `calls` are of the role assistant; `call_id` and `name` (the tool's) of the role tool."""
+    """A message. Role assistant has `thinking` and `calls`, role tool has `call_id` and the tool's `name`."""
 
     role: Literal["system", "user", "assistant", "tool"]
     text: str = ""
@@ -62,7 +62,11 @@ class Thinking:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and what the answer to them may be. `arguments`: further variables of the chat template."""
+    """Messages, and what the answer to them may be.
+
+    `arguments`: further variables of the chat template. `prefill`: the beginning of the answer, which goes on from
+    there.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -70,6 +74,7 @@ class Conversation:
     parallel: bool = True
     thinking: Thinking = Thinking()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    prefill: str = ""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -1,4 +1,4 @@
-"""What an answer consists of, piece by piece: text, thinking, and calls of tools.
+"""The deltas of an answer, piece by piece: text, thinking, and calls of tools.
 
 A lexer (`router/formats/lexer.py`) makes these from the text of a model. The writers of the protocols turn them into
 events. Where a text is cut into pieces changes where deltas are cut, and nothing else: `joined` is the same.

@@ -2,8 +2,6 @@
 
 import json
 
-from fastapi.responses import Response
-
 SERVER_ERROR = "server_error"
 INVALID = "invalid_request_error"
 
@@ -37,9 +35,6 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
-
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -2,37 +2,63 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import UNSET
 
+from router.deltas import CallBegin, CallEnd, Delta
 from router.errors import ApiError, program_unknown
 from router.output_text import OutputText, Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest
 from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
-from router.responses import ChunkUsage, PromptTokensDetails, Usage
+from router.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from router.service import Service
-from router.sse import DONE, Emit
+from router.sse import Emit
 from router.structure import STRUCTURE
-from worker.messages import Output
+from router.tokenizer import Tokenizer
+from worker.messages import Output, SamplingParams, TokenLogprobs
 
 OnPiece = Callable[[Piece], Awaitable[None]]
 
 
 class Format(Protocol):
-    """How pieces of text become bytes for the client. `continues`: whether the text continues the prompt."""
+    """How pieces of text become bytes for the client. `continues`: whether the text continues the prompt.
+
+    | method | bytes |
+    | --- | --- |
+    | `opening` | of a stream, before the first piece of a choice |
+    | `chunk` | of a stream, one piece of a choice |
+    | `closing` | of a stream, after all choices |
+    | `whole` | the answer as one JSON object |
+
+    `usage`: the tokens so far.
+    """
 
     continues: bool
 
-    def opening(self, index: int, usage: ChunkUsage) -> bytes: ...
+    def opening(self, index: int, usage: Usage) -> bytes: ...
 
-    def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes: ...
+    def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes: ...
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def closing(self, usage: Usage) -> bytes: ...
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes: ...
+
+
+class WholeFormat:
+    """The parts of a format that has no stream."""
+
+    continues = False
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        return b""
+
+    def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
+        return b""
+
+    def closing(self, usage: Usage) -> bytes:
+        return b""
 
 
 class Generation:
@@ -44,20 +70,18 @@ class Generation:
         self._job = job
         self._form = form
         self._name = name
-        self._transcripts: list[OutputText] = []
+        self._answers: list[Answer] = []
         self._cached_tokens = 0
 
     async def stream(self, emit: Emit) -> None:
-        """Emits server-sent events: chunks of all choices as they come, and at the end the usage if the client asked
-        for it. Raises ApiError."""
-        always: ChunkUsage = None if self._job.include_usage else UNSET
+        """Emits server-sent events: chunks of all choices as they come. Raises ApiError."""
 
         async def follow(sequence: Choice) -> None:
             begun = False
 
             async def on_piece(piece: Piece) -> None:
                 nonlocal begun
-                usage = self._usage() if self._job.usage_so_far else always
+                usage = self._usage()
                 data = self._form.chunk(sequence.index, piece, usage)
                 if not begun:
                     begun = True
@@ -68,7 +92,7 @@ class Generation:
             await self._follow(sequence, on_piece)
 
         await _together([follow(sequence) for sequence in self._job.sequences])
-        await emit((self._form.usage(self._usage()) if self._job.include_usage else b"") + DONE)
+        await emit(self._form.closing(self._usage()))
 
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises ApiError."""
@@ -77,12 +101,17 @@ class Generation:
         async def follow(sequence: Choice) -> None:
             answer = answers[sequence.index]
             text: list[str] = []
+            deltas: list[Delta] = []
 
             async def on_piece(piece: Piece) -> None:
                 text.append(piece.text)
                 answer.tokens += piece.tokens
                 answer.token_ids += piece.token_ids
-                answer.finish_reason = piece.finish_reason
+                answer.finish_reason, answer.stop = piece.finish_reason, piece.stop
+                if piece.deltas is not None:
+                    deltas.extend(piece.deltas)
+                    answer.deltas = deltas
+                answer.embedding = piece.embedding
 
             await self._follow(sequence, on_piece)
             answer.text = "".join(text)
@@ -107,7 +136,8 @@ class Generation:
             turn.previous = None  # from now on, the client may have text
             text.append(piece.text)
             if piece.finish_reason is not None:
-                (transcript,) = self._transcripts
+                (running,) = self._answers
+                transcript = running.text
                 answer = "".join(text)
                 kept = kept_tokens(transcript.token_ids, transcript.ends, answer, transcript.is_cut)
                 branch = held.branch.extended(prompt.text or "", prompt.token_ids, answer, *kept)
@@ -121,29 +151,12 @@ class Generation:
 
     async def _run(self, sequence: Choice, on_piece: OnPiece) -> None:
         job = self._job
-        transcript = OutputText(
-            self._service.tokenizer,
-            stop=job.stop,
-            include_stop=job.include_stop,
-            min_tokens=sequence.sampling.min_tokens,
-            skip_special_tokens=job.skip_special_tokens,
-            continues=self._form.continues and not job.echo,
-            wants_logprobs=job.wants_logprobs,
-            wants_ends=job.held is not None,
-        )
-        self._transcripts.append(transcript)
-        outputs = self._service.generate(
-            f"{self._name}-{sequence.index}",
-            sequence.prompt.token_ids,
-            sequence.sampling,
-            job.priority,
-            job.arrived,
-            sequence.call,
-        )
+        answer = Answer(self._service.tokenizer, job, sequence, self._form.continues and not job.echo)
+        self._answers.append(answer)
         begun = False
         ending = "abandoned"
         try:
-            async with contextlib.aclosing(outputs):
+            async with contextlib.aclosing(self._outputs(sequence, answer)) as outputs:
                 async for output in outputs:
                     if not begun:
                         begun = True
@@ -151,12 +164,12 @@ class Generation:
                             self._cached_tokens += output.cached_tokens or 0
                         if job.echo:
                             prompt = sequence.prompt
-                            await on_piece(transcript.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
+                            await on_piece(answer.text.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
                         elif output.prompt_logprobs is not None:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
-                    piece = transcript.push(_without_tokens(output) if job.discard else output)
+                    piece = answer.push(_without_tokens(output) if job.discard else output)
                     if piece.finish_reason is not None:
                         ending = piece.finish_reason
                     await on_piece(piece)
@@ -177,9 +190,118 @@ class Generation:
         finally:
             self._service.metrics.sequences.labels(ending).inc()
 
+    async def _outputs(self, sequence: Choice, answer: "Answer") -> AsyncGenerator[Output, None]:
+        """The outputs of a sequence. Thinking beyond its budget is ended for the model: the sequence goes on after the
+        tokens that end it."""
+        job, sampling = self._job, sequence.sampling
+        syntax, budget = job.syntax, job.thinking_budget
+        produced: list[int] = []
+        if syntax is not None and budget is not None and budget < sampling.max_tokens:
+            async with contextlib.aclosing(self._generate(sequence, sampling, budget, [])) as outputs:
+                async for output in outputs:
+                    produced += output.token_ids
+                    if output.finish_reason != "length":
+                        yield output
+                        continue
+                    yield msgspec.structs.replace(output, finish_reason=None)
+                    if answer.is_thinking:
+                        ids = syntax.end_of_thinking[: sampling.max_tokens - len(produced)]
+                        logprobs = [TokenLogprobs(token_id, 0.0) for token_id in ids] if job.wants_logprobs else []
+                        produced += ids
+                        is_whole = len(produced) == sampling.max_tokens
+                        yield Output(
+                            request_id=output.request_id,
+                            token_ids=ids,
+                            logprobs=logprobs,
+                            finish_reason="length" if is_whole else None,
+                        )
+        if len(produced) < sampling.max_tokens:
+            rest = self._generate(sequence, sampling, sampling.max_tokens, produced)
+            async with contextlib.aclosing(rest) as outputs:
+                async for output in outputs:
+                    yield output
+
+    def _generate(
+        self, sequence: Choice, sampling: SamplingParams, max_tokens: int, produced: list[int]
+    ) -> AsyncGenerator[Output, None]:
+        job = self._job
+        if max_tokens < sampling.max_tokens:
+            min_tokens = min(sampling.min_tokens, max_tokens)
+            sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+        if produced:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return self._service.generate(
+            f"{self._name}-{sequence.index}" + ("-answer" if produced else ""),
+            sequence.prompt.token_ids,
+            sampling,
+            job.priority,
+            job.arrived,
+            sequence.call,
+            produced,
+        )
+
     def _usage(self) -> Usage:
-        prompt, completion = self._job.prompt_tokens, sum(transcript.num_tokens for transcript in self._transcripts)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(self._cached_tokens))
+        prompt, completion = self._job.prompt_tokens, sum(answer.text.num_tokens for answer in self._answers)
+        usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(self._cached_tokens))
+        if self._job.syntax is not None and self._job.syntax.may_think:
+            thinking = sum(answer.thinking_tokens for answer in self._answers)
+            usage.completion_tokens_details = CompletionTokensDetails(thinking)
+        return usage
+
+
+class Answer:
+    """A sequence as it grows: its text, and what a lexer makes of it.
+
+    | attribute | meaning |
+    | --- | --- |
+    | `text` | the text, before the lexer |
+    | `is_thinking` | whether the text so far ends while the model thinks |
+    | `thinking_tokens` | number of tokens with which it thought |
+    """
+
+    def __init__(self, tokenizer: Tokenizer, job: PreparedRequest, sequence: Choice, continues: bool) -> None:
+        syntax = job.syntax
+        self.text = OutputText(
+            tokenizer,
+            stop=job.stop,
+            include_stop=job.include_stop,
+            min_tokens=sequence.sampling.min_tokens,
+            skip_special_tokens=job.skip_special_tokens,
+            continues=continues,
+            wants_logprobs=job.wants_logprobs,
+            wants_ends=job.held is not None,
+            marker_ids=frozenset() if syntax is None else syntax.marker_ids,
+        )
+        self._lexer = None if syntax is None else syntax.lexer()
+        self._syntax = syntax
+        self._one_call = syntax is not None and not syntax.parallel
+        self._has_calls = False
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._lexer is not None and self._lexer.is_thinking
+
+    @property
+    def thinking_tokens(self) -> int:
+        return 0 if self._lexer is None else self._lexer.thinking_tokens(self.text.num_tokens)
+
+    def push(self, output: Output) -> Piece:
+        """The piece that the output adds. A sequence that may have one call ends with it."""
+        piece = self.text.push(output)
+        if self._lexer is None or self._syntax is None:
+            return piece
+        found = self._lexer.push(piece.text, piece.marks)
+        if piece.finish_reason is not None:
+            found += self._lexer.flush()
+        ends = [number for number, delta in enumerate(found) if isinstance(delta, CallEnd)]
+        self._has_calls |= bool(ends)
+        if ends and self._one_call:
+            found = found[: ends[0] + 1]
+            piece.finish_reason = "stop"
+        if self._has_calls and piece.finish_reason == "stop":
+            piece.finish_reason = "tool_calls"
+        piece.deltas = [self._syntax.with_id(delta) if isinstance(delta, CallBegin) else delta for delta in found]
+        return piece
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router import request_id
 from router.errors import internal
 from router.metrics import Metrics
+from router.protocols.dialects import error_response, id_headers
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Observed:
         known = given or request_id.new()
         state = scope.setdefault("state", {})
         state["request_id"], state["name"] = known, f"{known}-{secrets.token_hex(8)}" if given else known
-        header = [(request_id.HEADER.lower().encode(), known.encode())] if self._answers_id else []
+        header = id_headers(scope, self._answers_id)
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -62,4 +63,5 @@ class Guarded:
             if scope["type"] != "http":
                 raise
             log.exception("request %s failed", scope.get("state", {}).get("request_id"))
-            await internal().response()(scope, receive, send)  # if an answer has begun, the server breaks it off
+            # If an answer has begun, the server breaks it off.
+            await error_response(internal(), scope)(scope, receive, send)

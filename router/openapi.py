@@ -6,21 +6,37 @@ from typing import Any
 import msgspec
 
 from router import requests, responses
+from router.protocols import messages_types, responses_objects, responses_types
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
     requests.ChatRequest,
     requests.CompletionRequest,
+    responses_types.ResponsesRequest,
+    *responses_types.ITEMS,
+    responses_types.SentTool,
     requests.ChoicesRequest,
+    requests.EmbeddingsRequest,
+    requests.RerankRequest,
+    requests.SourceText,
+    requests.ScoreRequest,
     requests.TokenizeRequest,
     requests.StreamOptions,
     requests.StructuredOutputs,
     requests.ProgramCall,
     requests.DetokenizeRequest,
+    messages_types.MessagesRequest,
+    messages_types.CountTokensRequest,
     responses.ChatCompletion,
     responses.ChatChunk,
     responses.Completion,
+    responses_objects.ResponseObject,
+    responses_objects.DeletedResponse,
+    responses_objects.InputItems,
     responses.ScoredChoices,
+    responses.Embeddings,
+    responses.Reranking,
+    responses.Scores,
     responses.ModelCard,
     responses.ModelList,
     responses.TokenizeResponse,
@@ -29,6 +45,11 @@ _TYPES = (
     responses.Version,
     responses.Health,
     responses.Error,
+    messages_types.MessageAnswer,
+    messages_types.InputTokens,
+    messages_types.AnthropicModel,
+    messages_types.AnthropicModelPage,
+    messages_types.AnthropicError,
 )
 _ERRORS = {
     400: "a parameter is wrong or not supported; `param` names it",
@@ -48,8 +69,10 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
-    made["ChoicesRequest"]["properties"]["model"]["enum"] = [model]
-    for name in ("ChatRequest", "CompletionRequest"):
+    single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
+    for name in (*single, "MessagesRequest", "CountTokensRequest"):
+        made[name]["properties"]["model"]["enum"] = [model]
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         made[name]["properties"]["model"]["enum"] = [model]
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
@@ -57,14 +80,25 @@ def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
     for body in _TYPES:
         for flag in getattr(body, "neutral_flags", ()):
             made[body.__name__]["properties"][flag]["anyOf"] = [{"enum": [False, None]}]
+    asked = made["ResponsesRequest"]["properties"]
+    (items,) = (way for way in asked["input"]["anyOf"] if way["type"] == "array")
+    items["items"] = {"anyOf": [reference(item.__name__) for item in responses_types.ITEMS]}
+    (tools,) = (way for way in asked["tools"]["anyOf"] if way["type"] == "array")
+    tools["items"] = reference("SentTool")
     text = {"type": "string"}
     token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "title": requests.TOKEN_ID}, "minItems": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, token_ids)]
     made["CompletionRequest"]["properties"]["prompt"]["anyOf"] = [text, token_ids, *lists]
-    given = [{"properties": {name: {"not": {"type": "null"}}}, "required": [name]} for name in ("prompt", "messages")]
-    made["TokenizeRequest"]["oneOf"] = given
+    made["EmbeddingsRequest"]["properties"]["input"]["anyOf"] = [text, token_ids, *lists]
+    made["TokenizeRequest"]["oneOf"] = [_given("prompt"), _given("messages")]
+    made["ScoreRequest"]["oneOf"] = [_given("text_1", "text_2"), _given("queries", "documents")]
     _limit_tokens(made, vocab_size)
     return made
+
+
+def _given(*names: str) -> dict[str, Any]:
+    """The schema of a body that has these fields, not null."""
+    return {"properties": {name: {"not": {"type": "null"}} for name in names}, "required": list(names)}
 
 
 def _limit_tokens(schema: Any, vocab_size: int) -> None:
@@ -100,22 +134,38 @@ def body(request: type[msgspec.Struct]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def queries(**types: type[bool] | type[int] | type[str]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that reads parameters of the query. None is required."""
+    names = {bool: "boolean", int: "integer", str: "string"}
+    return {
+        "parameters": [
+            {"name": name, "in": "query", "required": False, "schema": {"type": names[kind]}}
+            for name, kind in types.items()
+        ]
+    }
+
+
 def answers(
-    answer: type[msgspec.Struct], *statuses: int, stream: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct],
+    *statuses: int,
+    stream: type[msgspec.Struct] | None = None,
+    events: str = "",
+    error: type[msgspec.Struct] = responses.Error,
 ) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route."""
+    """The `responses` of a route. `stream`: the object in each event of its stream, or `events`, what these are."""
     content: dict[str, Any] = {"application/json": {"schema": reference(answer.__name__)}}
     if stream is not None:
         events = f"server-sent events; the data of each is a {stream.__name__} object, that of the last is `[DONE]`"
+    if events:
         content["text/event-stream"] = {"schema": {"description": events}}
     documented: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": content}}
-    return documented | errors(*statuses)
+    return documented | errors(*statuses, error=error)
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors among the `responses` of a route."""
+def errors(*statuses: int, error: type[msgspec.Struct] = responses.Error) -> dict[int | str, dict[str, Any]]:
+    """The errors among the `responses` of a route. `error`: their form."""
     documented: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
-        error = {"application/json": {"schema": reference("Error")}}
-        documented[status] = {"description": _ERRORS[status], "content": error}
+        content = {"application/json": {"schema": reference(error.__name__)}}
+        documented[status] = {"description": _ERRORS[status], "content": content}
     return documented

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from router.deltas import Delta, TextDelta
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
 from worker.messages import Output, TokenLogprobs
@@ -21,12 +22,29 @@ class TokenText:
 @dataclass(slots=True)
 class Piece:
     """New text that is final, the tokens that begin in it (if log probabilities are wanted), the output tokens that
-    came with it, and the finish reason. Text may come later than its tokens, while it may be part of a stop string."""
+    came with it, and the finish reason. Text may come later than its tokens, while it may be part of a stop string.
+    `stop`: the stop string that ended the text.
+
+    `marks`: markers that are single tokens: the number of characters before each, and the number of output tokens.
+    They come with their token or earlier than their text. `deltas`: what a lexer made of the text; None if there is no
+    lexer, and all is text. `embedding`: of a pooled prompt.
+    """
 
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    marks: dict[int, int] = field(default_factory=dict)
+    deltas: list[Delta] | None = None
+    embedding: bytes = b""
+    stop: str | None = None
+
+    @property
+    def parts(self) -> list[Delta]:
+        """The deltas that the piece adds to the answer."""
+        if self.deltas is not None:
+            return self.deltas
+        return [TextDelta(self.text)] if self.text else []
 
 
 class OutputText:
@@ -40,6 +58,7 @@ class OutputText:
     - `is_cut`: whether a stop string has ended the text.
     - `wants_ends`: the output tokens are listed in `token_ids`, without a stop token that is not part of the text.
       `ends` has the number of characters up to the end of each; None for one that ends inside a character.
+    - `marker_ids`: tokens that a lexer looks for. They are part of the text even where special tokens are left out.
     """
 
     def __init__(
@@ -53,8 +72,11 @@ class OutputText:
         continues: bool = False,
         wants_logprobs: bool = False,
         wants_ends: bool = False,
+        marker_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, continues)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens, continues, marker_ids)
+        self._marker_ids = marker_ids
+        self._text_of = tokenizer.token_text
         self._stop = StopMatcher(stop, include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -82,7 +104,7 @@ class OutputText:
         return piece
 
     def push(self, output: Output) -> Piece:
-        piece = Piece(token_ids=output.token_ids)
+        piece = Piece(token_ids=output.token_ids, embedding=output.embedding or b"")
         text: list[str] = []
         last = len(output.token_ids) - 1
         for number, token_id in enumerate(output.token_ids):
@@ -91,7 +113,10 @@ class OutputText:
                 self._waiting.append(TokenText(self._seen, token_id, output.logprobs[number]))
             if number == last and output.stop_token_id is not None and not self._include_stop:
                 break
-            stopped = self._take(self._detokenizer.push(token_id), text)
+            new = self._detokenizer.push(token_id)
+            if token_id in self._marker_ids:  # the end of `new`: it may begin with what an earlier token left open
+                piece.marks[self._seen + len(new) - len(self._text_of(token_id))] = self.num_tokens - 1
+            stopped = self._take(new, text)
             if self._wants_ends:
                 self.token_ids.append(token_id)
                 self.ends.append(None if self._detokenizer.is_inside_character else self._seen)
@@ -110,6 +135,7 @@ class OutputText:
                 piece.tokens.extend(self._waiting)
                 self._waiting.clear()
         piece.text = "".join(text)
+        piece.stop = self._stop.found
         while self._waiting and self._waiting[0].offset < self._sent:
             piece.tokens.append(self._waiting.popleft())
         return piece

@@ -2,18 +2,23 @@
 
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 
 import msgspec
 
+from router.answer_syntax import AnswerSyntax
+from router.chat_prompt import chat_prompt, check_arguments
 from router.chat_template import TemplateError
+from router.conversation import Conversation
 from router.errors import ApiError, invalid
+from router.formats.format import OutputFormat
 from router.programs import BranchCall, BranchText, Held
+from router.protocols.chat_reader import chat_conversation
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest
 from router.sampling import check_token_ids, sampling_params, sequence_seed
-from router.structure import structure
+from router.structure import constrained, structure
 from router.tokenizer import PromptTooLong, Tokenizer
 from worker.messages import SamplingParams
 
@@ -55,6 +60,8 @@ class PreparedRequest:
     | `wants_token_ids` | whether every choice has its `token_ids` |
     | `discard` | `max_tokens` is 0: the one token that the replica makes nevertheless is dropped |
     | `held` | the branch of a program that the request continues; its text begins the only prompt |
+    | `syntax` | how answers are read: thinking, calls; None if they are text and nothing else |
+    | `thinking_budget` | most tokens of thinking; None if it has no limit of its own |
     | `arrived` | `perf_counter` when the request came |
     """
 
@@ -75,12 +82,15 @@ class PreparedRequest:
     echo: bool = False
     discard: bool = False
     held: Held | None = None
+    syntax: AnswerSyntax | None = None
+    thinking_budget: int | None = None
     arrived: float = field(default_factory=perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def chat_job(
     request: ChatRequest,
+    format: OutputFormat,
     tokenizer: Tokenizer,
     context_length: int,
     max_sequences: int,
@@ -96,26 +106,106 @@ def chat_job(
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
-    grammar_param, grammar = structure(request)
-    sampling = sampling_params(
+    return conversation_job(
+        chat_conversation(request),
         request,
-        tokenizer.vocab_size,
-        grammar=grammar,
+        format,
+        tokenizer,
+        context_length,
+        max_sequences,
+        arrived,
+        id_prefix="chatcmpl-",
+        max_tokens=limits.pop() if limits else None,
+        max_tokens_param="max_tokens" if request.max_tokens is not None else "max_completion_tokens",
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        names_tier=request.service_tier is not None,
+        call=call,
     )
+
+
+def conversation_job(
+    conversation: Conversation,
+    request: GenerationRequest,
+    format: OutputFormat,
+    tokenizer: Tokenizer,
+    context_length: int,
+    max_sequences: int,
+    arrived: float,
+    *,
+    id_prefix: str,
+    max_tokens: int | None,
+    max_tokens_param: str,
+    messages_param: str = "messages",
+    cut_at_context: bool = False,
+    logprobs: int | None = None,
+    names_tier: bool = False,
+    call: BranchCall | None = None,
+) -> PreparedRequest:
+    """Prepares the answer to a conversation, whichever protocol it came by: renders the template and tokenises. Slow:
+    run it in a thread. Raises ApiError.
+
+    | argument | meaning |
+    | --- | --- |
+    | `request` | sampling, `n`, stop strings, streaming, and the form of the text |
+    | `format` | how the model writes thinking and calls |
+    | `max_tokens` | most tokens of the answer; None for what fits into the context |
+    | `max_tokens_param`, `messages_param` | the protocol's names for these parameters, for errors |
+    | `cut_at_context` | `max_tokens` may be more than what fits into the context: the answer ends there |
+    """
+    grammar_param, grammar = structure(request)
     _check_request(request, 1, max_sequences)
+    text, token_ids = conversation_prompt(conversation, format, tokenizer, context_length, messages_param)
+    syntax = _syntax(conversation, format, tokenizer, text)
+    if syntax is not None:
+        grammar_param, grammar = constrained(conversation, syntax, grammar_param, grammar)
+    sampling = sampling_params(request, tokenizer.vocab_size, grammar=grammar, logprobs=logprobs)
+    room = context_room(token_ids, context_length, messages_param)
+    asked = max_tokens if max_tokens is None or not cut_at_context else min(max_tokens, room)
+    limit = _max_tokens(asked, room, room, max_tokens_param)
+    job = _job(request, id_prefix, [Prompt(token_ids)], sampling, [limit], arrived, grammar_param, call)
+    budget = conversation.thinking.budget
+    return replace(
+        job,
+        names_tier=names_tier,
+        prompt_param=messages_param,
+        syntax=syntax,
+        thinking_budget=budget if syntax is not None and syntax.end_of_thinking else None,
+    )
+
+
+def conversation_prompt(
+    conversation: Conversation,
+    format: OutputFormat,
+    tokenizer: Tokenizer,
+    context_length: int | None = None,
+    messages_param: str = "messages",
+) -> tuple[str, list[int]]:
+    """The prompt of a conversation as text, and as tokens. Slow: run it in a thread. Raises ApiError, also for a prompt
+    that is far longer than `context_length`."""
     try:
-        messages = [message.for_template() for message in request.messages]
-        text = tokenizer.render_chat(messages, arguments=request.chat_template_kwargs)
-        token_ids = tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
+        check_arguments(conversation)
+        text = chat_prompt(conversation, format, tokenizer)
+        return text, tokenizer.encode(text, add_special_tokens=False, context_length=context_length)
     except TemplateError as error:
-        raise invalid(f"The chat template refuses these messages: {error}.", error.param) from None
+        param = messages_param if error.param == "messages" else error.param
+        raise invalid(f"The chat template refuses these messages: {error}.", param) from None
     except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length, "messages", "at least ") from None
-    room = context_room(token_ids, context_length, "messages")
-    param = "max_tokens" if request.max_tokens is not None else "max_completion_tokens"
-    max_tokens = _max_tokens(limits.pop() if limits else None, room, room, param)
-    return _job(request, "chatcmpl-", [Prompt(token_ids)], sampling, [max_tokens], arrived, grammar_param, call)
+        raise _too_long(error.tokens, context_length or 0, messages_param, "at least ") from None
+
+
+def _syntax(conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer, prompt: str) -> AnswerSyntax | None:
+    """How the answer is read; None if it is text and nothing else."""
+    tools, thinking = conversation.callable_tools, format.thinking
+    if not tools and not format.may_think:
+        return None
+    return AnswerSyntax(
+        format=format,
+        tools=tools,
+        thinks=format.opens_thinking(prompt),
+        parallel=conversation.parallel,
+        end_of_thinking=[] if thinking is None else tokenizer.encode_continuation(f"\n{thinking.end}\n\n"),
+        calls_before=sum(len(message.calls) for message in conversation.messages),
+    )
 
 
 def completion_job(
@@ -139,7 +229,7 @@ def completion_job(
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
     )
-    inputs = _inputs(request.prompt)
+    inputs = separate_prompts(request.prompt)
     _check_request(request, len(inputs), max_sequences)
     if held is not None:
         _check_program(request)
@@ -152,7 +242,7 @@ def completion_job(
 
 
 def _job(
-    request: ChatRequest | CompletionRequest,
+    request: GenerationRequest,
     prefix: str,
     prompts: list[Prompt],
     sampling: SamplingParams,
@@ -187,13 +277,13 @@ def _job(
         priority=request.priority or 0,
         include_usage=include_usage,
         usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
-        names_tier=isinstance(request, ChatRequest) and request.service_tier is not None,
-        prompt_param="prompt" if isinstance(request, CompletionRequest) else "messages",
+        names_tier=False,
+        prompt_param="prompt",
         grammar_param=grammar_param,
         wants_logprobs=sampling.logprobs is not None,
         wants_token_ids=bool(request.return_token_ids),
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
-        discard=request.max_tokens == 0,
+        discard=isinstance(request, CompletionRequest) and request.max_tokens == 0,
         held=held,
         arrived=arrived,
     )
@@ -218,8 +308,8 @@ def _check_logprobs(request: GenerationRequest, sampling: SamplingParams, tokens
         )
 
 
-def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of a request as a list: each a text, or token ids."""
+def separate_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a request as a list: each a text, or token ids. Raises ApiError about `param`."""
     if isinstance(prompt, str):
         return [prompt]
     texts = [entry for entry in prompt if isinstance(entry, str)]
@@ -231,7 +321,7 @@ def _inputs(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
         return list(texts)
     if len(lists) == len(prompt):
         return list(lists)
-    raise invalid("'prompt' mixes texts, token ids and lists: a list must be all of one kind.", "prompt")
+    raise invalid(f"{param!r} mixes texts, token ids and lists: a list must be all of one kind.", param)
 
 
 def _check_program(request: CompletionRequest) -> None:
@@ -250,15 +340,25 @@ def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, b
     return Prompt(encode_prompt(entry, tokenizer, context_length, branch), entry)
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int, branch: BranchText) -> list[int]:
+def encode_prompt(
+    text: str, tokenizer: Tokenizer, context_length: int, branch: BranchText, param: str = "prompt"
+) -> list[int]:
     """The tokens of a branch with `text` after it. Raises ApiError if they are too many, or none."""
     try:
         token_ids = branch.prompt(text, partial(tokenizer.encode_part, context_length=context_length))
     except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length, "prompt", "at least ") from None
+        raise _too_long(error.tokens, context_length, param, "at least ") from None
     if not token_ids:
-        raise invalid("'prompt' is empty: this model needs at least one token to begin with.", "prompt")
+        raise invalid(f"{param!r} is empty: this model needs at least one token to begin with.", param)
     return token_ids
+
+
+def encode_inside(text: str, tokenizer: Tokenizer, context_length: int, param: str) -> list[int]:
+    """The tokens of a text inside a prompt. Raises ApiError if they are too many."""
+    try:
+        return tokenizer.encode_continuation(text, context_length)
+    except PromptTooLong as error:
+        raise _too_long(error.tokens, context_length, param, "at least ") from None
 
 
 def context_room(token_ids: list[int], context_length: int, param: str) -> int:

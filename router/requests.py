@@ -205,37 +205,137 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     program: ProgramCall | None = None
 
 
-class TextPart(Body, frozen=True):
-    """A part of a message."""
+class TextPart(Body, frozen=True, tag_field="type", tag="text"):
+    """A part of a message that is text."""
 
-    type: Literal["text"]
     text: str
 
 
-class Message(Body, frozen=True):
+class RefusalPart(Body, frozen=True, tag_field="type", tag="refusal"):
+    """A part of an assistant's message with which it refused."""
+
+    refusal: str
+
+
+class FileContent(Body, frozen=True, kw_only=True):
+    file_data: Annotated[str | None, Meta(description="data:text/...;base64,... or the text in base64")] = None
+    filename: str | None = None
+    file_id: Neutral = None
+
+
+class FilePart(Body, frozen=True, tag_field="type", tag="file"):
+    """A file of text, as a part of a message."""
+
+    file: FileContent
+
+
+class ImageUrl(Body, frozen=True, kw_only=True):
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(Body, frozen=True, tag_field="type", tag="image_url"):
+    """A picture. No model here takes one."""
+
+    image_url: ImageUrl | str
+
+
+class AudioPart(Body, frozen=True, tag_field="type", tag="input_audio"):
+    """A sound. No model here takes one."""
+
+    input_audio: dict[str, Any]
+
+
+class VideoPart(Body, frozen=True, tag_field="type", tag="video_url"):
+    """A film. No model here takes one."""
+
+    video_url: dict[str, Any] | str
+
+
+Part = TextPart | RefusalPart | FilePart | ImagePart | AudioPart | VideoPart
+
+
+class FunctionCall(Body, frozen=True):
+    """A function that the model called. `arguments`: a JSON object, as text."""
+
+    name: NonEmpty
+    arguments: str
+
+
+class ToolCallOfMessage(Body, frozen=True, kw_only=True):
+    """A call in an assistant's message."""
+
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+    index: int | None = None  # clients that joined a stream's chunks leave it in
+
+
+class ChatMessage(Body, frozen=True):
     """A message of a conversation. `developer` means `system`. Text parts are joined by newlines."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Meta(min_length=1)] | None = None
     name: str | None = None
-    refusal: Neutral = None
+    refusal: str | None = None
     annotations: NeutralList | None = None
     audio: Neutral = None
     function_call: Neutral = None
-    tool_calls: NeutralList | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it, its content as one text."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else message | {"name": self.name}
+    tool_calls: list[ToolCallOfMessage] | None = None
+    tool_call_id: Annotated[str | None, Meta(description="of role tool: the call that this is the result of")] = None
+    reasoning_content: Annotated[str | None, Meta(description="of role assistant: what the model thought")] = None
+    reasoning: Annotated[str | None, Meta(description="as reasoning_content")] = None
 
 
-Messages = Annotated[list[Message], Meta(min_length=1)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 TemplateArguments = Annotated[
     dict[str, Any] | None,
     Meta(description="further variables of the model's chat template, such as enable_thinking"),
 ]
+
+
+ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:-]{1,128}$")]
+
+
+class FunctionDefinition(Body, frozen=True, kw_only=True):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="a JSON schema of an object")] = None
+    strict: Annotated[Flag, Meta(description="the arguments of every call validate against parameters; false")] = None
+
+
+class FunctionTool(Body, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A tool of OpenAI's kind `function`, the only one."""
+
+    function: FunctionDefinition
+
+
+class FunctionName(Body, frozen=True):
+    name: ToolName
+
+
+class NamedTool(Body, frozen=True, tag_field="type", tag="function"):
+    """The answer is a call of this function."""
+
+    function: FunctionName
+
+
+class AllowedToolNames(Body, frozen=True, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+
+
+class AllowedTools(Body, frozen=True, tag_field="type", tag="allowed_tools"):
+    """Only these of the tools may be called."""
+
+    allowed_tools: AllowedToolNames
+
+
+Tools = Annotated[list[FunctionTool], Meta(max_length=512)]
+ChooseTools = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -260,20 +360,29 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     ] = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
     moderation: Neutral = None
-    parallel_tool_calls: Annotated[Flag, Meta(description="there are no tools: either value changes nothing")] = None
+    parallel_tool_calls: Annotated[Flag, Meta(description="an answer may have more than one call; true")] = None
     prediction: Neutral = None
     prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
     prompt_cache_options: Neutral = None
     prompt_cache_retention: Neutral = None
-    reasoning_effort: Neutral = None
+    reasoning_effort: Annotated[
+        ReasoningEffort | None,
+        Meta(description="none: no thinking, where the template allows; others go to the template"),
+    ] = None
     safety_identifier: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority"] | None,
         Meta(description="there is one tier: the answer says default"),
     ] = None
     store: Annotated[Flag, Meta(description="not supported: false")] = None
-    tool_choice: Literal["none", "auto"] | None = None
-    tools: NeutralList | None = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None,
+        Meta(description="most tokens of thinking; what is longer is cut off, and the answer begins"),
+    ] = None
+    tool_choice: Annotated[
+        ChooseTools | None, Meta(description="auto if there are tools; required: the answer is a call")
+    ] = None
+    tools: Tools | None = None
     verbosity: Literal["medium"] | None = None
     web_search_options: Neutral = None
 
@@ -304,6 +413,65 @@ class ChoicesRequest(Body, frozen=True, kw_only=True):
     program: ProgramCall | None = None
 
 
+class EmbeddingsRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    model: str
+    input: Annotated[
+        str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
+        Meta(description="a text, token ids, a list of texts, or a list of lists of token ids"),
+    ]
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, Meta(description="base64 is of little-endian float32; float")
+    ] = None
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1, le=INT32)] | None,
+        Meta(description="how many numbers of each embedding are kept, the first ones; all"),
+    ] = None
+    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+
+
+class SourceText(Body, frozen=True):
+    """A document to rank."""
+
+    text: str
+
+
+Instruction = Annotated[
+    str | None, Meta(description="the task, for models that take one: what makes a document relevant to a query")
+]
+
+
+class RerankRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/rerank."""
+
+    model: str
+    query: str
+    documents: Annotated[list[str | SourceText], Meta(min_length=1)]
+    top_n: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="most documents of the answer; 0: all")
+    ] = None
+    return_documents: Annotated[Flag, Meta(description="the answer repeats the documents; true")] = None
+    instruction: Instruction = None
+    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+
+
+ScoredTexts = str | Annotated[list[str], Meta(min_length=1)] | None
+
+
+class ScoreRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/score: `text_1` and `text_2`, or `queries` and `documents`; one text to one, to many, or many to as
+    many."""
+
+    model: str
+    text_1: Annotated[ScoredTexts, Meta(description="queries")] = None
+    text_2: Annotated[ScoredTexts, Meta(description="documents")] = None
+    queries: ScoredTexts = None
+    documents: ScoredTexts = None
+    instruction: Instruction = None
+    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+
+
 class TokenizeRequest(Body, frozen=True):
     """POST /tokenize: a text (`prompt`) or a conversation (`messages`)."""
 
@@ -317,6 +485,7 @@ class TokenizeRequest(Body, frozen=True):
         Flag, Meta(description="end a conversation where the answer begins; true for messages")
     ] = None
     chat_template_kwargs: TemplateArguments = None
+    tools: Tools | None = None
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 _LEAST_LOGPROB = -9999.0
@@ -20,13 +20,21 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """`reasoning_tokens`: those with which the model thought before its answer."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """Numbers of tokens: of the prompts, each counted once, and of all choices."""
+    """Numbers of tokens: of the prompts, each counted once, and of all choices. The details of completions are there
+    for models that think."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 ChunkUsage = Usage | UnsetType | None  # in a chunk: left out, null before the end, or the usage so far
@@ -53,10 +61,28 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    """`arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(msgspec.Struct):
-    content: str
+    """The answer. `content` is null where there are only calls. Thinking has both of the names that clients know."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -77,9 +103,26 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class FunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A part of the call number `index`. The first has its id and name, the others a fragment of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -154,6 +197,63 @@ class ScoredChoices(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ScoredChoice]
     usage: Usage
+
+
+class PromptUsage(msgspec.Struct):
+    """Number of tokens of all prompts, twice: nothing else is counted."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    """An embedding: its numbers, or in base64 its bytes, little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+class SourceDocument(msgspec.Struct):
+    text: str
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    """A document by its index in the request. `relevance_score`: from 0 to 1 by a reranker, from -1 to 1 by
+    embeddings."""
+
+    index: int
+    relevance_score: float
+    document: SourceDocument | UnsetType = UNSET
+
+
+class Reranking(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PromptUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: PromptUsage
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -16,7 +16,9 @@ import msgspec
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
+from router.formats.format import OutputFormat
 from router.metrics import Metrics, ReplicaTimes
+from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
@@ -70,7 +72,8 @@ class Service:
     """Generates text for one model, on whatever replicas there are.
 
     `model` is its name in the API. `context_length` is the most tokens of prompt and output together. `defaults` are
-    the sampling parameters of requests that leave them out.
+    the sampling parameters of requests that leave them out. `output_format` is how the model writes thinking and calls.
+    `pooling`: how the model's embeddings are made.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Service:
         model: str,
         context_length: int,
         defaults: SamplingDefaults,
+        output_format: OutputFormat,
+        pooling: Pooling | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
@@ -91,10 +96,13 @@ class Service:
         self.model = model
         self.context_length = context_length
         self.defaults = defaults
+        self.output_format = output_format
+        self.pooling = pooling or Pooling()
         self.programs = Programs()
         metrics.watch_programs(self.programs)
         self._placer = placer
         self._prefetches: set[asyncio.Task[None]] = set()
+        self._before_close: list[Callable[[], Awaitable[None]]] = []
         self._fleet = fleet
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
         self._long_texts = ThreadPoolExecutor(1, "long-text")
@@ -103,7 +111,13 @@ class Service:
         """Starts the connections. Call it in the event loop that will serve."""
         await self.replicas.start()
 
+    def before_close(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Has `work` done when the service closes, while its replicas are still connected."""
+        self._before_close.append(work)
+
     async def close(self) -> None:
+        for work in self._before_close:
+            await work()
         await self.replicas.close()
         for task in self._prefetches:
             task.cancel()
@@ -125,18 +139,20 @@ class Service:
         priority: int,
         arrived: float,
         call: BranchCall | None = None,
+        output_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
-        `perf_counter` of the HTTP request. `call`: the program that it belongs to. Raises ApiError.
+        `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
+        its output already, which are not yielded. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
         """
         head_start_s = 0.0 if call is None else call.head_start_s(self.programs.age_s(call.lease.owner))
-        produced: list[int] = []
+        produced = list(output_ids)
         lost: list[str] = []
         refused: dict[str, Failure] = {}
-        resumed = False
+        resumed = bool(output_ids)
         deaths = 0
         for run in itertools.count():
             request = Generate(

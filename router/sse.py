@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.errors import ApiError, internal
+from router.protocols.dialects import error_event, error_response
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,11 @@ class ClientGone(Exception):
 def event(data: msgspec.Struct) -> bytes:
     """A server-sent event with `data` as JSON."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+def named_event(name: str, data: msgspec.Struct) -> bytes:
+    """A server-sent event with a name, and with `data` as JSON."""
+    return b"event: " + name.encode() + b"\n" + event(data)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -53,7 +59,7 @@ class EventStream(Response):
     """Streams the server-sent events that `produce` emits. Emitting waits while the client's connection is full.
 
     The status is sent with the first event. An error before it becomes an answer with its own status; a later error
-    becomes an event.
+    becomes an event. Both have the form of the request's protocol.
     """
 
     media_type = "text/event-stream"
@@ -87,7 +93,7 @@ class EventStream(Response):
             error = internal()
         if error is not None:
             if not started:
-                await error.response()(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
-            await emit(b"data: " + error.body() + b"\n\n")
+            await emit(error_event(error, scope))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -9,7 +9,7 @@ class StopMatcher:
 
     If several stop strings end at the same character, the longest counts. The result does not depend on how the text is
     cut into pieces. Each stop string has an automaton (Knuth, Morris, Pratt 1977), so a character costs amortised
-    constant time for each string, whatever its length.
+    constant time for each string, whatever its length. `found`: the stop string that is complete.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
@@ -17,6 +17,7 @@ class StopMatcher:
         self._patterns = [(stop, _borders(stop)) for stop in stops]
         self._states = [0] * len(stops)
         self._held = ""
+        self.found: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that is now final, and whether a stop string is complete. If it is, no more text follows;
@@ -39,6 +40,7 @@ class StopMatcher:
                 self._states[number] = state
             if longest:
                 self._held = ""
+                self.found = buffer[end - longest : end]
                 return buffer[: end if self._include else end - longest], True
         keep = len(buffer) - (0 if self._include else max(self._states))
         self._held = buffer[keep:]

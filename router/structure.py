@@ -3,6 +3,10 @@
 import json
 from typing import Any
 
+import msgspec
+
+from router.answer_syntax import AnswerSyntax
+from router.conversation import Conversation
 from router.errors import invalid
 from router.requests import GenerationRequest, JsonObjectFormat, JsonSchemaFormat
 from worker.messages import Grammar
@@ -42,6 +46,35 @@ def structure(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
     if said is not None and not asked:
         raise invalid("'structured_outputs' asks for nothing: set one of its fields.", "structured_outputs")
     return asked[0] if asked else (None, None)
+
+
+def constrained(
+    conversation: Conversation, syntax: AnswerSyntax, param: str | None, grammar: Grammar | None
+) -> tuple[str | None, Grammar | None]:
+    """The grammar of an answer that may think and call tools, and the parameter that asks for it. `grammar`: of the
+    answer's text. Raises ApiError for a request that asks for both a grammar and calls."""
+    mode, tools = conversation.choice.mode, syntax.tools
+    calls = bool(tools) and (mode == "required" or any(tool.strict for tool in tools))
+    if grammar is not None and tools and mode == "required":
+        raise invalid(f"{param!r} excludes 'tool_choice', which asks for a call.", "tool_choice")
+    thinking = syntax.format.thinking
+    if grammar is not None:
+        # The text has the form that was asked for. Calls are possible only where none is forced upon it.
+        if thinking is None or not syntax.thinks:
+            return param, grammar
+        return param, msgspec.structs.replace(grammar, after=thinking.end)
+    if not calls:
+        return param, None
+    if not syntax.format.name:
+        raise invalid("This server reads no calls (tool_call_parser is none), so none can be asked for.", "tools")
+    text = {
+        "format": syntax.format.name,
+        "tools": [{"name": tool.name, "parameters": dict(tool.parameters), "strict": tool.strict} for tool in tools],
+        "mode": mode,
+        "parallel": syntax.parallel,
+        "thinking": None if thinking is None else {"end": thinking.end, "open": syntax.thinks},
+    }
+    return "tools", Grammar("tool_calls", json.dumps(text))
 
 
 def _grammar(name: str, value: Any) -> Grammar:

@@ -9,6 +9,8 @@ import tokenizers
 
 from router.chat_template import SPECIAL_TOKENS, ChatTemplate, TemplateError
 from router.detokenizer import Detokenizer, TokenBytes
+from router.formats.families import choose
+from router.formats.format import OutputFormat
 
 # A text with more characters than this per token of context is surely too long, or nothing but blanks.
 CHARACTERS_PER_TOKEN = 16
@@ -104,20 +106,36 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of a conversation. It contains its special tokens, so encode it without adding any. `arguments`:
         further variables of the template. Raises TemplateError, also for a model without a template."""
         if self._template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
-        return self._template.render(messages, add_generation_prompt, arguments)
+        return self._template.render(messages, add_generation_prompt, arguments, tools)
+
+    @property
+    def template_source(self) -> str | None:
+        """The text of the chat template; None if the model has none."""
+        return None if self._template is None else self._template.source
+
+    def output_format(
+        self, tool_call_parser: str, reasoning_parser: str, config: Mapping[str, Any] | None = None
+    ) -> OutputFormat:
+        """How the model writes its answers; see `router.formats.families.choose`. `config`: its `config.json`."""
+        added = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        return choose(tool_call_parser, reasoning_parser, self.template_source, added.get, config)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once. Releases the GIL."""
         return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
-    def detokenizer(self, skip_special_tokens: bool = True, continues: bool = False) -> Detokenizer:
-        """A detokenizer for the tokens of one sequence."""
-        return Detokenizer(self.token_bytes, self.special_ids if skip_special_tokens else frozenset(), continues)
+    def detokenizer(
+        self, skip_special_tokens: bool = True, continues: bool = False, marker_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """A detokenizer for the tokens of one sequence. `marker_ids`: special tokens that are not skipped."""
+        skipped = self.special_ids - marker_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self.token_bytes, skipped, continues)
 
     def token_id(self, token: str) -> int:
         """The id of a token. Raises KeyError for a token that is not in the vocabulary."""

@@ -1,39 +1,30 @@
 """`shoal chat`: a conversation with a running server, in the terminal, or through a pipe for scripts."""
 
 import os
-import readline
-import signal
 import sys
-import termios
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
 
-from rich.console import Console
-
-from shoal.client import Answer, Client, ServerError
+from shoal.chat_conversation import MANY_ROUNDS, ChatConversation
+from shoal.chat_terminal import ChatTerminal
+from shoal.chat_tools import Toolbox, ToolError, load, shown
+from shoal.client import Client, ServerError, Streamed, StreamedCall
 from shoal.help import Parser
-from shoal.markdown import stream
 
 EPILOG = """\
 examples:
   shoal chat
   shoal chat --url http://gpu-box:8000 --system "Answer in one sentence." --temperature 0
+  shoal chat --tool math:sqrt --tool my_tools:search
   printf 'I am Ada.\\nWho am I?\\n' | shoal chat --max-tokens 50
 
-Ctrl-C stops an answer, Ctrl-D leaves the chat. /help lists the commands.
-From a pipe, every line is a prompt in one conversation, and only the answers are printed.
+Ctrl-C stops an answer or a tool, Ctrl-D leaves the chat. /help lists the commands.
+From a pipe, every line is a prompt in one conversation, and only the answers are printed: neither thinking nor calls.
+
+A tool is a Python function, in a module of this folder or an installed one. The model reads its name, its docstring,
+and the names and types of its parameters. Before a call runs, the chat shows it and asks. From a pipe it cannot ask:
+there calls are denied, unless --allow-tools is said.
 """
-COMMANDS = {
-    "/help": "this list",
-    "/reset": "forget the conversation; the system prompt stays",
-    "/system TEXT": "set the system prompt and forget the conversation; without TEXT show it, with - remove it",
-    "/save FILE": "write the conversation to FILE, as Markdown, or as JSON messages if it ends in .json",
-    "/stats": "show or hide the line of figures under an answer",
-    "/quit": "leave, as Ctrl-D does",
-}
 # Not OpenAI's default of 1, at which small models such as the default one talk nonsense.
 TEMPERATURE = 0.6
 
@@ -60,16 +51,37 @@ def parser() -> Parser:
         "--top-p", type=float, metavar="X", help="sample from the likeliest tokens with this total probability"
     )
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="most tokens in an answer")
-    sampling.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    sampling.add_argument(
+        "--seed", type=int, metavar="N", help="the same seed gives the same answer; /retry takes the next one"
+    )
+    sampling.add_argument(
+        "--reasoning-effort",
+        metavar="LEVEL",
+        choices=("none", "minimal", "low", "medium", "high"),
+        help="how much a model that thinks is to think: none, minimal, low, medium or high (default: the model's own)",
+    )
+    tools = made.add_argument_group("tools")
+    tools.add_argument(
+        "--tool",
+        metavar="MODULE:FUNCTION",
+        action="append",
+        default=[],
+        help="a Python function that the model may call; may be given several times",
+    )
+    tools.add_argument("--allow-tools", action="store_true", help="run the model's calls without asking")
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Chats until the input ends. Returns 0; 1 without a server, or when a prompt from a pipe gets no answer."""
+    """Chats until the input ends. Returns 0; 1 without a server, or when a prompt from a pipe gets no answer; 2 for a
+    tool that is not there."""
     args = parser().parse_args(argv)
-    named = ("temperature", "top_p", "max_tokens", "seed")
+    named = ("temperature", "top_p", "max_tokens", "seed", "reasoning_effort")
     parameters = {name: value for name in named if (value := getattr(args, name)) is not None}
+    if args.tool:
+        sys.path.insert(0, os.getcwd())
     try:
+        tools = Toolbox([load(where) for where in args.tool], args.allow_tools)
         with Client(args.url, args.api_key) as client:
             models = client.models()
             if args.model is None and not models:
@@ -79,293 +91,53 @@ def main(argv: list[str] | None = None) -> int:
             model = args.model or next(iter(models))
             if "temperature" not in (models.get(model, {}).get("default_sampling") or {}):
                 parameters.setdefault("temperature", TEMPERATURE)
-            talk = Conversation(client, model, args.system, parameters)
+            talk = ChatConversation(client, model, args.system, parameters, tools)
             if sys.stdin.isatty() and sys.stdout.isatty():
                 ChatTerminal(talk).run()
                 return 0
             return piped(talk, sys.stdin, sys.stdout.write)
-    except ServerError as error:
+    except (ServerError, ToolError) as error:
         print(f"shoal chat: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ToolError) else 1
 
 
-class Conversation:
-    """The messages so far. A question that gets no answer is removed again."""
-
-    def __init__(self, client: Client, model: str, system: str | None, parameters: dict[str, Any]) -> None:
-        self.client, self.model, self.parameters = client, model, parameters
-        self.system = system
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets everything but the system prompt."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-
-    def ask(self, question: str, show: Callable[[Iterable[str]], None]) -> Answer:
-        """Sends a question and hands the pieces of the answer to `show` as they come. A KeyboardInterrupt in `show`
-        stops the answer; the text so far is kept. Raises ServerError."""
-        answer = Answer()
-        self.messages.append({"role": "user", "content": question})
-        with closing(self.client.chat(self.model, self.messages, answer, **self.parameters)) as pieces:
-            try:
-                show(pieces)
-            except KeyboardInterrupt:
-                answer.finish_reason = "stopped"
-            except BaseException:
-                self.messages.pop()
-                raise
-        if answer.text:
-            self.messages.append({"role": "assistant", "content": answer.text})
-        else:
-            self.messages.pop()
-        return answer
-
-
-def piped(talk: Conversation, lines: Iterable[str], write: Callable[[str], object]) -> int:
+def piped(talk: ChatConversation, lines: Iterable[str], write: Callable[[str], object]) -> int:
     """Reads one prompt per line and writes only the answers. Stops at the first prompt that fails. Returns the exit
     code: 0, 1 after a failure, 130 after Ctrl-C."""
+    separator = ""  # between the text before calls of tools and the text after them
 
-    def show(pieces: Iterable[str]) -> None:
-        for piece in pieces:
-            write(piece)
+    def show(pieces: Iterable[Streamed]) -> None:
+        nonlocal separator
+        text = ""
+        for text in (piece for piece in pieces if isinstance(piece, str)):
+            write(separator + text)
+            separator = ""
             sys.stdout.flush()
+        if text and not text.endswith("\n"):
+            separator = "\n"
+
+    def deny(asked: StreamedCall) -> bool:
+        print(
+            f"shoal chat: {shown(asked.name, asked.arguments)} is denied; --allow-tools lets tools run", file=sys.stderr
+        )
+        return False
+
+    def call(asked: StreamedCall) -> str:
+        with redirect_stdout(sys.stderr):
+            return talk.tools.answer(asked, deny)
 
     for line in lines:
         if question := line.strip():
+            separator = ""
             try:
-                answer = talk.ask(question, show)
+                answer = talk.ask(question, show, call)
             except ServerError as error:
                 sys.stdout.flush()
                 print(f"\nshoal chat: {error}", file=sys.stderr)
                 return 1
             write("\n")
+            if answer.finish_reason == "rounds":
+                print("shoal chat: " + MANY_ROUNDS, file=sys.stderr)
             if answer.finish_reason == "stopped":
                 return 130
     return 0
-
-
-class ChatTerminal:
-    """The interactive chat: a prompt with history and editing, answers as Markdown, figures under them."""
-
-    def __init__(self, talk: Conversation) -> None:
-        self.talk = talk
-        self.console = Console(highlight=False)
-        self.figures = True
-
-    def run(self) -> None:
-        """Runs until /quit or Ctrl-D."""
-        self.console.print(f"[bold]{self.talk.model}[/] [dim]at {self.talk.client.url} · /help, Ctrl-D leaves[/]\n")
-        history = ChatHistory()
-        readline.set_completer(_complete)
-        readline.set_completer_delims("")
-        readline.parse_and_bind("tab: complete")
-        try:
-            while (line := self._read()) is not None:
-                if line.startswith("/"):
-                    if not self._command(line):
-                        return
-                elif line:
-                    self._ask(line)
-        finally:
-            history.save()
-
-    def _read(self) -> str | None:
-        """Returns a line, or several if each but the last ends in a backslash; None at the end of the input. Ctrl-C
-        drops the line."""
-        lines: list[str] = []
-        while True:
-            # \x01 and \x02 tell readline that the characters between them take no room.
-            prompt = "\x01\x1b[1;36m\x02> \x01\x1b[0m\x02" if not lines else "\x01\x1b[2m\x02. \x01\x1b[0m\x02"
-            try:
-                line = typed(prompt)
-            except EOFError:
-                self.console.print()
-                return None
-            except KeyboardInterrupt:
-                self.console.print("\n[dim]Ctrl-D or /quit leaves[/]")
-                return ""
-            lines.append(line.removesuffix("\\"))
-            if not line.endswith("\\"):
-                return "\n".join(lines).strip()
-
-    def _ask(self, question: str) -> None:
-        self.console.print()
-        try:
-            with silent_keyboard():
-                answer = self.talk.ask(question, lambda pieces: stream(self.console, pieces))
-        except ServerError as error:
-            self.console.print(f"{error}", style="red", markup=False)
-            self.console.print("[dim]the question was not kept; /reset starts over[/]\n")
-            return
-        if self.figures or answer.finish_reason == "stopped":
-            self.console.print(figures(answer), style="dim", markup=False)
-        self.console.print()
-
-    def _command(self, line: str) -> bool:
-        """Runs a /command. Returns false if it leaves the chat."""
-        name, _, rest = line.partition(" ")
-        rest = rest.strip()
-        match name:
-            case "/quit" | "/exit":
-                return False
-            case "/help":
-                for command, what in COMMANDS.items():
-                    self.console.print(f"  [cyan]{command:<13}[/] [dim]{what}[/]")
-                self.console.print("  [dim]a line that ends in \\ goes on in the next; Ctrl-C stops an answer[/]")
-            case "/reset":
-                self.talk.reset()
-                self._say("the conversation is forgotten")
-            case "/system":
-                self._system(rest)
-            case "/stats":
-                self.figures = not self.figures
-                self._say(f"figures are {'shown' if self.figures else 'hidden'}")
-            case "/save":
-                self._save(rest)
-            case _:
-                self._say(f"no command {name}; /help lists them")
-        self.console.print()
-        return True
-
-    def _system(self, text: str) -> None:
-        if not text:
-            self._say(self.talk.system or "there is no system prompt")
-            return
-        self.talk.system = None if text == "-" else text
-        self.talk.reset()
-        self._say(
-            "set; the conversation is forgotten" if self.talk.system else "removed; the conversation is forgotten"
-        )
-
-    def _save(self, name: str) -> None:
-        if not name:
-            self._say("say where: /save FILE")
-            return
-        path = Path(name).expanduser()
-        try:
-            path.write_text(transcript(self.talk.messages, as_json=path.suffix == ".json"), encoding="utf-8")
-        except OSError as error:
-            self._say(f"not saved: {path}: {error.strerror}")
-        else:
-            self._say(f"{len(self.talk.messages)} messages saved to {path}")
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False)
-
-
-class Resumed(Exception):
-    """Raised when the chat continues after Ctrl-Z. `text` is what had been typed."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-def typed(prompt: str) -> str:
-    """Reads a line like `input`. When the chat continues after Ctrl-Z, shows the prompt again with what had been
-    typed."""
-    text = ""
-    modes: list[Any] = []  # modes of the terminal while a line is edited
-
-    def started() -> None:
-        readline.insert_text(text)
-        with suppress(termios.error):  # no terminal
-            modes[:] = termios.tcgetattr(sys.stdin)
-
-    def resumed(signum: int, frame: FrameType | None) -> None:
-        if there := readline.get_line_buffer():
-            raise Resumed(there)
-        # Either nothing was typed, or the line is complete and `input` is about to return it: do not raise. The shell
-        # has left the terminal with modes of its own: restore ours. In the background (`bg`) that fails.
-        with suppress(termios.error):
-            if modes:
-                termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
-        print(prompt.translate({1: None, 2: None}), end="", flush=True)
-
-    while True:
-        # Only a new `input` draws the line again: readline believes that the line is still on the screen.
-        readline.set_startup_hook(started)
-        try:
-            before = signal.signal(signal.SIGCONT, resumed)
-            try:
-                return input(prompt)
-            finally:
-                signal.signal(signal.SIGCONT, before)
-        except Resumed as stopped:
-            text = stopped.text
-        finally:
-            readline.set_startup_hook(None)
-
-
-@contextmanager
-def silent_keyboard() -> Iterator[None]:
-    """Turns the terminal's echo off, so that keys typed during an answer do not show in it. The next prompt gets
-    them."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    quiet = [*before]
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def figures(answer: Answer) -> str:
-    """The line under an answer: its tokens, how much of the prompt was cached, how fast it came."""
-    parts = []
-    if answer.finish_reason == "stopped":
-        parts.append("stopped")
-    if answer.finish_reason == "length":
-        parts.append("cut at the longest answer allowed")
-    if answer.output_tokens is not None:
-        parts.append(f"{answer.output_tokens} tokens")
-    elif answer.pieces:
-        parts.append(f"about {answer.pieces} tokens")
-    if answer.prompt_tokens is not None:
-        cached = f", {answer.cached_tokens} cached" if answer.cached_tokens is not None else ""
-        parts.append(f"prompt {answer.prompt_tokens}{cached}")
-    if answer.tokens_per_s is not None:
-        parts.append(f"{answer.tokens_per_s:.1f} tokens/s")
-    if answer.first_s is not None:
-        parts.append(f"first after {answer.first_s:.2f} s")
-    return " · ".join(parts)
-
-
-def transcript(messages: list[dict[str, str]], as_json: bool) -> str:
-    """The conversation as a file: Markdown with a heading for each message, or OpenAI's messages as JSON."""
-    if as_json:
-        import json
-
-        return json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
-    return "\n".join(f"## {message['role']}\n\n{message['content'].strip()}\n" for message in messages)
-
-
-def _complete(text: str, state: int) -> str | None:
-    names = [command.split()[0] for command in COMMANDS]
-    found = [name for name in names if text.startswith("/") and name.startswith(text)]
-    return found[state] if state < len(found) else None
-
-
-class ChatHistory:
-    """The lines typed before, across chats, kept in $XDG_STATE_HOME/shoal or ~/.local/state/shoal."""
-
-    def __init__(self) -> None:
-        state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-        self._path = state / "shoal" / "chat_history"
-        try:
-            readline.read_history_file(self._path)
-        except OSError:
-            readline.clear_history()  # none yet, or not readable: the chat works without
-
-    def save(self) -> None:
-        """Keeps the last thousand lines, readable for this user only."""
-        readline.set_history_length(1000)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch(mode=0o600)
-            readline.write_history_file(self._path)
-        except OSError:
-            pass  # a read-only home is no reason to fail on leaving

@@ -45,6 +45,7 @@ BENCHES = {
     "quality": ("bench.correctness.quality", "how much quality a model loses with bfloat16 and fp8, on text"),
     "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
+    "parser": ("bench.protocols.parser", "the parser of answers, for each format of tool calls"),
     "compare": ("bench.replica.compare", "one of these in this checkout and in an older one, side by side"),
 }
 HELP = """\

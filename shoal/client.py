@@ -5,21 +5,45 @@ Works with any server that speaks OpenAI's protocol. (From Python, use the `open
 
 import json
 import time
+import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import httpx
 
+# Servers send thinking under one of these names. Shoal and some others send it under both.
+THINKING_NAMES = ("reasoning_content", "reasoning")
+
 
 class ServerError(Exception):
     """No server answers, or it refuses the request or breaks off. The message is for the user as it stands."""
 
 
+@dataclass(frozen=True)
+class ThoughtPiece:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
 @dataclass
-class Answer:
-    """A chat answer. `text` and `pieces` (how many pieces the text came in) grow while it streams. The token counts are
-    the server's and come at the end; None if it sends none. Times are in seconds since the request was sent."""
+class StreamedCall:
+    """A call of a tool that the model wants. `arguments`, a JSON object as text, grow while it streams."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+Streamed = str | ThoughtPiece | StreamedCall
+
+
+@dataclass
+class ChatAnswer:
+    """A chat answer. `text`, `thinking`, `calls` and `pieces` (how many pieces all of them came in) grow while it
+    streams; `thinking_name` is the server's name for thinking in a message. The token counts are the server's and come
+    at the end; None if it sends none. Times are in seconds since the request was sent."""
 
     text: str = ""
     pieces: int = 0
@@ -29,6 +53,9 @@ class Answer:
     output_tokens: int | None = None
     first_s: float | None = None
     last_s: float | None = None
+    thinking: str = ""
+    thinking_name: str = THINKING_NAMES[0]
+    calls: list[StreamedCall] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -76,9 +103,10 @@ class Client:
             raise ServerError(f"{self.url} does not speak OpenAI's protocol: /v1/models is no list of models") from None
 
     def chat(
-        self, model: str, messages: list[dict[str, str]], answer: Answer, **parameters: Any
-    ) -> Generator[str, None, None]:
-        """Streams an answer: yields pieces of text and fills `answer`. Closing the iterator stops the server's work.
+        self, model: str, messages: list[dict[str, Any]], answer: ChatAnswer, **parameters: Any
+    ) -> Generator[Streamed, None, None]:
+        """Streams an answer: fills `answer`, and yields each piece of text or thinking, and a call each time it has
+        grown. Closing the iterator stops the server's work.
 
         Raises ServerError; the text that came before the error is in `answer`.
         """
@@ -104,9 +132,9 @@ class Client:
         return ServerError(f"{self.url}: the connection broke: {error or type(error).__name__}")
 
 
-def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
-    """The pieces of text in a stream of server-sent events. Raises ServerError when the stream reports an error or ends
-    too early."""
+def _pieces(response: httpx.Response, answer: ChatAnswer) -> Iterator[Streamed]:
+    """The pieces of an answer in a stream of server-sent events. Raises ServerError when the stream reports an error or
+    ends too early."""
     for line in _lines(response):
         if not line.startswith(b"data:"):
             continue
@@ -122,13 +150,40 @@ def _pieces(response: httpx.Response, answer: Answer) -> Iterator[str]:
         _count(chunk.get("usage"), answer)
         for choice in chunk.get("choices") or []:
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            if piece := (choice.get("delta") or {}).get("content"):
+            for piece in _added(choice.get("delta") or {}, answer):
                 answer.last_s = time.perf_counter() - answer.started
                 answer.first_s = answer.first_s if answer.first_s is not None else answer.last_s
-                answer.text += piece
                 answer.pieces += 1
                 yield piece
     raise ServerError("the server broke the answer off")
+
+
+def _added(delta: dict[str, Any], answer: ChatAnswer) -> Iterator[Streamed]:
+    """Adds a delta to the answer; yields its pieces."""
+    for name in THINKING_NAMES:
+        if (thought := delta.get(name)) and isinstance(thought, str):
+            answer.thinking += thought
+            answer.thinking_name = name
+            yield ThoughtPiece(thought)
+            break
+    if text := delta.get("content"):
+        answer.text += text
+        yield text
+    for part in delta.get("tool_calls") or []:
+        yield _grown(part, answer.calls)
+
+
+def _grown(part: dict[str, Any], calls: list[StreamedCall]) -> StreamedCall:
+    """The call that a part of a delta begins or continues. (Some servers send whole calls, without an index or with 0
+    for each.)"""
+    index, call_id, function = part.get("index"), part.get("id"), part.get("function") or {}
+    name, arguments = function.get("name") or "", function.get("arguments") or ""
+    at = len(calls) if index is None and name else len(calls) - 1 if index is None else index
+    if at >= len(calls) or (name and call_id and call_id != calls[at].id):
+        calls.append(StreamedCall(call_id or f"call_{uuid.uuid4().hex[:24]}", name))
+        at = len(calls) - 1
+    calls[at].arguments += arguments
+    return calls[at]
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:
@@ -140,7 +195,7 @@ def _lines(response: httpx.Response) -> Iterator[bytes]:
     yield rest
 
 
-def _count(usage: dict[str, Any] | None, answer: Answer) -> None:
+def _count(usage: dict[str, Any] | None, answer: ChatAnswer) -> None:
     if usage:
         answer.prompt_tokens = usage.get("prompt_tokens")
         answer.output_tokens = usage.get("completion_tokens")

@@ -18,7 +18,9 @@ ALLOWED = {
     "shoal.lang": set(),
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
-    "router": {"radix", "worker.messages"},
+    "router": {"radix", "worker.messages", "router.formats", "router.protocols"},
+    "router.formats": {"router:"},
+    "router.protocols": {"router:", "router.formats", "worker.messages"},
     "worker": {"pipeline:", "radix"},
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",
@@ -42,6 +44,7 @@ ALLOWED = {
     "bench.load": {"bench:", "shoal", "worker"},
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
+    "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
     "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal", "cluster"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},

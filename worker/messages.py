@@ -33,10 +33,14 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | regex | a regular expression |
     | choice | a JSON list of strings |
     | ebnf | a GBNF grammar |
+    | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
+
+    `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "tool_calls"]
     text: str = ""
+    after: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -47,6 +51,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     - `logprobs` None: no log probabilities. k >= 0: those of the chosen token and of the k likeliest tokens.
     - `prompt_logprobs`: the same for the prompt's tokens (for `echo`), from position `prompt_logprobs_start` on. Tokens
       before the one that precedes it may come from the cache.
+    - `pooling`: the request wants the embedding of its prompt, and no tokens. last: the hidden state of the last token,
+      after the final norm. mean: the average over all tokens; nothing of the prompt may come from the cache. Of the
+      other parameters, only `max_tokens` 1 goes with it.
 
     Stop strings are not here: the router matches them, since it has the text.
     """
@@ -68,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     prompt_logprobs_start: int = 0
     logit_bias: dict[int, float] = {}
     grammar: Grammar | None = None
+    pooling: Literal["last", "mean"] | None = None
 
 
 # ---------------------------------------------------------------- router to replica
@@ -168,6 +176,8 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     A stop token (EOS or one of `stop_token_ids`) is the last of `token_ids`, with finish reason "stop" and
     `stop_token_id` set. The first output carries `cached_tokens`, `queue_s` (seconds) and `prompt_logprobs`, one
     for each position from `prompt_logprobs_start` on; that of position 0 is None.
+
+    A pooled request has one output, with its `embedding` (little-endian float32) and finish reason "stop".
     """
 
     request_id: str
@@ -179,6 +189,7 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     failure: Failure | None = None
     cached_tokens: int | None = None
     queue_s: float | None = None
+    embedding: bytes | None = None
 
 
 class Outputs(msgspec.Struct, tag=True):

@@ -4,6 +4,7 @@
 | --- | --- | --- | --- |
 | `Plan` | scheduler | every rank | which tokens to compute, in which pages |
 | `SampledTokens` | sampler | scheduler | the next tokens |
+| `PooledChunks` | sampler | scheduler | sums of hidden states, for embeddings |
 | `StepTime` | every stage | the engine's `StageTimeline` | when a step was computed |
 
 Nothing but plans passes from the scheduler to the ranks. Ranks that apply the same plans in the same order hold the
@@ -11,7 +12,7 @@ same page tables.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,12 @@ from worker.messages import Failure, TokenLogprobs
 PENDING = -1
 # Limit per step of prompt tokens with log probabilities: each gives a row of logits, vocabulary x 4 bytes.
 PROMPT_LOGIT_ROWS = 256
+# Limit per step of prompt tokens whose hidden states are averaged: each gives a row of hidden states.
+HIDDEN_ROWS = 2048
+
+
+NUM_COLUMNS = 6  # of a plan: arrays with an entry for each chunk
+NOTHING_HIDDEN = np.empty((0, 2), dtype=np.int32)
 
 
 class Chunk(NamedTuple):
@@ -37,9 +44,11 @@ class Chunk(NamedTuple):
     | `num_kept_pages` | before the step runs, the row of the page table is cut to this number of pages |
     | `pages` | then these pages are appended |
     | `num_logits` | number of the chunk's last tokens that give a row of logits each |
+    | `num_hidden` | number of the chunk's last tokens that give their hidden state, for pooling |
 
-    `num_logits` is 0 in the middle of a prompt, 1 if the next token is sampled, and more if log probabilities of the
-    prompt are asked for. The KV of token i of a sequence is in page `table[i // page_size]` at offset `i % page_size`.
+    `num_logits` is 0 in the middle of a prompt and in a pooled prompt, 1 if the next token is sampled, and more if log
+    probabilities of the prompt are asked for. The KV of token i of a sequence is in page `table[i // page_size]` at
+    offset `i % page_size`.
     """
 
     slot: int
@@ -48,6 +57,7 @@ class Chunk(NamedTuple):
     num_kept_pages: int
     pages: list[int]
     num_logits: int
+    num_hidden: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +72,7 @@ class Plan:
     | `slots`, `starts`, `num_logits`, `num_kept_pages` | [chunks] | as in `Chunk` |
     | `lengths`, `num_pages` | [chunks] | number of the chunk's tokens and of its new pages |
     | `token_ids`, `pages` | [sum of these] | tokens and new pages of all chunks, concatenated |
+    | `hidden` | [pooled chunks, 2] | index and `num_hidden` of each chunk that has any |
     """
 
     step: int
@@ -73,15 +84,19 @@ class Plan:
     num_pages: np.ndarray
     token_ids: np.ndarray
     pages: np.ndarray
+    hidden: np.ndarray = field(default_factory=lambda: NOTHING_HIDDEN)
 
     @classmethod
     def from_chunks(cls, step: int, chunks: Iterable[Chunk]) -> "Plan":
         """The plan of the given chunks."""
-        slots, starts, token_ids, num_kept, pages, num_logits = zip(*chunks, strict=True)
+        slots, starts, token_ids, num_kept, pages, num_logits, num_hidden = zip(*chunks, strict=True)
         lengths, num_pages = [len(ids) for ids in token_ids], [len(some) for some in pages]
         flat = [[i for some in column for i in some] for column in (token_ids, pages)]
         columns = (slots, starts, lengths, num_logits, num_kept, num_pages, *flat)
-        return cls(step, *(np.array(column, dtype=np.int32) for column in columns))
+        arrays = [np.array(column, dtype=np.int32) for column in columns]
+        hidden = [pair for pair in enumerate(num_hidden) if pair[1]]
+        arrays.append(np.array(hidden, dtype=np.int32).reshape(-1, 2))
+        return cls(step, *arrays)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -101,29 +116,38 @@ class Plan:
         token_ids = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
         pages = np.split(self.pages, np.cumsum(self.num_pages)[:-1])
         columns = (self.slots.tolist(), self.starts.tolist(), token_ids, self.num_kept_pages.tolist(), pages)
+        hidden = dict(self.hidden.tolist())
         return [
-            Chunk(slot, start, ids.tolist(), kept, some.tolist(), num)
-            for slot, start, ids, kept, some, num in zip(*columns, self.num_logits.tolist(), strict=True)
+            Chunk(slot, start, ids.tolist(), kept, some.tolist(), num, hidden.get(index, 0))
+            for index, (slot, start, ids, kept, some, num) in enumerate(
+                zip(*columns, self.num_logits.tolist(), strict=True)
+            )
         ]
 
     def only(self, chosen: np.ndarray) -> "Plan":
         """The plan of the `chosen` chunks alone. `chosen`: bool [chunks]."""
         columns = [column[chosen] for column in self._columns]
         columns += [self.token_ids[np.repeat(chosen, self.lengths)], self.pages[np.repeat(chosen, self.num_pages)]]
+        left = self.hidden[chosen[self.hidden[:, 0]]]
+        if len(left):
+            left = np.stack(((np.cumsum(chosen) - 1)[left[:, 0]], left[:, 1]), axis=1).astype(np.int32)
+        columns.append(left)
         return Plan(self.step, *columns)
 
     def encode(self) -> bytes:
         """The plan as one message frame for the other ranks."""
         sizes = np.array([self.step, len(self), len(self.token_ids), len(self.pages)], dtype=np.int64)
-        return b"".join(part.tobytes() for part in (sizes, *self._columns, self.token_ids, self.pages))
+        parts = (sizes, *self._columns, self.token_ids, self.pages, self.hidden)
+        return b"".join(part.tobytes() for part in parts)
 
     @classmethod
     def decode(cls, frame: bytes) -> "Plan":
         """The plan of a frame that `encode` made. Its arrays are read-only."""
         step, chunks, tokens, pages = np.frombuffer(frame, dtype=np.int64, count=4).tolist()
         values = np.frombuffer(frame, dtype=np.int32, offset=32)
-        columns = values[: len(values) - tokens - pages].reshape(-1, chunks)
-        return cls(step, *columns, *np.split(values[columns.size :], [tokens]))
+        columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
+        *lists, hidden = np.split(values[columns.size :], [tokens, tokens + pages])
+        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2)])
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:
@@ -145,6 +169,19 @@ class SampledTokens(NamedTuple):
     logprobs: dict[int, TokenLogprobs]
     failures: dict[int, Failure]
     complete: list[int]
+
+
+class PooledChunks(NamedTuple):
+    """The hidden states of one step's pooled chunks, each chunk's summed up.
+
+    | field | meaning |
+    | --- | --- |
+    | `chunks` | the chunks, by index |
+    | `sums` | float32 [chunks, hidden_size], over the chunk's last `num_hidden` tokens |
+    """
+
+    chunks: list[int]
+    sums: np.ndarray
 
 
 class StepTime(NamedTuple):

@@ -52,7 +52,7 @@ class MockExecutor(NullExecutor):
 
     def forward(self, plan: Plan) -> ForwardOutput:
         """Launches a step, which begins when the step before it ends."""
-        logits, _ = super().forward(plan)
+        logits = super().forward(plan).logits
         greedy_tokens = torch.from_numpy(self._rng.integers(LOWEST_ID, HIGHEST_ID, len(logits)))
         self.busy_until_s = max(time.perf_counter(), self.busy_until_s) + self._pace.seconds(plan.num_tokens)
         return ForwardOutput(logits, greedy_tokens)

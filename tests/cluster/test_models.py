@@ -314,7 +314,14 @@ def test_only_the_files_that_are_needed_come_from_a_hub() -> None:
 
     there = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
     there += ["tokenizer.model", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"]
-    other = ["pytorch_model.bin", "original/consolidated.00.safetensors", "consolidated.safetensors", "README.md"]
+    there += ["modules.json", "1_Pooling/config.json"]
+    other = [
+        "1_Pooling/x.json",
+        "pytorch_model.bin",
+        "original/consolidated.00.safetensors",
+        "consolidated.safetensors",
+        "README.md",
+    ]
     other += ["onnx/model.onnx", "model-q4.gguf", "runs/config.json"]
     patterns = {"allow_patterns": models._HUB_FILES + models._HUB_WEIGHTS, "ignore_patterns": models._HUB_IGNORE}
     assert list(filter_repo_objects(there + other, **patterns)) == there

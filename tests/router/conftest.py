@@ -481,6 +481,7 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
             tokens: Tokenizer = tokenizer,
             defaults: SamplingDefaults | None = None,
         ) -> Stack:
+            settings = config or RouterConfig()
             named = {f"r{number}": fake for number, fake in enumerate(fakes)}
             for fake in fakes:
                 stack.callback(fake.die)
@@ -497,9 +498,9 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
                 model=MODEL,
                 context_length=CONTEXT,
                 defaults=defaults or SamplingDefaults(),
+                output_format=tokens.output_format(settings.tool_call_parser, settings.reasoning_parser),
             )
             replicas.set_replicas({name: fake.address for name, fake in named.items()})
-            settings = config or RouterConfig()
             server = stack.enter_context(Server(create_app(service, settings), settings))
             made = Stack(tokens, fleet, placer, replicas, service, server, named)
             stack.callback(made.client.close)

@@ -11,6 +11,16 @@ ROUTES = {
     ("/v1/chat/completions", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
     ("/v1/completions", "post"): {"200", "400", "401", "404", "408", "409", "413", "415", "429", "500", "503"},
     ("/v1/choices", "post"): {"200", "400", "401", "404", "408", "409", "413", "415", "429", "500", "503"},
+    ("/v1/embeddings", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/rerank", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/score", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/messages", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/messages/count_tokens", "post"): {"200", "400", "401", "404", "408", "413", "415", "500"},
+    ("/v1/responses", "post"): {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"},
+    ("/v1/responses/{response_id}", "get"): {"200", "400", "401", "404", "503"},
+    ("/v1/responses/{response_id}", "delete"): {"200", "401", "404", "503"},
+    ("/v1/responses/{response_id}/cancel", "post"): {"200", "400", "401", "404", "503"},
+    ("/v1/responses/{response_id}/input_items", "get"): {"200", "400", "401", "404", "503"},
     ("/v1/programs/{program_id}", "delete"): {"204", "401"},
     ("/v1/models", "get"): {"200", "401"},
     ("/v1/models/{model_id}", "get"): {"200", "401", "404"},
@@ -22,6 +32,15 @@ ROUTES = {
     ("/version", "get"): {"200"},
     ("/ready", "get"): {"200", "503"},
     ("/metrics", "get"): {"200"},
+}
+
+PATHS = {
+    "ChatRequest": "v1/chat/completions",
+    "CompletionRequest": "v1/completions",
+    "EmbeddingsRequest": "v1/embeddings",
+    "RerankRequest": "v1/rerank",
+    "ScoreRequest": "v1/score",
+    "MessagesRequest": "v1/messages",
 }
 
 
@@ -57,8 +76,15 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
     check(page, "ChatRequest", {"model": "tiny", "messages": hello, "stop": ["a"], "n": 2, "store": False})
     for prompt in ("a", ["a"], [1], [[1], [2]]):
         check(page, "CompletionRequest", {"model": "tiny", "prompt": prompt, "logit_bias": {"7": 1}})
+    for given in ("a", ["a"], [1], [[1], [2]]):
+        check(page, "EmbeddingsRequest", {"model": "tiny", "input": given, "dimensions": 2})
+    check(page, "RerankRequest", {"model": "tiny", "query": "a", "documents": ["a", {"text": "b"}]})
+    check(page, "ScoreRequest", {"model": "tiny", "text_1": "a", "text_2": ["a"]})
+    check(page, "ScoreRequest", {"model": "tiny", "queries": ["a"], "documents": "a", "text_1": None})
     check(page, "TokenizeRequest", {"prompt": "a", "messages": None})
     check(page, "TokenizeRequest", {"messages": hello})
+    check(page, "MessagesRequest", {"model": "tiny", "max_tokens": 9, "messages": hello, "system": "Be brief."})
+    check(page, "CountTokensRequest", {"model": "tiny", "messages": hello, "thinking": {"type": "adaptive"}})
 
 
 @pytest.mark.parametrize(
@@ -77,6 +103,15 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "priority": 1}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "structured_outputs": {"structural_tag": "{}"}}),
         ("CompletionRequest", {"model": "tiny", "prompt": "a", "length_penalty": 1.5}),
+        ("EmbeddingsRequest", {"model": "tiny", "input": [1, "a"]}),
+        ("EmbeddingsRequest", {"model": "tiny", "input": [100_000]}),
+        ("EmbeddingsRequest", {"model": "other", "input": "a"}),
+        ("RerankRequest", {"model": "tiny", "query": "a", "documents": [{"title": "b"}]}),
+        ("ScoreRequest", {"model": "tiny", "text_1": "a"}),
+        ("ScoreRequest", {"model": "tiny", "text_1": "a", "documents": "a"}),
+        ("MessagesRequest", {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}),
+        ("MessagesRequest", {"model": "other", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
+        ("MessagesRequest", {"model": "tiny", "max_tokens": 9, "messages": [{"role": "tool", "content": "a"}]}),
         ("DetokenizeRequest", {"tokens": [100_000]}),
         ("TokenizeRequest", {}),
         ("TokenizeRequest", {"prompt": None}),
@@ -85,7 +120,7 @@ def test_bodies_are_those_that_are_accepted(page: dict[str, Any]) -> None:
 def test_bodies_that_the_page_refuses_are_refused(stack: Any, page: dict[str, Any], name: str, body: Any) -> None:
     with pytest.raises(jsonschema.ValidationError):
         check(page, name, body)
-    path = {"ChatRequest": "v1/chat/completions", "CompletionRequest": "v1/completions"}.get(name, name[:-7].lower())
+    path = PATHS.get(name, name[:-7].lower())
     assert httpx.post(f"{stack.url}/{path}", json=body).status_code in (400, 404)
 
 
@@ -97,6 +132,10 @@ def test_answers_are_what_the_page_says(stack: Any, page: dict[str, Any]) -> Non
     check(page, "ChatCompletion", post("/v1/chat/completions", chat))
     check(page, "Completion", post("/v1/completions", {"model": "tiny", "prompt": "a b", "logprobs": 1, "echo": True}))
     check(page, "Error", post("/v1/completions", {}))
+    message = {"model": "tiny", "max_tokens": 9, "messages": chat["messages"]}
+    check(page, "MessageAnswer", post("/v1/messages", message))
+    check(page, "InputTokens", post("/v1/messages/count_tokens", {"model": "tiny", "messages": chat["messages"]}))
+    check(page, "AnthropicError", post("/v1/messages", {}))
     check(page, "TokenizeResponse", post("/tokenize", {"prompt": "a"}))
     check(page, "DetokenizeResponse", post("/detokenize", {"tokens": [70]}))
     paths = {"/v1/models": "ModelList", "/v1/models/tiny": "ModelCard", "/health": "Health", "/ping": "Health"}

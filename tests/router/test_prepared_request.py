@@ -24,7 +24,8 @@ def completion(tokenizer: Tokenizer, context: int = CONTEXT, **fields: Any) -> P
 
 def chat(tokenizer: Tokenizer, **fields: Any) -> PreparedRequest:
     base = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
-    return chat_job(msgspec.convert(base | fields, ChatRequest), tokenizer, CONTEXT, 8, perf_counter())
+    request = msgspec.convert(base | fields, ChatRequest)
+    return chat_job(request, tokenizer.output_format("auto", "auto"), tokenizer, CONTEXT, 8, perf_counter())
 
 
 def test_defaults(tokenizer: Tokenizer) -> None:

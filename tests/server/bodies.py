@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL = "tiny-llama"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TEXTS = ["a", "Hello there!", "naïve café 🦊", "\x00\x7f", "日本", " \n\t", "<|end|>", "{}", '"', "the " * 6]
 SCHEMA = {
     "type": "object",
@@ -152,7 +152,9 @@ PATHS = [
     *"""
 / // /v1 /v1/ /v1/models/ /v1/models/%00 /v1/models/..%2f.. /v1/models/é /v1/completions/ /V1/completions
 /v1/chat /v1/choices /v1/programs/x
-/v1/embeddings /tokenize /detokenize /tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
+/v1/embeddings /v1/rerank /rerank /v1/score /tokenize /detokenize
+/tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
+/v1/responses /v1/responses/x /v1/responses/x/input_items /v1/responses/%00/cancel
 /v1/models?x=%ff
 /%ff /favicon.ico /v1/models
 """.split(),

@@ -66,8 +66,9 @@ class Whole:
         self.fleet, self.metrics = Fleet(), Metrics()
         self.links = Replicas(self.fleet, self.metrics)
         self.links.set_replicas({"r0": self.replica.address})
+        tokenizer = Tokenizer.from_folder(folder)
         self.service = Service(
-            Tokenizer.from_folder(folder),
+            tokenizer,
             self.links,
             Placer(self.fleet, self.links),
             self.fleet,
@@ -75,6 +76,7 @@ class Whole:
             model=MODEL,
             context_length=CONTEXT,
             defaults=SamplingDefaults(),
+            output_format=tokenizer.output_format("auto", "auto"),
         )
         config = RouterConfig(max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1)
         self.app = create_app(self.service, config)

@@ -20,7 +20,7 @@ from hypothesis import seed as hypothesis_seed
 from schemathesis.checks import CHECKS
 from schemathesis.generation import GenerationMode
 
-from .bodies import CHAT, COMPLETIONS, MODEL, SCHEMA, Sent, damaged, encoded, valid
+from .bodies import CHAT, COMPLETIONS, MODEL, RESPONSES, SCHEMA, Sent, damaged, encoded, valid
 from .conftest import WAIT_S, Whole, parse_events, until
 
 pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.slow]
@@ -239,10 +239,12 @@ def test_clients_that_break_off(whole: Whole) -> None:
 
 def with_limit(case: schemathesis.Case) -> None:
     """An answer that may go on to the end of the context, 128 times, is slow, not wrong."""
-    if isinstance(case.body, dict) and case.operation.path in (CHAT, COMPLETIONS):
-        name = "max_completion_tokens" if case.operation.path == CHAT else "max_tokens"
-        if not isinstance(case.body.get("max_tokens"), int) and not isinstance(case.body.get(name), int):
-            case.body[name] = 4
+    names = {CHAT: "max_completion_tokens", COMPLETIONS: "max_tokens", RESPONSES: "max_output_tokens"}
+    name = names.get(case.operation.path)
+    if name is None or not isinstance(case.body, dict):
+        return
+    if not isinstance(case.body.get("max_tokens"), int) and not isinstance(case.body.get(name), int):
+        case.body[name] = 4
 
 
 def check_whole(body: dict[str, Any], answer: dict[str, Any]) -> None:

@@ -24,11 +24,12 @@ from starlette.routing import Route
 
 @dataclass
 class Fake:
-    """Answers "You said: ..." word by word. `bodies` has every chat request; `api_key` is wanted where set; `fault` is
-    what goes wrong: "refuses", "hangs up", "error" or "no end"."""
+    """Answers "You said: ..." word by word, or the deltas that `answers` has next. `bodies` has every chat request;
+    `api_key` is wanted where set; `fault` is what goes wrong: "refuses", "hangs up", "error" or "no end"."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[list[dict[str, Any]]] = field(default_factory=list)
     api_key: str | None = None
     fault: str | None = None
     ready: Response = field(default_factory=lambda: JSONResponse({}))
@@ -61,6 +62,14 @@ class Fake:
         def event(value: object) -> str:
             return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
+        if self.answers:
+            deltas = self.answers.pop(0)
+            for delta in deltas:
+                yield event({"choices": [{"delta": delta}]})
+            called = any("tool_calls" in delta for delta in deltas)
+            yield event({"choices": [{"delta": {}, "finish_reason": "tool_calls" if called else "stop"}]})
+            yield "data: [DONE]\n\n"
+            return
         words = f"You said: {body['messages'][-1]['content']}".split(" ")
         yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for n, word in enumerate(words):

@@ -66,7 +66,8 @@ def load_components(
 
 @dataclass
 class Finished:
-    """The result of one prompt of `Engine.generate`. `token_ids` are the output tokens, a stop token included."""
+    """The result of one prompt of `Engine.generate`. `token_ids` are the output tokens, a stop token included;
+    `embedding` is that of a pooled prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -74,6 +75,7 @@ class Finished:
     finish_reason: str = ""
     failure: Failure | None = None
     cached_tokens: int = 0
+    embedding: bytes | None = None
 
     def add(self, output: Output) -> None:
         """Adds an output of the prompt."""
@@ -86,6 +88,7 @@ class Finished:
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
             self.failure = output.failure
+            self.embedding = output.embedding
 
 
 class Engine:

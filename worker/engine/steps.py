@@ -12,6 +12,7 @@ from worker.errors import DeviceLost, RankLost, one_line
 from worker.executor.executor import Executor, ForwardOutput
 from worker.messages import Failure
 from worker.sampling.logprobs import PendingLogprobs, prompt_logprobs
+from worker.sampling.pooling import PendingPooled
 from worker.sampling.sampler import PendingSample, Sampler
 from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.scheduler import Scheduler
@@ -36,6 +37,7 @@ class InFlightStep(NamedTuple):
     | `chosen` | the chunks whose sequences get a token, by index |
     | `pending` | the tokens on their way to the host, if any chunk gets one |
     | `prompts` | log probabilities of prompts on their way to the host, by chunk |
+    | `pooled` | sums of hidden states on their way to the host, if a prompt is pooled |
     | `is_computed` | whether there are logits; False after an error, and for a plan without chunks |
     | `done_event` | on a GPU, the end of the step |
     """
@@ -44,6 +46,7 @@ class InFlightStep(NamedTuple):
     chosen: np.ndarray
     pending: PendingSample | None
     prompts: dict[int, PendingLogprobs]
+    pooled: PendingPooled | None = None
     is_computed: bool = True
     done_event: torch.cuda.Event | None = None
 
@@ -100,6 +103,8 @@ class Steps:
             self.timeline.finished(step, computed=False)
             return InFlightStep(step, _NONE, None, {}, is_computed=False)
         flight = self._sample(step, launched)
+        if launched.hidden is not None:
+            flight = flight._replace(pooled=self._pool(step, launched.hidden))
         self._executor.finish_step(step.plan)
         if launched.logits.is_cuda:
             flight = flight._replace(done_event=torch.cuda.current_stream().record_event())
@@ -114,14 +119,15 @@ class Steps:
                 wait(flight.done_event)
             sampled = None if flight.pending is None else flight.pending.result()
             prompts = {chunk: pending.result() for chunk, pending in flight.prompts.items()}
+            pooled = None if flight.pooled is None else flight.pooled.result()
         except Exception as error:
             self._raise_if_lost(step.plan, error)
             # Which tokens have been counted is unknown: every sequence that gets one in this step ends.
-            chunks = {*flight.chosen.tolist(), *flight.prompts}
+            chunks = {*flight.chosen.tolist(), *flight.prompts, *step.plan.hidden[:, 0].tolist()}
             left = [step.sequences[chunk] for chunk in sorted(chunks) if not step.dropped[chunk]]
             self._fail(left, f"the tokens of step {step.plan.step} were not to be had", error)
-            sampled, prompts = None, {}
-        self.scheduler.update(step, flight.chosen, sampled, prompts)
+            sampled, prompts, pooled = None, {}, None
+        self.scheduler.update(step, flight.chosen, sampled, prompts, pooled)
         self.timeline.finished(step)
 
     def record_times(self) -> None:
@@ -157,6 +163,16 @@ class Steps:
             self._raise_if_lost(plan, error)
             self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {plan.step}", error)
             return InFlightStep(step, chosen, None, prompts)
+
+    def _pool(self, step: ScheduledStep, hidden: torch.Tensor) -> PendingPooled | None:
+        """Launches the sums of a step's hidden states."""
+        try:
+            return PendingPooled(hidden, step.plan.hidden)
+        except Exception as error:
+            self._raise_if_lost(step.plan, error)
+            chunks = step.plan.hidden[:, 0].tolist()
+            self._fail([step.sequences[chunk] for chunk in chunks if not step.dropped[chunk]], "pooling failed", error)
+            return None
 
     def _fill_sampler_slots(self, output: SchedulerOutput) -> None:
         """Tells the sampler which sequences left and which started. A sequence that it refuses fails alone."""

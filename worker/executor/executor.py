@@ -10,7 +10,7 @@ from worker.step import Plan, StepTime
 
 
 class ForwardOutput(NamedTuple):
-    """Logits of one step, on the device of the leading rank. Both tensors hold until the next `Executor.forward`.
+    """Logits of one step, on the device of the leading rank. The tensors hold until the next `Executor.forward`.
 
     | field | meaning |
     | --- | --- |
@@ -18,10 +18,13 @@ class ForwardOutput(NamedTuple):
     |
     | `greedy_tokens` | int64 `[sum of Plan.num_logits]`, the argmax of `logits` if the step's CUDA graph took it, else
     None |
+    | `hidden` | float32 `[sum of num_hidden, hidden_size]`, hidden states after the final norm, if the plan wants any
+    |
     """
 
     logits: torch.Tensor
     greedy_tokens: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
 
 
 class Executor(ABC):

@@ -165,12 +165,18 @@ class ModelRunner(Executor):
         logit_ends = np.cumsum(plan.num_logits)
         # Logits are of the last tokens of each chunk.
         logit_indices = np.repeat(ends - logit_ends, plan.num_logits) + np.arange(plan.num_logits.sum())
-        if self._graphs is not None and self._graphs.fits(batch, len(logit_indices)):
+        hidden_indices = None
+        if self.stage.is_last and len(plan.hidden):
+            chunks, counts = plan.hidden.T
+            hidden_indices = np.repeat(ends[chunks] - np.cumsum(counts), counts) + np.arange(counts.sum())
+        elif self._graphs is not None and self._graphs.fits(batch, len(logit_indices)):
             logit_slots = np.full(len(logit_indices), -1)
             has_logits = plan.num_logits > 0
             logit_slots[logit_ends[has_logits] - 1] = plan.slots[has_logits]  # a chunk's last logits may give a token
             return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots))
-        return ForwardOutput(self._step(batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin))
+        return self._step(
+            batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin, hidden_indices
+        )
 
     def _begin(self) -> torch.Tensor | None:
         """Waits for the input from other stages, and marks the begin of the step. Called when all other input of the
@@ -193,15 +199,18 @@ class ModelRunner(Executor):
         logit_indices: np.ndarray,
         attention: AttentionBackend,
         begin: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor:
+        hidden_indices: np.ndarray | None = None,
+    ) -> ForwardOutput:
         """Runs a step without a CUDA graph of the whole step.
 
-        Returns the logits of the tokens at `logit_indices`, int64 indices into the batch's tokens. A stage before the
-        last one returns the hidden states of all tokens. `begin` returns the hidden states to start from, or None on
-        the first stage.
+        Returns the logits of the tokens at `logit_indices`, int64 indices into the batch's tokens, and the hidden
+        states of those at `hidden_indices`. A stage before the last one returns the hidden states of all tokens in
+        place of logits. `begin` returns the hidden states to start from, or None on the first stage.
         """
         attention.plan(batch)
-        arrays = [token_ids, token_positions(batch), logit_indices]
+        num_logits = len(logit_indices)
+        rows = logit_indices if hidden_indices is None else np.concatenate((logit_indices, hidden_indices))
+        arrays = [token_ids, token_positions(batch), rows]
         if self._has_pending_tokens:
             arrays.append(np.repeat(batch.rows, batch.lengths).astype(np.int64))
         inputs, positions, indices, *slots = all_to_device(arrays, self.device)
@@ -210,9 +219,13 @@ class ModelRunner(Executor):
         elif self._has_pending_tokens:
             inputs = torch.where(inputs < 0, self.last_tokens[slots[0]], inputs)
         if not self.stage.is_last:
-            return self.decoder.forward(inputs, positions, attention)
+            return ForwardOutput(self.decoder.forward(inputs, positions, attention))
         layers = self.decoder if self._piecewise_graphs is None else self._piecewise_graphs
-        return self.decoder.logits(layers.forward(inputs, positions, attention, indices))
+        out = layers.forward(inputs, positions, attention, indices)
+        if hidden_indices is None:
+            return ForwardOutput(self.decoder.logits(out))
+        hidden = self.decoder.normalised(out[num_logits:])
+        return ForwardOutput(self.decoder.logits(out[:num_logits]), hidden=hidden)
 
     # ------------------------------------------------------------ steps of loading, in their order
 

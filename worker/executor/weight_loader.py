@@ -220,9 +220,15 @@ def _safetensors(folder: Path) -> Iterator[_Tensor]:
             with safe_open(path, framework="pt") as file:
                 for name in list(file.keys()):
                     tensor = file.get_slice(name)
-                    yield _Tensor(name, tuple(tensor.get_shape()), partial(_cut, tensor))
+                    yield _Tensor(_full_name(name), tuple(tensor.get_shape()), partial(_cut, tensor))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _full_name(name: str) -> str:
+    """The name of a tensor in a model with a head. In a checkpoint of the layers alone, as embedding models have,
+    names begin without `model.`."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def _cut(tensor: Any, dim: int, part: range) -> torch.Tensor:

@@ -151,15 +151,41 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_p
 def read_config(model: Path) -> HfConfig:
     """The Hugging Face configuration of a model folder, with the defaults of its architecture.
 
+    A model whose files have no head, as embedding models, counts as one with tied embeddings.
+
     It is kept in the cache, by the contents of config.json and the version of transformers. Reading it with
     transformers imports half of that library and takes 3 to 5 s, in every process of a replica.
 
     Raises ValueError if the folder has none that transformers understands.
     """
+    hf = SimpleNamespace(**_config_values(model))
+    if not getattr(hf, "tie_word_embeddings", True) and _is_headless(model):
+        hf.tie_word_embeddings = True
+    return hf
+
+
+def _is_headless(model: Path) -> bool:
+    """Whether a folder's safetensors are those of a model without a head: the layers alone, whose tensors' names begin
+    without `model.`. False for a folder without safetensors that can be read."""
+    from safetensors import SafetensorError, safe_open
+
+    index = model / "model.safetensors.index.json"
+    try:
+        if index.exists():
+            names = set(json.loads(index.read_text())["weight_map"])
+        else:
+            with safe_open(model / "model.safetensors", framework="np") as file:
+                names = set(file.keys())
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return False
+    return "embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+def _config_values(model: Path) -> dict[str, Any]:
     kept = _kept_config(model)
     if kept is not None:
         with contextlib.suppress(OSError, ValueError, TypeError):  # it was damaged, and is made again
-            return SimpleNamespace(**json.loads(kept.read_text()))
+            return dict(json.loads(kept.read_text()))
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -174,7 +200,7 @@ def read_config(model: Path) -> HfConfig:
             kept.parent.mkdir(parents=True, exist_ok=True)
             half.write_text(text)
             half.replace(kept)
-    return SimpleNamespace(**values)
+    return dict(values)
 
 
 def _kept_config(model: Path) -> Path | None:

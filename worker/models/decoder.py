@@ -213,6 +213,10 @@ class Decoder:
             scores.div_(cap).tanh_().mul_(cap)
         return scores
 
+    def normalised(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`forward`'s output after the final norm, float32 `[n, hidden_size]`."""
+        return rms_norm(hidden, self.norm, self.config.norm_eps).float()
+
     def _stream(self, x: torch.Tensor) -> ResidualStream:
         return ResidualStream(x, self.communicator, self.config.norm_eps)
 

@@ -41,6 +41,12 @@ class OutputQueue:
         """Adds the last output of a request that failed."""
         self.add(Output(request_id=request_id, finish_reason="error", failure=failure))
 
+    def add_embedding(self, seq: Sequence, embedding: np.ndarray) -> None:
+        """Adds the only output of a pooled request. `embedding`: float32 [hidden_size]."""
+        output = Output(request_id=seq.request_id, finish_reason="stop", embedding=embedding.astype("<f4").tobytes())
+        _announce(seq, output)
+        self.add(output)
+
     def add_tokens(
         self, step: ScheduledStep, chosen: np.ndarray, sampled: SampledTokens, now_s: float
     ) -> list[Sequence]:

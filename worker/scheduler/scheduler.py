@@ -59,7 +59,7 @@ from worker.scheduler.validation import overloaded, refusal
 from worker.scheduler.waiting_queue import QueueOrder
 
 if TYPE_CHECKING:
-    from worker.step import SampledTokens
+    from worker.step import PooledChunks, SampledTokens
 
 STARTS = 64  # number of latest starts from which the rate of starts is estimated
 
@@ -251,6 +251,7 @@ class Scheduler:
         chosen: np.ndarray,
         sampled: "SampledTokens | None",
         prompt_logprobs: dict[int, list[TokenLogprobs]],
+        pooled: "PooledChunks | None" = None,
     ) -> None:
         """Applies the results of the oldest step in flight.
 
@@ -258,6 +259,7 @@ class Scheduler:
           dropped when sampling was launched.
         - `sampled`: the next tokens of these chunks, in their order.
         - `prompt_logprobs`: log probabilities of prompt tokens, by chunk.
+        - `pooled`: hidden states of pooled prompts, if the step computed any.
 
         Results of sequences that were dropped since are ignored. Sequences are found by chunk and not by slot, because
         a slot may have another owner by now.
@@ -275,6 +277,8 @@ class Scheduler:
                 known.extend(logprobs)
         if sampled is not None:
             self._append_tokens(step, chosen, sampled, now_s)
+        if pooled is not None:
+            self._add_pooled(step, pooled)
         self._in_flight.remove_oldest()
 
     # ------------------------------------------------------------ load and integrity
@@ -464,5 +468,23 @@ class Scheduler:
                 self.fail(step.sequences[chosen[i]].request_id, failure)
         for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
+            self._forget(seq, keep=True)
+            self.counters.finished += 1
+
+    def _add_pooled(self, step: ScheduledStep, pooled: "PooledChunks") -> None:
+        """Adds the hidden states of a step to the embeddings of its sequences, and removes the sequences whose
+        embedding is complete."""
+        plan = step.plan
+        for chunk, total in zip(pooled.chunks, pooled.sums, strict=True):
+            seq, start = step.sequences[chunk], int(plan.starts[chunk])
+            if step.dropped[chunk] or seq.pool is None:
+                continue
+            embedding = seq.pool.add(start, start + int(plan.lengths[chunk]), total)
+            if embedding is None:
+                continue
+            if not np.isfinite(embedding).all():
+                self.fail(seq.request_id, Failure("internal", "the model's output is not a number"))
+                continue
+            self._outputs.add_embedding(seq, embedding)
             self._forget(seq, keep=True)
             self.counters.finished += 1

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from worker.messages import Generate, SamplingParams, TokenLogprobs
+from worker.scheduler.pool import Pool
 from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Sequence:
         "new_token_ids",
         "node",
         "num_shared",
+        "pool",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -116,7 +118,10 @@ class Sequence:
         self.started_s: float | None = None  # when it first ran
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
-        self.ends_at_limit = not self.stop_ids and self.sampling.grammar is None  # nothing else can end it
+        pooling = self.sampling.pooling
+        self.pool = None if pooling is None else Pool(pooling, len(request.prompt_ids))
+        no_stop = not self.stop_ids and self.sampling.grammar is None
+        self.ends_at_limit = no_stop or self.pool is not None  # nothing else can end it
         self.job = 0  # see `WaitingQueue`
         self.grammar: GrammarState | None = None
 
@@ -172,7 +177,9 @@ class Sequence:
     @property
     def reusable_tokens(self) -> int:
         """How many leading tokens may come from the cache. The last token may not: it gives the logits of the next one.
-        Nor may prompt tokens that give log probabilities still to be computed."""
+        Nor may prompt tokens that give log probabilities still to be computed, or that are averaged."""
+        if self.pool is not None and self.pool.takes_all:
+            return 0
         return (self._num_scored if self.wants_prompt_logits else self.num_known) - 1
 
     @property

@@ -6,7 +6,7 @@ from pipeline.budget import Budget
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
-from worker.step import PENDING, PROMPT_LOGIT_ROWS, Plan
+from worker.step import HIDDEN_ROWS, PENDING, PROMPT_LOGIT_ROWS, Plan
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
@@ -20,6 +20,7 @@ class StepBuilder:
         self._table = table
         self.has_preempted = False  # whether a sequence was preempted while the step is built
         self._prompt_rows_left = PROMPT_LOGIT_ROWS
+        self._hidden_rows_left = HIDDEN_ROWS
         self._decodes = _NO_ROWS
         self._sizes: dict[Sequence, int] = {}
         # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
@@ -33,6 +34,8 @@ class StepBuilder:
         size = self._chunk(seq.num_computed, seq.num_missing)
         if seq.wants_prompt_logits:
             size = min(size, max(0, seq.reusable_tokens - seq.num_computed) + self._prompt_rows_left)
+        if seq.pool is not None and seq.pool.takes_all:
+            size = min(size, self._hidden_rows_left)
         return size
 
     def may_start(self, seq: Sequence) -> bool:
@@ -52,6 +55,8 @@ class StepBuilder:
         if seq.wants_prompt_logits:
             end = seq.num_computed + size
             self._prompt_rows_left -= max(0, end - max(seq.num_computed, seq.reusable_tokens))
+        if seq.pool is not None and seq.pool.takes_all:
+            self._hidden_rows_left -= size
 
     def watch(self, seq: Sequence) -> None:
         """Lets other sequences wait for the prefix of `seq`. This step or one in flight computes a part of its
@@ -98,12 +103,15 @@ class StepBuilder:
         ends = starts + lengths
         samples = ends == tokens
         num_logits = samples.astype(np.int32)
-        prompted = []
+        prompted, hidden = [], []
         for i, seq in enumerate(others, len(self._decodes)):
             if seq.wants_prompt_logits:
                 num_logits[i] = max(samples[i], ends[i] - max(starts[i], seq.reusable_tokens))
                 if num_logits[i]:
                     prompted.append(i)
+            if seq.pool is not None:
+                num_logits[i] = 0
+                hidden.append((i, seq.pool.num_hidden(int(starts[i]), int(ends[i]))))
         token_ids = np.where(pending > 0, PENDING, table.last_token[rows])
         if others:
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
@@ -112,6 +120,10 @@ class StepBuilder:
         table.num_tokens[rows] = tokens + samples
         table.num_pending[rows] = pending + samples
         plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
+        if hidden:
+            # What is counted as the next token is the embedding.
+            samples = samples & (num_logits > 0)
+            plan.hidden = np.array([pair for pair in hidden if pair[1]], dtype=np.int32).reshape(-1, 2)
         dropped = np.zeros(len(rows), dtype=bool)
         after = after if np.count_nonzero(pending) else None
         return ScheduledStep(plan, rows, table.sequences_at(rows), samples, dropped, prompted, self.budget.shape, after)

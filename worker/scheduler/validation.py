@@ -32,6 +32,8 @@ def refusal(request: Generate, *, vocab_size: int, context_length: int, kv_token
     if not 0 <= request.sampling.prompt_logprobs_start < num_prompt:
         message = f"prompt_logprobs_start must be 0 to {num_prompt - 1}, a position of the prompt"
         return Failure("invalid", message, "prompt_logprobs_start")
+    if request.sampling.pooling is not None and (failure := _pooling_refusal(request)) is not None:
+        return failure
     # On a GPU, an index out of range makes the device unusable, and so ends all requests.
     ids: list[tuple[str, Iterable[int]]] = [
         ("prompt", request.prompt_ids),
@@ -43,4 +45,15 @@ def refusal(request: Generate, *, vocab_size: int, context_length: int, kv_token
         if min(values, default=0) < 0 or max(values, default=0) >= vocab_size:
             message = f"{param} has a token id outside the vocabulary: ids are 0 to {vocab_size - 1}"
             return Failure("invalid", message, param)
+    return None
+
+
+def _pooling_refusal(request: Generate) -> Failure | None:
+    sampling = request.sampling
+    if sampling.max_tokens != 1 or request.output_ids:
+        return Failure("invalid", "a request with pooling has no output: max_tokens must be 1", "max_tokens")
+    if sampling.prompt_logprobs is not None:
+        return Failure("invalid", "prompt_logprobs does not go with pooling", "prompt_logprobs")
+    if sampling.grammar is not None:
+        return Failure("invalid", "a grammar does not go with pooling", "grammar")
     return None

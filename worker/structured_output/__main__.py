@@ -60,11 +60,11 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
     request = bytearray()
     while data := connection.recv(1 << 20):
         request += data
-    kind, text, cpu_s, wall_s = json.loads(request)
+    kind, text, after, cpu_s, wall_s = json.loads(request)
     _limit_time(cpu_s, wall_s)
     _limit_memory(memory_bytes)
     try:
-        reply = compilation.run(kind, text)
+        reply = compilation.run(kind, text, after)
         if len(reply) > _REPLY_LIMIT_BYTES:
             raise GrammarError("the grammar is too large")
         connection.sendall(OK + reply)

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from worker.structured_output import regex
-from worker.structured_output.ebnf import EMPTY, Node, Regex, Terminal, alt, to_text
+from worker.structured_output.call_formats import MARKERS
+from worker.structured_output.ebnf import EMPTY, Node, Ref, Regex, Terminal, alt, rule_text, seq, to_text
 from worker.structured_output.error import GrammarError
+from worker.structured_output.markers import Speller
 from worker.structured_output.schema import any_object_to_ebnf, schema_to_ebnf
 from worker.structured_output.serialised import serialised
-from worker.structured_output.tokens import token_bytes
+from worker.structured_output.tokens import GrammarVocabulary
+from worker.structured_output.tool_calls import tool_calls_to_ebnf
 
 RAW_VOCABULARY = 0  # xgrammar.VocabType.RAW: tokens are given as bytes
 _TRIAL_TOKENS = 48
@@ -28,9 +31,11 @@ SLOW_FILL_S = 0.25
 _LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)
 
 
-def to_ebnf(kind: str, text: str) -> str:
-    """Converts any `messages.Grammar` to xgrammar's EBNF. Raises GrammarError."""
+def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
+    """Converts any `messages.Grammar` to xgrammar's EBNF, without its `after`. Raises GrammarError."""
     match kind:
+        case "tool_calls":
+            return tool_calls_to_ebnf(text, vocabulary)
         case "json_schema":
             return schema_to_ebnf(text)
         case "json_object":
@@ -47,6 +52,23 @@ def to_ebnf(kind: str, text: str) -> str:
                 raise GrammarError('the grammar is in Lark\'s syntax: write rules in EBNF, such as root ::= "a"')
             return text
     raise GrammarError(f"there is no kind of grammar called {kind!r}")
+
+
+def after(marker: str, ebnf: str, vocabulary: GrammarVocabulary) -> tuple[str, str]:
+    """The grammar of free text up to the marker, and then what `ebnf` matches from its rule `root` on. Returns it with
+    the name of the rule to begin with."""
+    if not marker:
+        raise GrammarError("the marker that a grammar comes after is empty")
+    root = "after"
+    while root in ebnf:
+        root += "_"
+    thinking = Speller((*MARKERS, marker), vocabulary.added).thinking(marker)
+    return f"{ebnf}\n{rule_text(root, seq(thinking, Ref('root')))}\n", root
+
+
+def kept_apart(kind: str) -> tuple[str, ...]:
+    """Tokens that a grammar of this kind allows only where it names them, never as text."""
+    return MARKERS if kind == "tool_calls" else ()
 
 
 def _choice(text: str) -> Node:
@@ -69,21 +91,30 @@ class Compilation:
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: list[int]) -> None:
         self._core = _xgrammar()
         self._vocab_size = vocab_size
-        texts = token_bytes(model_dir, vocab_size)
-        self._info = self._core.TokenizerInfo(texts, RAW_VOCABULARY, vocab_size, eos_token_ids, False)
+        self._vocabulary = GrammarVocabulary(model_dir, vocab_size, eos_token_ids)
+        self._infos = {
+            texts: self._core.TokenizerInfo(
+                self._vocabulary.token_bytes(texts), RAW_VOCABULARY, vocab_size, eos_token_ids, False
+            )
+            for texts in (kept_apart(""), kept_apart("tool_calls"))
+        }
         self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
 
-    def run(self, kind: str, text: str) -> bytes:
-        """The compiled grammar, as `serialised` writes it. Raises GrammarError or MemoryError."""
+    def run(self, kind: str, text: str, marker: str | None = None) -> bytes:
+        """The compiled grammar, as `serialised` writes it. `marker`: as `messages.Grammar.after`. Raises GrammarError
+        or MemoryError."""
+        root = "root"
         try:
-            ebnf = to_ebnf(kind, text)
+            ebnf = to_ebnf(kind, text, self._vocabulary)
+            if marker is not None:
+                ebnf, root = after(marker, ebnf, self._vocabulary)
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply") from None
         if "\0" in ebnf:
             raise GrammarError("a grammar cannot contain the character U+0000")
-        compiler = self._core.GrammarCompiler(self._info, self._threads, True, -1)
+        compiler = self._core.GrammarCompiler(self._infos[kept_apart(kind)], self._threads, True, -1)
         try:
-            compiled = compiler.compile_grammar_from_strings(ebnf, "root")
+            compiled = compiler.compile_grammar_from_strings(ebnf, root)
             self._try_out(compiled)
             return serialised(compiled)
         except RuntimeError as error:

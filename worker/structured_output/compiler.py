@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from worker.messages import Grammar
+from worker.structured_output.compilation import kept_apart
 from worker.structured_output.error import CompilerUnavailable
 from worker.structured_output.process import CompilerProcess
 from worker.structured_output.state import CompiledGrammar
-from worker.structured_output.tokens import token_bytes
+from worker.structured_output.tokens import GrammarVocabulary
 
 if TYPE_CHECKING:
     import xgrammar
@@ -52,7 +53,8 @@ class GrammarCompiler:
         self._process = CompilerProcess(self._model_dir, vocab_size, self._eos_token_ids, memory_bytes=memory_bytes)
         self._lock = threading.Lock()
         self._info_lock = threading.Lock()
-        self._info: xgrammar.TokenizerInfo | None = None
+        self._vocabulary: GrammarVocabulary | None = None
+        self._infos: dict[tuple[str, ...], xgrammar.TokenizerInfo] = {}
         self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._reading = threading.Lock()
         self._room = threading.Condition()
@@ -61,7 +63,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
             self._threads.submit(self._process.start)
-            self._threads.submit(self._tokenizer_info)
+            self._threads.submit(self._tokenizer_info, "")
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Compiles a grammar, or takes it from the cache. Raises RuntimeError after `close`.
@@ -96,9 +98,9 @@ class GrammarCompiler:
         return self._process.pid
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        info = self._tokenizer_info()
+        info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
-        text = self._process.compile(grammar.kind, grammar.text, self._timeout_s)
+        text = self._process.compile(grammar.kind, grammar.text, self._timeout_s, grammar.after)
         with self._reading:
             return self._read(text, grammar.kind, info)
 
@@ -126,17 +128,22 @@ class GrammarCompiler:
             self._bytes -= size_bytes
             self._room.notify_all()
 
-    def _tokenizer_info(self) -> "xgrammar.TokenizerInfo":
-        """The vocabulary, equal to that of the process: xgrammar compares them."""
+    def _tokenizer_info(self, kind: str) -> "xgrammar.TokenizerInfo":
+        """The vocabulary for grammars of a kind, equal to that of the process: xgrammar compares them."""
         import xgrammar
 
+        apart = kept_apart(kind)
         with self._info_lock:
-            if self._info is None:
-                texts = token_bytes(self._model_dir, self._vocab_size)
-                self._info = xgrammar.TokenizerInfo(
-                    texts, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids
+            if self._vocabulary is None:
+                self._vocabulary = GrammarVocabulary(self._model_dir, self._vocab_size)
+            if apart not in self._infos:
+                self._infos[apart] = xgrammar.TokenizerInfo(
+                    self._vocabulary.token_bytes(apart),
+                    xgrammar.VocabType.RAW,
+                    vocab_size=self._vocab_size,
+                    stop_token_ids=self._eos_token_ids,
                 )
-            return self._info
+            return self._infos[apart]
 
     def _settle(self, grammar: Grammar, done: "Future[CompiledGrammar]") -> None:
         """Drops a grammar that failed. Otherwise evicts the least recently used while the cache is too large."""

@@ -61,7 +61,24 @@ class Repeat:
     most: int | None
 
 
-Node = Terminal | Regex | Ref | Seq | Alt | Repeat
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Matches the token with this id, and no other that has the same text."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeText:
+    """Matches any text, or any tokens, in which none of `excludes` occurs. The rule of a trigger must follow it; after
+    that the text goes on if `loops`. Triggers and excludes are either all texts or all token ids."""
+
+    triggers: tuple[tuple[str | int, str], ...] = ()
+    excludes: tuple[str | int, ...] = ()
+    loops: bool = True
+
+
+Node = Terminal | Regex | Ref | Seq | Alt | Repeat | Token | FreeText
 
 NEVER = Alt(())
 EMPTY = Terminal("")
@@ -124,6 +141,8 @@ def _matches(node: Node, finite: set[str]) -> bool:
             return any(_matches(choice, finite) for choice in choices)
         case Repeat(part, least, _):
             return least == 0 or _matches(part, finite)
+        case FreeText(triggers):
+            return all(name in finite for _, name in triggers)
     return True
 
 
@@ -148,6 +167,8 @@ def _refs(node: Node) -> Iterator[str]:
                 yield from _refs(part)
         case Repeat(part, _, _):
             yield from _refs(part)
+        case FreeText(triggers):
+            yield from (name for _, name in triggers)
 
 
 # ---------------------------------------------------------------- text
@@ -160,6 +181,11 @@ def to_text(rules: dict[str, Node], root: str) -> str:
     lines += [f"{name} ::= {writer.expression(node)}" for name, node in rules.items()]
     lines += [f"{name} ::= {expression}" for expression, name in writer.counted.items()]
     return "\n".join(lines) + "\n"
+
+
+def rule_text(name: str, node: Node) -> str:
+    """A rule in xgrammar's EBNF. It has no repetition of more than 128 times."""
+    return f"{name} ::= {_Writer().expression(node)}"
 
 
 Piece = Callable[[int, int | None], str]
@@ -177,6 +203,10 @@ class _Writer:
                 return f"Regex({quote(pattern)})"
             case Ref(name):
                 return name
+            case Token(token_id):
+                return f"Token({token_id})"
+            case FreeText():
+                return _free_text(node)
             case Seq(parts):
                 return "(" + " ".join(self.expression(part) for part in parts) + ")" if parts else '""'
             case Alt(choices):
@@ -216,6 +246,19 @@ class _Writer:
     def _wholes(self, piece: Piece, least: int, most: int) -> str:
         name = self.counted.setdefault(piece(_UNROLLED, _UNROLLED), f"n{len(self.counted)}")
         return self._times(lambda n, m: f"{name}{_bounds(n, m)}", least, most)
+
+
+def _free_text(node: FreeText) -> str:
+    of_tokens = any(isinstance(mark, int) for mark in (*node.excludes, *(mark for mark, _ in node.triggers)))
+    parts = [f"({_mark(mark)}, {name})" for mark, name in node.triggers]
+    parts += [] if node.loops else ["loop_after_dispatch=false"]
+    if node.excludes:
+        parts.append(f"excludes=({''.join(_mark(mark) + ',' for mark in node.excludes)})")
+    return f"{'TokenTagDispatch' if of_tokens else 'TagDispatch'}({', '.join(parts)})"
+
+
+def _mark(mark: str | int) -> str:
+    return str(mark) if isinstance(mark, int) else quote(mark)
 
 
 def _bounds(least: int, most: int | None) -> str:

@@ -9,7 +9,7 @@ from worker.errors import one_line
 from worker.messages import Failure, Grammar
 from worker.structured_output.compiler import GrammarCompiler
 from worker.structured_output.error import CompilerUnavailable, GrammarError
-from worker.structured_output.state import CompiledGrammar
+from worker.structured_output.state import CompiledGrammar, param_of
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class GrammarQueue:
                 self._there[request_id] = done.result()
                 yield request_id, None
             elif isinstance(error, GrammarError):
-                yield request_id, Failure("invalid", str(error), _param(grammar))
+                yield request_id, Failure("invalid", str(error), param_of(grammar.kind))
             elif isinstance(error, CompilerUnavailable):
                 log.warning("a grammar could not be compiled: %s", error)
                 yield request_id, Failure("unavailable", f"{error}: try again later")
@@ -80,8 +80,3 @@ class GrammarQueue:
         self._done.put((request_id, future))
         if self._on_ready is not None:
             self._on_ready()
-
-
-def _param(grammar: Grammar) -> str:
-    """The request's parameter that the grammar came in."""
-    return "response_format" if grammar.kind in ("json_schema", "json_object") else grammar.kind

@@ -79,8 +79,8 @@ class CompilerProcess:
         with self._lock:
             self._start()
 
-    def compile(self, kind: str, text: str, cpu_s: float) -> str:
-        """Compiles a grammar, to JSON that xgrammar deserialises.
+    def compile(self, kind: str, text: str, cpu_s: float, after: str | None = None) -> str:
+        """Compiles a `messages.Grammar`, to JSON that xgrammar deserialises.
 
         Raises GrammarError if the grammar is at fault (`cpu_s` seconds of CPU time do not suffice, for example),
         CompilerUnavailable if the machine is, RuntimeError if the compiler is.
@@ -94,7 +94,7 @@ class CompilerProcess:
         with connection:
             connection.settimeout(wall_s + _GRACE_S)
             try:
-                connection.sendall(json.dumps([kind, text, cpu_s, wall_s]).encode())
+                connection.sendall(json.dumps([kind, text, after, cpu_s, wall_s]).encode())
                 connection.shutdown(socket.SHUT_WR)
                 while data := connection.recv(1 << 20):
                     reply += data

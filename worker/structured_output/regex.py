@@ -48,15 +48,26 @@ def plain(pattern: str) -> str | None:
     return _RegexConverter(_spell_plain).whole(list(_parse(pattern)))
 
 
-def in_json(pattern: str, least: int = 0, most: int | None = None) -> str | None:
+def in_json(pattern: str, least: int = 0, most: int | None = None, plain: Ranges = charset.JSON_PLAIN) -> str | None:
     """The notation for the inside of JSON strings whose value matches `pattern` as a whole and has `least` to `most`
-    characters, or None if no string does. Raises GrammarError, also if lengths and pattern cannot be combined."""
+    characters, or None if no string does. `plain`: characters that need no escape. Raises GrammarError, also if lengths
+    and pattern cannot be combined."""
+    return _of_length(pattern, least, most, lambda ranges: _spell_json(ranges, plain))
+
+
+def of_characters(pattern: str, least: int, most: int | None, characters: Ranges) -> str | None:
+    """The notation for texts of these characters that match `pattern` as a whole and have `least` to `most` of them, or
+    None if no text does. Raises GrammarError, also if lengths and pattern cannot be combined."""
+    return _of_length(pattern, least, most, lambda ranges: _spell_plain(charset.intersection(ranges, characters)))
+
+
+def _of_length(pattern: str, least: int, most: int | None, spell: Spell) -> str | None:
     parsed = _parse(pattern)
     shortest, longest = parsed.getwidth()
     items = list(parsed)
     if shortest < least or (most is not None and longest > most):
         items = _bound(items, least, most)
-    return _RegexConverter(_spell_json).whole(items)
+    return _RegexConverter(spell).whole(items)
 
 
 def _parse(pattern: str) -> Any:
@@ -96,9 +107,9 @@ def _spell_plain(ranges: Ranges) -> str | None:
     return charset.pattern(possible) if possible else None
 
 
-def _spell_json(ranges: Ranges) -> str | None:
+def _spell_json(ranges: Ranges, plain: Ranges) -> str | None:
     """Leaves out characters that need an escape, if there are others."""
-    possible = charset.intersection(ranges, charset.JSON_PLAIN)
+    possible = charset.intersection(ranges, plain)
     if possible:
         return charset.pattern(possible)
     escaped = [c for first, last in charset.intersection(ranges, ((0, 0x7F),)) for c in range(first, last + 1)]

@@ -16,6 +16,8 @@ published schemas its grammars accepted 20 of 778 instances that do not fit, and
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
@@ -41,6 +43,7 @@ from worker.structured_output.ebnf import (
 )
 from worker.structured_output.error import GrammarError
 from worker.structured_output.exclusion import Exclusion
+from worker.structured_output.spelling import JSON, Spelling
 from worker.structured_output.values import COLON, COMMA
 
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
@@ -70,7 +73,9 @@ def schema_to_ebnf(text: str) -> str:
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
     try:
-        return _convert(schema)
+        with refusals():
+            converter = SchemaConverter(schema)
+            return converter.text(converter.value(schema, "#"))
     except GrammarError as error:
         raise GrammarError(drafts.remark(schema, str(error))) from None
 
@@ -80,11 +85,11 @@ def any_object_to_ebnf() -> str:
     return to_text(prune(values.common_rules(), "object") or {}, "object")
 
 
-def _convert(schema: Any) -> str:
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raises GrammarError in place of other errors that a converter has with a wrong schema."""
     try:
-        Draft202012Validator.check_schema(schema)
-        converter = _SchemaConverter(schema)
-        return converter.text(converter.value(schema, "#"))
+        yield
     except SchemaError as error:
         where = "/".join(["#", *map(str, error.absolute_path)])
         why = drafts.former(error) or error.message[:300]
@@ -97,13 +102,22 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-class _SchemaConverter:
-    def __init__(self, root: Any) -> None:
+class SchemaConverter:
+    """Converts one schema, and the parts of it, to nodes and the rules that these refer to."""
+
+    def __init__(
+        self, root: Any, *, spelling: Spelling = JSON, rules: dict[str, Node] | None = None, prefix: str = ""
+    ) -> None:
+        """`rules`: those of a larger grammar, which get the new ones too. The names of these begin with `prefix`.
+        Raises SchemaError (of jsonschema) if `root` is not a schema."""
+        Draft202012Validator.check_schema(root)
         self._root = root
+        self._spelling = spelling
+        self._prefix = prefix
         self._validator = Draft202012Validator(root)
-        self._exclusion = Exclusion(self._validator, self._simple, generated_types)
+        self._exclusion = Exclusion(self._validator, self.simple, generated_types)
         self._names: dict[str, str] = {}
-        self._rules = values.common_rules()
+        self._rules = values.common_rules(spelling) if rules is None else rules
 
     def text(self, root: Node) -> str:
         """The whole grammar. Raises GrammarError if nothing matches `root`."""
@@ -122,7 +136,7 @@ class _SchemaConverter:
         if key not in self._names:
             if len(self._names) >= _MOST_RULES:
                 raise GrammarError(f"the JSON schema has more than {_MOST_RULES} parts")
-            self._names[key] = name = f"v{len(self._names)}"
+            self._names[key] = name = f"{self._prefix}v{len(self._names)}"
             self._rules[name] = self._build(schema, at)
         return Ref(self._names[key])
 
@@ -139,12 +153,12 @@ class _SchemaConverter:
             if key == "$ref":
                 return self.value(*self._resolve(schema["$ref"], at))
             if key == "oneOf":
-                self._check_one_of([self._simple(s, f"{at}/oneOf/{i}") for i, s in enumerate(schema["oneOf"])], at)
+                self._check_one_of([self.simple(s, f"{at}/oneOf/{i}") for i, s in enumerate(schema["oneOf"])], at)
             if key != "allOf" or len(schema["allOf"]) == 1:
                 return alt(self.value(branch, f"{at}/{key}/{i}") for i, branch in enumerate(schema[key]))
-        return alt(self._typed(simple, at) for simple in self._simple(schema, at))
+        return alt(self._typed(simple, at) for simple in self.simple(schema, at))
 
-    def _simple(self, schema: Any, at: str, depth: int = 0) -> list[Schema]:
+    def simple(self, schema: Any, at: str, depth: int = 0) -> list[Schema]:
         """Splits a schema into alternatives that have no `$ref`, `allOf`, `anyOf` or `oneOf` themselves."""
         if isinstance(schema, bool):
             return [{}] if schema else []
@@ -153,12 +167,12 @@ class _SchemaConverter:
         self._refuse(schema, at)
         out: list[Schema] = [{k: v for k, v in schema.items() if k in _ASSERTIONS}]
         if "$ref" in schema:
-            out = self._product(out, self._simple(*self._resolve(schema["$ref"], at), depth + 1), at)
+            out = self._product(out, self.simple(*self._resolve(schema["$ref"], at), depth + 1), at)
         for i, part in enumerate(schema.get("allOf", ())):
-            out = self._product(out, self._simple(part, f"{at}/allOf/{i}", depth + 1), at)
+            out = self._product(out, self.simple(part, f"{at}/allOf/{i}", depth + 1), at)
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                branches = [self._simple(s, f"{at}/{key}/{i}", depth + 1) for i, s in enumerate(schema[key])]
+                branches = [self.simple(s, f"{at}/{key}/{i}", depth + 1) for i, s in enumerate(schema[key])]
                 branches = [self._product(out, branch, at) for branch in branches]
                 if key == "oneOf":
                     self._check_one_of(branches, at)
@@ -218,11 +232,20 @@ class _SchemaConverter:
 
     def _typed(self, schema: Schema, at: str) -> Node:
         if "enum" in schema or "const" in schema:
-            listed = schema["enum"] if "enum" in schema else [schema["const"]]
-            validator = self._validator.evolve(schema=schema)
-            return alt(values.constant(v) for v in listed if validator.is_valid(v))
+            return alt(map(self.constant, self.listed(schema)))
         types = generated_types(schema)
         return alt(self._of_type(t, schema, at) for t in types) if types else Ref("any")
+
+    def listed(self, schema: Schema) -> list[Any]:
+        """The values of `enum` or `const` that satisfy the rest of the schema, which has neither reference nor
+        combination."""
+        listed = schema["enum"] if "enum" in schema else [schema["const"]]
+        validator = self._validator.evolve(schema=schema)
+        return [value for value in listed if validator.is_valid(value)]
+
+    def constant(self, value: Any) -> Node:
+        """Exactly this value."""
+        return self._spelling.constant(value)
 
     def _of_type(self, type_: str, schema: Schema, at: str) -> Node:
         match type_:
@@ -231,11 +254,11 @@ class _SchemaConverter:
             case "array":
                 return self._array(schema, at)
             case "string":
-                return values.string(schema, at)
+                return values.string(schema, at, self._spelling)
             case "boolean":
-                return Alt((Terminal("true"), Terminal("false")))
+                return Alt(tuple(map(Terminal, self._spelling.words[:2])))
             case "null":
-                return Terminal("null")
+                return Terminal(self._spelling.words[2])
         return values.number(schema, at, whole=type_ == "integer")
 
     def _array(self, schema: Schema, at: str) -> Node:
@@ -249,6 +272,19 @@ class _SchemaConverter:
         return values.array(nodes, self.value(items, f"{at}/items"), least, None if most is None else int(most))
 
     def _object(self, schema: Schema, at: str) -> Node:
+        properties, needed, more = self.properties(schema, at)
+        if not properties:
+            return self._map(schema, more, at)
+        extra = self._extra(properties, more, at) if more not in (None, False) else None
+        members = [
+            (seq(self._spelling.constant(name), COLON, self.value(sub, f"{at}/properties/{name}")), name in needed)
+            for name, sub in properties.items()
+        ]
+        return seq(Terminal("{"), self.members(members, extra), Terminal("}"))
+
+    def properties(self, schema: Schema, at: str) -> tuple[dict[str, Any], set[str], Any]:
+        """The properties of a schema without `$ref` and combinations: their schemas by name, the names of those that an
+        object needs, and `additionalProperties`, None if there is none."""
         more = schema.get("additionalProperties")
         if more is None and schema.get("unevaluatedProperties") is False:
             more = False
@@ -257,16 +293,10 @@ class _SchemaConverter:
         for name in required:
             properties.setdefault(name, True if more is None else more)
         if not properties:
-            return self._map(schema, more, at)
+            return {}, set(), more
         self._check_names(schema, properties, at)
-        needed = set(required)
-        extra = self._extra(properties, more, at) if more not in (None, False) else None
-        properties, needed = _count_properties(schema, properties, needed, extra is not None, at)
-        members = [
-            (seq(values.constant(name), COLON, self.value(sub, f"{at}/properties/{name}")), name in needed)
-            for name, sub in properties.items()
-        ]
-        return self._members(members, extra)
+        properties, needed = _count_properties(schema, properties, set(required), more not in (None, False), at)
+        return properties, needed, more
 
     def _check_names(self, schema: Schema, properties: dict[str, Any], at: str) -> None:
         """Applies `patternProperties` and `propertyNames` to declared properties. Raises GrammarError where a grammar
@@ -290,10 +320,10 @@ class _SchemaConverter:
                     properties[name] = False
 
     def _extra(self, properties: dict[str, Any], more: Any, at: str) -> Node:
-        return seq(values.other_name(properties), COLON, self.value(more, f"{at}/additionalProperties"))
+        return seq(values.other_name(properties, self._spelling), COLON, self.value(more, f"{at}/additionalProperties"))
 
-    def _members(self, members: list[tuple[Node, bool]], extra: Node | None) -> Node:
-        """An object's members in order, then any number of `extra`. Members that are not needed are optional."""
+    def members(self, members: list[tuple[Node, bool]], extra: Node | None) -> Node:
+        """An object's members in order with commas, then any number of `extra`. Members not needed are optional."""
         # Built from the last member to the first. `after` matches members i and later once there has been a member:
         # each is preceded by a comma. `first` matches them if there has been none.
         more = Repeat(seq(COMMA, extra), 0, None) if extra is not None else EMPTY
@@ -304,7 +334,7 @@ class _SchemaConverter:
             here = seq(member, later)
             first = here if needed else Alt((here, self._rule(first)))
             after = seq(COMMA, here) if needed else Alt((seq(COMMA, here), later))
-        return seq(Terminal("{"), first, Terminal("}"))
+        return first
 
     def _rule(self, node: Node) -> Node:
         if isinstance(node, Ref | Terminal):
@@ -327,7 +357,7 @@ class _SchemaConverter:
                     f"patternProperties at {at} is supported with one pattern, and without propertyNames"
                 )
             expression, value = next(iter(patterns.items()))
-            inner = regex.in_json(expression)
+            inner = regex.in_json(expression, plain=self._spelling.plain)
             key = NEVER if inner is None else Regex(f'"(?:{inner})"')
         elif "propertyNames" in schema:
             key = self.value({"allOf": [schema["propertyNames"], {"type": "string"}]}, f"{at}/propertyNames")

@@ -18,6 +18,11 @@ if TYPE_CHECKING:  # slow to import, and the process that compiles needs neither
 _SLOW_FILL_S = 1.0
 
 
+def param_of(kind: str) -> str:
+    """The request's parameter that a grammar of this kind comes in."""
+    return {"json_schema": "response_format", "json_object": "response_format", "tool_calls": "tools"}.get(kind, kind)
+
+
 class CompiledGrammar:
     """A grammar ready for use by any number of sequences."""
 
@@ -25,8 +30,8 @@ class CompiledGrammar:
         """`size_bytes`: approximate memory of the grammar."""
         self.handle = handle
         self.size_bytes = size_bytes
-        # The request's parameter that the grammar came in.
-        self.param = "response_format" if kind.startswith("json") else kind
+        self.param = param_of(kind)
+        """The request's parameter that the grammar came in."""
 
 
 class GrammarState:

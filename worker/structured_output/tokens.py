@@ -1,6 +1,7 @@
 """Bytes that each token of a vocabulary stands for."""
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +9,48 @@ from tokenizers import Tokenizer
 
 from worker.structured_output.error import GrammarError
 
+# Begin the bytes of tokens that a grammar may allow by their ids only. No text in UTF-8 has the first. The second is a
+# control character that grammars of calls exclude from texts; the notation of grammars can only exclude characters.
+_BY_ID = b"\xff"
+APART = "\x01"
 
-def token_bytes(model_dir: Path, vocab_size: int) -> list[bytes]:
-    """The bytes of token ids 0 to `vocab_size` - 1. Empty for special tokens, which a grammar must never allow, and for
-    ids that the tokenizer does not have. Raises GrammarError if there is no tokenizer.json."""
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
-        raise GrammarError("this model has no tokenizer.json, which grammars need")
-    tokenizer = Tokenizer.from_file(str(path))
-    spell = _speller(json.loads(tokenizer.to_str()))
-    texts = [b""] * vocab_size
-    for token, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
-        if token_id < vocab_size:
-            texts[token_id] = spell(token)
-    for token_id, added in tokenizer.get_added_tokens_decoder().items():
-        if token_id < vocab_size:
-            texts[token_id] = b"" if added.special else added.content.encode()
-    return texts
+
+class GrammarVocabulary:
+    """The tokens of a model.
+
+    | attribute | meaning |
+    | --- | --- |
+    | `added` | ids of added tokens by their texts |
+    | `end_ids` | tokens that end an output |
+    """
+
+    def __init__(self, model_dir: Path, vocab_size: int, end_ids: Collection[int] = ()) -> None:
+        """Raises GrammarError if there is no tokenizer.json."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise GrammarError("this model has no tokenizer.json, which grammars need")
+        tokenizer = Tokenizer.from_file(str(path))
+        spell = _speller(json.loads(tokenizer.to_str()))
+        texts = [b""] * vocab_size
+        for token, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+            if token_id < vocab_size:
+                texts[token_id] = spell(token)
+        added = {i: each for i, each in tokenizer.get_added_tokens_decoder().items() if i < vocab_size}
+        for token_id, each in added.items():
+            texts[token_id] = (_BY_ID if each.special else b"") + each.content.encode()
+        self._special = [token_id for token_id, each in added.items() if each.special]
+        self._texts = texts
+        self.added: Mapping[str, int] = {each.content: token_id for token_id, each in added.items()}
+        self.end_ids = frozenset(end_ids)
+
+    def token_bytes(self, apart: Collection[str] = ()) -> list[bytes]:
+        """The bytes of all token ids. A grammar allows special tokens only by their ids. With `apart`, these and the
+        added tokens in it begin with `APART`. Empty for ids that the tokenizer does not have."""
+        texts = list(self._texts)
+        if apart:
+            for token_id in {*self._special, *(self.added[text] for text in apart if text in self.added)}:
+                texts[token_id] = APART.encode() + texts[token_id].removeprefix(_BY_ID)
+        return texts
 
 
 def _speller(tokenizer: dict[str, Any]) -> Any:

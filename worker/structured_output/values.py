@@ -1,16 +1,16 @@
 """Grammars of the parts of JSON: strings, numbers, literals, and lists of members with their commas."""
 
-import json
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from worker.structured_output import decimals, regex
-from worker.structured_output.charset import JSON_PLAIN, complement, intersection, literal, pattern
+from worker.structured_output.charset import complement, intersection, literal, pattern
 from worker.structured_output.conjunction import Schema
 from worker.structured_output.ebnf import EMPTY, NEVER, Alt, Node, Ref, Regex, Repeat, Terminal, alt, optional, seq
 from worker.structured_output.error import GrammarError
 from worker.structured_output.formats import FORMATS
+from worker.structured_output.spelling import JSON, Spelling
 
 # Formats of the standard that have no expression in `formats`. Formats that are not in the standard are only hints.
 _OTHER_FORMATS = (
@@ -21,40 +21,22 @@ _MOST_MULTIPLES = 1_000
 _MOST_STATES = 128  # characters of a string that an automaton counts
 _MOST_COUNTED = 100_000
 
-_PLAIN = pattern(JSON_PLAIN)
-_HEX = "[0-9a-fA-F]"
-# Surrogates are written in pairs or not at all.
-_ESCAPE = (
-    rf'\\(?:["\\/bfnrt]|u(?:[0-9a-cA-CefEF]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}'
-    rf"|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}))"
-)
-_CHARACTER = f"(?:{_PLAIN}|{_ESCAPE})"
 # At most one space: a small model that may write any whitespace sometimes never stops.
 COMMA = seq(Terminal(","), Ref("space"))
 COLON = seq(Terminal(":"), Ref("space"))
 
 
-def common_rules() -> dict[str, Node]:
+def common_rules(spelling: Spelling = JSON) -> dict[str, Node]:
     """The rules that grammars of JSON refer to, among them `any` and `object` for values without a schema."""
-    words = [Terminal("true"), Terminal("false"), Terminal("null")]
+    words = [Terminal(word) for word in spelling.words]
     return {
         "space": optional(Terminal(" ")),
-        "string": Regex(f'"{_CHARACTER}*"'),
+        "string": Regex(f'"{spelling.string}"'),
         "number": Regex(decimals.number(None, None) or ""),
         "any": Alt((Ref("object"), Ref("array"), Ref("string"), Ref("number"), *words)),
         "object": seq(Terminal("{"), listed([], seq(Ref("string"), COLON, Ref("any")), 0, None), Terminal("}")),
         "array": array([], Ref("any"), 0, None),
     }
-
-
-def constant(value: Any) -> Node:
-    """Exactly this value, in one spelling."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair needs an escape
-        text = json.dumps(value)
-    return Terminal(text)
 
 
 def array(first: Sequence[Node], rest: Node, least: int, most: int | None) -> Node:
@@ -84,7 +66,7 @@ def _repeat(part: Node, least: int, most: int | None) -> Node:
 # ---------------------------------------------------------------- strings
 
 
-def string(schema: Schema, at: str) -> Node:
+def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
     """A string by `format`, `pattern`, `minLength` and `maxLength`. With any of these, its characters need no escape
     where there is a choice."""
     least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
@@ -104,40 +86,41 @@ def string(schema: Schema, at: str) -> Node:
         expression = FORMATS[name]
     if expression is not None:
         try:
-            inner = regex.in_json(expression, least, most)
+            inner = regex.in_json(expression, least, most, spelling.plain)
         except GrammarError as error:
             raise GrammarError(f"pattern at {at}: {error}") from None
         return NEVER if inner is None else Regex(f'"(?:{inner})"')
-    return _of_length(least, most)
+    return _of_length(least, most, spelling)
 
 
-def _of_length(least: int, most: int | None) -> Node:
+def _of_length(least: int, most: int | None, spelling: Spelling) -> Node:
+    plain = pattern(spelling.plain)
     if least == 0 and most is None:
         return Ref("string")
     if least > _MOST_STATES or (most or 0) > _MOST_STATES:
-        return seq(Terminal('"'), Repeat(Regex(_PLAIN), least, most), Terminal('"'))
+        return seq(Terminal('"'), Repeat(Regex(plain), least, most), Terminal('"'))
     if most is None:
-        return Regex(f'"{_CHARACTER}{{{least}}}{_CHARACTER}*"')
-    return Regex(f'"{_PLAIN}{{{least},{most}}}"')
+        return Regex(f'"(?:{plain}|{spelling.escape}){{{least}}}{spelling.string}"')
+    return Regex(f'"{plain}{{{least},{most}}}"')
 
 
-def other_name(names: Iterable[str]) -> Node:
+def other_name(names: Iterable[str], spelling: Spelling = JSON) -> Node:
     """A string that is none of `names`, of characters that need no escape."""
     trie: dict[str, Any] = {}
     for name in names:
-        if all(any(first <= ord(c) <= last for first, last in JSON_PLAIN) for c in name):
+        if all(any(first <= ord(c) <= last for first, last in spelling.plain) for c in name):
             node = trie
             for char in name:
                 node = node.setdefault(char, {})
             node[""] = {}
-    return Regex(f'"{_none_of(trie)}"')
+    return Regex(f'"{_none_of(trie, spelling)}"')
 
 
-def _none_of(trie: dict[str, Any]) -> str:
+def _none_of(trie: dict[str, Any], spelling: Spelling) -> str:
     following = sorted(char for char in trie if char)
     taken = complement(tuple((ord(char), ord(char)) for char in following))
-    choices = [f"{pattern(intersection(taken, JSON_PLAIN))}{_PLAIN}*"]
-    choices += [literal(char) + _none_of(trie[char]) for char in following]
+    choices = [f"{pattern(intersection(taken, spelling.plain))}{pattern(spelling.plain)}*"]
+    choices += [literal(char) + _none_of(trie[char], spelling) for char in following]
     if "" not in trie:
         choices.append("")
     return f"(?:{'|'.join(choices)})"

@@ -24,17 +24,6 @@ def test_adding_a_product(dtype: torch.dtype, tolerance: float, has_bias: bool) 
     assert error < tolerance, float(error)
 
 
-@pytest.mark.gpu
-def test_a_gpu_rounds_once() -> None:
-    """What the product and the residual come to is rounded as a whole: cancelled parts leave what is exact."""
-    x, weight = torch.full((2, 16), 1 / 256, device=DEVICE), torch.ones(16, 16, device=DEVICE)
-    residual = torch.full((2, 16), 256.0, device=DEVICE)
-    x[:, 0] += -256
-    x, weight, residual = x.bfloat16(), weight.bfloat16(), residual.bfloat16()
-    Linear(weight).add_to(residual, x)
-    assert torch.equal(residual.float(), torch.full((2, 16), 15 / 256, device=DEVICE))
-
-
 @pytest.mark.skipif(ON_GPU, reason="of CPUs")
 def test_a_cpu_that_cannot_pack_sixteen_bits_multiplies_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)

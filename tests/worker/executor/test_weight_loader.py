@@ -100,6 +100,32 @@ def bare(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_layers_alone(tiny_model: Callable[[str], Path], tmp_path: Path, in_parts: bool) -> None:
+    """As embedding models are stored. The embedding is in the place of the head that is not there."""
+    whole = tiny_model("qwen3")
+    config = (whole / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    tensors = load_file(whole / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if in_parts:
+        names = sorted(tensors)
+        parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, some in parts.items():
+            save_file({name: tensors[name] for name in some}, tmp_path / file, {"format": "pt"})
+        index = {"weight_map": {name: file for file, some in parts.items() for name in some}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert not json.loads(config)["tie_word_embeddings"] and decoder_config(read_config(tmp_path)).tied_embeddings
+    found, wanted = load(tmp_path), load(whole)
+    del wanted["head"]
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
 def test_random_weights_need_a_configuration_only(bare: Path) -> None:
     def logits(group: Communicator | None = None, **config: object) -> torch.Tensor:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 128, "load_format": "dummy", **config}

@@ -52,9 +52,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts = []
     compile_ = CompilerProcess.compile
 
-    def count(self: CompilerProcess, kind: str, text: str, cpu_s: float) -> str:
+    def count(self: CompilerProcess, kind: str, text: str, cpu_s: float, after: str | None) -> str:
         texts.append(text)
-        return compile_(self, kind, text, cpu_s)
+        return compile_(self, kind, text, cpu_s, after)
 
     monkeypatch.setattr(CompilerProcess, "compile", count)
     return texts

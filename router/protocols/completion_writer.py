@@ -6,7 +6,7 @@ from msgspec import UNSET
 from router.output_text import Piece, TokenText
 from router.prepared_request import PreparedRequest
 from router.responses import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage, finite
-from router.sse import event
+from router.sse import DONE, event
 from router.tokenizer import Tokenizer
 from worker.messages import TokenLogprobs
 
@@ -21,18 +21,20 @@ class CompletionFormat:
         self._model = model
         self._tokenizer = tokenizer
 
-    def opening(self, index: int, usage: ChunkUsage) -> bytes:
+    def opening(self, index: int, usage: Usage) -> bytes:
         return b""
 
-    def chunk(self, index: int, piece: Piece, usage: ChunkUsage) -> bytes:
+    def chunk(self, index: int, piece: Piece, usage: Usage) -> bytes:
         """The server-sent event for one piece; empty if it has no text, no tokens and no finish reason."""
         wanted_ids = self._job.wants_token_ids and piece.token_ids
         if not (piece.text or piece.tokens or piece.finish_reason or wanted_ids):
             return b""
-        return event(self._completion([self._choice(index, piece)], usage))
+        seen: ChunkUsage = None if self._job.include_usage else UNSET
+        return event(self._completion([self._choice(index, piece)], usage if self._job.usage_so_far else seen))
 
-    def usage(self, usage: Usage) -> bytes:
-        return event(self._completion([], usage))
+    def closing(self, usage: Usage) -> bytes:
+        """The end of the stream: the usage if the client asked for it, and `[DONE]`."""
+        return (event(self._completion([], usage)) if self._job.include_usage else b"") + DONE
 
     def whole(self, answers: list[Piece], usage: Usage) -> bytes:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]

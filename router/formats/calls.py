@@ -1,0 +1,264 @@
+"""Readers of one call, one for each way in which calls are written.
+
+Each returns whether there was a call. Where there was none, it has emitted nothing, and the caller goes back. Where one
+has begun but is wrongly written, the rest of it is passed on as its arguments.
+"""
+
+import json
+import re
+
+from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, TaggedCall, ToolsFormat
+from router.formats.reader import AnswerReader
+from router.formats.source import Reading
+from router.formats.tagged_call import read_tagged
+from router.formats.typed_values import as_object, literal, plain
+
+_NAME = re.compile(r"[\w.:/-]*")
+_PYTHON_NAME = re.compile(r"[\w.]*")
+_BLANKS = re.compile(r"[ \t]*")
+_PYTHON_PLAIN = re.compile(r"[^\"'()\[\]{},]*")
+_IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
+_CLOSES = {"(": ")", "[": "]", "{": "}"}
+_LONGEST_NAME = 256
+
+
+def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
+    """Reads a call in one of the forms of `tools`. `known_only`: others than those of known tools are none."""
+    if isinstance(syntax, JsonCall):
+        return (yield from _read_json(reader, syntax, _ends(reader, tools, syntax), known_only))
+    if isinstance(syntax, NamedCall):
+        return (yield from _read_named(reader, syntax, _ends(reader, tools, syntax)))
+    if isinstance(syntax, TaggedCall):
+        return (yield from read_tagged(reader, syntax, _ends(reader, tools, syntax), known_only))
+    return (yield from _read_pythonic(reader, syntax, _ends(reader, tools, syntax), known_only))
+
+
+def _ends(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax) -> tuple[str, ...]:
+    """Marks where a call ends that does not end itself: its end, the section's, and a token that begins another."""
+    begins = tuple(mark for mark in (tools.begin, syntax.begin) if mark in reader.format.bound_markers)
+    return tuple(mark for mark in dict.fromkeys((syntax.end, tools.end, *begins)) if mark)
+
+
+# ---------------------------------------------------------------- an object with the name and the arguments
+
+
+def _read_json(reader: AnswerReader, syntax: JsonCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
+    source = reader.source
+    if (yield from source.accept(syntax.list_begin)):
+        yield from source.space()
+    if not (yield from source.accept("{")):
+        return False
+    name, early = "", ""  # `early`: arguments that stand before the name
+    has_begun = has_ended = False
+    while True:
+        yield from source.space()
+        key = yield from reader.read_string()
+        if key is None:
+            break
+        yield from source.space()
+        if not (yield from source.accept(":")):
+            break
+        yield from source.space()
+        if key in syntax.name_keys and not name:
+            name = (yield from reader.read_string()) or ""
+            if not name or (known_only and name not in reader.tools):
+                return False
+            if early:
+                reader.begin(name)
+                reader.arguments(as_object(early))
+                reader.end()
+                has_begun = has_ended = True
+            elif not syntax.needs_arguments:
+                reader.begin(name)
+                has_begun = True
+            if has_begun:
+                source.keep()
+        elif key in syntax.argument_keys and not has_ended and not early:
+            if not name:
+                parts: list[str] = []
+                if not (yield from reader.read_value(parts.append, ends)):
+                    return False
+                early = "".join(parts)
+            else:
+                if not has_begun:
+                    reader.begin(name)
+                source.release()
+                if not (yield from reader.read_arguments(ends)):
+                    return True
+                has_begun = has_ended = True
+                source.keep()
+        elif not syntax.allows(key) or not (yield from reader.read_value(_leave_out, ends)):
+            break
+        yield from source.space()
+        if not (yield from source.accept(",")):
+            break
+    if (yield from source.accept("}")):
+        if not name or (not has_begun and syntax.needs_arguments):
+            return False
+        if not has_ended:
+            source.release()
+            reader.arguments("{}")
+            reader.end()
+    elif not has_begun:
+        return False
+    elif not has_ended and not source.ended:
+        assert source.kept is not None
+        source.go_to(source.kept)
+        source.release()
+        yield from reader.read_raw(ends)
+    elif has_ended:
+        assert source.kept is not None
+        source.go_to(source.kept)
+    else:
+        source.at = len(source.text)
+    source.release()
+    return True
+
+
+def _leave_out(text: str) -> None:
+    pass
+
+
+# ---------------------------------------------------------------- the name, then the arguments
+
+
+def _read_named(reader: AnswerReader, syntax: NamedCall, ends: tuple[str, ...]) -> Reading[bool]:
+    source = reader.source
+    if syntax.begin and not (yield from source.accept(syntax.begin)):
+        return False
+    yield from source.space()
+    yield from source.accept(syntax.prefix)
+    yield from source.space()
+    written = yield from source.pattern(_NAME)
+    match = syntax.name.fullmatch(written)
+    if match is None or len(written) > _LONGEST_NAME:
+        return False
+    call_id = written if syntax.is_id else None
+    yield from source.pattern(_BLANKS)
+    if (yield from source.accept(syntax.id_begin)):
+        call_id = (yield from source.pattern(_NAME)) or None
+        yield from source.pattern(_BLANKS)
+    if not (yield from source.accept(*syntax.name_ends)) and (
+        not syntax.brace_ends_name or (yield from source.character()) != "{"
+    ):
+        return False
+    name = match["name"]
+    if syntax.is_id and name.isdigit():  # the call's number alone: of the only tool there is
+        if len(reader.tools) != 1:
+            return False
+        name = next(iter(reader.tools))
+    reader.begin(name, call_id)
+    before, after = syntax.fence
+    yield from source.space()
+    yield from source.accept(before)
+    if (yield from reader.read_arguments(ends)):
+        start = source.keep()
+        yield from source.space()
+        if (yield from source.accept(after)):
+            start = source.keep()
+            yield from source.space()
+        if not (yield from source.accept(syntax.end)):
+            source.go_to(start)
+        source.release()
+    return True
+
+
+# ---------------------------------------------------------------- Python
+
+
+def _read_pythonic(
+    reader: AnswerReader, syntax: PythonicCall, ends: tuple[str, ...], known_only: bool
+) -> Reading[bool]:
+    source = reader.source
+    if (yield from source.accept(syntax.list_begin)):
+        yield from source.space()
+    name = yield from source.pattern(_PYTHON_NAME)
+    if not name or name[0].isdigit() or len(name) > _LONGEST_NAME or (known_only and name not in reader.tools):
+        return False
+    if not (yield from source.accept("(")):
+        return False
+    yield from source.space()
+    if (yield from source.accept(")")):
+        reader.begin(name)
+        reader.arguments("{}")
+        reader.end()
+        return True
+    has_begun = False
+    while True:
+        start = source.offset if not has_begun else source.keep()
+        yield from source.space()
+        if has_begun and (yield from source.accept(")")):
+            break
+        key = yield from source.pattern(_PYTHON_NAME)
+        yield from source.space()
+        if not key or len(key) > _LONGEST_NAME or not (yield from source.accept("=")):
+            if not has_begun:
+                return False
+            source.go_to(start)
+            source.release()
+            yield from reader.read_raw(ends)
+            return True
+        if not has_begun:
+            reader.begin(name)
+        source.release()
+        reader.arguments(("{" if not has_begun else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        has_begun = True
+        yield from source.space()
+        value, complete = yield from _python_value(reader, ends)
+        if not complete:
+            reader.arguments(value)
+            yield from reader.read_raw(ends)
+            return True
+        reader.arguments(_as_json(value.strip()))
+        yield from source.accept(",")
+    source.release()
+    reader.arguments("}")
+    reader.end()
+    return True
+
+
+def _python_value(reader: AnswerReader, ends: tuple[str, ...]) -> Reading[tuple[str, bool]]:
+    """Reads up to the comma or bracket after a value. Returns its text, and whether it is complete."""
+    source = reader.source
+    parts: list[str] = []
+    brackets: list[str] = []
+    while True:
+        parts.append((yield from source.pattern(_PYTHON_PLAIN)))
+        character = yield from source.character()
+        if not brackets and character in (",", ")"):
+            return "".join(parts), True
+        if not character or (character in ")]}" and brackets[-1:] != [character]):
+            return "".join(parts), False
+        if character in _CLOSES:
+            brackets.append(_CLOSES[character])
+        elif character in ")]}":
+            brackets.pop()
+        source.at += 1
+        parts.append(character)
+        if character in "\"'":
+            complete = yield from _python_string(reader, character, parts)
+            if not complete:
+                return "".join(parts), False
+
+
+def _python_string(reader: AnswerReader, quote: str, parts: list[str]) -> Reading[bool]:
+    """Adds the rest of a string to `parts`, its quote included. Returns whether it is complete."""
+    source = reader.source
+    while True:
+        parts.append((yield from source.pattern(_IN_QUOTES[quote])))
+        following = yield from source.character()
+        source.at += len(following)
+        parts.append(following)
+        if following != "\\":
+            return following == quote
+        escaped = yield from source.character()
+        source.at += len(escaped)
+        parts.append(escaped)
+
+
+def _as_json(value: str) -> str:
+    """The JSON of a Python literal. What is none is JSON already, or becomes a string."""
+    found = literal(value)
+    if found is None:
+        found = plain(value)
+    return json.dumps(value, ensure_ascii=False) if found is None else found

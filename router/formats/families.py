@@ -1,0 +1,268 @@
+"""The formats of model families by name, and the choice of a model's formats from its chat template.
+
+Names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from router.formats.format import (
+    Channels,
+    JsonCall,
+    NamedCall,
+    OutputFormat,
+    PythonicCall,
+    TaggedCall,
+    ThinkingFormat,
+    ToolsFormat,
+)
+
+_BAR = "\uff5c"  # DeepSeek's full-width vertical line
+_DSML = f"{_BAR}DSML{_BAR}"
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
+_DEEPSEEK_CALL_BEGIN, _DEEPSEEK_CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁call▁end{_BAR}>"
+_DEEPSEEK_SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
+
+
+def _dsml(name: str, section: str) -> ToolsFormat:
+    return ToolsFormat(
+        name,
+        begin=f"<{_DSML}{section}>",
+        end=f"</{_DSML}{section}>",
+        calls=(
+            TaggedCall(
+                begin=f"<{_DSML}invoke name=",
+                name=re.compile(r'\s*"(?P<name>[^"<>]+)"\s*'),
+                name_end=">",
+                key_begin=f"<{_DSML}parameter name=",
+                key=re.compile(r'\s*"(?P<key>[^"]+)"(?:\s+string="(?P<is_string>true|false)")?\s*'),
+                key_end=">",
+                value_end=f"</{_DSML}parameter>",
+                end=f"</{_DSML}invoke>",
+            ),
+        ),
+        pieces=(_DSML,),
+    )
+
+
+_INSTRUCTION = """You can call tools. Each line between <tools> and </tools> describes one of them as JSON:
+<tools>
+{tools}
+</tools>
+To call a tool, write a JSON object with its name and its arguments between <tool_call> and </tool_call>:
+<tool_call>
+{"name": "the tool's name", "arguments": {"an argument's name": "its value"}}
+</tool_call>
+You may call several tools, each between tags of its own. Then stop: the results come in the next message. If no tool
+is needed, answer without a call."""
+
+_TOOLS = (
+    ToolsFormat(
+        "hermes",
+        begin="<tool_call>",
+        end="</tool_call>",
+        calls=(JsonCall(),),
+        instruction=_INSTRUCTION,
+        result="<tool_response>\n{text}\n</tool_response>",
+    ),
+    ToolsFormat(
+        "qwen3_coder",
+        begin="<tool_call>",
+        end="</tool_call>",
+        calls=(
+            TaggedCall(
+                begin="<function=",
+                name_end=">",
+                key_begin="<parameter=",
+                key_end=">",
+                value_end="</parameter>",
+                end="</function>",
+                trims=True,
+                bare=True,
+            ),
+        ),
+    ),
+    ToolsFormat(
+        "llama3_json",
+        begin="<|python_tag|>",
+        calls=(JsonCall(other_keys=("type", "id"), needs_arguments=True, separators=(";",)),),
+        bare="{",
+    ),
+    ToolsFormat("pythonic", calls=(PythonicCall(),), bare="["),
+    ToolsFormat("llama4_pythonic", begin="<|python_start|>", end="<|python_end|>", calls=(PythonicCall(),), bare="["),
+    ToolsFormat(
+        "mistral",
+        begin="[TOOL_CALLS]",
+        calls=(
+            JsonCall(list_begin="[", list_end="]", separators=(",",)),
+            NamedCall(id_begin="[CALL_ID]", name_ends=("[ARGS]",), brace_ends_name=True),
+        ),
+        ids="nine",
+    ),
+    ToolsFormat(
+        "deepseek_v3",
+        begin=_DEEPSEEK_BEGIN,
+        end=_DEEPSEEK_END,
+        calls=(
+            NamedCall(
+                begin=_DEEPSEEK_CALL_BEGIN,
+                end=_DEEPSEEK_CALL_END,
+                prefix=f"function{_DEEPSEEK_SEPARATOR}",
+                name_ends=("\n",),
+                fence=("```json", "```"),
+            ),
+        ),
+        pieces=(_DEEPSEEK_SEPARATOR,),
+    ),
+    ToolsFormat(
+        "deepseek_v31",
+        begin=_DEEPSEEK_BEGIN,
+        end=_DEEPSEEK_END,
+        calls=(NamedCall(begin=_DEEPSEEK_CALL_BEGIN, end=_DEEPSEEK_CALL_END, name_ends=(_DEEPSEEK_SEPARATOR,)),),
+    ),
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
+    ToolsFormat(
+        "glm45",
+        calls=(
+            TaggedCall(
+                begin="<tool_call>",
+                key_begin="<arg_key>",
+                key_end="</arg_key>",
+                value_begin="<arg_value>",
+                value_end="</arg_value>",
+                end="</tool_call>",
+            ),
+        ),
+    ),
+    ToolsFormat(
+        "kimi_k2",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+        calls=(
+            NamedCall(
+                begin="<|tool_call_begin|>",
+                end="<|tool_call_end|>",
+                name=re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?"),
+                is_id=True,
+                name_ends=("<|tool_call_argument_begin|>",),
+            ),
+        ),
+        ids="counted",
+    ),
+    ToolsFormat(
+        "minimax_m2",
+        begin="<minimax:tool_call>",
+        end="</minimax:tool_call>",
+        calls=(
+            TaggedCall(
+                begin="<invoke name=",
+                name=re.compile(r"""\s*(?P<quote>["']?)(?P<name>[^\s"'<>]+)(?P=quote)\s*"""),
+                name_end=">",
+                key_begin="<parameter name=",
+                key=re.compile(r"""\s*(?P<quote>["']?)(?P<key>[^"'<>]+)(?P=quote)\s*"""),
+                key_end=">",
+                value_end="</parameter>",
+                end="</invoke>",
+                trims=True,
+            ),
+        ),
+    ),
+)
+_THINKING = (
+    ThinkingFormat("deepseek_r1"),
+    ThinkingFormat("qwen3"),
+    ThinkingFormat("mistral", "[THINK]", "[/THINK]"),
+    ThinkingFormat("granite", "<|start_of_thinking|>", "<|end_of_thinking|>"),
+    ThinkingFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ThinkingFormat("kimi", "◁think▷", "◁/think▷"),
+)
+TOOLS: Mapping[str, ToolsFormat] = {format.name: format for format in _TOOLS}
+THINKING: Mapping[str, ThinkingFormat] = {format.name: format for format in _THINKING}
+HARMONY = "openai"
+PARSERS = "auto", "none", HARMONY  # names beyond those of the formats
+# The first entry whose texts all occur in a template tells how its model writes calls.
+_TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((f"{_DSML}function_calls",), "deepseek_v32"),
+    ((f"{_DSML}tool_calls",), "deepseek_v4"),
+    ((_DEEPSEEK_BEGIN, "```json"), "deepseek_v3"),
+    ((_DEEPSEEK_BEGIN,), "deepseek_v31"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|python_start|>",), "llama4_pythonic"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters": dictionary of argument name and its value',), "llama3_json"),
+    (("[func_name1(", "<|header_start|>"), "llama4_pythonic"),
+    (("[func_name1(",), "pythonic"),
+)
+_CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no template
+    "mistral": "mistral", "mistral3": "mistral", "mixtral": "mistral", "deepseek_v32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2",
+}  # fmt: skip
+
+
+def choose(
+    tool_call_parser: str,
+    reasoning_parser: str,
+    template: str | None,
+    token_of: Callable[[str], int | None] = lambda token: None,
+    config: Mapping[str, Any] | None = None,
+) -> OutputFormat:
+    """The format of a model's answers by the names of its parsers: `auto` for what `detect` finds, `none` for text.
+    Raises KeyError for an unknown name."""
+    found = detect(template, token_of, config)
+    if HARMONY in (tool_call_parser, reasoning_parser):
+        return OutputFormat(channels=Channels()).bound(token_of)
+    if (tool_call_parser, reasoning_parser) == ("auto", "auto"):
+        return found
+    tools = found.tools if tool_call_parser == "auto" else TOOLS.get(tool_call_parser)
+    thinking = found.thinking if reasoning_parser == "auto" else THINKING.get(reasoning_parser)
+    for name, known in ((tool_call_parser, TOOLS), (reasoning_parser, THINKING)):
+        if name not in ("auto", "none") and name not in known:
+            raise KeyError(name)
+    return OutputFormat(tools=tools, thinking=thinking).bound(token_of)
+
+
+def named(tools: str | None, thinking: str | None) -> OutputFormat:
+    """The format with these names, None for none. `openai` is harmony, which is both. Raises KeyError for an unknown
+    name."""
+    if HARMONY in (tools, thinking):
+        return OutputFormat(channels=Channels())
+    return OutputFormat(
+        tools=None if tools is None else TOOLS[tools], thinking=None if thinking is None else THINKING[thinking]
+    )
+
+
+def detect(
+    template: str | None,
+    token_of: Callable[[str], int | None] = lambda token: None,
+    config: Mapping[str, Any] | None = None,
+) -> OutputFormat:
+    """The format of a model's answers, bound to its vocabulary.
+
+    - `template`: the source of its chat template.
+    - `token_of`: the id of the added token with a given text, None if there is none.
+    - `config`: the content of its `config.json`; counts where the template tells nothing.
+
+    A model whose template has no tools gets `hermes`, whose `instruction` describes them in a system message. Thinking
+    is looked for only where the template or the vocabulary has its markers.
+    """
+    source = template or ""
+    model_type = str((config or {}).get("model_type", ""))
+    channels = Channels()
+    if (channels.channel in source and channels.message in source) or model_type == "gpt_oss":
+        return OutputFormat(channels=channels).bound(token_of)
+    found = next((name for texts, name in _TEMPLATE_TELLS if all(text in source for text in texts)), None)
+    tools = TOOLS[found or _CONFIG_TELLS.get(model_type, "hermes")]
+    thinking = next((each for each in _THINKING if each.begin in source or each.end in source), None)
+    if thinking is None:
+        in_vocabulary = (
+            each for each in _THINKING if token_of(each.begin) is not None and token_of(each.end) is not None
+        )
+        thinking = next(in_vocabulary, None)
+    return OutputFormat(tools=tools, thinking=thinking).bound(token_of)

@@ -1,0 +1,257 @@
+"""The lexer: turns the text of an answer, as it comes, into text, thinking, and calls of tools.
+
+    lexer = Lexer(format, tools, thinks=True)
+    deltas = lexer.push("So the user wants")
+    ...
+    deltas += lexer.flush()
+
+- The deltas, joined, depend only on the text and its marks, never on where the text is cut.
+- White space alone between thinking, calls and the end is markup, and is dropped. So are the lines' ends at both ends
+  of thinking, and those before the text that follows it.
+- Thinking begins where a token says so. Where markers are no tokens, only at the beginning of the answer.
+- A call may begin in thinking, and then ends it, if the marker is a token.
+- A call without markers may be of any tool where it begins the answer, and elsewhere of a known tool only.
+- What looks like a call and is none, before its name is known, is text, markers included. Afterwards it is a call, and
+  what is wrong in it is passed on as its arguments, or comes back as text after it.
+- A call of a tool that was not given is a call all the same: the protocol decides what to do with it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from router.conversation import Tool
+from router.deltas import Delta, TextDelta, ThinkingDelta
+from router.formats.calls import read_call
+from router.formats.channels import read_channels
+from router.formats.format import CallSyntax, JsonCall, OutputFormat, TaggedCall, ThinkingFormat, ToolsFormat
+from router.formats.reader import AnswerReader
+from router.formats.source import Reading
+
+_NO_TOOLS = ToolsFormat("")
+_NOTHING: Mapping[int, int] = {}
+
+
+class Lexer:
+    """Reads one answer.
+
+    - `thinks`: the prompt has opened the thinking, so the answer begins inside it.
+    - `calls`: whether calls are looked for. Otherwise their text is text.
+    """
+
+    def __init__(
+        self, format: OutputFormat, tools: Sequence[Tool] = (), *, thinks: bool = False, calls: bool = True
+    ) -> None:
+        self._reader = AnswerReader(format, tools)
+        self._source = self._reader.source
+        self._thinking = format.thinking
+        self._tools = format.tools if calls and format.tools is not None else _NO_TOOLS
+        self._is_first = True  # nothing of the answer has come yet
+        self._in_section = False
+        self._has_called = False
+        self._steps = (
+            self._read(thinks) if format.channels is None else read_channels(self._reader, format.channels, calls)
+        )
+        next(self._steps)
+
+    def push(self, text: str, marks: Mapping[int, int] = _NOTHING) -> list[Delta]:
+        """Returns what is certain after more text. `marks`: for each marker that one token wrote, its offset in the
+        whole text, and the number of output tokens before it. They come with the marker's first character, or
+        earlier."""
+        source = self._source
+        if (plain := self._reader.plain) is not None and not marks and not source.marks:
+            delta, pattern = plain
+            if pattern is None or pattern.search(text) is None:
+                # All text so far is consumed, so it does not matter that `source` lacks this one.
+                source.base += len(text)
+                return [delta(text)] if text else []
+        source.feed(text, marks)
+        return self._step()
+
+    def flush(self) -> list[Delta]:
+        """Returns what was held back. No more text comes."""
+        self._source.ended = True
+        return self._step()
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether more text would be thinking."""
+        return self._reader.is_thinking
+
+    def thinking_tokens(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` output tokens are thinking, markers not counted. 0 where markers are no
+        tokens."""
+        return self._reader.thinking_tokens_of(num_tokens)
+
+    def _step(self) -> list[Delta]:
+        self._reader.plain = None
+        next(self._steps, None)
+        out, self._reader.out = self._reader.out, []
+        return out
+
+    # ---------------------------------------------------------------- text and thinking
+
+    def _read(self, thinks: bool) -> Reading[None]:
+        reader, source = self._reader, self._source
+        if thinks and self._thinking is not None:
+            reader.open_thinking(0 if self._thinking.end in reader.format.bound_markers else None)
+            yield
+            yield from self._think(self._thinking, opened=True)
+            self._is_first = False
+        else:
+            yield
+        has_text = False
+        while True:
+            start = source.keep()
+            yield from source.space()
+            if not (yield from source.character()):
+                if not self._has_called:
+                    reader.text(source.since(start))
+                return
+            marker = yield from source.sees(*self._markers())
+            if (yield from self._special(marker, may_be_bare=not has_text)):
+                self._is_first = False
+                continue
+            # No markup: the white space is text, and so is the first character, even if a marker begins there.
+            end = source.at + 1
+            source.go_to(start)
+            source.release()
+            reader.text(source.take(end))
+            self._is_first = False
+            has_text = True
+            while True:
+                found = yield from reader.stream(TextDelta, *self._markers())
+                if found is None:
+                    return
+                source.keep()
+                if (yield from self._special(found, may_be_bare=False)):
+                    break
+                source.release()
+                reader.text(source.take(source.at + 1))
+
+    def _markers(self) -> tuple[str, ...]:
+        """Markers that end the text here."""
+        tools, thinking = self._tools, self._thinking
+        marks = [tools.begin]
+        if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):
+            marks.append(thinking.begin)
+        if self._in_section:
+            marks.append(tools.end)
+        for call in tools.calls:
+            if self._in_section or not tools.begin or (isinstance(call, TaggedCall) and call.bare):
+                marks.append(call.begin)
+        marks.append(tools.bare)
+        return tuple(dict.fromkeys(filter(None, marks)))
+
+    def _special(self, marker: str, may_be_bare: bool) -> Reading[bool]:
+        """Reads what begins with a marker; empty for none. Returns whether it was thinking, calls or a section's end.
+        If not, the source is where it was. Somewhere before that, the text is kept. `may_be_bare`: here, a call without
+        markers may be of any tool."""
+        source, tools, thinking = self._source, self._tools, self._thinking
+        if thinking is not None and marker == thinking.begin:
+            before = source.marks.get(source.offset)
+            source.at += len(marker)
+            source.release()
+            self._reader.open_thinking(None if before is None else before + 1)
+            yield from self._think(thinking)
+            return True
+        if self._in_section and marker == tools.end:
+            source.at += len(marker)
+            source.release()
+            self._in_section = False
+            return True
+        if not marker:
+            return False
+        start, kept = source.offset, source.kept
+        begins_section = marker == tools.begin
+        if begins_section:
+            source.at += len(marker)
+            yield from source.space()
+            known_only = False
+        elif marker == tools.bare:
+            known_only = not may_be_bare or self._has_called
+        else:
+            known_only = bool(tools.begin) and not self._in_section
+        syntax = yield from self._call(known_only)
+        if syntax is None:
+            source.kept = kept
+            source.go_to(start)
+            return False
+        self._in_section |= bool(tools.end) and marker in (tools.begin, tools.bare)
+        yield from self._more_calls(syntax)
+        return True
+
+    def _think(self, thinking: ThinkingFormat, opened: bool = False) -> Reading[None]:
+        """Reads thinking up to its end, and the lines' ends around that. `opened`: by the prompt, and the model may do
+        so once more."""
+        reader, source = self._reader, self._source
+        yield from source.newlines()
+        if opened and (yield from source.accept(thinking.begin)):
+            yield from source.newlines()
+        begins = (self._tools.begin, *(call.begin for call in self._tools.calls))
+        tokens = dict.fromkeys(mark for mark in begins if mark in reader.format.bound_markers)
+        markers = reader.format.marker_set(thinking.end, *tokens)
+        while True:
+            at, marker = source.find(markers)
+            ended = marker is None and source.ended
+            reader.thinking(source.take(at if ended else max(source.at, len(source.text[:at].rstrip("\n")))))
+            if ended:
+                return
+            if marker is None:
+                if source.at == len(source.text):
+                    reader.plain = ThinkingDelta, markers.firsts_and_newline
+                yield
+                continue
+            start = source.keep()
+            source.at = at
+            reader.tokens_before_call = source.marks.get(source.offset)
+            if marker == thinking.end:
+                reader.close_thinking(reader.tokens_before_call)
+                source.at += len(marker)
+                source.release()
+                yield from source.newlines()
+                return
+            if (yield from self._special(marker, may_be_bare=False)):
+                return
+            end = source.at + 1
+            source.go_to(start)
+            source.release()
+            reader.thinking(source.take(end))
+
+    # ---------------------------------------------------------------- calls
+
+    def _call(self, known_only: bool) -> Reading[CallSyntax | None]:
+        """Reads a call in one of the format's forms, and returns the form; None if there is no call, and the source is
+        where it was. `known_only`: of a known tool."""
+        source = self._source
+        start, kept = source.offset, source.kept
+        for syntax in self._tools.calls:
+            if (yield from read_call(self._reader, self._tools, syntax, known_only)):
+                self._has_called = True
+                return syntax
+            source.kept = kept
+            source.go_to(start)
+        return None
+
+    def _more_calls(self, syntax: CallSyntax) -> Reading[None]:
+        """Reads the calls that follow in the same section, and its end."""
+        source, tools = self._source, self._tools
+        is_list = True
+        while True:
+            start = source.keep()
+            yield from source.space()
+            if self._in_section and (yield from source.accept(tools.end)):
+                self._in_section = False
+                source.release()
+                return
+            if is_list and (yield from source.accept(syntax.list_end)):
+                is_list = False
+                continue
+            if is_list:
+                follows = yield from source.accept(*syntax.separators)
+                yield from source.space()
+                if (follows or self._in_section or syntax.begin or isinstance(syntax, JsonCall)) and (
+                    yield from self._call(known_only=not follows and bool(tools.begin) and not self._in_section)
+                ):
+                    continue
+            source.go_to(start)
+            source.release()
+            return

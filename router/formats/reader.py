@@ -1,0 +1,230 @@
+"""The part that all formats share: where their readers read, where deltas go, and JSON that is still being written."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from router.conversation import Tool
+from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
+from router.formats.format import Markers, OutputFormat
+from router.formats.source import Reading, Source
+from router.formats.typed_values import as_object, is_text
+
+_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_ENDS_STRING = re.compile(r'["\\]')
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_SCALAR = re.compile(r"[-+.\w]*")
+_IS_SCALAR = re.compile(r"null|true|false|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_CLOSES = {"{": "}", "[": "]"}
+
+
+class AnswerReader:
+    """An answer while it is read: the source, and the deltas so far.
+
+    | attribute | meaning |
+    | --- | --- |
+    | `index` | calls that have begun |
+    | `plain` | what makes a delta of text that does not match a pattern; None if all text must be read first |
+    | `is_thinking` | the text here is thinking |
+    | `thinking_tokens` | tokens of thinking that has ended, where the format's markers are tokens |
+
+    A call is written in three steps. Before `begin`, a reader may go back, and all is text. After it, everything up to
+    the call's end belongs to the call.
+    """
+
+    def __init__(self, format: OutputFormat, tools: Sequence[Tool]) -> None:
+        self.format = format
+        self.tools = {tool.name: tool for tool in tools}
+        self.source = Source(format)
+        self.out: list[Delta] = []
+        self.index = 0
+        self.plain: tuple[Callable[[str], Delta], re.Pattern[str] | None] | None = None
+        self.is_thinking = False
+        self.thinking_tokens = 0
+        self.tokens_before_call: int | None = None
+        self._thinking_since: int | None = None
+
+    def text(self, text: str) -> None:
+        if text:
+            self.out.append(TextDelta(text))
+
+    def thinking(self, text: str) -> None:
+        if text:
+            self.out.append(ThinkingDelta(text))
+
+    def open_thinking(self, tokens: int | None) -> None:
+        """Thinking begins. `tokens`: output tokens before it; None where markers are no tokens."""
+        self.is_thinking = True
+        self._thinking_since = tokens
+
+    def close_thinking(self, tokens: int | None) -> None:
+        """Thinking has ended. `tokens`: output tokens before the marker; None where markers are no tokens."""
+        self.is_thinking = False
+        if tokens is not None and self._thinking_since is not None:
+            self.thinking_tokens += max(0, tokens - self._thinking_since)
+        self._thinking_since = None
+
+    def thinking_tokens_of(self, num_tokens: int) -> int:
+        """Tokens of thinking among the first `num_tokens` of the output, thinking that goes on included."""
+        since = self._thinking_since
+        return self.thinking_tokens + (0 if since is None else max(0, num_tokens - since))
+
+    def stream(self, kind: type[TextDelta] | type[ThinkingDelta], *ends: str) -> Reading[str | None]:
+        """Passes on what comes before one of the markers, and returns that; None at the end of the text."""
+        source, markers = self.source, self.format.marker_set(*ends)
+        while True:
+            at, marker = source.find(markers)
+            if at > source.at:
+                self.out.append(kind(source.take(at)))
+            if marker is not None or source.ended:
+                return marker
+            if source.at == len(source.text):
+                self.plain = kind, markers.firsts
+            yield
+
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """The call begins; there is no way back from here. Thinking before it has ended."""
+        if self.is_thinking:
+            self.close_thinking(self.tokens_before_call)
+        self.source.release()
+        self.out.append(CallBegin(self.index, name, call_id))
+        self.index += 1
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self.out.append(CallArguments(self.index - 1, text))
+
+    def end(self) -> None:
+        self.out.append(CallEnd(self.index - 1))
+
+    def read_arguments(self, ends: tuple[str, ...]) -> Reading[bool]:
+        """Passes the arguments of the call on, JSON that comes next. `ends`: markers after them, never inside. Returns
+        whether the call has ended.
+
+        JSON without end is passed on up to a marker, and so is what is no JSON: the model ended the call there, and
+        nothing is lost. Only the end of the text leaves a call open.
+        """
+        source = self.source
+        yield from source.space()
+        if not (first := (yield from source.character())):
+            return False
+        if (yield from source.sees(*ends)):
+            self.arguments("{}")
+            self.end()
+            return True
+        if first in "{[":
+            complete = yield from self.read_value(self.arguments, ends, to_arguments=True)
+        else:
+            parts: list[str] = []
+            complete = yield from self.read_value(parts.append, ends)
+            self.arguments(as_object("".join(parts)) if complete else "".join(parts))
+        if not complete:
+            return (yield from self.read_raw(ends))
+        self.end()
+        return True
+
+    def read_raw(self, ends: tuple[str, ...]) -> Reading[bool]:
+        """Passes on as arguments what comes before one of the markers. Returns whether there was one."""
+        source, markers = self.source, self.format.marker_set(*ends)
+        while True:
+            at, marker = source.find(markers)
+            self.arguments(source.take(at))
+            if marker is not None:
+                self.end()
+                return True
+            if source.ended:
+                return False
+            yield
+
+    def read_value(
+        self, emit: Callable[[str], None], ends: tuple[str, ...], to_arguments: bool = False
+    ) -> Reading[bool]:
+        """Reads a JSON value to its end, and emits its text piece by piece. Brackets and strings are followed, the rest
+        is not checked. Returns False where the value breaks off: before a bracket that closes another, before a marker
+        outside strings, at the end of the text."""
+        source, markers = self.source, self.format.marker_set(*ends)
+        first = yield from source.character()
+        if first and first not in '"{[':
+            scalar = yield from source.pattern(_SCALAR)
+            emit(scalar)
+            return _IS_SCALAR.fullmatch(scalar) is not None
+        brackets: list[str] = []  # that close the open ones
+        in_string = is_broken = False
+        while True:
+            text, at = source.text, source.at
+            limit = len(text)
+            while at < limit:
+                if in_string:
+                    at = _end(_STRING.match(text, at))
+                    if at == limit or text[at] != '"':  # cut, perhaps after a backslash
+                        break
+                    in_string = False
+                else:
+                    place = _start(_STRUCTURE.search(text, at), limit)
+                    stop, marker = self._stop(markers, at, place)
+                    at = min(stop, place)
+                    if at == limit or stop <= place:
+                        is_broken = marker is not None
+                        break
+                    if text[at] == '"':
+                        in_string = True
+                    elif text[at] in _CLOSES:
+                        brackets.append(_CLOSES[text[at]])
+                    elif brackets and brackets[-1] == text[at]:
+                        brackets.pop()
+                    else:
+                        is_broken = True
+                        break
+                at += 1
+                if not in_string and not brackets:
+                    emit(source.take(at))
+                    return True
+            emit(source.take(at))
+            if is_broken or source.ended:
+                if not is_broken:
+                    emit(source.take(limit))
+                return False
+            if to_arguments and in_string and source.at == limit:
+                self.plain = partial(CallArguments, self.index - 1), _ENDS_STRING
+            yield
+
+    def _stop(self, markers: Markers, start: int, place: int) -> tuple[int, str | None]:
+        """The first marker from `start` on, or what may become one, and the marker. None up to `place` is missed."""
+        source = self.source
+        if not markers.tokens and (
+            markers.firsts is None or markers.firsts.search(source.text, start, place + 1) is None
+        ):
+            return len(source.text), None
+        before, source.at = source.at, start
+        found = source.find(markers)
+        source.at = before
+        return found
+
+    def read_string(self) -> Reading[str | None]:
+        """Reads a JSON string, and returns what it stands for; None if there is none."""
+        source = self.source
+        if not (yield from source.accept('"')):
+            return None
+        while True:
+            end = _end(_STRING.match(source.text, source.at))
+            if source.text[end : end + 1] == '"':
+                raw = source.take(end)
+                source.at += 1
+                try:
+                    text = str(json.loads(f'"{raw}"', strict=False))
+                except ValueError:
+                    return None
+                return text if is_text(text) else None
+            if source.ended:
+                return None
+            yield
+
+
+def _end(match: re.Match[str] | None) -> int:
+    assert match is not None
+    return match.end()
+
+
+def _start(match: re.Match[str] | None, otherwise: int) -> int:
+    return otherwise if match is None else match.start()

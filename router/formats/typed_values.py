@@ -1,0 +1,128 @@
+"""Values that a model wrote as plain text, made JSON by the schema of the tool's parameter."""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NAMES = {
+    "str": "string", "text": "string", "varchar": "string", "char": "string", "enum": "string",
+    "int": "integer", "float": "number", "double": "number", "bool": "boolean",
+    "dict": "object", "map": "object", "list": "array", "tuple": "array",
+}  # fmt: skip
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_DEPTH = 16  # references and unions further down are not followed
+
+
+def value_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
+    """The JSON types that a schema of an object allows for one property. Without any word on it: string."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    return frozenset(_types(schema, parameters, _DEPTH)) or frozenset({"string"})
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return set()
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return {_NAMES.get(declared.lower(), declared.lower())}
+    if isinstance(declared, list):
+        return {_NAMES.get(str(name).lower(), str(name).lower()) for name in declared}
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_resolved(reference, root), root, depth - 1)
+    for union in ("anyOf", "oneOf", "allOf"):
+        if isinstance(parts := schema.get(union), list):
+            return set().union(*(_types(part, root, depth - 1) for part in parts))
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
+    if values:
+        return {_type_of(value) for value in values}
+    return {"object"} if "properties" in schema else {"array"} if "items" in schema else set()
+
+
+def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value as text. Valid JSON stays as written. What fits no type becomes a string."""
+    value = text.strip()
+    if (value == "null" and "null" in types) or (value.lower() in ("null", "none") and "string" not in types):
+        return "null"
+    number = _NUMBER.fullmatch(value) if types & {"integer", "number"} else None
+    if number is not None and ("number" in types or not (number[1] or number[2])) and math.isfinite(float(value)):
+        return value
+    if "boolean" in types and value.lower() in ("true", "false"):
+        return value.lower()
+    if not types.issubset({"string", "integer", "number", "boolean", "null"}):
+        nested = _nested(value)
+        if nested is not None:
+            return nested
+    return json.dumps(text, ensure_ascii=False)
+
+
+def plain(text: str) -> str | None:
+    """`text` without white space around it, if it is valid JSON; otherwise None."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return text.strip()
+
+
+def _nested(value: str) -> str | None:
+    if (as_json := plain(value)) is not None:
+        return as_json
+    return literal(value)  # some models write Python's
+
+
+def literal(value: str) -> str | None:
+    """The JSON of a Python literal; None if it is none, or none that JSON has."""
+    try:
+        found = ast.literal_eval(value)
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        return text if is_text(text) else json.dumps(found)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be sent: half of a surrogate pair, which an escape may stand for, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(constant)
+
+
+def as_object(raw: str) -> str:
+    """Arguments as the model wrote them, made an object where that is clear: none at all or null is an empty one, and
+    one inside a JSON string is unwrapped."""
+    if raw in ("null", ""):
+        return "{}"
+    if raw.startswith('"'):
+        try:
+            inner = json.loads(raw, strict=False)
+        except ValueError:
+            return raw
+        if not inner.strip():
+            return "{}"
+        if inner.lstrip().startswith("{") and is_text(inner):
+            return str(inner).strip()
+    return raw

@@ -1,0 +1,157 @@
+"""Reads the messages and tools of a chat completions request into a `Conversation`."""
+
+import base64
+import binascii
+from collections.abc import Sequence
+
+from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
+from router.errors import ApiError, invalid
+from router.requests import (
+    AllowedTools,
+    AudioPart,
+    ChatMessage,
+    ChatRequest,
+    ChooseTools,
+    FilePart,
+    FunctionTool,
+    ImagePart,
+    NamedTool,
+    Part,
+    RefusalPart,
+    TextPart,
+    TokenizeRequest,
+    VideoPart,
+)
+
+
+def chat_conversation(request: ChatRequest) -> Conversation:
+    """The conversation of a request. Raises ApiError, which names the parameter at fault."""
+    tools = read_tools(request.tools)
+    return Conversation(
+        messages=read_messages(request.messages),
+        tools=tools,
+        choice=_choice(request.tool_choice, tools),
+        parallel=request.parallel_tool_calls is not False,
+        thinking=Thinking(
+            enabled=None if request.reasoning_effort is None else request.reasoning_effort != "none",
+            effort=request.reasoning_effort,
+            budget=request.thinking_token_budget,
+        ),
+        arguments=request.chat_template_kwargs or {},
+    )
+
+
+def tokenized_conversation(request: TokenizeRequest) -> Conversation:
+    """The conversation whose tokens a client asks for. Raises ApiError."""
+    return Conversation(
+        messages=read_messages(request.messages or []),
+        tools=read_tools(request.tools),
+        arguments=request.chat_template_kwargs or {},
+    )
+
+
+def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """The messages. Raises ApiError."""
+    read: list[Message] = []
+    tool_names: dict[str, str] = {}  # by the id of a call
+    for number, message in enumerate(messages):
+        path = f"messages[{number}]"
+        read.append(_message(message, path, tool_names))
+        tool_names |= {call.id: call.name for call in read[-1].calls}
+    return tuple(read)
+
+
+def read_tools(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
+    """The tools. Raises ApiError for two of one name."""
+    read: list[Tool] = []
+    for number, tool in enumerate(tools or ()):
+        function = tool.function
+        if any(function.name == other.name for other in read):
+            raise invalid(f"Two tools are called {function.name!r}.", f"tools[{number}].function.name")
+        parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
+        read.append(Tool(function.name, function.description or "", parameters, bool(function.strict)))
+    return tuple(read)
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
+    """The choice. Raises ApiError if it needs tools that are not there."""
+    names = {tool.name for tool in tools}
+    if missing := sorted(set(choice.names) - names):
+        raise invalid(f"'tool_choice' names {missing[0]!r}, which is none of the 'tools'.", "tool_choice")
+    if choice.mode == "required" and not tools:
+        raise invalid("'tool_choice' asks for a call, but there are no 'tools'.", "tool_choice")
+    return choice
+
+
+def _choice(choice: ChooseTools | None, tools: Sequence[Tool]) -> ToolChoice:
+    match choice:
+        case None:
+            return ToolChoice()
+        case NamedTool(function=function):
+            return check_choice(ToolChoice("required", (function.name,)), tools)
+        case AllowedTools(allowed_tools=allowed):
+            return check_choice(ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools)), tools)
+        case mode:
+            return check_choice(ToolChoice(mode), tools)
+
+
+def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Message:
+    role = "system" if message.role == "developer" else message.role
+    text = _text(message.content, f"{path}.content")
+    if role != "assistant":
+        for name in ("tool_calls", "reasoning_content", "reasoning"):
+            if getattr(message, name):
+                raise invalid(f"Only a message of role 'assistant' has {name!r}.", f"{path}.{name}")
+    if role == "tool":
+        if message.tool_call_id is None:
+            raise invalid(f"Missing required parameter: '{path}.tool_call_id'.", f"{path}.tool_call_id")
+        tool = message.name or tool_names.get(message.tool_call_id)
+        return Message(role, text or "", call_id=message.tool_call_id, name=tool)
+    if message.tool_call_id is not None:
+        raise invalid("Only a message of role 'tool' has 'tool_call_id'.", f"{path}.tool_call_id")
+    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
+    if text is None and not calls:
+        text = message.refusal
+    if text is None and not calls:
+        raise invalid(f"Missing required parameter: '{path}.content'.", f"{path}.content", "missing_required_parameter")
+    thinking = message.reasoning_content or message.reasoning or ""
+    return Message(role, text or "", thinking, calls, name=message.name)
+
+
+def _text(content: str | Sequence[Part] | None, path: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join(_part(part, f"{path}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: Part, path: str) -> str:
+    match part:
+        case TextPart(text=text):
+            return text
+        case RefusalPart(refusal=text):
+            return text
+        case FilePart(file=file):
+            return text_of_file(file.file_data, f"{path}.file.file_data")
+        case ImagePart():
+            raise unsupported_part("images", path)
+        case AudioPart():
+            raise unsupported_part("audio", path)
+        case VideoPart():
+            raise unsupported_part("video", path)
+
+
+def unsupported_part(kind: str, path: str) -> ApiError:
+    """The error for a part of a message that no model here takes."""
+    return invalid(f"This model takes no {kind}: leave {path!r} out.", path, "unsupported_content")
+
+
+def text_of_file(data: str | None, path: str) -> str:
+    """The text of a file that is sent in base64, with or without the beginning of a data URL. Raises ApiError."""
+    if data is None:
+        raise invalid(f"Missing required parameter: {path!r}.", path, "missing_required_parameter")
+    head, comma, body = data.partition(",")
+    try:
+        content = base64.b64decode(body if comma and head.startswith("data:") else data, validate=True)
+        return content.decode()
+    except (binascii.Error, ValueError):
+        raise invalid(f"{path!r} is not a text (UTF-8) in base64: only files of text are taken.", path) from None

@@ -1,0 +1,141 @@
+"""The routes of Anthropic's Messages."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from time import perf_counter
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from router import openapi
+from router.body import read_body
+from router.config import RouterConfig
+from router.defaults import SamplingDefaults
+from router.formats.format import OutputFormat
+from router.generation import Format
+from router.prepared_request import PreparedRequest, conversation_job, conversation_prompt
+from router.protocols.messages_reader import generation_request, messages_conversation
+from router.protocols.messages_types import (
+    AnthropicError,
+    AnthropicModel,
+    AnthropicModelPage,
+    AssistantTurn,
+    CountTokensRequest,
+    InputTokens,
+    MessageAnswer,
+    MessagesRequest,
+    ThinkingAdaptive,
+    ThinkingEnabled,
+)
+from router.protocols.messages_writer import MessagesFormat
+from router.service import Service
+from router.tokenizer import Tokenizer
+
+Answer = Callable[[Request, bool, PreparedRequest, Format], Awaitable[Response]]
+
+FORM_PARAM = "output_config.format"
+_EVENTS = "server-sent events: message_start, ping, content_block_start, content_block_delta, ..., message_stop"
+_ERRORS = (400, 401, 404, 408, 413, 415, 500)
+
+
+def messages_routes(
+    service: Service, config: RouterConfig, answer: Answer, check_model: Callable[[str], None]
+) -> APIRouter:
+    """`/v1/messages` and what is below. `answer` runs a job and answers the request with a format's bytes.
+    `check_model` raises ApiError for a model that is not served."""
+    routes = APIRouter(tags=["generation"])
+
+    @routes.post(
+        "/v1/messages",
+        openapi_extra=openapi.body(MessagesRequest),
+        responses=openapi.answers(MessageAnswer, *_ERRORS, 429, 503, events=_EVENTS, error=AnthropicError),
+    )
+    async def messages(request: Request) -> Response:
+        """Answers a conversation by Anthropic's protocol, as a whole or as a stream."""
+        arrived = perf_counter()
+        body, size = await read_body(request, MessagesRequest, config.max_body_bytes, config.body_timeout_s)
+        check_model(body.model)
+        job = await service.in_thread(
+            size,
+            messages_job,
+            body,
+            service.defaults,
+            service.output_format,
+            service.tokenizer,
+            service.context_length,
+            arrived,
+        )
+        return await answer(request, bool(body.stream), job, messages_format(body, job, service.model))
+
+    @routes.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=openapi.body(CountTokensRequest),
+        responses=openapi.answers(InputTokens, *_ERRORS, error=AnthropicError),
+    )
+    async def count_tokens(request: Request) -> Response:
+        """The number of tokens that a conversation has as a prompt."""
+        body, size = await read_body(request, CountTokensRequest, config.max_body_bytes, config.body_timeout_s)
+        check_model(body.model)
+        count = await service.in_thread(size, input_tokens, body, service.output_format, service.tokenizer)
+        return Response(msgspec.json.encode(InputTokens(count)), media_type="application/json")
+
+    return routes
+
+
+def messages_job(
+    request: MessagesRequest,
+    defaults: SamplingDefaults,
+    format: OutputFormat,
+    tokenizer: Tokenizer,
+    context_length: int,
+    arrived: float,
+) -> PreparedRequest:
+    """Prepares a request: renders the template and tokenises. Slow: run it in a thread. Raises ApiError."""
+    job = conversation_job(
+        messages_conversation(request),
+        defaults.complete(generation_request(request)),
+        format,
+        tokenizer,
+        context_length,
+        1,
+        arrived,
+        id_prefix="msg_",
+        max_tokens=request.max_tokens,
+        max_tokens_param="max_tokens",
+        cut_at_context=True,
+    )
+    if job.grammar_param == "response_format":
+        job = replace(job, grammar_param=FORM_PARAM)
+    return replace(job, discard=request.max_tokens == 0)
+
+
+def messages_format(request: MessagesRequest, job: PreparedRequest, model: str) -> MessagesFormat:
+    """The writer of the answer to a request."""
+    thinking = request.thinking
+    return MessagesFormat(
+        job,
+        model,
+        max_tokens=request.max_tokens,
+        continues=isinstance(request.messages[-1], AssistantTurn),
+        shows_thinking=not (isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) and thinking.display == "omitted"),
+    )
+
+
+def input_tokens(request: CountTokensRequest, format: OutputFormat, tokenizer: Tokenizer) -> int:
+    """The number of tokens of a conversation, as its answer's prompt. Slow: run it in a thread. Raises ApiError."""
+    _, token_ids = conversation_prompt(messages_conversation(request), format, tokenizer)
+    return len(token_ids)
+
+
+def anthropic_model(name: str, created: int, context_length: int) -> AnthropicModel:
+    """The model, as Anthropic describes models. `created`: seconds since 1970."""
+    at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return AnthropicModel(
+        id=name, display_name=name, created_at=at, max_input_tokens=context_length, max_tokens=context_length
+    )
+
+
+def anthropic_models(*models: AnthropicModel) -> AnthropicModelPage:
+    """Models, as a page of Anthropic's list."""
+    return AnthropicModelPage(data=list(models), first_id=models[0].id, last_id=models[-1].id)

@@ -1,0 +1,272 @@
+# ruff: noqa: E501
+"""Answers as models write them, well and badly, and what they stand for: the cases that the parsers of vLLM and SGLang
+are tested with, format by format, and those that parsers are known to have failed at.
+
+A case is a name, the answer, and what it stands for: texts, thinking as `("thinking", text)`, calls as a name and
+arguments. Arguments as a dict are compared as JSON, as a string verbatim. A call that the answer breaks off has a third
+part, `"open"`.
+"""
+
+from typing import Any
+
+BAR = "\uff5c"
+CALLS, CALLS_END = f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>"
+CALL, CALL_END, SEP = f"<{BAR}tool▁call▁begin{BAR}>", f"<{BAR}tool▁call▁end{BAR}>", f"<{BAR}tool▁sep{BAR}>"
+DSML = f"{BAR}DSML{BAR}"
+KIMI, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+WEATHER = {"city": "Oslo", "days": 3}
+Case = tuple[str, str, list[Any]]
+
+
+def v3(name: str, text: str) -> str:
+    return f"{CALL}function{SEP}{name}\n```json\n{text}\n```{CALL_END}"
+
+
+def v31(name: str, text: str) -> str:
+    return f"{CALL}{name}{SEP}{text}{CALL_END}"
+
+
+def kimi(name: str, text: str) -> str:
+    return f"<|tool_call_begin|>{name} <|tool_call_argument_begin|> {text}<|tool_call_end|>"
+
+
+def qwen(name: str, *pairs: tuple[str, str]) -> str:
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+def dsml(name: str, *triples: tuple[str, str, str]) -> str:
+    inside = "".join(
+        f'<{DSML}parameter name="{key}" string="{is_string}">{value}</{DSML}parameter>\n'
+        for key, is_string, value in triples
+    )
+    return f'<{DSML}invoke name="{name}">\n{inside}</{DSML}invoke>\n'
+
+
+def dsml_calls(*calls: str) -> str:
+    return f"<{DSML}function_calls>\n{''.join(calls)}</{DSML}function_calls>"
+
+
+def glm(name: str, *pairs: tuple[str, str]) -> str:
+    inside = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs)
+    return f"<tool_call>{name}\n{inside}</tool_call>"
+
+
+def minimax(name: str, *pairs: tuple[str, str]) -> str:
+    inside = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in pairs)
+    return f'<invoke name="{name}">\n{inside}</invoke>\n'
+
+
+CASES: dict[str, list[Case]] = {
+    "hermes": [
+        ("no call", "It rains in Oslo.", ["It rains in Oslo."]),
+        ("one call", '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>', [("weather", WEATHER)]),
+        ("true", '<tool_call>{"name": "answer", "arguments": {"trigger": true}}</tool_call>', [("answer", '{"trigger": true}')]),
+        ("text before", 'Let me see.<tool_call>{"name": "f", "arguments": {}}</tool_call>', ["Let me see.", ("f", "{}")]),
+        ("text between and after", 'A<tool_call>{"name": "f"}</tool_call>\nB<tool_call>{"name": "g"}</tool_call>\n\nC', ["A", ("f", "{}"), "\nB", ("g", "{}"), "\n\nC"]),
+        ("two calls", '<tool_call>{"name": "f", "arguments": {"q": "cats"}}</tool_call>\n<tool_call>{"name": "f", "arguments": {"q": "dogs"}}</tool_call>', [("f", {"q": "cats"}), ("f", {"q": "dogs"})]),
+        ("two calls in one section", '<tool_call>\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}\n</tool_call>', [("f", "{}"), ("g", "{}")]),
+        ("no end marker", '<tool_call>\n{"name": "f", "arguments": {"a": true}}', [("f", {"a": True})]),
+        ("no brace at the end", '<tool_call>\n{"name": "f", "arguments": {"a": true}\n</tool_call>', [("f", {"a": True})]),
+        ("a brace too many", '<tool_call>\n{"name": "f", "arguments": {"a": true}}}\n</tool_call>', [("f", {"a": True}), "}\n"]),
+        ("arguments in a string", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"b\\"}"}</tool_call>', [("f", '{"a": "b"}')]),
+        ("a string is no object", '<tool_call>{"name": "f", "arguments": "hello"}</tool_call>', [("f", '"hello"')]),
+        ("null arguments", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
+        ("empty string", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [("f", "{}")]),
+        ("arguments before the name", '<tool_call>{"arguments": {"name": "x"}, "name": "f"}</tool_call>', [("f", {"name": "x"})]),
+        ("parameters", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [("f", {"a": 1})]),
+        ("other keys", '<tool_call>{"type": "function", "id": [1, {"}": "]"}], "name": "f", "arguments": {}}</tool_call>', [("f", "{}")]),
+        ("braces and markers in strings", '<tool_call>{"name": "f", "arguments": {"code": "</tool_call> {\\"x\\": [}"}}</tool_call>', [("f", {"code": '</tool_call> {"x": [}'})]),
+        ("escapes", '<tool_call>{"name": "f", "arguments": {"a": "\\u00e9 \\ud83d\\ude00 \\\\"}}</tool_call>', [("f", '{"a": "\\u00e9 \\ud83d\\ude00 \\\\"}')]),
+        ("escaped name", '<tool_call>{"name": "\\u0066", "arguments": {}}</tool_call>', [("f", "{}")]),
+        ("half a character in the name", '<tool_call>{"name": "\\ud83d"}</tool_call>', ['<tool_call>{"name": "\\ud83d"}</tool_call>']),
+        ("half a character in a string of arguments", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>', [("f", '"{\\"a\\": \\"\\ud83d\\"}"')]),
+        ("nesting", '<tool_call>{"name": "f", "arguments": {"a": {"b": [{"c": {}}]}}}</tool_call>', [("f", {"a": {"b": [{"c": {}}]}})]),
+        ("white space", '<tool_call>\n\n {\n "name" : "f" ,\n "arguments" : { "a" : 1 }\n }\n </tool_call>\n', [("f", '{ "a" : 1 }')]),
+        ("no name", '<tool_call>{"arguments": {}}</tool_call>', ['<tool_call>{"arguments": {}}</tool_call>']),
+        ("name is no string", '<tool_call>{"name": 3}</tool_call>', ['<tool_call>{"name": 3}</tool_call>']),
+        ("no JSON", "<tool_call>\nI would call f.\n</tool_call>", ["<tool_call>\nI would call f.\n</tool_call>"]),
+        ("wrong call, then a right one", '<tool_call>oh<tool_call>{"name": "f"}</tool_call>', ["<tool_call>oh", ("f", "{}")]),
+        ("cut in the marker", "Fine <tool_ca", ["Fine <tool_ca"]),
+        ("cut in the name", '<tool_call>\n{"name": "wea', ['<tool_call>\n{"name": "wea']),
+        ("cut before the arguments", '<tool_call>\n{"name": "f", "argu', [("f", "", "open")]),
+        ("cut in the arguments", '<tool_call>\n{"name": "f", "arguments": {"city": "Os', [("f", '{"city": "Os', "open")]),
+        ("cut in an escape", '<tool_call>\n{"name": "f", "arguments": {"city": "Os\\', [("f", '{"city": "Os\\', "open")]),
+        ("wrong bracket", '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>', [("f", '{"a": [1}}')]),
+        ("brace missing in the arguments", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> ok', [("f", '{"a": 1'), " ok"]),
+        ("wrong after the name", '<tool_call>{"name": "f", oops}</tool_call>', [("f", ", oops}")]),
+        ("like a marker", "1 <tool 2 </tool_call> <tool_call", ["1 <tool 2 </tool_call> <tool_call"]),
+        ("only white space", " \n\n", [" \n\n"]),
+    ],
+    "qwen3_coder": [
+        ("one call", qwen("weather", ("city", "Oslo"), ("days", "3")), [("weather", WEATHER)]),
+        ("text before", "Sure!\n" + qwen("weather", ("city", "Oslo")), ["Sure!\n", ("weather", {"city": "Oslo"})]),
+        ("no arguments", "<tool_call>\n<function=now>\n</function>\n</tool_call>", [("now", "{}")]),
+        ("two calls", qwen("weather", ("city", "Oslo")) + "\n" + qwen("weather", ("city", "Rome")), [("weather", {"city": "Oslo"}), ("weather", {"city": "Rome"})]),
+        ("types", qwen("types", ("int", "42"), ("float", "3.140"), ("bool", "True"), ("object", '{"k": "v"}'), ("array", "[1, 2]"), ("any", "7")), [("types", '{"int": 42, "float": 3.140, "bool": true, "object": {"k": "v"}, "array": [1, 2], "any": "7"}')]),
+        ("wrong types", qwen("types", ("int", "four"), ("bool", "maybe"), ("object", "{oops")), [("types", {"int": "four", "bool": "maybe", "object": "{oops"})]),
+        ("Python's literals", qwen("types", ("object", "{'k': None}"), ("array", "('a', True)")), [("types", {"object": {"k": None}, "array": ["a", True]})]),
+        ("null", qwen("types", ("int", "null"), ("maybe", "null"), ("any", "null")), [("types", {"int": None, "maybe": None, "any": "null"})]),
+        ("nullable", qwen("types", ("maybe", "text")), [("types", {"maybe": "text"})]),
+        ("lines in a value", qwen("weather", ("city", "\nA\n\n  B\n")), [("weather", {"city": "\nA\n\n  B\n"})]),
+        ("value on one line", "<tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>", [("weather", {"city": "Oslo"})]),
+        ("tags in a value", qwen("weather", ("city", '<b class="x">1 < 2 && "q"</b> </param')), [("weather", {"city": '<b class="x">1 < 2 && "q"</b> </param'})]),
+        ("no section", "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>", [("weather", {"city": "Oslo"})]),
+        ("no section, unknown tool", "Write <function=f> here", ["Write <function=f> here"]),
+        ("argument without end", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", [("weather", WEATHER)]),
+        ("last argument without end", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</function>\n</tool_call>", [("weather", {"city": "Oslo"})]),
+        ("empty lines before what ends it", "<tool_call>\n<function=weather>\n<parameter=city>\n\nOslo\n\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", [("weather", {"city": "\nOslo\n", "days": 3})]),
+        ("call without end", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</tool_call>", [("weather", {"city": "Oslo"})]),
+        ("text between arguments", "<tool_call>\n<function=weather>\nuh\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>", [("weather", {"city": "Oslo"}), "\nuh\n"]),
+        ("unknown tool", qwen("f", ("a", "1")), [("f", {"a": "1"})]),
+        ("unknown argument", qwen("weather", ("b", "1")), [("weather", {"b": "1"})]),
+        ("cut in a value", "<tool_call>\n<function=weather>\n<parameter=city>\nOs", [("weather", '{"city": "Os', "open")]),
+        ("cut in a number", "<tool_call>\n<function=weather>\n<parameter=days>\n1", [("weather", '{"days": 1', "open")]),
+        ("cut in a tag", "<tool_call>\n<function=weather>\n<parameter=ci", [("weather", "", "open")]),
+        ("cut in the name", "<tool_call>\n<function=wea", ["<tool_call>\n<function=wea"]),
+        ("JSON instead", '<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+    ],
+    "llama3_json": [
+        ("no call", "Just text with { and }.", ["Just text with { and }."]),
+        ("one call", '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}', [("weather", WEATHER)]),
+        ("arguments", '{"name": "f", "arguments": {"a": "b"}}', [("f", {"a": "b"})]),
+        ("tag", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", "{}")]),
+        ("text before the tag", 'So: <|python_tag|>{"name": "f", "parameters": {}}', ["So: ", ("f", "{}")]),
+        ("type", '{"type": "function", "name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
+        *(
+            (f"separator {number}", f'{{"name": "f", "parameters": {{"a": 1}}}}{separator}{{"name": "weather", "parameters": {{}}}}', [("f", {"a": 1}), ("weather", "{}")])
+            for number, separator in enumerate(("; ", ";", ";\n", " ; ", "\n"))
+        ),
+        ("in the middle, known tool", 'I call {"name": "weather", "parameters": {}} for it.', ["I call ", ("weather", "{}"), " for it."]),
+        ("in the middle, unknown tool", 'I call {"name": "f", "parameters": {}} for it.', ['I call {"name": "f", "parameters": {}} for it.']),
+        ("five levels", '{"name": "f", "parameters": {"a": {"b": {"c": {"d": {"e": "x"}}}}}}', [("f", {"a": {"b": {"c": {"d": {"e": "x"}}}}})]),
+        ("braces in strings", '{"name": "f", "parameters": {"q": "a {b} [c]", "n": {"i": "He said \\"{x}\\""}}}', [("f", {"q": "a {b} [c]", "n": {"i": 'He said "{x}"'}})]),
+        ("no name", '{"parameters": {}}', ['{"parameters": {}}']),
+        ("no parameters", '{"name": "f"}', ['{"name": "f"}']),
+        ("another object", '{"name": "Ada", "age": 36}', ['{"name": "Ada", "age": 36}']),
+        ("an object with no known key", '{"answer": {"name": "f", "parameters": {}}}', ['{"answer": {"name": "f", "parameters": {}}}']),
+        ("brace in text after", '{"name": "f", "parameters": {"a": 1}} I used {f} for this.', [("f", {"a": 1}), " I used {f} for this."]),
+        ("JSON in text after", '{"name": "f", "parameters": {"a": 1}} with {"a": 1}', [("f", {"a": 1}), ' with {"a": 1}']),
+        ("invalid JSON", '{"name": "f", "parameters": {invalid json}', [("f", "{invalid json}")]),
+        ("cut", '{"name": "f", "parameters": {"a": "x', [("f", '{"a": "x', "open")]),
+        ("cut in the name", '{"name": "f', ['{"name": "f']),
+    ],
+    "pythonic": [
+        ("no call", "How can I help?", ["How can I help?"]),
+        ("one call", "[weather(city='Oslo', days=3)]", [("weather", WEATHER)]),
+        ("types", "[f(a=None, b=True, c={'k': ['v', 1.5]}, d=(1, 2), e=-3)]", [("f", {"a": None, "b": True, "c": {"k": ["v", 1.5]}, "d": [1, 2], "e": -3})]),
+        ("JSON's literals", "[f(a=null, b=true)]", [("f", {"a": None, "b": True})]),
+        ("no arguments", "[now()]", [("now", "{}")]),
+        ("empty values", "[f(a={}, b=[], c='')]", [("f", {"a": {}, "b": [], "c": ""})]),
+        ("escapes", "[f(a='Martha\\'s', b='\"q\"', c=\"x, y) ]\")]", [("f", {"a": "Martha's", "b": '"q"', "c": "x, y) ]"})]),
+        ("two calls", "[f(a=1), g()]", [("f", {"a": 1}), ("g", "{}")]),
+        ("text after", "[f(a=1)] Here it is:", [("f", {"a": 1}), " Here it is:"]),
+        ("text before, known tool", "Look: [weather(city='Oslo')]", ["Look: ", ("weather", {"city": "Oslo"})]),
+        ("text before, unknown tool", "Look: [f(a=1)]", ["Look: [f(a=1)]"]),
+        ("two lists", "[weather(city='Oslo')] and [weather(city='Rome')]", [("weather", {"city": "Oslo"}), " and ", ("weather", {"city": "Rome"})]),
+        ("a link", "[here](https://x.y) [1] [f(x) = 2]", ["[here](https://x.y) [1] [f(x) = 2]"]),
+        ("half a character", "[f(a='\\ud83d')]", [("f", '{"a": "\\ud83d"}')]),
+        ("no literal", "[f(x=b'z'), g(a=1)]", [("f", {"x": "b'z'"}), ("g", {"a": 1})]),
+        ("brackets do not match", "[f(x=1])]", [("f", '{"x": 1])]', "open")]),
+        ("cut in a string", "[weather(city='Os", [("weather", "{\"city\": 'Os", "open")]),
+        ("cut in the name", "[weath", ["[weath"]),
+        ("bracket at the end", "Let's try: [", ["Let's try: ["]),
+    ],
+    "llama4_pythonic": [
+        ("markers", "<|python_start|>[weather(city='Oslo')]<|python_end|>", [("weather", {"city": "Oslo"})]),
+        ("text around", "One. <|python_start|>[f(a=[1, 2, 3])]<|python_end|> Two.", ["One. ", ("f", {"a": [1, 2, 3]}), " Two."]),
+        ("no markers", "[f(a=1), g()]", [("f", {"a": 1}), ("g", "{}")]),
+    ],
+    "mistral": [
+        ("no call", "This is a test.", ["This is a test."]),
+        ("list", '[TOOL_CALLS][{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', [("add", '{"a": 3.5, "b": 4}')]),
+        ("list after a space", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]', [("weather", WEATHER)]),
+        ("arguments before the name", '[TOOL_CALLS] [{"arguments":{"name": "John"}, "name": "age"}]', [("age", {"name": "John"})]),
+        ("two in a list", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', [("f", {"a": 1}), ("g", "{}")]),
+        ("text before", 'Hello[TOOL_CALLS] [{"name": "add", "arguments":{"a": 1}}]', ["Hello", ("add", {"a": 1})]),
+        ("text after", '[TOOL_CALLS] [{"name": "f", "arguments": {}}]\nmore', [("f", "{}"), "\nmore"]),
+        ("two lists", '[TOOL_CALLS] [{"name": "f", "arguments": {}}][TOOL_CALLS] [{"name": "g", "arguments": {}}]', [("f", "{}"), ("g", "{}")]),
+        ("no list", "[TOOL_CALLS] not JSON at all", ["[TOOL_CALLS] not JSON at all"]),
+        ("name and object", '[TOOL_CALLS]add{"a": 3.5, "b": 4}', [("add", {"a": 3.5, "b": 4})]),
+        ("name and arguments", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}', [("add", {"a": 1}), ("now", "{}")]),
+        ("two names and objects", '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]multiply{"a": 3}', [("add", {"a": 1}), ("multiply", {"a": 3})]),
+        ("braces in strings", '[TOOL_CALLS]bash{"command": "print(\\"}[TOOL_CALLS]{\\")"}', [("bash", {"command": 'print("}[TOOL_CALLS]{")'})]),
+        ("wrong JSON", '[TOOL_CALLS]f{"a": 1]', [("f", '{"a": 1]', "open")]),
+    ],
+    "deepseek_v3": [
+        ("one call", CALLS + v3("weather", '{"city": "Oslo", "days": 3}') + CALLS_END, [("weather", WEATHER)]),
+        ("two calls", CALLS + v3("f", '{"a": 1}') + "\n" + v3("g", "{}") + CALLS_END, [("f", {"a": 1}), ("g", "{}")]),
+        ("text before", "Let me check." + CALLS + v3("f", "{}") + CALLS_END, ["Let me check.", ("f", "{}")]),
+        ("escapes", CALLS + v3("f", '{"t": "a \\"b\\"", "p": "C:\\\\x", "n": "1\\n2"}') + CALLS_END, [("f", {"t": 'a "b"', "p": "C:\\x", "n": "1\n2"})]),
+        ("fence in a string", CALLS + v3("f", '{"t": "```json\\n```"}') + CALLS_END, [("f", {"t": "```json\n```"})]),
+        ("brace missing", CALLS + v3("f", '{"a": 1') + CALLS_END, [("f", '{"a": 1\n```')]),
+        ("no begin", f"{CALLS}function{SEP}f\n```json\n{{}}\n```{CALLS_END}", [f"{CALLS}function{SEP}f\n```json\n{{}}\n```{CALLS_END}"]),
+        ("no section's end", CALLS + v3("f", '{"a": 1}'), [("f", {"a": 1})]),
+    ],
+    "deepseek_v31": [
+        ("one call", CALLS + v31("weather", '{"city": "Oslo", "days": 3}') + CALLS_END, [("weather", WEATHER)]),
+        ("two calls", "Both." + CALLS + v31("f", '{"a": 1}') + v31("g", "{}") + CALLS_END, ["Both.", ("f", {"a": 1}), ("g", "{}")]),
+        ("no arguments", CALLS + v31("f", "") + CALLS_END, [("f", "{}")]),
+        ("cut", f'{CALLS}{CALL}f{SEP}{{"a": "x', [("f", '{"a": "x', "open")]),
+        ("cut in the name", f"{CALLS}{CALL}weath", [f"{CALLS}{CALL}weath"]),
+    ],
+    "deepseek_v32": [
+        ("one call", dsml_calls(dsml("weather", ("city", "true", "Oslo"), ("days", "false", "3"))), [("weather", WEATHER)]),
+        ("no arguments", dsml_calls(dsml("now")), [("now", "{}")]),
+        ("text before", "Sure! " + dsml_calls(dsml("f", ("a", "true", "b"))), ["Sure! ", ("f", {"a": "b"})]),
+        ("two calls", dsml_calls(dsml("f", ("a", "true", "1")), dsml("f", ("a", "false", "1"))), [("f", {"a": "1"}), ("f", {"a": 1})]),
+        ("the schema says integer", dsml_calls(dsml("types", ("int", "true", "42"))), [("types", {"int": 42})]),
+        ("objects", dsml_calls(dsml("types", ("object", "false", '{"k": [1]}'), ("array", "false", '["a"]'))), [("types", {"object": {"k": [1]}, "array": ["a"]})]),
+        ("no JSON", dsml_calls(dsml("f", ("a", "false", "{oops"))), [("f", {"a": "{oops"})]),
+        ("said nothing", f'<{DSML}function_calls>\n<{DSML}invoke name="types">\n<{DSML}parameter name="int">4</{DSML}parameter>\n</{DSML}invoke>\n</{DSML}function_calls>', [("types", {"int": 4})]),
+        ("lines and tags", dsml_calls(dsml("weather", ("city", "true", "\n<b>x</b>\n"))), [("weather", {"city": "\n<b>x</b>\n"})]),
+        ("cut", f'<{DSML}function_calls>\n<{DSML}invoke name="weather">\n<{DSML}parameter name="city" string="true">Os', [("weather", '{"city": "Os', "open")]),
+    ],
+    "glm45": [
+        ("no arguments", "<tool_call>now</tool_call>", [("now", "{}")]),
+        ("no arguments, two lines", "<tool_call>now\n</tool_call>", [("now", "{}")]),
+        ("one line", "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>", [("weather", {"city": "Oslo"})]),
+        ("lines", glm("weather", ("city", "Oslo"), ("days", "3")), [("weather", WEATHER)]),
+        ("text before", "Checking.<tool_call>now</tool_call>", ["Checking.", ("now", "{}")]),
+        ("white space before", "  \n  <tool_call>now</tool_call>", [("now", "{}")]),
+        ("two calls", glm("weather", ("city", "Oslo")) + glm("f", ("a", "1")), [("weather", {"city": "Oslo"}), ("f", {"a": "1"})]),
+        ("values", glm("types", ("object", '{"k": "v"}'), ("bool", "true"), ("any", "a\nb\n")), [("types", {"object": {"k": "v"}, "bool": True, "any": "a\nb\n"})]),
+        ("no name", "<tool_call>I call it now</tool_call>", ["<tool_call>I call it now</tool_call>"]),
+        ("cut", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Os", [("weather", '{"city": "Os', "open")]),
+    ],
+    "kimi_k2": [
+        ("one call", "Yes. " + KIMI + kimi("functions.weather:0", '{"city": "Oslo", "days": 3}') + KIMI_END, ["Yes. ", ("weather", WEATHER)]),
+        ("two calls", KIMI + kimi("functions.f:0", '{"a": 1}') + kimi("functions.g:1", "{}") + KIMI_END, [("f", {"a": 1}), ("g", "{}")]),
+        ("angle brackets", KIMI + kimi("functions.f:0", '{"html": "<div>x</div>"}') + KIMI_END, [("f", {"html": "<div>x</div>"})]),
+        ("lines", KIMI + kimi("functions.f:0", '{\n  "a": 1\n}') + KIMI_END, [("f", '{\n  "a": 1\n}')]),
+        ("no namespace", KIMI + kimi("f:0", "{}") + KIMI_END, [("f", "{}")]),
+        ("no number", KIMI + kimi("functions.f", "{}") + KIMI_END, [("f", "{}")]),
+        ("number alone, several tools", KIMI + kimi("0", "{}") + KIMI_END, [KIMI + kimi("0", "{}") + KIMI_END]),
+        ("invalid JSON, then a call", KIMI + kimi("functions.f:0", '{"a": 1') + kimi("functions.g:1", '{"b": 2}') + KIMI_END, [("f", '{"a": 1'), ("g", {"b": 2})]),
+        ("cut", f'{KIMI}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{{"a', [("f", '{"a', "open")]),
+    ],
+    "minimax_m2": [
+        ("one call", f"<minimax:tool_call>\n{minimax('weather', ('city', 'Oslo'), ('days', '3'))}</minimax:tool_call>", [("weather", WEATHER)]),
+        ("text before", f"Let me. <minimax:tool_call>{minimax('f', ('k', 'v'))}</minimax:tool_call>", ["Let me. ", ("f", {"k": "v"})]),
+        ("two calls", f"<minimax:tool_call>{minimax('f', ('a', '1'))}{minimax('g')}</minimax:tool_call>", [("f", {"a": "1"}), ("g", "{}")]),
+        ("quotes", "<minimax:tool_call><invoke name='f'><parameter name=k>v</parameter></invoke></minimax:tool_call>", [("f", {"k": "v"})]),
+        ("nullable", f"<minimax:tool_call>{minimax('types', ('maybe', 'null'))}{minimax('types', ('maybe', 'x'))}</minimax:tool_call>", [("types", {"maybe": None}), ("types", {"maybe": "x"})]),
+    ],
+    "openai": [
+        ("final", "<|channel|>final<|message|>Hello<|return|>", ["Hello"]),
+        ("thinking and final", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello", [("thinking", "Hm."), "Hello"]),
+        ("call", '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo", "days": 3}<|call|>', [("thinking", "Hm."), ("weather", WEATHER)]),
+        ("recipient first", '<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>', [("f", {"a": 1})]),
+        ("the prompt began the header", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', [("f", {"a": 1})]),
+        ("two calls", '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|><|start|>assistant<|channel|>commentary to=functions.g<|message|>{}<|call|>', [("f", {"a": 1}), ("g", "{}")]),
+        ("no arguments", "<|channel|>commentary to=functions.f<|message|><|call|>", [("f", "{}")]),
+        ("preamble", '<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>', ["I will look.", ("f", "{}")]),
+        ("a tool of the model's own", '<|channel|>analysis to=browser.search code<|message|>{"query": "x"}<|call|>', [("browser.search", {"query": "x"})]),
+        ("no JSON", "<|channel|>analysis to=python code<|message|>print(1 < 2)<|call|>", [("python", "print(1 < 2)")]),
+        ("no channel", "Hello", ["Hello"]),
+        ("unknown channel", "<|channel|>notes<|message|>x<|end|>", ["<|channel|>notes<|message|>x<|end|>"]),
+        ("no end", "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Hello", [("thinking", "Hm."), "Hello"]),
+        ("cut in the header", "<|channel|>fin", ["<|channel|>fin"]),
+        ("cut in the arguments", '<|channel|>commentary to=functions.f<|message|>{"a": ', [("f", '{"a": ', "open")]),
+    ],
+}  # fmt: skip

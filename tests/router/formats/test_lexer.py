@@ -1,0 +1,257 @@
+"""The lexer: what answers in each format stand for, wherever they are cut."""
+
+import json
+from typing import Any
+
+import pytest
+
+from router.conversation import Tool
+from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
+from router.formats.families import HARMONY, TOOLS, named
+from router.formats.format import OutputFormat
+from router.formats.lexer import Lexer
+from tests.router.formats import answers
+from tests.router.formats.cases import CALLS, CASES, Case, v31
+
+PROPERTIES = {
+    "weather": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "types": {
+        "int": {"type": "integer"}, "float": {"type": "number"}, "bool": {"type": "boolean"},
+        "object": {"type": "object"}, "array": {"type": "array"}, "any": {},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+}  # fmt: skip
+GIVEN = [Tool(name, parameters={"type": "object", "properties": inside}) for name, inside in PROPERTIES.items()]
+HERMES = named("hermes", "qwen3")
+TOKENS = HERMES.bound({"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4}.get)
+
+
+def every_way(format: OutputFormat, text: str, marks: dict[int, int] | None = None, **options: Any) -> list[Delta]:
+    """The deltas of an answer, after a check that they are the same in one piece, in pieces of each small size, and
+    with the marks before the text."""
+    found = []
+    for size in (len(text) or 1, 1, 2, 3, 7):
+        for early in (False, True):
+            lexer = Lexer(format, GIVEN, **options)
+            deltas: list[Delta] = lexer.push("", marks or {}) if early else []
+            for start in range(0, len(text), size):
+                inside = {at: n for at, n in (marks or {}).items() if start <= at < start + size}
+                deltas += lexer.push(text[start : start + size], {} if early else inside)
+            found.append(joined(deltas + lexer.flush()))
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def marked(format: OutputFormat, text: str) -> dict[int, int]:
+    """Marks at all markers of the text."""
+    return {at: at for at in range(len(text)) for marker in format.bound_markers if text.startswith(marker, at)}
+
+
+def told(deltas: list[Delta]) -> list[Any]:
+    """Deltas in the form of `CASES`."""
+    said: list[Any] = []
+    for delta in deltas:
+        match delta:
+            case TextDelta(text):
+                said.append(text)
+            case ThinkingDelta(text):
+                said.append(("thinking", text))
+            case CallBegin(index, name):
+                assert index == sum(1 for part in said if len(part) == 3)
+                said.append([name, "", "open"])
+            case CallArguments(_, text):
+                said[-1][1] = text
+            case CallEnd(index):
+                call = [part for part in said if isinstance(part, list)][index]
+                call[2] = ""
+    return said
+
+
+def wanted(expected: list[Any]) -> list[Any]:
+    return [
+        part if isinstance(part, str) or part[0] == "thinking" else [part[0], part[1], part[2] if len(part) > 2 else ""]
+        for part in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("format", "case"), [pytest.param(name, case, id=f"{name}: {case[0]}") for name in CASES for case in CASES[name]]
+)
+@pytest.mark.parametrize("bound", [False, True], ids=["characters", "tokens"])
+def test_cases(format: str, case: Case, bound: bool) -> None:
+    _, text, expected = case
+    chosen = named(format, None)
+    if bound:
+        chosen = chosen.bound({marker: at for at, marker in enumerate(chosen.markers)}.get)
+    found = told(every_way(chosen, text, marked(chosen, text)))
+    want = wanted(expected)
+    for has, part in zip(found, want, strict=False):
+        if isinstance(part, list) and isinstance(part[1], dict):
+            has[1] = json.loads(has[1])
+    assert found == want
+
+
+def test_every_format_has_cases() -> None:
+    assert {*TOOLS, HARMONY} - CASES.keys() == {"deepseek_v4"}  # which is v3.2 with another section
+
+
+@pytest.mark.parametrize("block", range(14))
+def test_random_answers(block: int) -> None:
+    for seed in range(block * 42, (block + 1) * 42):
+        answers.check(seed)
+
+
+# ---------------------------------------------------------------- thinking
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "expected"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", False, [("thinking", "Hm."), "Yes."]),
+        ("Hm.\n\nSo.\n</think>\n\nYes.", True, [("thinking", "Hm.\n\nSo."), "Yes."]),
+        ("<think>Hm.</think>Yes.", True, [("thinking", "Hm."), "Yes."]),
+        ("<think>\n\n</think>\n\nYes.", False, ["Yes."]),
+        ("\n\n</think>\n\nYes.", True, ["Yes."]),
+        ("<think>Hm", False, [("thinking", "Hm")]),
+        ("Hm\n", True, [("thinking", "Hm\n")]),
+        ("Hm</thi", True, [("thinking", "Hm</thi")]),
+        ("</think> Yes.\n", True, [" Yes.\n"]),
+        ("Yes.", False, ["Yes."]),
+        ('Hm.</think>\n<tool_call>{"name": "f"}</tool_call>\n', True, [("thinking", "Hm."), ["f", "{}", ""]]),
+        ("Say <think> or </think>.", False, ["Say <think> or </think>."]),
+    ],
+)
+def test_thinking(text: str, thinks: bool, expected: list[Any]) -> None:
+    assert told(every_way(HERMES, text, thinks=thinks)) == expected
+
+
+def test_thinking_goes_on_after_what_only_looks_like_a_call() -> None:
+    text = 'Is <tool_call> right?\n<tool_call>{"name": "f"}</tool_call> So.'
+    assert told(every_way(TOKENS, text, marked(TOKENS, text), thinks=True)) == [
+        ("thinking", "Is <tool_call> right?"), ["f", "{}", ""], " So.",
+    ]  # fmt: skip
+    assert told(every_way(HERMES, text, thinks=True)) == [("thinking", text)]
+
+
+def test_without_calls_only_thinking_is_looked_for() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert told(every_way(HERMES, f"Hm.</think>{call}\n", thinks=True, calls=False)) == [
+        ("thinking", "Hm."),
+        f"{call}\n",
+    ]
+    harmony = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert told(every_way(named(HARMONY, None), harmony, calls=False)) == [harmony]
+
+
+def test_says_whether_it_is_thinking_and_for_how_long() -> None:
+    lexer = Lexer(TOKENS, thinks=True)
+    assert lexer.is_thinking
+    assert lexer.push("a b c") == [ThinkingDelta("a b c")]
+    assert lexer.thinking_tokens(3) == 3
+    lexer.push("</think>\n\nd", {5: 4})
+    assert not lexer.is_thinking
+    assert lexer.thinking_tokens(7) == 4
+    lexer.push("<think>e f", {16: 8})
+    assert lexer.is_thinking
+    assert lexer.thinking_tokens(11) == 6
+    lexer.push('<tool_call>{"name": "f"', {26: 11})
+    assert not lexer.is_thinking
+    assert lexer.thinking_tokens(20) == 6
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_a_marker_spelled_by_other_tokens_is_text() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    quoted = f"Write {call} or <think>"
+    assert told(every_way(TOKENS, quoted)) == [quoted]
+    both = quoted + call
+    marks = {at + len(quoted): n for at, n in marked(TOKENS, call).items()}
+    assert told(every_way(TOKENS, both, marks)) == [quoted, ["f", "{}", ""]]
+
+
+def test_a_marker_in_a_value_is_part_of_the_value_unless_a_token_wrote_it() -> None:
+    glm = named("glm45", None)
+    bound = glm.bound({marker: at for at, marker in enumerate(glm.markers)}.get)
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value>\n</tool_call>y</arg_value></tool_call>"
+    marks = marked(bound, text)
+    first = text.index("</arg_value>")
+    quoted = {first, text.index("</tool_call>")}
+    assert told(every_way(bound, text, {at: n for at, n in marks.items() if at not in quoted})) == [
+        ["f", json.dumps({"a": "x</arg_value>\n</tool_call>y"}), ""]
+    ]
+
+
+def test_the_ids_of_markers() -> None:
+    dsml = named("deepseek_v32", None).bound({"\uff5cDSML\uff5c": 9}.get)
+    assert TOKENS.marker_ids == {1, 2, 3, 4}
+    assert dsml.marker_ids == {9}
+    assert dsml.bound_markers == frozenset()
+
+
+def test_an_unended_call_ends_where_a_token_begins_another() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1<tool_call>{"name": "g"}</tool_call>'
+    assert told(every_way(TOKENS, text, marked(TOKENS, text))) == [["f", '{"a": 1', ""], ["g", "{}", ""]]
+
+
+# ---------------------------------------------------------------- ids, pace
+
+
+def test_ids() -> None:
+    text = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert every_way(named("kimi_k2", None), text)[0] == CallBegin(0, "f", "functions.f:7")
+    assert every_way(named("mistral", None), "[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}")[0] == CallBegin(
+        0, "f", "abc123XYZ"
+    )
+    assert TOOLS["kimi_k2"].new_id("f", 3) == "functions.f:3"
+    assert len(TOOLS["mistral"].new_id("f", 3)) == 9
+    assert TOOLS["hermes"].new_id("f", 3).startswith("call_")
+
+
+def test_a_number_alone_is_the_only_tool() -> None:
+    lexer = Lexer(named("kimi_k2", None), [Tool("f")])
+    text = "<|tool_calls_section_begin|><|tool_call_begin|>0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert lexer.push(text)[0] == CallBegin(0, "f", "0")
+
+
+def test_text_is_never_late() -> None:
+    lexer = Lexer(HERMES, GIVEN)
+    pieces = ["Hel", "lo <", "b> a <too", "l> {", "x}\n", "\n"]
+    assert [told(joined(lexer.push(piece))) for piece in pieces] == [
+        ["Hel"],
+        ["lo "],
+        ["<b> a "],
+        ["<tool> {"],
+        ["x}\n"],
+        ["\n"],
+    ]
+
+
+def test_a_call_is_never_late() -> None:
+    lexer = Lexer(HERMES, GIVEN)
+    assert lexer.push('<tool_call>\n{"name": "f"') == [CallBegin(0, "f")]
+    assert lexer.push(', "arguments": {"a": "b') == [CallArguments(0, '{"a": "b')]
+    assert lexer.push(" c") == [CallArguments(0, " c")]
+    assert lexer.push('"}') == [CallArguments(0, '"}'), CallEnd(0)]
+    coder = Lexer(named("qwen3_coder", None), GIVEN)
+    assert coder.push("<tool_call>\n<function=weather>") == [CallBegin(0, "weather")]
+    assert coder.push("\n<parameter=city>\nNew") == [CallArguments(0, '{"city": "'), CallArguments(0, "New")]
+    assert coder.push(' "York') == [CallArguments(0, ' \\"York')]
+
+
+def test_the_time_for_a_long_answer_grows_with_its_length() -> None:
+    """Markers without end, and text that is held back for long, cost no square of the length."""
+    for text in (
+        '<tool_call>{"' * 3000,
+        "<tool_call>" * 3000,
+        CALLS * 3000,
+        v31("f", "{") * 2000,
+        "\n" * 20000,
+        "[f(" * 3000,
+    ):
+        for name in CASES:
+            lexer = Lexer(named(name, "qwen3" if name != HARMONY else None), GIVEN)
+            for start in range(0, len(text), 64):
+                lexer.push(text[start : start + 64])
+            lexer.flush()

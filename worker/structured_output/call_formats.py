@@ -1,0 +1,197 @@
+"""How model families write calls of tools, as their own chat templates do, for grammars of calls.
+
+A format is a few texts around the names and the arguments of calls. Texts may contain markers (`MARKERS`). A marker
+that is a token of the vocabulary is written as that token; otherwise it is text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from worker.structured_output.ebnf import Node, Regex
+
+Text = tuple[str | Node, ...]
+
+_BAR = "\uff5c"  # DeepSeek's full-width vertical line
+_DSML = f"{_BAR}DSML{_BAR}"
+_LINE_END = Regex("\\n{0,1}")  # where some models of a family write one
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Arguments between tags.
+
+    | field | meaning |
+    | --- | --- |
+    | `before`, `between`, `after` | around a key and its value |
+    | `string`, `other` | after `between`, for strings as they are and for JSON; the schema tells if both are empty |
+    | `ends` | what would end a value too early if it occurred in it. Each begins with its only `<` |
+    | `trims` | a reader leaves out a line's end at the value's start and end, and `between` and `after` have none |
+    """
+
+    before: str
+    between: Text
+    after: Text
+    ends: tuple[str, ...]
+    string: str = ""
+    other: str = ""
+    trims: bool = False
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """An answer of calls: `opening`, calls with `separator` between them, `closing`. A call consists of `before`, the
+    name, `between`, the arguments, `after`.
+
+    | field | meaning |
+    | --- | --- |
+    | `arguments` | how they are written: as a JSON object, as Python's keyword arguments, or between tags |
+    | `bare` | an answer in which calls come without a marker begins like this, in free choice between calls and text |
+    """
+
+    before: Text
+    between: Text
+    after: Text
+    opening: Text = ()
+    separator: Text = ()
+    closing: Text = ()
+    arguments: Literal["json", "python"] | Tags = "json"
+    bare: bool = False
+
+
+def _deepseek(before: str, between: str, after: str, separator: str) -> CallFormat:
+    return CallFormat(
+        opening=(f"<{_BAR}tool▁calls▁begin{_BAR}>",),
+        before=(f"<{_BAR}tool▁call▁begin{_BAR}>{before}",),
+        between=(between,),
+        after=(f"{after}<{_BAR}tool▁call▁end{_BAR}>",),
+        separator=(separator,) if separator else (),
+        closing=(f"<{_BAR}tool▁calls▁end{_BAR}>",),
+    )
+
+
+def _dsml(section: str) -> CallFormat:
+    return CallFormat(
+        opening=(f"<{_DSML}{section}>\n",),
+        before=(f'<{_DSML}invoke name="',),
+        between=('">\n',),
+        after=(f"</{_DSML}invoke>\n",),
+        closing=(f"</{_DSML}{section}>",),
+        arguments=Tags(
+            before=f'<{_DSML}parameter name="',
+            between=('" string="',),
+            string='true">',
+            other='false">',
+            after=(f"</{_DSML}parameter>\n",),
+            ends=(f"</{_DSML}parameter>", f"<{_DSML}parameter name=", f"</{_DSML}invoke>"),
+        ),
+    )
+
+
+_PYTHONIC = CallFormat(
+    opening=("[",), before=(), between=("(",), after=(")",), separator=(", ",), closing=("]",), arguments="python"
+)
+FORMATS: Mapping[str, CallFormat] = {
+    "hermes": CallFormat(
+        before=('<tool_call>\n{"name": "',),
+        between=('", "arguments": ',),
+        after=("}\n</tool_call>",),
+        separator=(_LINE_END,),
+    ),
+    "qwen3_coder": CallFormat(
+        before=("<tool_call>\n<function=",),
+        between=(">\n",),
+        after=("</function>\n</tool_call>",),
+        separator=(_LINE_END,),
+        arguments=Tags(
+            before="<parameter=",
+            between=(">\n",),
+            after=("\n</parameter>\n",),
+            ends=("</parameter>", "<parameter=", "</function>"),
+        ),
+    ),
+    "glm45": CallFormat(
+        before=("<tool_call>",),
+        between=(_LINE_END,),
+        after=("</tool_call>",),
+        separator=(_LINE_END,),
+        arguments=Tags(
+            before="<arg_key>",
+            between=("</arg_key>", _LINE_END, "<arg_value>"),
+            after=("</arg_value>", _LINE_END),
+            ends=("</arg_value>", "<arg_key>", "</tool_call>"),
+        ),
+    ),
+    "minimax": CallFormat(
+        opening=("<minimax:tool_call>\n",),
+        before=('<invoke name="',),
+        between=('">\n',),
+        after=("</invoke>\n",),
+        closing=("</minimax:tool_call>",),
+        arguments=Tags(
+            before='<parameter name="',
+            between=('">',),
+            after=("</parameter>\n",),
+            ends=("</parameter>", "<parameter name=", "</invoke>"),
+            trims=True,
+        ),
+    ),
+    "deepseek_v3": _deepseek(f"function<{_BAR}tool▁sep{_BAR}>", "\n```json\n", "\n```", "\n"),
+    "deepseek_v31": _deepseek("", f"<{_BAR}tool▁sep{_BAR}>", "", ""),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "kimi_k2": CallFormat(
+        opening=("<|tool_calls_section_begin|>",),
+        before=("<|tool_call_begin|>functions.",),
+        between=(":", Regex("[0-9]{1,3}"), "<|tool_call_argument_begin|>"),
+        after=("<|tool_call_end|>",),
+        closing=("<|tool_calls_section_end|>",),
+    ),
+    "mistral": CallFormat(before=("[TOOL_CALLS]",), between=("[ARGS]",), after=()),
+    # Mistral's tokenizers before version 11, which have no token [ARGS].
+    "mistral_list": CallFormat(
+        opening=("[TOOL_CALLS][",),
+        before=('{"name": "',),
+        between=('", "arguments": ',),
+        after=("}",),
+        separator=(", ",),
+        closing=("]",),
+    ),
+    "llama3_json": CallFormat(
+        before=('{"name": "',), between=('", "parameters": ',), after=("}",), separator=("; ",), bare=True
+    ),
+    "pythonic": replace(_PYTHONIC, bare=True),
+    "llama4_pythonic": replace(_PYTHONIC, opening=("<|python_start|>[",), closing=("]<|python_end|>",)),
+}
+ALIASES = {"minimax_m2": "minimax", "openai": "harmony"}
+
+
+@dataclass(frozen=True)
+class HarmonyMarkers:
+    """OpenAI's harmony: messages with headers. The prompt ends with `start` and `role`."""
+
+    start: str = "<|start|>"
+    role: str = "assistant"
+    channel: str = "<|channel|>"
+    constrain: str = "<|constrain|>"
+    message: str = "<|message|>"
+    end: str = "<|end|>"
+    call: str = "<|call|>"
+    last: str = "<|return|>"
+    namespace: str = "functions."
+
+
+HARMONY = HarmonyMarkers()
+
+# Texts that are tokens of their own in the vocabularies of the models that use them.
+MARKERS = (
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>", "◁think▷", "◁/think▷"),
+    *("<|start_of_thinking|>", "<|end_of_thinking|>"),
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<|python_start|>", "<|python_end|>", _DSML),
+    *(f"<{_BAR}tool▁{name}{_BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+)

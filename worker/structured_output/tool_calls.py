@@ -1,0 +1,300 @@
+"""Answers that may, or must, call tools, as grammars: the arguments of calls are valid by construction.
+
+A tool's schema holds where a call must be made, and where the tool is `strict`. Otherwise its arguments may be any JSON
+object. The text between and around calls is free.
+"""
+
+import keyword
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from worker.structured_output import drafts, values
+from worker.structured_output.call_formats import ALIASES, FORMATS, HARMONY, MARKERS, CallFormat, Tags, Text
+from worker.structured_output.conjunction import Schema
+from worker.structured_output.ebnf import (
+    EMPTY,
+    FreeText,
+    Node,
+    Ref,
+    Regex,
+    Repeat,
+    Terminal,
+    Token,
+    alt,
+    optional,
+    prune,
+    seq,
+    to_text,
+)
+from worker.structured_output.error import GrammarError
+from worker.structured_output.markers import Speller, key
+from worker.structured_output.other_text import not_beginning
+from worker.structured_output.schema import SchemaConverter, refusals
+from worker.structured_output.spelling import JSON, PYTHON, json_without
+from worker.structured_output.tagged import TaggedArguments
+from worker.structured_output.tokens import APART, GrammarVocabulary
+
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+_LINE_ENDS = Regex("\\n{0,2}")
+_ABOUT_PROPERTIES = (
+    *("properties", "additionalProperties", "patternProperties", "propertyNames", "required", "minProperties"),
+    *("unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"),
+)
+
+
+class ThinkingBefore(msgspec.Struct, forbid_unknown_fields=True):
+    """Thinking before the answer. `end`: the marker that ends it. `open`: the prompt has begun it. `begin`: the marker
+    that begins it; made from `end` if there is none."""
+
+    end: str = "</think>"
+    open: bool = False
+    begin: str = ""
+
+
+class CalledTool(msgspec.Struct):
+    """A tool. `index`: its number in the client's list, for messages."""
+
+    name: str
+    parameters: Any = None
+    strict: bool = False
+    index: int | None = None
+
+
+class ToolCalls(msgspec.Struct, forbid_unknown_fields=True):
+    """The text of a grammar of the kind `tool_calls`."""
+
+    format: str
+    tools: list[CalledTool]
+    mode: Literal["auto", "required"] = "auto"
+    parallel: bool = True
+    thinking: ThinkingBefore | None = None
+
+
+def tool_calls_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
+    """The grammar of an answer by `ToolCalls`, in xgrammar's EBNF. Raises GrammarError."""
+    try:
+        wanted = msgspec.json.decode(text, type=ToolCalls)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise GrammarError(f"the tools are not as they should be: {error}") from None
+    if not wanted.tools:
+        raise GrammarError("there is no tool to call")
+    name = ALIASES.get(wanted.format, wanted.format)
+    if name == "mistral" and "[ARGS]" not in vocabulary.added and "[TOOL_CALLS]" in vocabulary.added:
+        name = "mistral_list"
+    thinking = wanted.thinking
+    markers = (*MARKERS, *((thinking.end,) if thinking else ()))
+    speller = Speller(markers, vocabulary.added)
+    if name == "harmony":
+        answer: _Answer = _HarmonyAnswer(wanted, speller, CallFormat((), (), ()), vocabulary)
+    elif name in FORMATS:
+        answer = _Answer(wanted, speller, FORMATS[name])
+    else:
+        raise GrammarError(f"calls in the format {wanted.format!r} cannot be constrained")
+    return answer.text()
+
+
+class _Answer:
+    """The grammar of one answer. `rules` has all rules but the first."""
+
+    def __init__(self, wanted: ToolCalls, speller: Speller, format: CallFormat) -> None:
+        self.wanted, self.speller, self.format = wanted, speller, format
+        if isinstance(format.arguments, Tags):
+            self._spelling = json_without(format.arguments.ends)
+        else:
+            self._spelling = PYTHON if format.arguments == "python" else JSON
+        self.rules = values.common_rules(self._spelling)
+        if isinstance(format.arguments, Tags):
+            self.rules["text"] = FreeText(excludes=(*format.arguments.ends, APART))
+        self.arguments = [self._arguments(i, tool) for i, tool in enumerate(wanted.tools)]
+
+    def text(self) -> str:
+        self.rules["answer"] = self.answer()
+        rules = prune(self.rules, "answer")
+        if rules is None:
+            raise GrammarError("no call of a tool is possible")
+        return to_text(rules, "answer")
+
+    def answer(self) -> Node:
+        if self.wanted.mode == "required":
+            return seq(self._thinking(), _LINE_ENDS, self._calls())
+        if self.format.bare:
+            return seq(self._thinking(), alt((seq(_LINE_ENDS, self._tag(), self._calls()), self._other())))
+        return seq(self._thinking(), self._free_text())
+
+    def call(self, before: Iterable[str | Node] = ()) -> Node:
+        """A call of any of the tools. `before`: in place of what stands before the name."""
+        node = self.speller.node
+        return alt(
+            seq(node(*before), Terminal(tool.name), node(*self.format.between), arguments, node(*self.format.after))
+            for tool, arguments in zip(self.wanted.tools, self.arguments, strict=True)
+        )
+
+    def rule(self, name: str, node: Node) -> Ref:
+        self.rules[name] = node
+        return Ref(name)
+
+    # ------------------------------------------------------------ the answer as a whole
+
+    def _thinking(self) -> Node:
+        thinking = self.wanted.thinking
+        if thinking is None:
+            return EMPTY
+        rest = self.speller.thinking(thinking.end, *MARKERS)
+        if thinking.open:
+            return rest
+        begin = thinking.begin or thinking.end.replace("/", "", 1).replace("end", "start")
+        return optional(seq(self.speller.mark(begin), rest))
+
+    def _calls(self) -> Node:
+        format, node = self.format, self.speller.node
+        call = self.rule("call", self.call(format.before))
+        more = Repeat(seq(node(*format.separator), call), 0, None) if self.wanted.parallel else EMPTY
+        return seq(node(*format.opening), call, more, node(*format.closing))
+
+    def _free_text(self) -> Node:
+        """Text in which the first marker of calls begins one."""
+        format = self.format
+        begin = format.opening or format.before
+        trigger, rest = self._trigger(begin)
+        if format.opening:
+            call = self.rule("call", self.call(format.before))
+            node = self.speller.node
+            more = Repeat(seq(node(*format.separator), call), 0, None) if self.wanted.parallel else EMPTY
+            self.rule("calls", seq(*rest, call, more, node(*format.closing)))
+        else:
+            self.rule("calls", self.call(rest))
+        return FreeText(((trigger, "calls"),), loops=not format.opening and self.wanted.parallel)
+
+    def _trigger(self, begin: Text) -> tuple[str | int, list[Node]]:
+        """The part of `begin` that begins a call in free text, and the part that follows it."""
+        assert isinstance(begin[0], str)
+        parts = self.speller.parts(begin[0])
+        at = next(i for i, part in enumerate(parts) if isinstance(part, Token) or part.text in MARKERS)
+        rest = [*parts[at + 1 :], self.speller.node(*begin[1:])]
+        if isinstance(parts[at], Token):
+            return key(parts[at]), rest
+        return "".join(str(key(part)) for part in parts[: at + 1]), rest
+
+    def _tag(self) -> Node:
+        tag = self.speller.mark("<|python_tag|>")
+        return optional(tag) if isinstance(tag, Token) else EMPTY
+
+    def _other(self) -> Node:
+        """Text that does not begin as a call does."""
+        if self.format.arguments == "python":
+            begin = not_beginning("[", [f"{tool.name}(" for tool in self.wanted.tools])
+        else:
+            begin = not_beginning("{", ['"name"'])
+        return Regex(begin)
+
+    # ------------------------------------------------------------ names and arguments
+
+    def _arguments(self, number: int, tool: CalledTool) -> Node:
+        where = f"tools[{number if tool.index is None else tool.index}].function"
+        if _NAME.fullmatch(tool.name) is None:
+            raise GrammarError(f"{where}.name: {tool.name!r} cannot be written in a call")
+        schema = _closed(tool.parameters)
+        exact = self.wanted.mode == "required" or tool.strict
+        try:
+            with refusals():
+                return self._of_schema(f"t{number}", schema) if exact else self._free()
+        except GrammarError as error:
+            message = drafts.remark(schema, str(error))
+            raise GrammarError(f"{where}.parameters: {message} (tool {tool.name!r})") from None
+
+    def _free(self) -> Node:
+        """Any arguments."""
+        if self.format.arguments == "json":
+            return Ref("object")
+        if "free" not in self.rules:
+            self.rules["free"] = self._of_schema("free", {"type": "object"})
+        return Ref("free")
+
+    def _of_schema(self, prefix: str, schema: Any) -> Node:
+        converter = SchemaConverter(schema, spelling=self._spelling, rules=self.rules, prefix=prefix)
+        if not isinstance(schema, dict) or schema.get("type") != "object":
+            schema = {"allOf": [schema, {"type": "object"}]}
+        if self.format.arguments == "json":
+            node = converter.value(schema, "#")
+        elif self.format.arguments == "python":
+            node = alt(self._keywords(converter, each) for each in converter.simple(schema, "#"))
+        else:
+            tagged = TaggedArguments(self.format.arguments, self.speller, converter)
+            if schema == {"type": "object"}:
+                node = tagged.any()
+            else:
+                node = alt(tagged.of(each, "#") for each in converter.simple(schema, "#"))
+        rule = self.rule(f"{prefix}arguments", node)
+        if prune(self.rules, rule.name) is None:
+            raise GrammarError("no value satisfies the JSON schema")
+        return rule
+
+    @staticmethod
+    def _keywords(converter: SchemaConverter, schema: Schema) -> Node:
+        """Arguments as Python writes them."""
+        for word in ("enum", "const", "patternProperties", "propertyNames"):
+            if word in schema:
+                raise GrammarError(f"{word} at # is not supported for keyword arguments")
+        properties, needed, more = converter.properties(schema, "#")
+        for name in properties:
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise GrammarError(f"properties at #: {name!r} is no name of a keyword argument")
+        if not properties:
+            if "minProperties" in schema or "maxProperties" in schema:
+                raise GrammarError("minProperties and maxProperties at # are not supported for keyword arguments")
+            value = converter.value(True if more is None else more, "#/additionalProperties")
+            return values.listed([], seq(Regex("[a-zA-Z_][a-zA-Z0-9_]*"), Terminal("="), value), 0, None)
+        members = [
+            (seq(Terminal(f"{name}="), converter.value(sub, f"#/properties/{name}")), name in needed)
+            for name, sub in properties.items()
+        ]
+        return converter.members(members, None)
+
+
+class _HarmonyAnswer(_Answer):
+    """The grammar of an answer of messages. It has at most one call, which ends it."""
+
+    def __init__(self, wanted: ToolCalls, speller: Speller, format: CallFormat, vocabulary: GrammarVocabulary) -> None:
+        super().__init__(wanted, speller, format)
+        call = speller.mark(HARMONY.call)
+        self._ends_itself = isinstance(call, Token) and call.id in vocabulary.end_ids
+
+    def answer(self) -> Node:
+        node, names = self.speller.node, HARMONY
+        marks = (names.start, names.channel, names.constrain, names.message, names.call, names.last)
+        text = seq(self.speller.up_to(names.end, *marks), node(names.start + names.role))
+        thinking = seq(node(f"{names.channel}analysis{names.message}"), text)
+        if self.wanted.mode == "required":
+            return seq(Repeat(thinking, 0, None), self._messages())
+        preamble = seq(node(f"{names.channel}commentary{names.message}"), text)
+        excluded = [self.speller.mark(each) for each in (names.end, *marks)]
+        kind = type(excluded[0])
+        free = FreeText(excludes=tuple(key(each) for each in excluded if type(each) is kind))
+        final = seq(node(f"{names.channel}final{names.message}"), free)
+        return seq(Repeat(alt((thinking, preamble)), 0, None), alt((self._messages(), final)))
+
+    def _messages(self) -> Node:
+        """A call, with the recipient in either place of the header."""
+        node, names = self.speller.node, HARMONY
+        after = node(f" to={names.namespace}")
+        json_ = alt((node(f" {names.constrain}json"), node(" json"), node(f"{names.constrain}json")))
+        calls: list[Node] = []
+        for tool, arguments in zip(self.wanted.tools, self.arguments, strict=True):
+            body = seq(json_, node(names.message), arguments, EMPTY if self._ends_itself else node(names.call))
+            first = seq(node(f"{names.channel}commentary"), after, Terminal(tool.name))
+            last = seq(after, Terminal(tool.name), node(f"{names.channel}commentary"))
+            calls.append(seq(alt((first, last)), self.rule(f"body_{len(calls)}", body)))
+        return alt(calls)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema of a tool's arguments. One that names no property at all is that of no arguments."""
+    if schema is None or schema == {}:
+        return {"type": "object", "additionalProperties": False}
+    if isinstance(schema, dict) and schema.get("properties") == {}:
+        others = [word for word in _ABOUT_PROPERTIES if word in schema and word not in ("properties", "required")]
+        return schema if others else {**schema, "additionalProperties": False}
+    return schema
