@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL = "tiny-llama"
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 TEXTS = ["a", "Hello there!", "naïve café 🦊", "\x00\x7f", "日本", " \n\t", "<|end|>", "{}", '"', "the " * 6]
 SCHEMA = {
     "type": "object",
