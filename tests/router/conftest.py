@@ -28,6 +28,7 @@ from router.defaults import SamplingDefaults
 from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
+from router.models import Models
 from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
@@ -419,6 +420,7 @@ class Stack:
     service: Service
     server: Server
     fakes: dict[str, FakeReplica]
+    metrics: Metrics
     client: OpenAI = field(init=False)
 
     def __post_init__(self) -> None:
@@ -463,7 +465,7 @@ class Stack:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples whose line begins with `name`."""
-        lines = self.service.metrics.page().decode().splitlines()
+        lines = self.metrics.page().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
@@ -487,22 +489,23 @@ def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
                 stack.callback(fake.die)
             fleet = Fleet("round_robin")
             metrics = Metrics()
-            replicas = Replicas(fleet, metrics)
+            replicas = Replicas(fleet, metrics.model(MODEL))
             placer = DirectPlacer(fleet, replicas)
             service = Service(
                 tokens,
                 replicas,
                 placer,
                 fleet,
-                metrics,
+                metrics.model(MODEL),
                 model=MODEL,
                 context_length=CONTEXT,
                 defaults=defaults or SamplingDefaults(),
                 output_format=tokens.output_format(settings.tool_call_parser, settings.reasoning_parser),
+                config=settings,
             )
             replicas.set_replicas({name: fake.address for name, fake in named.items()})
-            server = stack.enter_context(Server(create_app(service, settings), settings))
-            made = Stack(tokens, fleet, placer, replicas, service, server, named)
+            server = stack.enter_context(Server(create_app(Models([service], metrics, settings)), settings))
+            made = Stack(tokens, fleet, placer, replicas, service, server, named, metrics)
             stack.callback(made.client.close)
             made.ready(*named)
 

@@ -23,6 +23,7 @@ from router.connection import protocol
 from router.defaults import SamplingDefaults
 from router.fleet import Fleet
 from router.metrics import Metrics
+from router.models import Models
 from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
@@ -64,22 +65,23 @@ class Whole:
         self._replica_thread.start()
 
         self.fleet, self.metrics = Fleet(), Metrics()
-        self.links = Replicas(self.fleet, self.metrics)
+        self.links = Replicas(self.fleet, self.metrics.model(MODEL))
         self.links.set_replicas({"r0": self.replica.address})
         tokenizer = Tokenizer.from_folder(folder)
+        config = RouterConfig(max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1)
         self.service = Service(
             tokenizer,
             self.links,
             Placer(self.fleet, self.links),
             self.fleet,
-            self.metrics,
+            self.metrics.model(MODEL),
             model=MODEL,
             context_length=CONTEXT,
             defaults=SamplingDefaults(),
             output_format=tokenizer.output_format("auto", "auto"),
+            config=config,
         )
-        config = RouterConfig(max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1)
-        self.app = create_app(self.service, config)
+        self.app = create_app(Models([self.service], self.metrics, config))
         made: Any = protocol(config)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(self.app, http=made, log_level="critical", timeout_graceful_shutdown=5)
