@@ -2,9 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
 from router.formats.families import PARSERS, THINKING, TOOLS
 
@@ -12,15 +12,21 @@ _ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 _BASE = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 
+def _checked(value: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in value:
+        raise ValueError("a name has at least one character")
+    return value
+
+
+Aliases = Annotated[tuple[str, ...], AfterValidator(_checked)]
+
+
 class ModelConfig(BaseModel):
     """Settings of one model at the router."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    served_model_name: str | None = Field(
-        None, description="the model's name in the API; by default the name of its folder"
-    )
-    aliases: tuple[str, ...] = Field((), description="further names of the model in the API; answers have its own name")
+    aliases: Aliases = Field((), description="further names of the model in the API; answers have its own name")
     placement: Literal["cache_aware", "least_load", "round_robin"] = Field(
         "cache_aware", description="how a router chooses the replica for a request"
     )
@@ -71,13 +77,6 @@ class ModelConfig(BaseModel):
         known = {*PARSERS, *(TOOLS if info.field_name == "tool_call_parser" else THINKING)}
         if value not in known:
             raise ValueError(f"there is none of that name; there are {', '.join(sorted(known))}")
-        return value
-
-    @field_validator("aliases")
-    @classmethod
-    def _aliases(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in value:
-            raise ValueError("a name has at least one character")
         return value
 
 

@@ -42,20 +42,17 @@ class Models:
     | `config` | settings of the HTTP side |
     """
 
-    def __init__(
-        self, services: Sequence[Service], metrics: Metrics, config: RouterConfig, upstreams: Sequence[Upstream] = ()
-    ) -> None:
-        """The order is that of the list that clients get. Raises ValueError if two models have the same name, or if
-        there is none."""
-        self.services = list(services)
-        self.upstreams = list(upstreams)
+    def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
+        """`answering`: the models, in the order of the list that clients get. Raises ValueError if two have the same
+        name, or if there is none."""
+        self.services = [model for model in answering if isinstance(model, Service)]
+        self.upstreams = [model for model in answering if isinstance(model, Upstream)]
         self.metrics = metrics
         self.config = config
         self._named: dict[str, ListedModel] = {}
         self._before_close: list[Callable[[], Awaitable[None]]] = []
-        answering: list[Service | Upstream] = [*self.services, *self.upstreams]
         for model in answering:
-            for name in (model.model, *model.config.aliases):
+            for name in (model.model, *model.aliases):
                 if name in self._named:
                     raise ValueError(f"two models are named {name!r}")
                 self._named[name] = ListedModel(name, model.model, model)

@@ -97,6 +97,7 @@ class Service:
         self.metrics = metrics
         self.model = model
         self.config = config
+        self.aliases = config.aliases
         self.context_length = context_length
         self.defaults = defaults
         self.output_format = output_format

@@ -7,7 +7,7 @@ the parameters, and its errors are told in its words, in the form of the request
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from fastapi import Request, Response
 
 from router import request_id
-from router.config import ModelConfig, UpstreamConfig
+from router.config import UpstreamConfig
 from router.errors import ApiError
 from router.metrics import Metrics
 from router.sse import Emit, EventStream, unless_gone
@@ -66,13 +66,18 @@ class UpstreamError(ApiError):
 
 
 class Upstream:
-    """A model at another endpoint. `model` is its name here; `config` has its further names."""
+    """A model at another endpoint. `model` is its name here, `aliases` are its further names."""
 
     def __init__(
-        self, model: str, config: ModelConfig, upstream: UpstreamConfig, metrics: Metrics, api_key: str | None = None
+        self,
+        model: str,
+        upstream: UpstreamConfig,
+        metrics: Metrics,
+        aliases: Sequence[str] = (),
+        api_key: str | None = None,
     ) -> None:
         self.model = model
-        self.config = config
+        self.aliases = aliases
         self._upstream = upstream
         self._metrics = metrics
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "shoal"}

@@ -154,7 +154,8 @@ def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) 
     def told(said: str, **settings: str) -> str:
         (tmp_path / "generation_config.json").write_text(said)
         out = io.StringIO()
-        launch._Launch(Config(**settings), Console(file=out, width=500))._tell_defaults(tmp_path)
+        config = Config(**settings)
+        launch._Launch(config, Console(file=out, width=500))._tell_defaults(tmp_path, config.deployments[0])
         return out.getvalue()
 
     said = '{"temperature": 0.6, "top_k": "20", "top_p": 0.95}'
@@ -178,9 +179,9 @@ def test_a_model_that_cannot_be_cut_so_is_an_error_before_anything_starts(
     settings: dict[str, Any], wrong: str, tmp_path: Path
 ) -> None:
     folder = dummy_models.write("tiny", tmp_path / "tiny")
-    launch._Launch(Config(pp=2, stage_layers="1,1"), Console())._check_cut(folder)
+    launch._check_cut(folder, Config(pp=2, stage_layers="1,1").deployments[0])
     with pytest.raises(launch.LaunchError, match=f"^{wrong}$"):
-        launch._Launch(Config(**settings), Console())._check_cut(folder)
+        launch._check_cut(folder, Config(**settings).deployments[0])
 
 
 def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, free_port: int) -> None:

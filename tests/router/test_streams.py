@@ -206,7 +206,8 @@ def test_a_failure_in_the_middle_is_an_error_event(
             list(stream)
     assert not isinstance(error.value, openai.APIStatusError)
     assert error.value.code == code and ("fire" in str(error.value)) == (kind == "invalid")
-    endings = {name: stack.metric(f'shoal_sequences_total{{finish_reason="{name}",model="tiny"}}') for name in ("error", "failed")}
+    counter = 'shoal_sequences_total{{finish_reason="{}",model="tiny"}}'
+    endings = {name: stack.metric(counter.format(name)) for name in ("error", "failed")}
     assert endings == {"error": 0, "failed": 0} | {ending: 1}
 
 
