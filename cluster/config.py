@@ -95,6 +95,7 @@ Entry = Annotated[
     Annotated[DeploymentConfig, Tag("model")] | Annotated[UpstreamEntry, Tag("upstream")], Discriminator(_kind)
 ]
 
+UPSTREAM_FIELDS = UpstreamConfig.model_fields
 # Settings of one model alone, which are no defaults for several.
 OF_ONE_MODEL = ("model", "served_model_name", "aliases")
 # Settings that hold, next to `models`, for each entry that does not set them.
@@ -294,12 +295,12 @@ def _problem(detail: ErrorDetails) -> str:
 
 
 def _hint(key: str, kind: str, depth: int) -> str:
-    """What to write in place of an unknown key of the configuration, of an entry of `models` of this kind, or, with
+    """The end of the message for an unknown key: of the configuration, of an entry of `models` of this `kind`, or, with
     `depth` 4, of its `upstream`."""
     if not kind:
         return _did_you_mean(key, Config.model_fields)
     if depth > 3:
-        return _did_you_mean(key, UpstreamConfig.model_fields)
+        return _did_you_mean(key, UPSTREAM_FIELDS)
     if key == "served_model_name":
         return "; did you mean name?"
     if kind == "upstream" and key in DeploymentConfig.model_fields:

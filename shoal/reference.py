@@ -25,10 +25,9 @@ from pydantic import AfterValidator, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from cluster.config import DEFAULTS, OF_ONE_MODEL, Config, DeploymentConfig, Entry
+from cluster.config import DEFAULTS, OF_ONE_MODEL, UPSTREAM_FIELDS, Config, DeploymentConfig, Entry
 from cluster.in_process import MAX_WAITING, OTHER_SETTINGS
 from cluster.metrics import described
-from router.config import UpstreamConfig
 from shoal import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,7 +198,7 @@ def _models() -> Iterator[str]:
     yield "and nothing else changed. The other endpoint checks them. Its answers and errors come back as they are,"
     yield "but a 401 becomes a 502."
     yield ""
-    yield from _fields(UpstreamConfig.model_fields.items())
+    yield from _fields(UPSTREAM_FIELDS.items())
 
 
 def kind(field: FieldInfo) -> str:

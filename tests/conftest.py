@@ -171,11 +171,20 @@ TEMPLATE = (
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a byte tokenizer, in a folder as the hub has it: made without torch."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    return _write_tiny(tmp_path_factory.mktemp("models") / "tiny-llama", seed=7)
+
+
+@pytest.fixture(scope="session")
+def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_model`, with other weights."""
+    return _write_tiny(tmp_path_factory.mktemp("models") / "other-llama", seed=8)
+
+
+def _write_tiny(folder: Path, seed: int) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    save_file(_weights(np.random.default_rng(7)), folder / "model.safetensors", {"format": "pt"})
+    save_file(_weights(np.random.default_rng(seed)), folder / "model.safetensors", {"format": "pt"})
     _tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
