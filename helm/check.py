@@ -31,8 +31,10 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import Config  # run by its path, this file finds `cluster` installed; `shoal` would be the chart
+# Run by its path, this file finds `cluster` installed; `shoal` would be the chart.
+from cluster.config import Config, DeploymentConfig, UpstreamEntry
 
+UPSTREAM = UpstreamEntry.model_fields["upstream"].annotation
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CHART = HERE / "shoal"
@@ -46,8 +48,13 @@ HELM_FOLDER = ROOT / ".helm-bin"
 KUBERNETES = ("1.27", "1.37")  # the oldest that the chart names, and the newest that kubernetes-validate knows
 
 # Keys of the configuration that are values of the chart, and keys that the chart sets itself.
-OWN_KEYS = ("model", "replicas", "routers", "device", "tp", "pp")
+OWN_KEYS = ("model", "models", "replicas", "routers", "device", "tp", "pp")
 TAKEN_KEYS = ("host", "port", "address", "replica_host", "api_key", "api_key_file")
+
+_SMALL = {"name": "small", "model": "SmolLM2-135M-Instruct"}
+_LARGE = {"name": "large", "model": "org/large", "replicas": 1, "tp": 4}
+_FAR = {"name": "far", "upstream": {"url": "https://example.com/v1"}}
+_FIVE = {"requests": {"cpu": "5"}}
 
 # Fault, values, and a part of the message that helm must print.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -79,12 +86,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "fewer CPUs than ranks on GPU workers",
         {"device": "cuda", "replicas": 8, "workers": {"gpusPerWorker": 8}},
-        "room for 4 stages of 1 CPUs, and 8 replicas",
+        "4 CPUs have room for 4 of the 8 stages",
     ),
     (
         "more replicas than CPUs",
         {"replicas": 9, "workers": {"count": 2}},
-        "room for 8 stages",
+        "room for 8 of the 9 stages",
     ),
     ("CPUs for replicas, but not for routers", {"replicas": 4, "workers": {"count": 1}}, "need 6.04"),
     (
@@ -93,6 +100,45 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "2 workers of 1 CPUs have 2 together",
     ),
     ("GPUs for CPUs", {"workers": {"gpusPerWorker": 1}}, "device cuda"),
+    ("an unknown key of a model", {"models": [_SMALL | {"page_sise": 16}]}, "page_sise"),
+    ("a model's value out of range", {"models": [_SMALL | {"page_size": 65}]}, "page_size"),
+    ("a model without a name", {"models": [{"model": "a"}]}, "name"),
+    ("a model that is nowhere", {"models": [{"name": "a"}]}, "model"),
+    ("a device for one of the models", {"models": [_SMALL | {"device": "cuda"}]}, "device"),
+    ("an endpoint without an address", {"models": [{"name": "a", "upstream": {"model": "b"}}]}, "url"),
+    ("replicas of a model at another endpoint", {"models": [_FAR | {"replicas": 2}]}, "replicas"),
+    (
+        "a key of another endpoint that no container has",
+        {"models": [{"name": "a", "upstream": {"url": "http://a/v1", "api_key_env": "A_KEY"}}]},
+        "env has no A_KEY",
+    ),
+    ("two models of one name", {"models": [_SMALL, _FAR | {"aliases": ["small"]}]}, "must differ from each other"),
+    (
+        "two models whose deployments have one name",
+        {"models": [_SMALL | {"name": "a/b"}, _SMALL | {"name": "a-b"}]},
+        "Replica-a-b, Replica-a-b",
+    ),
+    (
+        "one model's aliases for several",
+        {"models": [_SMALL], "config": {"aliases": ["a"]}},
+        "config.aliases is for one",
+    ),
+    (
+        "models that together have too many stages",
+        {"models": [_SMALL | {"replicas": 5}, _LARGE], "workers": {"count": 2}},
+        "2 workers of 4 CPUs have room for 4 of the 5 stages of small",
+    ),
+    ("one of the models larger than a worker", {"models": [_SMALL, _LARGE | {"tp": 5}]}, "a stage of large, which"),
+    (
+        "models whose replicas and routers together need too many CPUs",
+        {"models": [_SMALL | {"replicas": 1}, _LARGE], "workers": {"count": 1, "resources": _FIVE}},
+        "have 5 together, and the stages of 2 replicas, a control actor (0.01) for each, and 1 routers of 1 need 6.02",
+    ),
+    (
+        "models that together have too many GPUs",
+        {"models": [_SMALL | {"replicas": 3}, _LARGE], "device": "cuda", "workers": {"count": 1}},
+        "need 2 with 4 GPUs each",
+    ),
 ]
 
 
@@ -264,7 +310,8 @@ def check_serve(text: str) -> None:
         Config.model_validate(application.args)
     except ValidationError as error:
         raise CheckError(f"serveConfigV2: {error}") from error
-    if scaled := {"replicas", "routers"} & application.args.keys():
+    tables = [application.args, *application.args.get("models", ())]
+    if scaled := {"replicas", "routers"} & {key for table in tables for key in table}:
         raise CheckError(f"serveConfigV2: {', '.join(sorted(scaled))} among args: a change would restart everything")
     if application.import_path != "cluster.app:build" or application.route_prefix != "/":
         raise CheckError(f"serveConfigV2 runs {application.import_path} at {application.route_prefix}")
@@ -294,27 +341,66 @@ def config_schema() -> dict[str, Any]:
     itself."""
     fields = Config.model_json_schema()["properties"]
     left = {key: schema for key, schema in fields.items() if key not in OWN_KEYS + TAKEN_KEYS}
+    described = "The other keys of the configuration file, by the same names: docs/REFERENCE.md."
+    return {"description": described, **_table(left)}
+
+
+def models_schema() -> dict[str, Any]:
+    """The schema of the value `models`: entries as in a configuration file, all on the chart's device."""
+    entry = DeploymentConfig.model_json_schema()["properties"]
+    left = {key: schema for key, schema in entry.items() if key not in ("device", *TAKEN_KEYS)}
+    left = {key: left[key] for key in ("name", "model", "aliases", *left)}
+    upstream = UPSTREAM.model_json_schema()["properties"]
+    far: dict[str, Any] = {key: left[key] for key in ("name", "aliases")}
+    described = UpstreamEntry.model_fields["upstream"].description
     return {
-        "description": "The other keys of the configuration file, by the same names: docs/REFERENCE.md.",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            key: {"description": schema.pop("description"), **{k: v for k, v in schema.items() if k != "title"}}
-            for key, schema in left.items()
+        "description": "Several models, in place of model. Each has replicas and settings of its own, or is at another "
+        "OpenAI-compatible endpoint. Settings next to models hold for each that does not set them.",
+        "type": "array",
+        "items": {
+            "type": "object",
+            "if": {"required": ["upstream"]},
+            "then": {
+                **_table(far, upstream={"description": described, "required": ["url"], **_table(upstream)}),
+                "required": ["name", "upstream"],
+            },
+            "else": {**_table(left), "required": ["name", "model"]},
         },
     }
 
 
+def _table(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The schema of a table with these keys and no others."""
+    properties = {
+        key: {"description": schema["description"], **{k: v for k, v in schema.items() if k != "title"}}
+        for key, schema in fields.items()
+    }
+    return {"type": "object", "additionalProperties": False, "properties": properties | more}
+
+
+def written_parts() -> dict[str, Any]:
+    """The values whose schemas follow from the code."""
+    return {"models": models_schema(), "config": config_schema()}
+
+
 def check_schema() -> None:
     """Raises CheckError unless `values.schema.json` has exactly the configuration's keys."""
-    if _read(SCHEMA)["properties"]["config"] != config_schema():
+    there = _read(SCHEMA)["properties"]
+    if any(there.get(key) != part for key, part in written_parts().items()):
         raise CheckError("values.schema.json is behind cluster/config.py: run `python helm/check.py --write`")
 
 
 def write_schema() -> None:
-    """Updates the part `config` of `values.schema.json`."""
+    """Updates the parts `models` and `config` of `values.schema.json`."""
     schema = _read(SCHEMA)
-    schema["properties"]["config"] = config_schema()
+    parts = written_parts()
+    others = {key: part for key, part in schema["properties"].items() if key not in parts}
+    properties = {}
+    for key, part in others.items():  # each part after what it is about
+        properties[key] = part
+        properties |= {"models": parts["models"]} if key == "model" else {}
+        properties |= {"config": parts["config"]} if key == "pp" else {}
+    schema["properties"] = properties
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n")
 
 

@@ -155,6 +155,69 @@ def test_another_number_of_replicas_or_routers_is_no_other_code_for_serve() -> N
     assert version({"replicas": 2}) != version({"config": {"page_size": 32}})
 
 
+SMALL = {"name": "org/small", "model": "org/small", "page_size": 32, "starvation_s": 2.5}
+LARGE = {"name": "large", "model": "/cache/large", "replicas": 1, "tp": 4}
+FAR = {"name": "far", "upstream": {"url": "https://example.com/v1", "api_key_env": "FAR_KEY", "timeout_s": 60}}
+MODELS = {"models": [SMALL, LARGE, FAR], "env": [{"name": "FAR_KEY", "value": "k"}]}
+
+
+def test_several_models_go_to_serve_as_they_are_but_for_their_numbers() -> None:
+    values = MODELS | {"replicas": 3, "config": {"kv_tokens": 67108864}}
+    (told,) = served(values)["applications"]
+    args = told["args"]
+    large = {key: value for key, value in LARGE.items() if key != "replicas"}
+    assert args == {"device": "cpu", "tp": 1, "pp": 1, "kv_tokens": 67108864, "models": [SMALL, large, FAR]}
+    small, _, far = args["models"]
+    assert isinstance(small["page_size"], int) and isinstance(far["upstream"]["timeout_s"], int)
+    config = check.Config.model_validate(args)
+    numbers = zip(("Replica-org-small", "Replica-large", "Router"), (3, 1, 2), strict=True)
+    assert told["deployments"] == [{"name": name, "num_replicas": number} for name, number in numbers]
+    assert [config.deployment_name(model) for model in config.deployments] == ["Replica-org-small", "Replica-large"]
+    assert [model.kv_tokens for model in config.deployments] == [67108864] * 2
+    (alone,) = served({"models": [SMALL]})["applications"]
+    assert alone["deployments"][0] == {"name": "Replica", "num_replicas": 2}
+
+
+def test_a_model_at_another_endpoint_needs_no_worker_of_its_own() -> None:
+    group = workers({"models": [{"name": "a", "upstream": {"url": "http://a/v1"}}]})
+    assert group["replicas"] == 1  # for the router
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus_per_worker", "count", "gpus"),
+    [
+        ([(2, 1, 1), (1, 1, 1)], None, 3, 1),
+        ([(2, 1, 1), (1, 2, 1)], None, 2, 2),  # the two small ones share a worker
+        ([(3, 1, 1), (1, 4, 1)], 4, 2, 4),
+        ([(4, 1, 1), (1, 2, 2)], 4, 2, 4),
+        ([(1, 3, 1), (1, 3, 1), (2, 1, 1)], 4, 2, 4),
+        ([(1, 8, 1), (9, 1, 1)], 8, 3, 8),
+    ],
+)
+def test_workers_hold_the_stages_of_all_models(
+    sizes: list[tuple[int, int, int]], gpus_per_worker: int | None, count: int, gpus: int
+) -> None:
+    models = [
+        {"name": f"m{number}", "model": "org/m", "replicas": replicas, "tp": tp, "pp": pp}
+        for number, (replicas, tp, pp) in enumerate(sizes)
+    ]
+    values = {"device": "cuda", "models": models, "workers": {"gpusPerWorker": gpus_per_worker}}
+    values["workers"] |= {"resources": {"requests": {"cpu": 16}}}
+    group = workers(values)
+    assert (group["replicas"], container(group)["resources"]["limits"]["nvidia.com/gpu"]) == (count, gpus)
+    with pytest.raises(CheckError, match=f"need {count} with {gpus} GPUs each"):
+        render(values | {"workers": values["workers"] | {"count": count - 1}})
+
+
+def test_another_number_of_a_models_replicas_is_no_other_code_for_serve() -> None:
+    def version(replicas: int) -> str:
+        values = MODELS | {"models": [SMALL, LARGE | {"replicas": replicas}, FAR]}
+        (application,) = ServeDeploySchema.model_validate(served(values)).applications
+        return get_app_code_version(application)
+
+    assert version(1) == version(3)
+
+
 def test_ray_asks_for_a_token() -> None:
     assert cluster({})["authOptions"] == {"mode": "token"}
 
@@ -288,6 +351,12 @@ def test_the_notes_name_the_model_as_the_server_does(
     assert f'"model": "{model_name(model)}"' in notes({"model": model}, tmp_path, monkeypatch)
 
 
+def test_the_notes_name_the_first_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = notes(MODELS, tmp_path, monkeypatch)
+    assert "2 replica(s) of org/small, 1 replica(s) of /cache/large on at most 3 worker(s)" in text
+    assert '"model": "org/small"' in text
+
+
 def test_the_notes_say_where_the_key_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"apiKey": {"existingSecret": "keys"}, "config": {"served_model_name": "mine"}}
     text = notes(values, tmp_path, monkeypatch)
@@ -353,9 +422,12 @@ def test_values_that_should_be_refused_and_are_not() -> None:
         check.check_refused("none", {"replicas": 0}, "weather")
 
 
-def test_a_schema_behind_the_code_is_found_and_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["config", "models"])
+def test_a_schema_behind_the_code_is_found_and_written_anew(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = json.loads(check.SCHEMA.read_text())
-    del old["properties"]["config"]["properties"]["page_size"]
+    del old["properties"][part]
     file = tmp_path / "values.schema.json"
     file.write_text(json.dumps(old))
     monkeypatch.setattr(check, "SCHEMA", file)
@@ -370,6 +442,8 @@ def test_every_key_of_the_configuration_is_settled() -> None:
     left = set(check.config_schema()["properties"])
     assert left | set(check.OWN_KEYS) | set(check.TAKEN_KEYS) == set(check.Config.model_fields)
     assert all("description" in schema for schema in check.config_schema()["properties"].values())
+    entry = set(check.models_schema()["items"]["else"]["properties"])
+    assert entry | {"device"} | set(check.TAKEN_KEYS) >= set(check.DeploymentConfig.model_fields)
 
 
 # ---------------------------------------------------------------- getting helm

@@ -25,28 +25,147 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.cache.existingClaim | default (ternary (printf "%s-cache" (include "shoal.name" .)) "" .Values.cache.create) }}
 {{- end }}
 
+{{/* The models that replicas serve, as JSON: the one of the values, or those of `models` that are at no other endpoint. */}}
+{{- define "shoal.models" -}}
+{{- $values := .Values -}}
+{{- $models := list -}}
+{{- range $entry := $values.models | default (list (dict)) -}}
+{{- if not (hasKey $entry "upstream") -}}
+{{- $model := dict "name" ($entry.name | default "") "model" ($entry.model | default $values.model) -}}
+{{- range $key := list "replicas" "tp" "pp" -}}
+{{- $_ := set $model $key (int (index $entry $key | default (index $values $key))) -}}
+{{- end -}}
+{{- $_ := set $model "rank" ($entry.cpus_per_rank | default $values.config.cpus_per_rank | default 1 | float64) -}}
+{{- $_ := set $model "stage" (mulf $model.tp $model.rank) -}}
+{{- $_ := set $model "of" (ternary (printf " of %s" $model.name) "" (ne $model.name "")) -}}
+{{- $models = append $models $model -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $models }}
+{{- end }}
+
+{{- define "shoal.replicas" -}}
+{{- $replicas := 0 -}}
+{{- range include "shoal.models" . | fromJsonArray -}}
+{{- $replicas = add $replicas (int .replicas) -}}
+{{- end -}}
+{{ $replicas }}
+{{- end }}
+
+{{/* Refuses `models` that the server would refuse, and keys of other endpoints that no container would have. */}}
+{{- define "shoal.checkModels" -}}
+{{- if .Values.models -}}
+{{- range $key := list "served_model_name" "aliases" -}}
+{{- if hasKey $.Values.config $key -}}
+{{- fail (printf "config.%s is for one model; with models, each entry has its own" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- $names := list -}}
+{{- $deployments := list -}}
+{{- $environment := list -}}
+{{- range .Values.env -}}
+{{- $environment = append $environment .name -}}
+{{- end -}}
+{{- range .Values.models -}}
+{{- $names = concat $names (list .name) (.aliases | default list) -}}
+{{- if hasKey . "upstream" -}}
+{{- with .upstream.api_key_env -}}
+{{- if not (has . $environment) -}}
+{{- fail (printf "models: env has no %s, which api_key_env names: add it, with the key from a Secret" .) -}}
+{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- $deployments = append $deployments (include "shoal.deployment" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- if ne (len $names) (len (uniq $names)) -}}
+{{- fail (printf "models: names and aliases must differ from each other: %s" (join ", " $names)) -}}
+{{- end -}}
+{{- if ne (len $deployments) (len (uniq $deployments)) -}}
+{{- fail (printf "models: several deployments are named alike, names must differ in letters: %s" (join ", " $deployments)) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* The name in Ray Serve of the deployment of one of several models; the only one's is Replica. */}}
+{{- define "shoal.deployment" -}}
+Replica-{{ regexReplaceAll "[^A-Za-z0-9_.-]" . "-" }}
+{{- end }}
+
 {{/* GPUs of a worker pod. A stage's ranks talk at every layer: they stay in one pod. */}}
 {{- define "shoal.gpus" -}}
 {{- if eq .Values.device "cpu" -}}
 {{- if .Values.workers.gpusPerWorker }}{{ fail "workers.gpusPerWorker is for device cuda" }}{{ end -}}
 0
 {{- else -}}
-{{- $gpus := int (.Values.workers.gpusPerWorker | default .Values.tp) -}}
-{{- if lt $gpus (int .Values.tp) -}}
-{{- fail (printf "workers.gpusPerWorker is %d, but the %d ranks of a stage (tp) must fit into one worker" $gpus (int .Values.tp)) -}}
+{{- $largest := 1 -}}
+{{- range include "shoal.models" . | fromJsonArray -}}
+{{- $largest = max $largest (int .tp) -}}
+{{- end -}}
+{{- $gpus := int (.Values.workers.gpusPerWorker | default $largest) -}}
+{{- if lt $gpus (int $largest) -}}
+{{- fail (printf "workers.gpusPerWorker is %d, but the %d ranks of a stage (tp) must fit into one worker" $gpus (int $largest)) -}}
 {{- end -}}
 {{ $gpus }}
 {{- end -}}
 {{- end }}
 
+{{/*
+Places the stages of all replicas of all models on workers, the largest first, each on the first worker with room.
+Takes a dict: root; gpus and cpus of a worker, null for any number; most workers, null for as many as it takes.
+Gives JSON: workers that are used, and unplaced, the first model of which stages are left, with their number.
+*/}}
+{{- define "shoal.placed" -}}
+{{- $sorted := list -}}
+{{- $models := include "shoal.models" .root | fromJsonArray -}}
+{{- range $index, $model := $models -}}
+{{- $sorted = append $sorted (printf "%012.3f %06.0f %d" $model.stage $model.tp $index) -}}
+{{- end -}}
+{{- $free := list -}}
+{{- $unplaced := dict -}}
+{{- $limits := . -}}
+{{- range $sorted | sortAlpha | reverse -}}
+{{- $model := index $models (splitList " " . | last | int) -}}
+{{- $from := 0 -}}
+{{- $stages := mul (int $model.replicas) (int $model.pp) | int -}}
+{{- range $stage := until $stages -}}
+{{- $at := -1 -}}
+{{- range $number := untilStep $from (len $free) 1 -}}
+{{- if lt $at 0 -}}
+{{- $worker := index $free $number -}}
+{{- if and (ge $worker.cpus $model.stage) (ge $worker.gpus $model.tp) -}}
+{{- $at = $number -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (lt $at 0) (or (kindIs "invalid" $limits.most) (lt (len $free) (int $limits.most))) -}}
+{{- $cpus := ternary $model.stage $limits.cpus (kindIs "invalid" $limits.cpus) | float64 -}}
+{{- $gpus := ternary $model.tp $limits.gpus (kindIs "invalid" $limits.gpus) | float64 -}}
+{{- if and (ge $cpus $model.stage) (ge $gpus $model.tp) -}}
+{{- $at = len $free -}}
+{{- $free = append $free (dict "cpus" $cpus "gpus" $gpus) -}}
+{{- end -}}
+{{- end -}}
+{{- if ge $at 0 -}}
+{{- $from = $at -}}
+{{- $worker := index $free $at -}}
+{{- if not (kindIs "invalid" $limits.cpus) }}{{ $_ := set $worker "cpus" (subf $worker.cpus $model.stage) }}{{ end -}}
+{{- if not (kindIs "invalid" $limits.gpus) }}{{ $_ := set $worker "gpus" (subf $worker.gpus $model.tp) }}{{ end -}}
+{{- else if not $unplaced -}}
+{{- $unplaced = dict "model" $model "placed" $stage "stages" $stages -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{ dict "workers" (len $free) "unplaced" $unplaced | toJson }}
+{{- end }}
+
 {{/* Workers that all replicas need together: as many stages in each as its GPUs hold; on CPUs one replica in each. */}}
 {{- define "shoal.workersNeeded" -}}
 {{- if eq .Values.device "cpu" -}}
-{{ .Values.replicas }}
+{{ max 1 (include "shoal.replicas" . | int) }}
 {{- else -}}
-{{- $stages := mul .Values.replicas .Values.pp -}}
-{{- $each := div (int (include "shoal.gpus" .)) .Values.tp -}}
-{{ div (sub (add $stages $each) 1) $each }}
+{{- $placed := dict "root" . "gpus" (include "shoal.gpus" . | int) "cpus" nil "most" nil | include "shoal.placed" | fromJson -}}
+{{ max 1 (int $placed.workers) }}
 {{- end -}}
 {{- end }}
 
@@ -64,13 +183,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- $needed := include "shoal.workersNeeded" . | int -}}
 {{- if and (eq .Values.device "cuda") (lt $most $needed) -}}
-{{- fail (printf "%d workers at most, but %d replicas of tp %d × pp %d need %d with %s GPUs each" $most (int .Values.replicas) (int .Values.tp) (int .Values.pp) $needed (include "shoal.gpus" .)) -}}
+{{- fail (printf "%d workers at most, but the stages of all replicas need %d with %s GPUs each" $most $needed (include "shoal.gpus" .)) -}}
 {{- end -}}
 {{ $most }}
 {{- end }}
 
 {{- define "shoal.routers" -}}
-{{- .Values.routers | default (div (add .Values.replicas 1) 2) -}}
+{{- .Values.routers | default (max 1 (div (add (include "shoal.replicas" . | int) 1) 2)) -}}
 {{- end }}
 
 {{/* CPUs of a worker as KubeRay tells Ray: whole ones, of the limit or else of the request. Empty where neither says. */}}
@@ -90,29 +209,38 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- with include "shoal.cpus" . -}}
 {{- $cpus := . | float64 -}}
 {{- with $ -}}
-{{- $rank := .Values.config.cpus_per_rank | default 1 | float64 -}}
 {{- $router := .Values.config.cpus_per_router | default 1 | float64 -}}
-{{- $stage := mulf .Values.tp $rank -}}
 {{- $most := include "shoal.maxWorkers" . | int -}}
 {{- $routers := include "shoal.routers" . | int -}}
-{{- if gt $stage $cpus -}}
-{{- fail (printf "workers.resources: a worker has %v CPUs, and the ranks of a stage, which share one, need tp %d × cpus_per_rank %v = %v" $cpus (int .Values.tp) $rank $stage) -}}
+{{- $needed := mulf $routers $router -}}
+{{- range include "shoal.models" . | fromJsonArray -}}
+{{- if gt .stage $cpus -}}
+{{- fail (printf "workers.resources: a worker has %v CPUs, and the ranks of a stage%s, which share one, need tp %d × cpus_per_rank %v = %v" $cpus .of (int .tp) .rank .stage) -}}
+{{- end -}}
+{{- $needed = addf $needed (mulf .replicas .pp .stage) (mulf .replicas 0.01) -}}
 {{- end -}}
 {{- if gt $router $cpus -}}
 {{- fail (printf "workers.resources: a worker has %v CPUs, and a router needs cpus_per_router %v" $cpus $router) -}}
 {{- end -}}
-{{- $each := divf $cpus $stage | floor | int -}}
-{{- if eq .Values.device "cuda" -}}
-{{- $each = min $each (div (include "shoal.gpus" . | int) .Values.tp) | int -}}
+{{- $gpus := ternary (include "shoal.gpus" . | int) nil (eq .Values.device "cuda") -}}
+{{- $placed := dict "root" . "gpus" $gpus "cpus" $cpus "most" $most | include "shoal.placed" | fromJson -}}
+{{- with $placed.unplaced -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have room for %d of the %d stages%s: replicas %d × pp %d, each with %v CPUs" $most $cpus (int .placed) (int .stages) .model.of (int .model.replicas) (int .model.pp) .model.stage) -}}
 {{- end -}}
-{{- $stages := mul .Values.replicas .Values.pp | int -}}
-{{- if gt $stages (mul $most $each | int) -}}
-{{- fail (printf "workers.resources: %d workers of %v CPUs have room for %d stages of %v CPUs, and %d replicas of pp %d have %d" $most $cpus (mul $most $each) $stage (int .Values.replicas) (int .Values.pp) $stages) -}}
-{{- end -}}
-{{- $needed := addf (mulf $stages $stage) (mulf .Values.replicas 0.01) (mulf $routers $router) -}}
 {{- if gt $needed (mulf $most $cpus) -}}
-{{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and %d replicas of %d × %v and a control actor (0.01) and %d routers of %v need %v" $most $cpus (mulf $most $cpus) (int .Values.replicas) (int .Values.pp) $stage $routers $router $needed) -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and the stages of %s replicas, a control actor (0.01) for each, and %d routers of %v need %v" $most $cpus (mulf $most $cpus) (include "shoal.replicas" .) $routers $router $needed) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Helm reads every number as a float, and would write 8388608 as 8.388608e+06: whole numbers in a dict become such. */}}
+{{- define "shoal.wholeNumbers" -}}
+{{- range $key, $value := . -}}
+{{- if and (kindIs "float64" $value) (eq $value (floor $value)) -}}
+{{- $_ := set $ $key (int64 $value) -}}
+{{- else if kindIs "map" $value -}}
+{{- include "shoal.wholeNumbers" $value -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -120,15 +248,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* What Serve runs: the same application and the same keys as a configuration file for `shoal serve`. */}}
 {{- define "shoal.serveConfig" -}}
 {{- $args := deepCopy .Values.config -}}
-{{/* Helm reads every number as a float, and would write 8388608 as 8.388608e+06. */}}
-{{- range $key, $value := $args -}}
-{{- if and (kindIs "float64" $value) (eq $value (floor $value)) -}}
-{{- $_ := set $args $key (int64 $value) -}}
-{{- end -}}
-{{- end -}}
-{{- range $key := list "model" "device" "tp" "pp" -}}
+{{- range $key := list "device" "tp" "pp" -}}
 {{- $_ := set $args $key (index $.Values $key) -}}
 {{- end -}}
+{{- if .Values.models -}}
+{{- $entries := list -}}
+{{- range .Values.models -}}
+{{- $entry := omit (deepCopy .) "replicas" -}}
+{{- include "shoal.wholeNumbers" $entry -}}
+{{- $entries = append $entries $entry -}}
+{{- end -}}
+{{- $_ := set $args "models" $entries -}}
+{{- else -}}
+{{- $_ := set $args "model" .Values.model -}}
+{{- end -}}
+{{- include "shoal.wholeNumbers" $args -}}
 {{- if .Values.apiKey.existingSecret -}}
 {{- $_ := set $args "api_key_file" "/etc/shoal/api-keys" -}}
 {{- end -}}
@@ -144,8 +278,11 @@ applications:
       {{- toYaml $args | nindent 6 }}
     # Not among the arguments: Serve restarts everything when one of the arguments changes.
     deployments:
-      - name: Replica
-        num_replicas: {{ .Values.replicas }}
+      {{- $models := include "shoal.models" . | fromJsonArray }}
+      {{- range $models }}
+      - name: {{ ternary "Replica" (include "shoal.deployment" .name) (eq (len $models) 1) }}
+        num_replicas: {{ int .replicas }}
+      {{- end }}
       - name: Router
         num_replicas: {{ include "shoal.routers" . }}
 {{- end }}
