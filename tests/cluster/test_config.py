@@ -242,6 +242,14 @@ def test_models_that_do_not_go_together(settings: dict[str, object], complaint: 
     assert complaint in str(error.value)
 
 
+def test_the_page_about_several_models_shows_a_configuration(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text()
+    text = "\n".join(line[4:] for line in page.split("    shoal serve")[0].splitlines() if line.startswith("    "))
+    config = load(write(tmp_path, text))
+    assert [entry.name for entry in config.entries] == ["small", "large", "other"]
+    assert [model.kv_tokens for model in config.deployments] == [100_000] * 2
+
+
 def test_every_key_of_an_entry_explains_itself() -> None:
     for model in (DeploymentConfig, UpstreamEntry, UpstreamConfig):
         assert [name for name, field in model.model_fields.items() if not field.description] == []

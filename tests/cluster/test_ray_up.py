@@ -119,6 +119,18 @@ def test_it_serves_to_others_on_the_cluster_that_ray_up_made(name: str) -> None:
     assert config.host == "0.0.0.0"
 
 
+def test_several_models_can_be_served_by_uncommenting_them(tmp_path: Path) -> None:
+    lines = (FOLDER / "shoal.yaml").read_text().splitlines()
+    begin = lines.index("# models:")
+    models = [line.removeprefix("# ") for line in lines[begin:] if line.startswith(("# models:", "#   - {"))]
+    others = [line for line in lines if not line.startswith(("#", "model:"))]
+    file = tmp_path / "shoal.yaml"
+    file.write_text("\n".join(others + models))
+    config = load(file)
+    assert [(model.name, model.replicas) for model in config.deployments] == [("small", 2), ("large", 1)]
+    assert [entry.name for entry in config.upstreams] == ["other"]
+
+
 def test_every_machine_of_ones_own_is_used() -> None:
     prepared = prepare_config(read("machines"))
     machines = prepared["provider"]["worker_ips"]
