@@ -8,7 +8,7 @@ from bench.replica import dummy_models
 from bench.replica.offline_workloads import HIGHEST_ID
 from router.tokenizer import Tokenizer
 from worker.models.config import decoder_config, read_config
-from worker.structured_output.tokens import token_bytes
+from worker.structured_output.tokens import GrammarVocabulary
 
 
 @pytest.mark.parametrize("name", dummy_models.SHAPES)
@@ -37,7 +37,7 @@ def test_every_id_has_a_text_of_its_own(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == size
     special = {dummy_models.SHAPES["tiny"].config[key] for key in ("bos_token_id", "eos_token_id")}
     assert tokenizer.special_ids == special
-    texts = token_bytes(folder, size)
+    texts = GrammarVocabulary(folder, size).token_bytes()
     spelled = [text for i, text in enumerate(texts) if i not in special]
     assert len(set(spelled)) == len(spelled) and all(spelled)
     assert {bytes([value]) for value in range(256)} <= set(spelled)
