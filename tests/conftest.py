@@ -170,8 +170,12 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a byte tokenizer, in a folder as the hub has it: made without torch."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    """A random Llama with a byte tokenizer, in a folder as the hub has it."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def make_tiny_llama(folder: Path) -> Path:
+    """Writes a random Llama with a byte tokenizer, without torch."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

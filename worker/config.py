@@ -74,6 +74,15 @@ class WorkerConfig(BaseModel):
     overlap: bool | None = Field(
         None, description="prepare the next step on the host while the device runs one; on by default on a GPU"
     )
+    speculation: Literal["auto", "off"] | None = Field(
+        None,
+        description="auto verifies drafts of the next tokens (what the grammar forces, what the text repeats, what the "
+        "client predicts) where that gives more tokens a second, as predicted by the costs of steps; no output changes "
+        "by it. By default auto on a CPU, off on a GPU",
+    )
+    num_speculative_tokens: int = Field(
+        32, ge=1, description="most drafts of one sequence in a step; fewer are taken where fewer pay"
+    )
     max_waiting: int = Field(
         4096,
         ge=1,
@@ -130,6 +139,11 @@ class WorkerConfig(BaseModel):
         if self.schedule is not None:
             return self.schedule
         return "uniform" if self.pp > 1 or self.tbt_slo else "fixed_chunk"
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there are drafts. On a GPU `worker.executor.gpu_defaults` has set the default."""
+        return self.speculation != "off"
 
     @property
     def longest_step_s(self) -> float:
