@@ -33,7 +33,6 @@ ALLOWED = {
     "worker.parallel": {"worker:", "kernels.comm", "kernels.ops"},
     "worker.sampling": {"worker:", "worker.structured_output", "kernels"},
     "worker.structured_output": {"worker:"},
-    "worker.drafts": {"worker:", "worker.structured_output"},
     "pipeline": set(),
     "radix": set(),
     "kernels": set(),

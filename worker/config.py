@@ -74,11 +74,10 @@ class WorkerConfig(BaseModel):
     overlap: bool | None = Field(
         None, description="prepare the next step on the host while the device runs one; on by default on a GPU"
     )
-    speculation: Literal["auto", "off"] | None = Field(
-        None,
-        description="auto verifies drafts of the next tokens (what the grammar forces, what the text repeats, what the "
-        "client predicts) where that gives more tokens a second, as predicted by the costs of steps; no output changes "
-        "by it. By default auto on a CPU, off on a GPU",
+    speculation: Literal["auto", "off"] = Field(
+        "off",
+        description="auto verifies drafts of the next tokens (what the text or recent outputs repeat) where that gives more tokens a second, as predicted by the costs of steps; no output changes "
+        "by it",
     )
     num_speculative_tokens: int = Field(
         32, ge=1, description="most drafts of one sequence in a step; fewer are taken where fewer pay"
@@ -142,7 +141,7 @@ class WorkerConfig(BaseModel):
 
     @property
     def speculates(self) -> bool:
-        """Whether there are drafts. On a GPU `worker.executor.gpu_defaults` has set the default."""
+        """Whether drafts are verified."""
         return self.speculation != "off"
 
     @property

@@ -3,14 +3,14 @@
 Read `speculative_decoding.py` first, then `drafter.py`.
 """
 
-from pathlib import Path
-
 from worker.drafts.drafter import Drafter, Proposal
 from worker.drafts.speculative_decoding import SpeculativeDecoding
 
 __all__ = ["Drafter", "Proposal", "SpeculativeDecoding", "make_drafters"]
 
 
-def make_drafters(model_dir: Path) -> list[Drafter]:
-    """All drafters for a model."""
-    return []
+def make_drafters() -> list[Drafter]:
+    """All drafters."""
+    from worker.drafts.suffix import SuffixDrafter
+
+    return [SuffixDrafter()]

@@ -31,6 +31,11 @@ class Drafter(ABC):
     num_evidence = 1
     """`Proposal.evidence` is below this number."""
 
+    @property
+    def priors(self) -> list[float]:
+        """By evidence, the probability that a draft is right, before any was verified."""
+        return [0.7] * self.num_evidence
+
     @abstractmethod
     def add(
         self,

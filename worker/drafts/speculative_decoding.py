@@ -24,7 +24,7 @@ LOOK_FRACTION = 0.01
 
 
 class Draftable(Protocol):
-    """What drafts need to know of a running sequence."""
+    """A running sequence, as far as drafts need to know it."""
 
     slot: int
 
@@ -34,7 +34,7 @@ class Draftable(Protocol):
 
     @property
     def num_known(self) -> int:
-        """Those of them that are known."""
+        """Tokens whose value is known."""
 
     @property
     def token_limit(self) -> int:

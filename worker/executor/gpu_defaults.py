@@ -56,10 +56,7 @@ def with_gpu_defaults(config: WorkerConfig, model: Path) -> WorkerConfig:
 def on_gpu(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) -> WorkerConfig:
     """Like `with_gpu_defaults`, for GPUs with `memory_bytes` of memory each."""
     said = config.model_fields_set
-    settled: dict[str, object] = {
-        "schedule": config.schedule or "uniform",
-        "speculation": config.speculation or "off",
-    }
+    settled: dict[str, object] = {"schedule": config.schedule or "uniform"}
     if "token_budget" not in said:
         settled["token_budget"] = GPU_TOKEN_BUDGET
     if "max_running" not in said:
