@@ -1,4 +1,4 @@
-"""Whether calls of tools are valid: their arguments against the tools' schemas, by jsonschema."""
+"""Judgement of calls of tools: their arguments against the tools' schemas, by jsonschema."""
 
 import datetime
 import json
@@ -99,7 +99,7 @@ class Validity:
 
 
 def problem_of(tools: Iterable[dict[str, Any]], call: Called) -> str | None:
-    """What is wrong with a call; None if it is valid. `tools`: as chat completions take them."""
+    """The fault of a call; None if it is valid. `tools`: as chat completions take them."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     if call.name not in schemas:
         return f"no tool is called {call.name!r}"

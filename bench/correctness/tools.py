@@ -74,7 +74,7 @@ class CallingClient:
         return [found[place] for place in range(len(items))]
 
     async def ask(self, mode: str, body: dict[str, Any]) -> CallingAnswer:
-        """One answer, streamed if the body says so."""
+        """Asks for an answer, as a stream if the body says so."""
         response = await self._client.post("/chat/completions", json={"model": self._model, **body})
         if response.status_code != 200:
             return CallingAnswer(mode, error=response.json()["error"]["message"], status=response.status_code)
