@@ -36,11 +36,14 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
 
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
+    `begin`: the marker that begins this text, such as `<think>`. The output may leave both out. None: the prompt has
+    begun the text.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "tool_calls"]
     text: str = ""
     after: str | None = None
+    begin: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
