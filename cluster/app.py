@@ -1,4 +1,6 @@
-"""The Serve application: routers in front, replicas behind. The same for every way to start it, except for who listens.
+"""The Serve application: routers in front, the replicas of each model behind, one deployment for each model.
+
+The same for every way to start it, except for who listens.
 
 - `build` is for `serve run cluster.app:build` and for a RayService's `import_path`; its arguments are the keys of the
   configuration. Serve's proxies listen, on every node that takes part, and pass requests on to the routers. A
@@ -8,22 +10,28 @@
   proxy costs more there than in the router.
 """
 
-from typing import Any
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import ray
 from fastapi import FastAPI
+from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from cluster.config import Config, load
-from cluster.models import model_name, resolve
+from cluster.config import Config, DeploymentConfig, load, upstream_keys
+from cluster.models import resolve
 from cluster.replica import CONTROL_CPUS, Replica, bundles
 from cluster.request_router import ServePlacer, listen, watch_size
-from cluster.service import open_service
+from cluster.service import open_models, open_service
 from router.api import create_app
 from router.listener import Listener
+from router.metrics import Metrics
+from router.service import Service
 from worker.folders import cache_folder
 
 APP = "shoal"  # the application's name in Serve
@@ -32,6 +40,7 @@ DRAIN_S = 20.0  # how long the streams of a removed router may take to finish
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
+_NUMBERS = ("replicas", "routers")
 NODE_SHARE = 0.001  # of the resource that stands for a node: an actor that asks for some of it runs there
 
 
@@ -45,33 +54,43 @@ def build(args: dict[str, Any]) -> Application:
 def settle(config: Config, gpus: float) -> tuple[Config, str | None]:
     """The configuration with everything filled in that depends on the cluster, so that all processes agree; and a note
     about it for the user, or None."""
+    auto: Literal["cpu", "cuda"] = "cuda" if gpus > 0 else "cpu"
+    choices = [deployment for deployment in config.deployments if deployment.device == "auto"]
     note = None
-    device = config.device
-    if device == "auto":
-        device = "cuda" if gpus > 0 else "cpu"
-        note = None if gpus > 0 else "no GPU here: the model runs on CPUs"
-    name = config.served_model_name or model_name(config.model)
-    return config.model_copy(update={"device": device, "served_model_name": name}), note
+    if choices and auto == "cpu":
+        note = f"no GPU here: the {'model runs' if len(choices) == 1 else 'models run'} on CPUs"
+
+    def settled(deployment: DeploymentConfig) -> DeploymentConfig:
+        return deployment.model_copy(update={"device": auto}) if deployment in choices else deployment
+
+    return config.changed(settled), note
 
 
 def application(config: Config, node: str | None = None) -> Application:
     """The application. With a `node` (its address in Ray) the routers run on that machine and listen on `host` and
-    `port` themselves. Without one they run anywhere, behind Serve's proxies. `config` must be settled."""
-    replicas = serve.deployment(
-        num_replicas=config.replicas,
+    `port` themselves. Without one they run anywhere, behind Serve's proxies. `config` must be settled. Raises
+    ConfigError for a key of another endpoint that this process's environment does not have."""
+    return routers(config, [_replicas(config, deployment) for deployment in config.deployments], node)
+
+
+def _replicas(config: Config, deployment: DeploymentConfig) -> Application:
+    """The deployment of one model's replicas. Each replica has a placement group of its own."""
+    return serve.deployment(
+        name=config.deployment_name(deployment),
+        num_replicas=deployment.replicas,
         ray_actor_options={"num_cpus": CONTROL_CPUS},
-        placement_group_bundles=bundles(config),
+        placement_group_bundles=bundles(deployment),
         placement_group_strategy="PACK",
         request_router_config=PLACEMENT,
         health_check_period_s=config.health_check_period_s,
         graceful_shutdown_wait_loop_s=0.1,  # nothing runs in the control actor
         graceful_shutdown_timeout_s=1.0,
-    )(Replica).bind(unscaled(config))
-    return routers(config, replicas, node)
+    )(Replica).bind(_unscaled(deployment))
 
 
-def routers(config: Config, replicas: Application, node: str | None = None) -> Application:
-    """The routers of `application`, in front of a deployment that publishes the same metadata as `Replica`."""
+def routers(config: Config, replicas: Sequence[Application], node: str | None = None) -> Application:
+    """The routers of `application`, in front of deployments that publish the same metadata as `Replica`, one for each
+    of `config.deployments`. Raises ConfigError."""
     actor: dict[str, Any] = {"num_cpus": config.cpus_per_router}
     if node is not None:
         actor["resources"] = {f"node:{node}": NODE_SHARE}
@@ -83,38 +102,54 @@ def routers(config: Config, replicas: Application, node: str | None = None) -> A
         health_check_period_s=config.health_check_period_s,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=DRAIN_S + 1.0,
-    )(Router if node is None else ListeningRouter).bind(unscaled(config), replicas)
+    )(Router if node is None else ListeningRouter).bind(unscaled(config), upstream_keys(config), *replicas)
 
 
 def unscaled(config: Config) -> Config:
     """The configuration without the numbers of replicas and routers, which may change while processes that hold it
     run."""
-    return config.model_copy(update={name: Config.model_fields[name].default for name in ("replicas", "routers")})
+    return config.changed(_unscaled).model_copy(update={name: Config.model_fields[name].default for name in _NUMBERS})
+
+
+def _unscaled(deployment: DeploymentConfig) -> DeploymentConfig:
+    return deployment.model_copy(update={"replicas": DeploymentConfig.model_fields["replicas"].default})
 
 
 class _Router:
-    """A router process: OpenAI's API, its own view of the fleet, and its connections to the replicas."""
+    """A router process: OpenAI's API, and for each model its own view of the fleet, and its connections to the
+    replicas."""
 
-    def __init__(self, config: Config, handle: DeploymentHandle) -> None:
+    def __init__(self, config: Config, keys: Mapping[str, SecretStr], *handles: DeploymentHandle) -> None:
+        """`handles`: of the deployments of `config.deployments`. `keys`: of `upstream_keys`."""
         if config.response_store_dir is None:
             config = config.model_copy(update={"response_store_dir": cache_folder() / "responses"})
         self._config = config
-        folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
-        self._service = open_service(
-            config, folder, lambda fleet, replicas: ServePlacer(handle, fleet, replicas, config.replica_wait_s)
-        )
-        self._metrics = self._service.metrics
-        listen(self._take)
-        self._size = watch_size(handle, self._metrics.wanted.set)
+        metrics = Metrics(router=uuid.uuid4().hex[:8])
+        self._sizes = []
+        services = {}
+        for deployment, handle in zip(config.deployments, handles, strict=True):
+            service = services[deployment.name] = _open(deployment, handle, metrics)
+            listen(config.deployment_name(deployment), partial(_take, service))
+            self._sizes.append(watch_size(handle, service.metrics.wanted.set))
+        self._models = open_models(config, services, metrics, keys)
 
-    def _take(self, replicas: dict[str, dict[str, Any]]) -> None:
-        """Takes over Serve's view of the running replicas: id to what each has published
-        (`Replica.record_replica_metadata`)."""
-        if replicas:
-            self._service.context_length = min(replica["context_length"] for replica in replicas.values())
-        self._metrics.attention.clear()
-        self._metrics.attention.update({name: replica["attention"] for name, replica in replicas.items()})
-        self._service.replicas.set_replicas({name: replica["address"] for name, replica in replicas.items()})
+
+def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics) -> Service:
+    folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
+    return open_service(
+        config, folder, metrics, lambda fleet, replicas: ServePlacer(handle, fleet, replicas, config.replica_wait_s)
+    )
+
+
+def _take(service: Service, replicas: dict[str, dict[str, Any]]) -> None:
+    """Takes over Serve's view of a model's running replicas: id to what each has published
+    (`Replica.record_replica_metadata`)."""
+    if replicas:
+        service.context_length = min(replica["context_length"] for replica in replicas.values())
+    attention = service.metrics.attention
+    attention.clear()
+    attention.update({name: replica["attention"] for name, replica in replicas.items()})
+    service.replicas.set_replicas({name: replica["address"] for name, replica in replicas.items()})
 
 
 @serve.ingress()
@@ -122,16 +157,18 @@ class Router(_Router):
     """A router behind Serve's proxies."""
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._service, self._config, answers_id=False)  # Serve's proxy adds it
+        return create_app(self._models, answers_id=False)  # Serve's proxy adds it
 
 
 class ListeningRouter(_Router):
     """A router that listens itself, on a port that it shares with the other routers of its machine."""
 
-    async def __init__(self, config: Config, handle: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
-        super().__init__(config, handle)
-        self._listener = Listener(create_app(self._service, self._config), config.host, config.port, DRAIN_S, config)
-        await self._service.start()
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Config, keys: Mapping[str, SecretStr], *handles: DeploymentHandle
+    ) -> None:
+        super().__init__(config, keys, *handles)
+        self._listener = Listener(create_app(self._models), config.host, config.port, DRAIN_S, config)
+        await self._models.start()
         await self._listener.start()
 
     def check_health(self) -> None:
@@ -142,4 +179,4 @@ class ListeningRouter(_Router):
     async def __del__(self) -> None:
         """Closes the router. Serve calls this when it removes the router, and waits for it."""
         await self._listener.close()
-        await self._service.close()
+        await self._models.close()

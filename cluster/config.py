@@ -1,18 +1,23 @@
 """The configuration: one flat, frozen table, from a YAML file, the command line, or Serve's application arguments.
 
-Every way of starting Shoal uses it, so a name means the same in a file, as a flag and in the Helm chart's values.
+Every way of starting Shoal uses it, so a name means the same in a file, as a flag and in the Helm chart's values. A
+server of several models has a list of tables in it, `models`, with the same names.
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, SecretStr, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from router.config import RouterConfig
+from cluster.models import model_name
+from router.config import Aliases, ModelConfig, RouterConfig, UpstreamConfig
 from worker.config import WorkerConfig
 
 
@@ -20,8 +25,8 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line per key. The message is shown to the user unchanged."""
 
 
-class Config(WorkerConfig, RouterConfig):
-    """All settings of a deployment of Shoal."""
+class ReplicaConfig(WorkerConfig, ModelConfig):
+    """Settings of a model and its replicas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,17 +34,6 @@ class Config(WorkerConfig, RouterConfig):
         "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a Hugging Face id"
     )
     replicas: int = Field(2, ge=1, description="copies of the model, each with its own KV cache")
-    routers: int | None = Field(
-        None,
-        ge=1,
-        description="HTTP processes in front of the replicas, sharing one port; by default one per two replicas",
-    )
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
-    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
-    address: str | None = Field(
-        None,
-        description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
-    )
     replica_host: str | None = Field(
         None,
         description="address that replicas listen on for routers; by default 127.0.0.1 if Ray is started here, else "
@@ -53,12 +47,6 @@ class Config(WorkerConfig, RouterConfig):
     )
     gpus_per_rank: float = Field(
         1.0, gt=0, le=1, description="Ray GPUs that one rank reserves when the model runs on GPUs"
-    )
-    cpus_per_router: float = Field(1.0, gt=0, description="Ray CPUs that one router reserves")
-    health_check_period_s: float = Field(
-        0.5,
-        ge=0.1,
-        description="seconds between health checks of a replica or a router, which is replaced after three failed ones",
     )
     start_timeout_s: float = Field(
         600.0,
@@ -80,17 +68,165 @@ class Config(WorkerConfig, RouterConfig):
             )
         return self
 
+
+class DeploymentConfig(ReplicaConfig):
+    """A model with its name in the API, its replicas and all their settings: an entry of `models`."""
+
+    name: str = Field(min_length=1, description="the model's name in the API")
+    model: str = Field(min_length=1, description="a known name, a folder, a .gguf file, or a Hugging Face id")
+
+
+class UpstreamEntry(BaseModel):
+    """A model at another endpoint: an entry of `models`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, description="the model's name in the API")
+    aliases: Aliases = Field((), description="further names of the model in the API")
+    upstream: UpstreamConfig = Field(description="the endpoint that answers for the model, in place of replicas")
+
+
+def _kind(entry: Any) -> str:
+    is_upstream = "upstream" in entry if isinstance(entry, Mapping) else isinstance(entry, UpstreamEntry)
+    return "upstream" if is_upstream else "model"
+
+
+Entry = Annotated[
+    Annotated[DeploymentConfig, Tag("model")] | Annotated[UpstreamEntry, Tag("upstream")], Discriminator(_kind)
+]
+
+UPSTREAM_FIELDS = UpstreamConfig.model_fields
+# Settings of one model alone, which are no defaults for several.
+OF_ONE_MODEL = ("model", "served_model_name", "aliases")
+# Settings that hold, next to `models`, for each entry that does not set them.
+DEFAULTS = tuple(name for name in ReplicaConfig.model_fields if name not in OF_ONE_MODEL)
+
+
+class Config(ReplicaConfig, RouterConfig):
+    """All settings of a server.
+
+    It serves one model, or those of `models`.
+    """
+
+    served_model_name: str | None = Field(
+        None, description="the model's name in the API; by default the name of its folder"
+    )
+    models: tuple[Entry, ...] = Field(
+        (), description="several models, in place of `model`, `served_model_name` and `aliases`"
+    )
+    routers: int | None = Field(
+        None,
+        ge=1,
+        description="HTTP processes in front of the replicas, sharing one port; by default one per two replicas",
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
+    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
+    address: str | None = Field(
+        None,
+        description="the Ray cluster to join: host:port, or auto; by default Ray is started on this machine",
+    )
+    cpus_per_router: float = Field(1.0, gt=0, description="Ray CPUs that one router reserves")
+    health_check_period_s: float = Field(
+        0.5,
+        ge=0.1,
+        description="seconds between health checks of a replica or a router, which is replaced after three failed ones",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, given: Any) -> Any:
+        """Gives the entries of `models` the settings next to it."""
+        if not isinstance(given, Mapping) or not isinstance(given.get("models"), list | tuple):
+            return given
+        defaults = {name: given[name] for name in DEFAULTS if name in given}
+        models = [
+            defaults | entry if isinstance(entry, dict) and "upstream" not in entry else entry
+            for entry in given["models"]
+        ]
+        return {**given, "models": models}
+
+    @model_validator(mode="after")
+    def _named_apart(self) -> Self:
+        if self.models and (given := [name for name in OF_ONE_MODEL if name in self.model_fields_set]):
+            raise ValueError(f"{', '.join(given)}: for one model; with models, each entry has its own")
+        if "models" in self.model_fields_set and not self.models:
+            raise ValueError("models: there is no entry; leave models out to serve one model")
+        names = Counter(name for entry in self.entries for name in (entry.name, *entry.aliases))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"models: {', '.join(map(repr, twice))}: names and aliases must differ from each other")
+        deployments = Counter(self.deployment_name(entry) for entry in self.deployments)
+        if alike := [name for name, count in deployments.items() if count > 1]:
+            raise ValueError(f"models: several deployments are named {', '.join(alike)}: names must differ in letters")
+        return self
+
+    @property
+    def entries(self) -> tuple[DeploymentConfig | UpstreamEntry, ...]:
+        """All models. One model alone is one entry."""
+        if self.models:
+            return self.models
+        values = {name: getattr(self, name) for name in ReplicaConfig.model_fields}
+        values["name"] = self.served_model_name or model_name(self.model)
+        given = {"name", "model"} | self.model_fields_set & values.keys()  # a GPU has other defaults
+        return (DeploymentConfig.model_construct(_fields_set=given, **values),)
+
+    @property
+    def deployments(self) -> tuple[DeploymentConfig, ...]:
+        """The models that replicas serve."""
+        return tuple(entry for entry in self.entries if isinstance(entry, DeploymentConfig))
+
+    @property
+    def upstreams(self) -> tuple[UpstreamEntry, ...]:
+        """The models at other endpoints."""
+        return tuple(entry for entry in self.entries if isinstance(entry, UpstreamEntry))
+
+    def changed(self, change: Callable[[DeploymentConfig], DeploymentConfig]) -> Self:
+        """The configuration with `change` made to each of its `deployments`."""
+        entries = [change(entry) if isinstance(entry, DeploymentConfig) else entry for entry in self.entries]
+        return self.model_copy(update={"models": tuple(entries)})
+
+    def deployment_name(self, deployment: DeploymentConfig) -> str:
+        """The name of a model's deployment in Ray Serve: Replica for one model, Replica-NAME for one of several."""
+        if len(self.deployments) == 1:
+            return "Replica"
+        return f"Replica-{re.sub('[^A-Za-z0-9_.-]', '-', deployment.name)}"
+
     @property
     def num_routers(self) -> int:
         """`routers`, or one per two replicas: a router sends some 20,000 chunks per second (at higher rates, longer
         chunks), and a fast replica makes 10,000 tokens per second."""
-        return self.routers or -(-self.replicas // 2)
+        replicas = sum(deployment.replicas for deployment in self.deployments)
+        return self.routers or max(1, -(-replicas // 2))
 
     def to_yaml(self) -> str:
-        """The effective configuration as YAML, one key per line: own fields first, secrets as asterisks."""
-        values = self.model_dump(mode="json")
-        own = {key: values.pop(key) for key in Config.__annotations__ if key in values}
-        return yaml.safe_dump({**own, **values}, sort_keys=False, allow_unicode=True, width=120)
+        """The effective configuration as YAML, one key per line: settings of the model and of the server first, secrets
+        as asterisks. Of an entry of `models`, only what differs from the settings next to `models`."""
+        values = self.model_dump(mode="json", exclude={"models"})
+        first = (*ReplicaConfig.__annotations__, *Config.__annotations__)
+        own = {key: values.pop(key) for key in first if key in values}
+        values = own | values
+        if self.models:
+            values = {key: value for key, value in values.items() if key not in OF_ONE_MODEL}
+            values["models"] = [_written(entry, values) for entry in self.models]
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _written(entry: DeploymentConfig | UpstreamEntry, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    values = entry.model_dump(mode="json", exclude_defaults=isinstance(entry, UpstreamEntry))
+    first = {key: values.pop(key) for key in ("name", "model", "aliases") if values.get(key)}
+    return first | {key: value for key, value in values.items() if key != "aliases" and value != defaults.get(key, ())}
+
+
+def upstream_keys(config: Config) -> dict[str, SecretStr]:
+    """The API keys of the other endpoints, by the model's name here, from this process's environment. Raises
+    ConfigError."""
+    keys = {}
+    for entry in config.upstreams:
+        variable = entry.upstream.api_key_env
+        if variable is not None:
+            if not os.environ.get(variable):
+                raise ConfigError(f"models: {entry.name}: api_key_env: {variable} is not set in this environment")
+            keys[entry.name] = SecretStr(os.environ[variable])
+    return keys
 
 
 def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -135,15 +271,43 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_SHAPES = {
+    "tuple_type": "must be a list",
+    "model_type": "must be a table of `key: value` lines",
+    "model_attributes_type": "must be a table of `key: value` lines",
+}
+
+
 def _problem(detail: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+    place = list(detail["loc"])
+    kind = str(place.pop(2)) if place[:1] == ["models"] and len(place) > 2 else ""  # the tag of the entry's type
+    key = ".".join(str(part) for part in place)
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        return f"{key}: unknown{_did_you_mean(key, Config.model_fields)}"
+        return f"{key}: unknown{_hint(str(place[-1]), kind, len(place))}"
     if not key:
         return message
-    shown = "" if "api_key" in key else f" {detail['input']!r}:"
+    if detail["type"] in _SHAPES:
+        return f"{key}: {_SHAPES[detail['type']]}"
+    is_shown = "api_key" not in key and detail["type"] != "missing" and (not kind or len(place) > 2)
+    shown = f" {detail['input']!r}:" if is_shown else ""
     return f"{key}:{shown} {message[0].lower()}{message[1:]}"
+
+
+def _hint(key: str, kind: str, depth: int) -> str:
+    """The end of the message for an unknown key: of the configuration, of an entry of `models` of this `kind`, or, with
+    `depth` 4, of its `upstream`."""
+    if not kind:
+        return _did_you_mean(key, Config.model_fields)
+    if depth > 3:
+        return _did_you_mean(key, UPSTREAM_FIELDS)
+    if key == "served_model_name":
+        return "; did you mean name?"
+    if kind == "upstream" and key in DeploymentConfig.model_fields:
+        return ": this model has no replicas here"
+    if key in Config.model_fields:
+        return ": it is a setting of the whole server, next to models"
+    return _did_you_mean(key, UpstreamEntry.model_fields | DeploymentConfig.model_fields)
 
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:

@@ -16,13 +16,14 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from cluster.config import Config, ConfigError, load
-from cluster.models import model_name, resolve
+from cluster.models import resolve
 from cluster.replica_process import ReplicaProcess
-from cluster.service import open_service
+from cluster.service import open_models, open_service
 from router.api import create_app
 from router.asgi_transport import AsgiTransport
 from router.errors import NoReplica
 from router.fleet import Fleet
+from router.metrics import Metrics
 from router.programs import Home
 from router.replicas import Replicas
 from worker.config import WorkerConfig
@@ -97,16 +98,18 @@ class InProcessServer:
         """Gets the model if it is missing, and starts the replica. Raises ModelError, ReplicaEnded, and ValueError for
         a broken file of the model."""
         folder = resolve(config.model, weights=config.load_format != "dummy")
-        named = {"served_model_name": config.served_model_name or model_name(config.model), "model": str(folder)}
-        self.config = config = config.model_copy(update=named)
+        (named,) = config.deployments
+        self.config = deployment = named.model_copy(update={"model": str(folder)})
+        metrics = Metrics()
 
         def make_placer(fleet: Fleet, replicas: Replicas) -> OneReplicaPlacer:
-            self._placer = OneReplicaPlacer(fleet, replicas, config.replica_wait_s)
+            self._placer = OneReplicaPlacer(fleet, replicas, deployment.replica_wait_s)
             return self._placer
 
-        self._service = open_service(config, folder, make_placer)
+        self._service = open_service(deployment, folder, metrics, make_placer)
+        self._models = open_models(config, {deployment.name: self._service}, metrics)
         self.model = self._service.model
-        self.transport = AsgiTransport(create_app(self._service, config), self.submit)
+        self.transport = AsgiTransport(create_app(self._models), self.submit)
         self._pid = os.getpid()
         self._lock = threading.RLock()  # garbage collection may close the server while its thread is in `submit`
         self._closed = False
@@ -114,7 +117,7 @@ class InProcessServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
-        self._replica = ReplicaProcess(config, self._lose)
+        self._replica = ReplicaProcess(deployment, self._lose)
         try:
             self._connect(self._replica.wait(config.start_timeout_s))
         except BaseException:
@@ -155,7 +158,7 @@ class InProcessServer:
         self._service.context_length = replica["context_length"]
         self._service.metrics.attention[REPLICA] = replica["attention"]
         self._service.replicas.set_replicas({REPLICA: replica["address"]})
-        self.submit(self._service.start()).result()
+        self.submit(self._models.start()).result()
 
     def _lose(self, reason: str) -> None:
         self._placer.ended = reason
@@ -175,4 +178,4 @@ class InProcessServer:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._service.close()
+        await self._models.close()

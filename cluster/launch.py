@@ -24,13 +24,14 @@ from rich.console import Console
 
 from cluster import local
 from cluster.app import APP, DRAIN_S, application, settle
-from cluster.config import Config
+from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
 from cluster.models import resolve
 from router.auth import Keys
 from router.defaults import FILE, SamplingDefaults
 
 POLL_S = 0.2
+START_S = 600.0  # that a server without replicas may take
 ATTEND_S = 2.0  # between looks at a server that runs
 FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
@@ -83,6 +84,10 @@ class _Launch:
             Keys(self._config)
         except (OSError, ValueError) as error:
             raise LaunchError(f"api_key_file: {error}") from error
+        try:
+            upstream_keys(self._config)
+        except ConfigError as error:
+            raise LaunchError(str(error)) from None
         if self._config.address is None:
             self._start_ray()
         else:
@@ -140,41 +145,29 @@ class _Launch:
     # ------------------------------------------------------------ the steps of a start
 
     def _start_ray(self) -> None:
-        has_weights = self._config.load_format != "dummy"
         # No live status line yet: a download shows its own progress.
-        folder = resolve(self._config.model, progress=self._print, weights=has_weights)
-        self._tell_defaults(folder)
-        if self._config.num_ranks > 1:
-            self._check_cut(folder)
+        for deployment in self._config.deployments:
+            folder = resolve(deployment.model, progress=self._print, weights=deployment.load_format != "dummy")
+            self._tell_defaults(folder, deployment)
+            if deployment.num_ranks > 1:
+                _check_cut(folder, deployment)
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
         local.start(self._config, self._folder)
 
-    def _tell_defaults(self, folder: Path) -> None:
-        """Prints the model's sampling defaults. Raises LaunchError for a broken file: the replicas would fail on it
+    def _tell_defaults(self, folder: Path, deployment: DeploymentConfig) -> None:
+        """Prints a model's sampling defaults. Raises LaunchError for a broken file: the replicas would fail on it
         too, but later."""
         try:
-            defaults = SamplingDefaults.read(folder, self._config.sampling_defaults)
+            defaults = SamplingDefaults.read(folder, deployment.sampling_defaults)
         except ValueError as error:
             raise LaunchError(str(error)) from None
         for problem in defaults.problems:
             self._print(problem)
         if defaults.values:
-            self._print(f"where a request does not say how to sample, the model does ({FILE}): {defaults}")
-
-    def _check_cut(self, folder: Path) -> None:
-        """Raises LaunchError for a model whose layers or heads cannot be divided among the ranks: the ranks would fail
-        on it too, but later, and again and again."""
-        # Imported only here: it takes seconds.
-        from worker.models.config import decoder_config, read_config
-        from worker.models.sharding import Shard
-
-        config = self._config
-        try:
-            Shard(decoder_config(read_config(folder)), size=config.tp, stages=config.pp, cut=config.cut)
-        except ValueError as error:
-            raise LaunchError(str(error)) from None
+            which = "the model" if len(self._config.deployments) == 1 else deployment.name
+            self._print(f"where a request does not say how to sample, {which} does ({FILE}): {defaults}")
 
     def _join_ray(self, address: str) -> None:
         self._say(f"joining the Ray cluster at {address}")
@@ -194,8 +187,7 @@ class _Launch:
             self._print(note)
         if self._config.address is None:
             self._config = local.share_memory(self._config)
-        if self._config.device == "cuda":
-            self._check_gpus(ray.cluster_resources().get("GPU", 0))
+        self._check_gpus(ray.cluster_resources().get("GPU", 0))
         self._say("starting Ray Serve")
         self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
         ray_serve.start(
@@ -209,38 +201,45 @@ class _Launch:
     def _check_gpus(self, there: float) -> None:
         """Raises LaunchError if this machine has too few GPUs. A cluster may grow: for one without GPUs, only prints a
         note."""
-        config = self._config
-        needed = config.replicas * config.num_ranks * config.gpus_per_rank
-        if config.address is None and needed > there:
-            raise LaunchError(
-                f"replicas={config.replicas} of tp={config.tp}, pp={config.pp} need {needed:g} GPUs, and this machine "
-                f"has {there:g}: " + ("lower one of them" if there else "device cpu needs none")
+        models = [deployment for deployment in self._config.deployments if deployment.device == "cuda"]
+        needed = sum(model.replicas * model.num_ranks * model.gpus_per_rank for model in models)
+        if self._config.address is None and needed > there:
+            which = " and ".join(
+                f"replicas={model.replicas} of tp={model.tp}, pp={model.pp}"
+                + (f" of {model.name}" if len(self._config.deployments) > 1 else "")
+                for model in models
             )
-        if not there:
+            raise LaunchError(
+                f"{which} need {needed:g} GPUs, and this machine has {there:g}: "
+                + ("lower one of them" if there else "device cpu needs none")
+            )
+        if models and not there:
             self._print("no GPU in the cluster yet: the replicas wait for one")
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self._config.start_timeout_s
+        within_s = max((deployment.start_timeout_s for deployment in self._config.deployments), default=START_S)
+        deadline = time.monotonic() + within_s
         while True:
             overview = _overview()
-            if overview is not None and overview.status == ApplicationStatus.RUNNING and _answers(f"{self._url}/ready"):
+            runs = overview is not None and overview.status == ApplicationStatus.RUNNING
+            if runs and _is_ready(f"{self._url}/ready"):
                 return
             if reason := _failure(overview):
                 raise LaunchError(reason)
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"not ready after start_timeout_s={self._config.start_timeout_s:g}: {_short(overview)}"
-                )
-            self._say(f"waiting for {self._config.model}: {_short(overview)}")
+                raise LaunchError(f"not ready after start_timeout_s={within_s:g}: {_short(overview)}")
+            waited_for = ", ".join(deployment.model for deployment in self._config.deployments) or "the routers"
+            self._say(f"waiting for {waited_for}: {_short(overview)}")
             time.sleep(POLL_S)
 
     def _greet(self) -> None:
         self._quiet()
         # Without max_tokens a small model may go on for minutes; sampled at random, its text is often nonsense.
         example = {"max_tokens": 100, "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}
-        body = json.dumps({"model": self._config.served_model_name} | example)
+        names = [entry.name for entry in self._config.entries]
+        body = json.dumps({"model": names[0]} | example)
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key or self._config.api_key_file else ""
-        self._print(f"\nShoal serves {self._config.served_model_name} at {self._url}/v1\n")
+        self._print(f"\nShoal serves {', '.join(names)} at {self._url}/v1\n")
         self._print(f"  curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n")
         self._print("Ctrl-C stops it.")
 
@@ -266,6 +265,19 @@ class _Launch:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _check_cut(folder: Path, config: DeploymentConfig) -> None:
+    """Raises LaunchError for a model whose layers or heads cannot be divided among the ranks: the ranks would fail on
+    it too, but later, and again and again."""
+    # Imported only here: it takes seconds.
+    from worker.models.config import decoder_config, read_config
+    from worker.models.sharding import Shard
+
+    try:
+        Shard(decoder_config(read_config(folder)), size=config.tp, stages=config.pp, cut=config.cut)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _this_node() -> str:
@@ -300,14 +312,16 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
         return None
     text = "\n".join([*messages, overview.message])
     if named := re.findall(r"ReplicaError: (.+)", text):
-        return named[-1]
+        of = [name for name, deployment in overview.deployments.items() if named[-1] in deployment.message]
+        return f"{of[0]}: {named[-1]}" if len(messages) > 2 and of else named[-1]
     lines = [line.strip() for line in text.splitlines() if re.match(r"\s*[\w.]+(Error|Exception)\b", line)]
     return lines[-1] if lines else text
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
+    """Whether each model that replicas serve has one that a router has reached."""
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+            return all(json.load(response)["models"].values())
+    except (urllib.error.URLError, OSError, ValueError):
         return False

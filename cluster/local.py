@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from cluster.config import Config
+from cluster.config import Config, DeploymentConfig
 from cluster.replica import CONTROL_CPUS, rank_resources
 from router.listener import bind
 
@@ -35,25 +35,39 @@ class PortTaken(RuntimeError):
 
 def fit(config: Config) -> Config:
     """The configuration with everything filled in that is fixed for a server on one machine: its cores divided among
-    the ranks, replicas on the loopback interface, and an absolute path to the model, for all processes."""
-    ranks = config.replicas * config.num_ranks
-    path = Path(config.model).expanduser()
-    return config.model_copy(
-        update={
-            "cpus_per_rank": config.cpus_per_rank or max(1, len(os.sched_getaffinity(0)) // ranks),
-            "replica_host": config.replica_host or "127.0.0.1",
-            "model": str(path.resolve()) if path.exists() else config.model,
-        }
-    )
+    the ranks, replicas on the loopback interface, and an absolute path to each model, for all processes."""
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks(config)))
+
+    def fitted(deployment: DeploymentConfig) -> DeploymentConfig:
+        path = Path(deployment.model).expanduser()
+        return deployment.model_copy(
+            update={
+                "cpus_per_rank": deployment.cpus_per_rank or share,
+                "replica_host": deployment.replica_host or "127.0.0.1",
+                "model": str(path.resolve()) if path.exists() else deployment.model,
+            }
+        )
+
+    return config.changed(fitted)
+
+
+def num_ranks(config: Config, device: str | None = None) -> int:
+    """The ranks of all replicas of all models, or of those on a device."""
+    models = [deployment for deployment in config.deployments if device in (None, deployment.device)]
+    return sum(deployment.replicas * deployment.num_ranks for deployment in models)
 
 
 def share_memory(config: Config) -> Config:
-    """The configuration with each CPU rank's part of this machine's memory for its KV cache. `config` must be settled;
-    it is returned as it is for GPUs, or if it sets a part itself."""
-    if config.device != "cpu" or config.kv_memory_fraction is not None:
-        return config
-    each = CPU_KV_FRACTION / (config.replicas * config.num_ranks)
-    return config.model_copy(update={"kv_memory_fraction": each})
+    """The configuration with each CPU rank's part of this machine's memory for its KV cache. `config` must be settled.
+    A model on GPUs, or that sets a part itself, stays as it is."""
+    each = CPU_KV_FRACTION / max(1, num_ranks(config, "cpu"))
+
+    def shared(deployment: DeploymentConfig) -> DeploymentConfig:
+        if deployment.device != "cpu" or deployment.kv_memory_fraction is not None:
+            return deployment
+        return deployment.model_copy(update={"kv_memory_fraction": each})
+
+    return config.changed(shared)
 
 
 def check_port(host: str, port: int) -> None:
@@ -86,12 +100,15 @@ def make_folder() -> Path:
 def start(config: Config, folder: Path) -> None:
     """Starts Ray with as many logical CPUs as the server asks for, whatever the number of cores."""
     _adopt_orphans()
-    ranks = config.num_ranks * rank_resources(config)["CPU"]
-    cpus = config.replicas * (CONTROL_CPUS + ranks) + config.num_routers * config.cpus_per_router
+    cpus = config.num_routers * config.cpus_per_router
+    for deployment in config.deployments:
+        ranks = deployment.num_ranks * rank_resources(deployment)["CPU"]
+        cpus += deployment.replicas * (CONTROL_CPUS + ranks)
+    without_gpus = all(deployment.device == "cpu" for deployment in config.deployments)
     ray.init(
         address="local",  # a new one, even where RAY_ADDRESS or another Ray on this machine exists
         num_cpus=math.ceil(cpus),
-        num_gpus=0 if config.device == "cpu" else None,
+        num_gpus=0 if without_gpus else None,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,

@@ -7,6 +7,7 @@ from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
+from router.programs import Programs
 from worker.messages import ReplicaLoad
 
 
@@ -24,9 +25,12 @@ class Described:
 def described() -> Iterator[Described]:
     """Every metric, in the order of the page."""
     metrics = Metrics()
-    metrics.replica("0")
-    metrics.loads["0"] = ReplicaLoad(incarnation="", stage_seconds=[{"compute": 0.0}])
-    metrics.attention["0"] = ("torch", "")
+    model = metrics.model("")
+    model.watch_programs(Programs())
+    model.replica("0")
+    model.loads["0"] = ReplicaLoad(incarnation="", stage_seconds=[{"compute": 0.0}])
+    model.attention["0"] = ("torch", "")
+    metrics.upstream_seconds.labels("")
     for counter in vars(metrics).values():
         if isinstance(counter, Counter):
             counter.labels(*counter._labelnames)  # makes a sample, from which the labels can be read

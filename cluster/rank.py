@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from cluster.config import Config
+from cluster.config import ReplicaConfig
 from cluster.models import resolve
 from worker.folders import cache_folder
 
@@ -36,7 +36,7 @@ class Rank:
         self._server: Server | None = None  # the same object, on the leading rank
         self._store: Store | None = None
 
-    def open(self, config: Config) -> str | None:
+    def open(self, config: ReplicaConfig) -> str | None:
         """Returns the address where all ranks will meet; None for a replica of one rank. Called on the leading rank,
         before any rank loads."""
         if config.num_ranks == 1:
@@ -46,7 +46,7 @@ class Rank:
         self._store, address = open_store(_host(config))
         return address
 
-    def load(self, config: Config, rank: int = 0, meeting: str | None = None) -> dict[str, Any]:
+    def load(self, config: ReplicaConfig, rank: int = 0, meeting: str | None = None) -> dict[str, Any]:
         """Gets the model onto this node if it is missing, loads this rank's part together with the other ranks, and
         binds. `meeting` is what `open` returned on the leading rank. Raises the errors of the model's folder, the
         weights or the device.
@@ -91,5 +91,5 @@ def _observed(engine: "Engine") -> tuple[Any, Any, int]:
     return *observed, engine.executor.num_pages * engine.executor.page_size
 
 
-def _host(config: Config) -> str:
+def _host(config: ReplicaConfig) -> str:
     return config.replica_host or str(ray.util.get_node_ip_address())

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import Config
+from cluster.config import ReplicaConfig
 from cluster.rank import Pulse, Rank
 
 CONTROL_CPUS = 0.01  # the control actor sleeps nearly always, but a bundle must hold something
@@ -34,14 +34,14 @@ class ReplicaError(RuntimeError):
     """A rank did not start, ended, or hangs. The message is one line, for people."""
 
 
-def bundles(config: Config) -> list[dict[str, float]]:
+def bundles(config: ReplicaConfig) -> list[dict[str, float]]:
     """The resources of one replica's placement group: a bundle for the control actor, then one for each stage. The
     ranks of a stage communicate so much that they must share a node."""
     stage = {name: config.tp * amount for name, amount in rank_resources(config).items()}
     return [{"CPU": CONTROL_CPUS}] + [stage] * config.pp
 
 
-def rank_resources(config: Config) -> dict[str, float]:
+def rank_resources(config: ReplicaConfig) -> dict[str, float]:
     cpus = config.cpus_per_rank or 1.0
     return {"CPU": cpus, "GPU": config.gpus_per_rank} if config.device == "cuda" else {"CPU": cpus}
 
@@ -50,7 +50,7 @@ class Replica:
     """The Serve deployment of a replica. Runs no model and carries no tokens. Must not import torch, to start at
     once."""
 
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: ReplicaConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         self._ended: str | None = None
         self._longest_step_s = config.longest_step_s
         group = ray.util.get_current_placement_group()
@@ -134,14 +134,14 @@ async def _end(rank: ActorHandle, run: ObjectRef, longest_step_s: float) -> str:
     return f"its process hangs ({who}): no answer for {HANG_S:g} s"
 
 
-def start_ranks(config: Config, group: PlacementGroup) -> list[ActorHandle]:
+def start_ranks(config: ReplicaConfig, group: PlacementGroup) -> list[ActorHandle]:
     """Starts the actors of all ranks; returns them in order of rank. Stages that share a node are neighbours."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     stages = sorted(range(1, len(nodes)), key=lambda bundle: (nodes[bundle], bundle))
     return [_start(config, group, bundle) for bundle in stages for _ in range(config.tp)]
 
 
-def _start(config: Config, group: PlacementGroup, bundle: int) -> ActorHandle:
+def _start(config: ReplicaConfig, group: PlacementGroup, bundle: int) -> ActorHandle:
     resources = rank_resources(config)
     actor: Any = ray.remote(Rank).options(
         num_cpus=resources["CPU"],

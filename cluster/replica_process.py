@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from cluster.config import Config
+from cluster.config import ReplicaConfig
 from worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class _Report(msgspec.Struct, omit_defaults=True):
 class ReplicaProcess:
     """A replica as a child process of this one."""
 
-    def __init__(self, config: Config, on_end: Callable[[str], None]) -> None:
+    def __init__(self, config: ReplicaConfig, on_end: Callable[[str], None]) -> None:
         """Starts the process; `config.model` is a folder. `on_end` is called from another thread, with the reason, when
         the process has ended before `close`."""
         self._on_end = on_end

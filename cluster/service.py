@@ -1,31 +1,36 @@
-"""A router's `Service`, made from the configuration: the same under Ray Serve and in a program's own process."""
+"""A router's `Models`, made from the configuration: the same under Ray Serve and in a program's own process."""
 
 import logging
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cluster.config import Config
-from cluster.models import context_length, model_config, model_name
+from pydantic import SecretStr
+
+from cluster.config import Config, DeploymentConfig
+from cluster.models import context_length, model_config
 from router.defaults import SamplingDefaults
 from router.fleet import Fleet
 from router.metrics import Metrics
+from router.models import Models
 from router.pooling import Pooling
 from router.replicas import Replicas
 from router.service import Placer, Service
 from router.tokenizer import Tokenizer
+from router.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 1 << 20  # tokens: for a model whose files name no limit, until a replica has said its own
 
 
-def open_service(config: Config, folder: Path, placer: Callable[[Fleet, Replicas], Placer]) -> Service:
+def open_service(
+    config: DeploymentConfig, folder: Path, metrics: Metrics, placer: Callable[[Fleet, Replicas], Placer]
+) -> Service:
     """Makes the service for the model in `folder`, which needs no weights. `placer` makes its placer. Raises ValueError
     for a broken `generation_config.json`, or for files about embeddings that are not supported."""
     fleet = Fleet(config.placement)
-    metrics = Metrics(router=uuid.uuid4().hex[:8])
-    replicas = Replicas(fleet, metrics)
+    model_metrics = metrics.model(config.name)
+    replicas = Replicas(fleet, model_metrics)
     defaults = SamplingDefaults.read(folder, config.sampling_defaults)
     for problem in defaults.problems:
         log.warning("%s", problem)
@@ -35,10 +40,30 @@ def open_service(config: Config, folder: Path, placer: Callable[[Fleet, Replicas
         replicas,
         placer(fleet, replicas),
         fleet,
-        metrics,
-        model=config.served_model_name or model_name(config.model),
+        model_metrics,
+        model=config.name,
         context_length=config.context_length or context_length(folder) or UNKNOWN_CONTEXT,
         defaults=defaults,
         output_format=tokenizer.output_format(config.tool_call_parser, config.reasoning_parser, model_config(folder)),
-        pooling=Pooling.read(folder, config, config.served_model_name or model_name(config.model)),
+        config=config,
+        pooling=Pooling.read(folder, config, config.name),
     )
+
+
+def open_models(
+    config: Config, services: Mapping[str, Service], metrics: Metrics, keys: Mapping[str, SecretStr] | None = None
+) -> Models:
+    """Makes the table of all models of a configuration, of which `services` are those with replicas, by name. `keys`:
+    of `cluster.config.upstream_keys`."""
+    upstreams = [
+        Upstream(
+            entry.name,
+            entry.upstream,
+            metrics,
+            entry.aliases,
+            None if keys is None or entry.name not in keys else keys[entry.name].get_secret_value(),
+        )
+        for entry in config.upstreams
+    ]
+    answers = {upstream.model: upstream for upstream in upstreams} | dict(services)
+    return Models([answers[entry.name] for entry in config.entries], metrics, config)

@@ -3,7 +3,8 @@
 The path of a request for text:
 
 1. `Keys` checks the API key.
-2. `read_body` parses the body into one of the types of `requests`.
+2. `Models` reads the body into one of the types of `requests`, and finds the `Service` of the model that it names. What
+   names a model of another endpoint is passed on (`upstream`).
 3. `chat_job` or `completion_job` (`prepared_request`) turns it into tokens and sampling parameters.
 4. `Generation` runs its sequences through the `Service`, and writes the text with `ChatFormat` or `CompletionFormat`.
    (`choices_job` and `ChoicesFormat` are the same for scores; `embedding_routes` has those for embeddings.)
@@ -12,7 +13,6 @@ The path of a request for text:
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib import metadata
 from time import perf_counter
 from typing import Any
@@ -27,15 +27,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from router import openapi, request_id
 from router.auth import Keys
-from router.body import read_body
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
-from router.config import RouterConfig
 from router.embedding_routes import embedding_routes
 from router.errors import ApiError, invalid, program_unknown
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
+from router.models import ListedModel, Models
 from router.prepared_request import PreparedRequest, chat_job, completion_job
 from router.programs import BranchCall, BranchText, BranchUnknown, Held
 from router.protocols.chat_reader import tokenized_conversation
@@ -43,6 +42,7 @@ from router.protocols.chat_writer import ChatFormat
 from router.protocols.completion_writer import CompletionFormat
 from router.protocols.dialects import error_response, wants_anthropic
 from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
+from router.protocols.messages_types import AnthropicModel
 from router.protocols.responses_routes import responses_routes
 from router.requests import (
     INT32,
@@ -50,7 +50,6 @@ from router.requests import (
     ChoicesRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     ProgramCall,
     TokenizeRequest,
 )
@@ -75,17 +74,17 @@ from worker.messages import Lease
 PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight
 
 
-def create_app(service: Service, config: RouterConfig, answers_id: bool = True) -> FastAPI:
-    """The FastAPI application. Its lifespan starts and closes `service`. `answers_id`: whether answers carry the
+def create_app(models: Models, answers_id: bool = True) -> FastAPI:
+    """The FastAPI application. Its lifespan starts and closes `models`. `answers_id`: whether answers carry the
     request's id as X-Request-Id; false where a proxy in front adds it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
+        await models.start()
         try:
             yield
         finally:
-            await service.close()
+            await models.close()
 
     app = FastAPI(
         title="Shoal",
@@ -94,16 +93,16 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
         lifespan=lifespan,
         redirect_slashes=False,
     )
+    config = models.config
     keys = Keys(config)
     dependencies: list[Any] = [Depends(keys.check)]
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
-    app.include_router(_generation_routes(service, config, keys), dependencies=dependencies)
-    app.include_router(embedding_routes(service, config, _check_model), dependencies=dependencies)
-    check = partial(_check_shared, service, config)
-    app.include_router(responses_routes(service, config, keys, check), dependencies=dependencies)
-    app.include_router(_model_routes(service, config), dependencies=dependencies)
-    app.include_router(_operator_routes(service, app.version))
+    app.include_router(_generation_routes(models, keys), dependencies=dependencies)
+    app.include_router(embedding_routes(models), dependencies=dependencies)
+    app.include_router(responses_routes(models, keys), dependencies=dependencies)
+    app.include_router(_model_routes(models), dependencies=dependencies)
+    app.include_router(_operator_routes(models, app.version))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _nobody)
@@ -117,16 +116,16 @@ def create_app(service: Service, config: RouterConfig, answers_id: bool = True) 
             expose_headers=[request_id.HEADER, "Retry-After", "request-id"],
             max_age=PREFLIGHT_S,
         )
-    app.add_middleware(Observed, metrics=service.metrics, answers_id=answers_id)
-    _document(app, service, config)
+    app.add_middleware(Observed, metrics=models.metrics, answers_id=answers_id)
+    _document(app, models)
     return app
 
 
-def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> APIRouter:
+def _generation_routes(models: Models, keys: Keys) -> APIRouter:
     routes = APIRouter(tags=["generation"])
-    errors = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+    errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503)
 
-    async def answer(request: Request, stream: bool, job: PreparedRequest, form: Format) -> Response:
+    async def answer(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
         generation = Generation(service, job, form, request.state.name)
         if stream:
             return EventStream(generation.stream)
@@ -138,12 +137,12 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
         openapi_extra=openapi.body(ChatRequest),
         responses=openapi.answers(ChatCompletion, *errors, stream=ChatChunk),
     )
+    @models.passing_on
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation, as a whole or as a stream."""
         arrived = perf_counter()
-        body, size = await read_body(request, ChatRequest, config.max_body_bytes, config.body_timeout_s)
-        _check_model(service, body.model)
-        _check_priority(config, body.priority)
+        service, body, size = await models.read(request, ChatRequest)
+        service.check_priority(body.priority)
         body = service.defaults.complete(body)
         job = await service.in_thread(
             size,
@@ -152,23 +151,23 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             service.output_format,
             service.tokenizer,
             service.context_length,
-            config.max_prompts,
+            service.config.max_prompts,
             arrived,
             _call(body.program, keys.tenant(request)),
         )
-        return await answer(request, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
+        return await answer(request, service, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
 
     @routes.post(
         "/v1/completions",
         openapi_extra=openapi.body(CompletionRequest),
         responses=openapi.answers(Completion, *errors, 409, stream=Completion),
     )
+    @models.passing_on
     async def completions(request: Request) -> Response:
         """Continues prompts, as a whole or as a stream."""
         arrived = perf_counter()
-        body, size = await read_body(request, CompletionRequest, config.max_body_bytes, config.body_timeout_s)
-        _check_model(service, body.model)
-        _check_priority(config, body.priority)
+        service, body, size = await models.read(request, CompletionRequest)
+        service.check_priority(body.priority)
         body = service.defaults.complete(body)
         call = _call(body.program, keys.tenant(request))
         held = None if body.program is None else _held(service, body.program, keys.tenant(request))
@@ -178,23 +177,25 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             body,
             service.tokenizer,
             service.context_length,
-            config.max_prompts,
+            service.config.max_prompts,
             arrived,
             call,
             held,
         )
-        return await answer(request, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer))
+        return await answer(
+            request, service, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer)
+        )
 
     @routes.post(
         "/v1/choices",
         openapi_extra=openapi.body(ChoicesRequest),
         responses=openapi.answers(ScoredChoices, *errors, 409),
     )
+    @models.passing_on
     async def choices(request: Request) -> Response:
         """Scores choices: the log probabilities of their tokens after the prompt."""
         arrived = perf_counter()
-        body, size = await read_body(request, ChoicesRequest, config.max_body_bytes, config.body_timeout_s)
-        _check_model(service, body.model)
+        service, body, size = await models.read(request, ChoicesRequest)
         held = None if body.program is None else _held(service, body.program, keys.tenant(request))
         branch = BranchText() if held is None else held.branch
         job = await service.in_thread(
@@ -203,86 +204,85 @@ def _generation_routes(service: Service, config: RouterConfig, keys: Keys) -> AP
             body,
             service.tokenizer,
             service.context_length,
-            config.max_prompts,
+            service.config.max_prompts,
             arrived,
             _call(body.program, keys.tenant(request)),
             branch,
         )
-        return await answer(request, False, job.prepared, ChoicesFormat(job, service.model))
+        return await answer(request, service, False, job.prepared, ChoicesFormat(job, service.model))
 
-    routes.include_router(messages_routes(service, config, answer, partial(_check_model, service)))
+    routes.include_router(messages_routes(models, answer))
 
     @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
     async def end_program(request: Request, program_id: str) -> Response:
         """Ends a program: what its branches hold is forgotten, and its leases end."""
-        service.end_program(_program_key(keys.tenant(request), program_id))
+        for service in models.services:
+            service.end_program(_program_key(keys.tenant(request), program_id))
         return Response(status_code=204)
 
     return routes
 
 
-def _model_routes(service: Service, config: RouterConfig) -> APIRouter:
+def _model_routes(models: Models) -> APIRouter:
     routes = APIRouter(tags=["model"])
     created = int(time.time())
 
-    def model() -> ModelCard:
-        return ModelCard(
-            id=service.model,
-            created=created,
-            max_model_len=service.context_length,
-            default_sampling=dict(service.defaults.values),
-        )
-
     @routes.get("/v1/models", responses=openapi.answers(ModelList, 401))
-    async def models(request: Request) -> Response:
-        """The model that is served, as a list; with the header `anthropic-version`, in Anthropic's form."""
+    async def all_models(request: Request) -> Response:
+        """All models and their aliases, as a list; with the header `anthropic-version`, in Anthropic's form."""
         if wants_anthropic(request.scope):
-            return _json(anthropic_models(anthropic_model(service.model, created, service.context_length)))
-        return _json(ModelList(data=[model()]))
+            return _json(anthropic_models(*(_anthropic_card(listed, created) for listed in models)))
+        return _json(ModelList(data=[_card(listed, created) for listed in models]))
 
     @routes.get("/v1/models/{model_id:path}", responses=openapi.answers(ModelCard, 401, 404))
     async def one_model(request: Request, model_id: str) -> Response:
-        """The model, by its name; with the header `anthropic-version`, in Anthropic's form."""
-        _check_model(service, model_id)
-        if wants_anthropic(request.scope):
-            return _json(anthropic_model(service.model, created, service.context_length))
-        return _json(model())
+        """A model, by its name or an alias; with the header `anthropic-version`, in Anthropic's form."""
+        listed = models.find(model_id)
+        return _json((_anthropic_card if wants_anthropic(request.scope) else _card)(listed, created))
 
     @routes.post(
         "/tokenize",
         openapi_extra=openapi.body(TokenizeRequest),
-        responses=openapi.answers(TokenizeResponse, 400, 401, 404, 408, 413, 415, 500),
+        responses=openapi.answers(TokenizeResponse, 400, 401, 404, 408, 413, 415, 500, 502),
     )
+    @models.passing_on
     async def tokenize(request: Request) -> Response:
         """The tokens of a text or of a conversation."""
-        body, size = await read_body(request, TokenizeRequest, config.max_body_bytes, config.body_timeout_s)
-        _check_model(service, body.model)
+        service, body, size = await models.read(request, TokenizeRequest)
         tokens = await service.in_thread(size, _tokens, service, body)
         return _json(TokenizeResponse(tokens, len(tokens), service.context_length))
 
     @routes.post(
         "/detokenize",
         openapi_extra=openapi.body(DetokenizeRequest),
-        responses=openapi.answers(DetokenizeResponse, 400, 401, 404, 408, 413, 415, 500),
+        responses=openapi.answers(DetokenizeResponse, 400, 401, 404, 408, 413, 415, 500, 502),
     )
+    @models.passing_on
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        body, size = await read_body(request, DetokenizeRequest, config.max_body_bytes, config.body_timeout_s)
-        _check_model(service, body.model)
+        service, body, size = await models.read(request, DetokenizeRequest)
         check_token_ids(body.tokens, service.tokenizer.vocab_size, "tokens")
         skip = body.skip_special_tokens is True
         return _json(DetokenizeResponse(await service.in_thread(size, service.tokenizer.decode, body.tokens, skip)))
 
-    @routes.get("/tokenizer_info", responses=openapi.answers(TokenizerInfo, 401))
-    async def tokenizer_info() -> Response:
+    @routes.get(
+        "/tokenizer_info",
+        openapi_extra=openapi.queries(model=str),
+        responses=openapi.answers(TokenizerInfo, 400, 401, 404),
+    )
+    async def tokenizer_info(request: Request) -> Response:
         """The tokenizer's own configuration, for clients that render chats themselves."""
+        service = models.service(request.query_params.get("model"))
         return JSONResponse(service.tokenizer.info)  # not msgspec: the file may have integers beyond 64 bits
 
     return routes
 
 
-def _operator_routes(service: Service, version: str) -> APIRouter:
+def _operator_routes(models: Models, version: str) -> APIRouter:
     routes = APIRouter(tags=["operation"])
+
+    def reached() -> dict[str, int]:
+        return {service.model: len(service.replicas.ready) for service in models.services}
 
     # Load balancers ask with HEAD.
     @routes.head("/health", include_in_schema=False)
@@ -291,14 +291,16 @@ def _operator_routes(service: Service, version: str) -> APIRouter:
     @routes.get("/health", responses=openapi.answers(Health))
     async def health() -> Response:
         """Whether this process is alive: answers 200 while it is."""
-        return _json(Health("ok", len(service.replicas.ready)))
+        return _json(Health("ok", sum(reached().values()), reached()))
 
     @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def ready() -> Response:
-        """Whether a request would be answered now: 200 if a replica is connected, 503 if none is."""
-        replicas = len(service.replicas.ready)
-        return _json(Health("ok" if replicas else "not ready", replicas), 200 if replicas else 503)
+        """Whether a request would be answered now: 200 if a model's replica is connected, or requests for a model are
+        passed on to another endpoint; 503 otherwise."""
+        replicas = sum(reached().values())
+        is_ready = replicas > 0 or bool(models.upstreams)
+        return _json(Health("ok" if is_ready else "not ready", replicas, reached()), 200 if is_ready else 503)
 
     @routes.get("/version", responses=openapi.answers(Version))
     async def version_of_this() -> Response:
@@ -308,7 +310,7 @@ def _operator_routes(service: Service, version: str) -> APIRouter:
     @routes.get("/metrics", responses={200: {"description": "the metrics", "content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
-        return Response(service.metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(models.metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return routes
 
@@ -320,32 +322,29 @@ def _version() -> str:
         return "unknown"
 
 
+def _card(listed: ListedModel, created: int) -> ModelCard:
+    """A name in OpenAI's list. `created`: seconds since 1970."""
+    card = ModelCard(
+        id=listed.name,
+        created=created,
+        root=listed.model,
+        parent=listed.model if listed.name != listed.model else None,
+    )
+    if isinstance(listed.answers, Service):
+        card.max_model_len = listed.answers.context_length
+        card.default_sampling = dict(listed.answers.defaults.values)
+    else:
+        card.owned_by = "upstream"
+    return card
+
+
+def _anthropic_card(listed: ListedModel, created: int) -> AnthropicModel:
+    context_length = listed.answers.context_length if isinstance(listed.answers, Service) else None
+    return anthropic_model(listed.name, created, context_length)
+
+
 def _json(answer: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(answer), status, media_type="application/json")
-
-
-def _check_model(service: Service, name: str | None) -> None:
-    if name is not None and name != service.model:
-        raise ApiError(
-            404,
-            f"The model {name[:200]!r} does not exist; this server has {service.model!r}.",
-            param="model",
-            code="model_not_found",
-        )
-
-
-def _check_shared(service: Service, config: RouterConfig, body: GenerationRequest) -> None:
-    _check_model(service, body.model)
-    _check_priority(config, body.priority)
-
-
-def _check_priority(config: RouterConfig, priority: int | None) -> None:
-    if priority is not None and priority > config.max_priority:
-        raise invalid(
-            f"'priority' is {priority}; here it may be from {-INT32 - 1} to {config.max_priority} (higher goes first).",
-            "priority",
-            "invalid_value",
-        )
 
 
 def _program_key(tenant: str, program_id: str) -> str:
@@ -405,8 +404,10 @@ async def _nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # never received: the client has gone, for which logs use 499 by convention
 
 
-def _document(app: FastAPI, service: Service, config: RouterConfig) -> None:
+def _document(app: FastAPI, models: Models) -> None:
     """Completes the OpenAPI page that FastAPI makes of the routes."""
     make: Callable[[], dict[str, Any]] = app.openapi
-    vocab_size = service.tokenizer.vocab_size
-    app.openapi = lambda: openapi.completed(make(), service.model, vocab_size, config.max_priority)  # type: ignore[method-assign]
+    names = [listed.name for listed in models]
+    vocab_size = max((service.tokenizer.vocab_size for service in models.services), default=INT32)
+    max_priority = max((service.config.max_priority for service in models.services), default=INT32)
+    app.openapi = lambda: openapi.completed(make(), names, vocab_size, max_priority)  # type: ignore[method-assign]

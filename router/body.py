@@ -21,13 +21,12 @@ _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field 
 _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expected `object` of length <= 0")
 
 
-async def read_body(request: Request, model: type[Known], max_bytes: int, timeout_s: float) -> tuple[Known, int]:
-    """Returns the body as `model`, and its size in bytes. Raises ClientGone if the client disconnects before the whole
-    body is here, and ApiError:
+async def read_sent(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """Returns the body as it was sent. Raises ClientGone if the client disconnects before the whole body is here, and
+    ApiError:
 
     | status | reason |
     | --- | --- |
-    | 400 | the body is not JSON, or not what `model` allows |
     | 408 | the body took longer than `timeout_s` |
     | 413 | the body has more than `max_bytes`, counted while reading: a body need not announce its length |
     | 415 | the body is compressed |
@@ -48,7 +47,7 @@ async def read_body(request: Request, model: type[Known], max_bytes: int, timeou
         raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise ClientGone from None
-    return parse(model, bytes(body)), len(body)
+    return bytes(body)
 
 
 async def _read(request: Request, max_bytes: int) -> bytearray:

@@ -2,23 +2,31 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
 from router.formats.families import PARSERS, THINKING, TOOLS
 
 _ORIGIN = re.compile(r"https?://[^/?#@\s]+")
+_BASE = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 
 
-class RouterConfig(BaseModel):
-    """Settings of the HTTP side and of placement."""
+def _checked(value: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in value:
+        raise ValueError("a name has at least one character")
+    return value
+
+
+Aliases = Annotated[tuple[str, ...], AfterValidator(_checked)]
+
+
+class ModelConfig(BaseModel):
+    """Settings of one model at the router."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    served_model_name: str | None = Field(
-        None, description="the model's name in the API; by default the name of its folder"
-    )
+    aliases: Aliases = Field((), description="further names of the model in the API; answers have its own name")
     placement: Literal["cache_aware", "least_load", "round_robin"] = Field(
         "cache_aware", description="how a router chooses the replica for a request"
     )
@@ -27,31 +35,6 @@ class RouterConfig(BaseModel):
         ge=0,
         description="seconds that a request, or a stream that lost its replica, waits while no replica is there, "
         "before it ends with no_replica",
-    )
-    api_key: SecretStr | None = Field(None, description="key that clients must send; without one the server is open")
-    api_key_file: Path | None = Field(None, description="file with accepted keys, one per line")
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")
-    max_header_bytes: int = Field(
-        32 << 10,
-        ge=256,
-        description="most bytes of request line and headers together; larger ones get 431 (or 414)",
-    )
-    max_connections: int = Field(8192, ge=1, description="most client connections to one router; further ones get 503")
-    header_timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="seconds that a client has to send the headers of a request, and to begin its first request",
-    )
-    body_timeout_s: float = Field(
-        60.0, gt=0, description="seconds that a client has to send the body of a request; slower ones get 408"
-    )
-    keep_alive_s: float = Field(
-        90.0, gt=0, description="seconds that an idle connection is kept open after an answer, for the next request"
-    )
-    cors_origins: str | None = Field(
-        None,
-        description="origins whose pages may send requests from a browser (CORS), comma-separated, as "
-        "https://chat.example.com; * for any; by default none",
     )
     max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) per HTTP request")
     max_priority: int = Field(
@@ -87,6 +70,70 @@ class RouterConfig(BaseModel):
         description="source of the sampling parameters that a request leaves out: model takes temperature, top_p, "
         "top_k, min_p and repetition_penalty from generation_config.json; openai is temperature 1 without filters",
     )
+
+    @field_validator("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _parsers(cls, value: str, info: ValidationInfo) -> str:
+        known = {*PARSERS, *(TOOLS if info.field_name == "tool_call_parser" else THINKING)}
+        if value not in known:
+            raise ValueError(f"there is none of that name; there are {', '.join(sorted(known))}")
+        return value
+
+
+class UpstreamConfig(BaseModel):
+    """Settings of another endpoint that answers for a model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(description="base URL of an OpenAI-compatible endpoint, as https://example.com/v1")
+    model: str | None = Field(None, min_length=1, description="the model's name there; by default the name here")
+    api_key_env: str | None = Field(
+        None,
+        min_length=1,
+        description="environment variable with the endpoint's API key, read where the server is started; without it "
+        "no key is sent",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="seconds that the endpoint may be silent before and during an answer, which then fails"
+    )
+    connect_timeout_s: float = Field(10.0, gt=0, description="seconds that a connection to the endpoint may take")
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if not _BASE.fullmatch(value):
+            raise ValueError("a base URL is a scheme, a host and a path, as https://example.com/v1, and no more")
+        return value.rstrip("/")
+
+
+class RouterConfig(ModelConfig):
+    """Settings of the HTTP side."""
+
+    api_key: SecretStr | None = Field(None, description="key that clients must send; without one the server is open")
+    api_key_file: Path | None = Field(None, description="file with accepted keys, one per line")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")
+    max_header_bytes: int = Field(
+        32 << 10,
+        ge=256,
+        description="most bytes of request line and headers together; larger ones get 431 (or 414)",
+    )
+    max_connections: int = Field(8192, ge=1, description="most client connections to one router; further ones get 503")
+    header_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="seconds that a client has to send the headers of a request, and to begin its first request",
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="seconds that a client has to send the body of a request; slower ones get 408"
+    )
+    keep_alive_s: float = Field(
+        90.0, gt=0, description="seconds that an idle connection is kept open after an answer, for the next request"
+    )
+    cors_origins: str | None = Field(
+        None,
+        description="origins whose pages may send requests from a browser (CORS), comma-separated, as "
+        "https://chat.example.com; * for any; by default none",
+    )
     response_store_bytes: int = Field(
         256 << 20,
         ge=0,
@@ -105,14 +152,6 @@ class RouterConfig(BaseModel):
     max_background_responses: int = Field(
         64, ge=1, description="most responses that a router makes in the background at once; further ones get 429"
     )
-
-    @field_validator("tool_call_parser", "reasoning_parser")
-    @classmethod
-    def _parsers(cls, value: str, info: ValidationInfo) -> str:
-        known = {*PARSERS, *(TOOLS if info.field_name == "tool_call_parser" else THINKING)}
-        if value not in known:
-            raise ValueError(f"there is none of that name; there are {', '.join(sorted(known))}")
-        return value
 
     @field_validator("cors_origins")
     @classmethod

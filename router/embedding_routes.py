@@ -1,15 +1,13 @@
 """The routes of embeddings, rankings and scores. The path of a request is that of a request for text (`router.api`)."""
 
-from collections.abc import Callable
 from time import perf_counter
 
 from fastapi import APIRouter, Request, Response
 
 from router import openapi
-from router.body import read_body
-from router.config import RouterConfig
 from router.embeddings import EmbeddingsFormat, embeddings_job
 from router.generation import Format, Generation
+from router.models import Models
 from router.prepared_request import PreparedRequest
 from router.requests import EmbeddingsRequest, RerankRequest, ScoreRequest
 from router.rerank import RerankFormat, ScoreFormat, rerank_texts, score_texts
@@ -18,21 +16,19 @@ from router.scoring import ScoringJob, Texts, scoring_job
 from router.service import Service
 from router.sse import unless_gone
 
-ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503)
 
 
-def embedding_routes(
-    service: Service, config: RouterConfig, check_model: Callable[[Service, str | None], None]
-) -> APIRouter:
-    """The routes. `check_model` raises ApiError for a model of another name."""
+def embedding_routes(models: Models) -> APIRouter:
+    """The routes."""
     routes = APIRouter(tags=["embeddings"])
 
-    async def answer(request: Request, job: PreparedRequest, form: Format) -> Response:
+    async def answer(request: Request, service: Service, job: PreparedRequest, form: Format) -> Response:
         generation = Generation(service, job, form, request.state.name)
         body = await unless_gone(request.receive, generation.whole())
         return Response(body, media_type="application/json")
 
-    async def scored(prefix: str, size: int, texts: Texts, arrived: float) -> ScoringJob:
+    async def scored(service: Service, prefix: str, size: int, texts: Texts, arrived: float) -> ScoringJob:
         size += (len(texts.documents) - 1) * max(map(len, texts.queries)) * service.pooling.is_reranker
         return await service.in_thread(
             size, scoring_job, prefix, texts, service.tokenizer, service.context_length, service.pooling, arrived
@@ -43,22 +39,22 @@ def embedding_routes(
         openapi_extra=openapi.body(EmbeddingsRequest),
         responses=openapi.answers(Embeddings, *ERRORS),
     )
+    @models.passing_on
     async def embeddings(request: Request) -> Response:
         """Embeds texts."""
         arrived = perf_counter()
-        body, size = await read_body(request, EmbeddingsRequest, config.max_body_bytes, config.body_timeout_s)
-        check_model(service, body.model)
+        service, body, size = await models.read(request, EmbeddingsRequest)
         job = await service.in_thread(
             size,
             embeddings_job,
             body,
             service.tokenizer,
             service.context_length,
-            config.max_prompts,
+            service.config.max_prompts,
             service.pooling,
             arrived,
         )
-        return await answer(request, job.prepared, EmbeddingsFormat(job, service.model))
+        return await answer(request, service, job.prepared, EmbeddingsFormat(job, service.model))
 
     @routes.post("/v2/rerank", include_in_schema=False)  # Cohere's path
     @routes.post("/rerank", include_in_schema=False)  # vLLM's
@@ -67,13 +63,13 @@ def embedding_routes(
         openapi_extra=openapi.body(RerankRequest),
         responses=openapi.answers(Reranking, *ERRORS),
     )
+    @models.passing_on
     async def rerank(request: Request) -> Response:
         """Sorts documents by their relevance to a query."""
         arrived = perf_counter()
-        body, size = await read_body(request, RerankRequest, config.max_body_bytes, config.body_timeout_s)
-        check_model(service, body.model)
-        job = await scored("rerank-", size, rerank_texts(body, config.max_prompts), arrived)
-        return await answer(request, job.prepared, RerankFormat(job, body, service.model))
+        service, body, size = await models.read(request, RerankRequest)
+        job = await scored(service, "rerank-", size, rerank_texts(body, service.config.max_prompts), arrived)
+        return await answer(request, service, job.prepared, RerankFormat(job, body, service.model))
 
     @routes.post("/score", include_in_schema=False)  # vLLM's path
     @routes.post(
@@ -81,12 +77,12 @@ def embedding_routes(
         openapi_extra=openapi.body(ScoreRequest),
         responses=openapi.answers(Scores, *ERRORS),
     )
+    @models.passing_on
     async def score(request: Request) -> Response:
         """Scores pairs of texts: how relevant the second is to the first, or how alike they are."""
         arrived = perf_counter()
-        body, size = await read_body(request, ScoreRequest, config.max_body_bytes, config.body_timeout_s)
-        check_model(service, body.model)
-        job = await scored("score-", size, score_texts(body, config.max_prompts), arrived)
-        return await answer(request, job.prepared, ScoreFormat(job, service.model))
+        service, body, size = await models.read(request, ScoreRequest)
+        job = await scored(service, "score-", size, score_texts(body, service.config.max_prompts), arrived)
+        return await answer(request, service, job.prepared, ScoreFormat(job, service.model))
 
     return routes

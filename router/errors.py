@@ -56,5 +56,14 @@ def program_unknown(reason: str) -> ApiError:
 class NoReplica(ApiError):
     """No replica could take the request in time. Raised by a placer."""
 
-    def __init__(self, message: str = "No replica is ready to answer; try again shortly.") -> None:
-        super().__init__(503, message, code="no_replica", headers={"Retry-After": "2"})
+    def __init__(self, message: str | None = None) -> None:
+        """`message`: the reason, where it is known."""
+        text = message or "No replica is ready to answer; try again shortly."
+        super().__init__(503, text, code="no_replica", headers={"Retry-After": "2"})
+        self._has_reason = message is not None
+
+    def of(self, model: str) -> "NoReplica":
+        """The same error with the model's name, unless it has a reason."""
+        if self._has_reason:
+            return self
+        return NoReplica(f"No replica of {model!r} is ready to answer; try again shortly.")

@@ -188,7 +188,7 @@ class Generation:
             ending = "failed"
             raise
         finally:
-            self._service.metrics.sequences.labels(ending).inc()
+            self._service.metrics.ended(ending)
 
     async def _outputs(self, sequence: Choice, answer: "Answer") -> AsyncGenerator[Output, None]:
         """The outputs of a sequence. Thinking beyond its budget is ended for the model: the sequence goes on after the

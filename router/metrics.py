@@ -47,15 +47,15 @@ _REPORTED = {name for name, _ in (*_COUNTERS.values(), _STAGE_SECONDS)}  # by re
 class ReplicaTimes:
     """The latency histograms of one replica, in seconds."""
 
-    def __init__(self, metrics: "Metrics", replica_id: str) -> None:
-        self.first_token = metrics.first_token.labels(replica_id)
-        self.inter_token = metrics.inter_token.labels(replica_id)
-        self.request = metrics.request.labels(replica_id)
-        self.queue = metrics.queue.labels(replica_id)
+    def __init__(self, metrics: "Metrics", model: str, replica_id: str) -> None:
+        self.first_token = metrics.first_token.labels(model, replica_id)
+        self.inter_token = metrics.inter_token.labels(model, replica_id)
+        self.request = metrics.request.labels(model, replica_id)
+        self.queue = metrics.queue.labels(model, replica_id)
 
 
-class Metrics:
-    """The metrics of one router, in a registry of their own.
+class ModelMetrics:
+    """The metrics of one model.
 
     | attribute | meaning |
     | --- | --- |
@@ -64,17 +64,63 @@ class Metrics:
     | `wanted` | the number of replicas that there should be |
     """
 
+    def __init__(self, metrics: "Metrics", model: str) -> None:
+        self.loads: dict[str, ReplicaLoad] = {}
+        self.attention: dict[str, tuple[str, str]] = {}
+        self._metrics = metrics
+        self._model = model
+        self._replicas: dict[str, ReplicaTimes] = {}
+        metrics.ready.labels(model).set_function(lambda: len(self.loads))
+        self.wanted = metrics.wanted.labels(model)
+        metrics.sequences.labels(model, "failed")  # starts at 0: the rate of a counter that begins with 1 misses it
+
+    def watch_programs(self, programs: Programs) -> None:
+        """Reads the gauges of programs off their table."""
+        self._metrics.programs.labels(self._model).set_function(lambda: len(programs))
+        self._metrics.program_tokens.labels(self._model).set_function(lambda: programs.num_tokens)
+
+    def replica(self, replica_id: str) -> ReplicaTimes:
+        times = self._replicas.get(replica_id)
+        if times is None:
+            times = self._replicas[replica_id] = ReplicaTimes(self._metrics, self._model, replica_id)
+        return times
+
+    def forget(self, replica_id: str) -> None:
+        """Removes the metrics of a replica that is gone for good."""
+        metrics = self._metrics
+        if self._replicas.pop(replica_id, None) is not None:
+            for histogram in (metrics.first_token, metrics.inter_token, metrics.request, metrics.queue):
+                histogram.remove(self._model, replica_id)
+
+    def ended(self, reason: str) -> None:
+        """Counts a sequence that has ended."""
+        self._metrics.sequences.labels(self._model, reason).inc()
+
+    def resumed(self, reason: str) -> None:
+        """Counts a sequence that goes on elsewhere, or later."""
+        self._metrics.resumed.labels(self._model, reason).inc()
+
+
+class Metrics:
+    """The metrics of one router, in a registry of their own. Those of each model are its `ModelMetrics`."""
+
     def __init__(self, router: str = "") -> None:
         """`router`: a unique name for each of several routers behind one address, any of which may answer a scrape. It
         becomes a label. Without it, counters would seem to go back when another router answers."""
-        self.loads: dict[str, ReplicaLoad] = {}
-        self.attention: dict[str, tuple[str, str]] = {}
         self._router = router
         self._registry = CollectorRegistry()
-        self._replicas: dict[str, ReplicaTimes] = {}
+        self._models: dict[str, ModelMetrics] = {}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, ("replica",), buckets=buckets, registry=self._registry)
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ("model", "replica")
+        ) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=self._registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ("model",), registry=self._registry)
 
         self.first_token = histogram(
             "shoal_time_to_first_token_seconds", "From the arrival of a request to its first token", _LATENCY_S
@@ -82,51 +128,46 @@ class Metrics:
         self.inter_token = histogram("shoal_inter_token_latency_seconds", "Between two tokens of a sequence", _TOKEN_S)
         self.request = histogram("shoal_request_seconds", "From the arrival of a request to its last token", _LATENCY_S)
         self.queue = histogram("shoal_queue_seconds", "Time that a request waited in its replica", _LATENCY_S)
-        self.responses = Counter(
-            "shoal_http_responses", "Answers by path and HTTP status", ("path", "status"), registry=self._registry
+        self.responses = counter(
+            "shoal_http_responses",
+            "Answers by path and HTTP status, and by model where the request named one",
+            *("model", "path", "status"),
         )
-        self.sequences = Counter(
+        self.sequences = counter(
             "shoal_sequences",
             "Sequences by how they ended: stop, length, error (the request's: a 4xx), failed (the server's: a 5xx), or "
             "abandoned by the client",
-            ("finish_reason",),
-            registry=self._registry,
+            *("model", "finish_reason"),
         )
-        self.sequences.labels("failed")  # starts at 0: the rate of a counter that begins with 1 misses the first
-        self.resumed = Counter(
+        self.resumed = counter(
             "shoal_resumed_sequences",
             "Sequences that were resumed after their replica was lost, or after their reader was too slow",
-            ("reason",),
-            registry=self._registry,
+            *("model", "reason"),
         )
-        ready = Gauge("shoal_replicas_ready", "Replicas that this router can send to", registry=self._registry)
-        ready.set_function(lambda: len(self.loads))
-        self.wanted = Gauge("shoal_replicas_wanted", "Replicas that there should be", registry=self._registry)
-        self._programs = Gauge(
-            "shoal_programs", "Programs whose text this router holds, or that have a request", registry=self._registry
+        self.upstream_seconds = histogram(
+            "shoal_upstream_seconds",
+            "From the arrival of a request that is passed on to the first bytes of the other endpoint",
+            _LATENCY_S,
+            ("model",),
         )
-        self._program_tokens = Gauge(
-            "shoal_program_tokens", "Tokens of text that this router holds for programs", registry=self._registry
+        self.upstream_failures = counter(
+            "shoal_upstream_failures",
+            "Requests that were passed on and failed: the other endpoint was unreachable, silent for too long "
+            "(timeout), broke off (broken), or refused this server's key (unauthorized)",
+            *("model", "reason"),
         )
-        self._registry.register(_Loads(self.loads))
-        self._registry.register(_Attention(self.attention, self.loads))
+        self.ready = gauge("shoal_replicas_ready", "Replicas that this router can send to")
+        self.wanted = gauge("shoal_replicas_wanted", "Replicas that there should be")
+        self.programs = gauge("shoal_programs", "Programs whose text this router holds, or that have a request")
+        self.program_tokens = gauge("shoal_program_tokens", "Tokens of text that this router holds for programs")
+        self._registry.register(_Loads(self._models))
+        self._registry.register(_Attention(self._models))
 
-    def watch_programs(self, programs: Programs) -> None:
-        """Reads the gauges of programs off their table."""
-        self._programs.set_function(lambda: len(programs))
-        self._program_tokens.set_function(lambda: programs.num_tokens)
-
-    def replica(self, replica_id: str) -> ReplicaTimes:
-        times = self._replicas.get(replica_id)
-        if times is None:
-            times = self._replicas[replica_id] = ReplicaTimes(self, replica_id)
-        return times
-
-    def forget(self, replica_id: str) -> None:
-        """Removes the metrics of a replica that is gone for good."""
-        if self._replicas.pop(replica_id, None) is not None:
-            for histogram in (self.first_token, self.inter_token, self.request, self.queue):
-                histogram.remove(replica_id)
+    def model(self, name: str) -> ModelMetrics:
+        """The metrics of a model."""
+        if name not in self._models:
+            self._models[name] = ModelMetrics(self, name)
+        return self._models[name]
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -145,43 +186,49 @@ class Metrics:
 class _Loads(Collector):
     """Reports the loads of the replicas as they are when the page is requested."""
 
-    def __init__(self, loads: Mapping[str, ReplicaLoad]) -> None:
-        self._loads = loads
+    def __init__(self, models: Mapping[str, ModelMetrics]) -> None:
+        self._models = models
 
     def collect(self) -> Iterable[Metric]:
-        loads = dict(self._loads)
+        loads = [
+            ([model, replica_id], load)
+            for model, metrics in dict(self._models).items()
+            for replica_id, load in dict(metrics.loads).items()
+        ]
+        labels = ["model", "replica"]
         for field, (name, text) in _GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=["replica"])
-            for replica_id, load in loads.items():
-                gauge.add_metric([replica_id], getattr(load, field))
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            for which, load in loads:
+                gauge.add_metric(which, getattr(load, field))
             yield gauge
         for field, (name, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=["replica"])
-            for replica_id, load in loads.items():
-                counter.add_metric([replica_id], getattr(load, field))
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for which, load in loads:
+                counter.add_metric(which, getattr(load, field))
             yield counter
-        counter = CounterMetricFamily(*_STAGE_SECONDS, labels=["replica", "stage", "spent"])
-        for replica_id, load in loads.items():
+        counter = CounterMetricFamily(*_STAGE_SECONDS, labels=[*labels, "stage", "spent"])
+        for which, load in loads:
             for stage, seconds_by in enumerate(load.stage_seconds):
                 for spent, seconds in seconds_by.items():
-                    counter.add_metric([replica_id, str(stage), spent], seconds)
+                    counter.add_metric([*which, str(stage), spent], seconds)
         yield counter
 
 
 class _Attention(Collector):
-    """Reports the attention backend of each replica in `loads`."""
+    """Reports the attention backend of each replica that reports its load."""
 
-    def __init__(self, attention: Mapping[str, tuple[str, str]], loads: Mapping[str, ReplicaLoad]) -> None:
-        self._attention, self._loads = attention, loads
+    def __init__(self, models: Mapping[str, ModelMetrics]) -> None:
+        self._models = models
 
     def collect(self) -> Iterable[Metric]:
         gauge = GaugeMetricFamily(
             "shoal_attention_info",
             "The attention that a replica runs: flashinfer, triton, numba or torch; `problem` says why it is not a "
             "faster one, and what to do",
-            labels=["replica", "backend", "problem"],
+            labels=["model", "replica", "backend", "problem"],
         )
-        for replica_id, (backend, problem) in dict(self._attention).items():
-            if replica_id in self._loads:
-                gauge.add_metric([replica_id, backend, problem], 1)
+        for model, metrics in dict(self._models).items():
+            for replica_id, (backend, problem) in dict(metrics.attention).items():
+                if replica_id in metrics.loads:
+                    gauge.add_metric([model, replica_id, backend, problem], 1)
         yield gauge

@@ -14,12 +14,13 @@ log = logging.getLogger(__name__)
 
 
 class Observed:
-    """Names every request, and counts answers by route and status.
+    """Names every request, and counts answers by model, route and status.
 
     | key in `scope["state"]` | meaning |
     | --- | --- |
     | `request_id` | the id for the client: its own X-Request-Id if it sent one, otherwise a new id |
     | `name` | the name for replicas: `request_id`, made unique by a suffix if the client chose it |
+    | `model` | the model's own name; the route sets it, once it knows the model |
 
     `answers_id`: whether the answer carries `request_id` as X-Request-Id.
     """
@@ -44,7 +45,8 @@ class Observed:
                 message = {**message, "headers": [*message.get("headers", ()), *header]}
                 route = scope.get("route")
                 path = "unknown" if route is None else route.path
-                self._metrics.responses.labels(path, message["status"]).inc()
+                model = state.get("model", "")
+                self._metrics.responses.labels(model, path, message["status"]).inc()
             await send(message)
 
         await self._app(scope, receive, observed)

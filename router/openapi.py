@@ -61,19 +61,20 @@ _ERRORS = {
     415: "the body is compressed",
     429: "too many requests are waiting",
     500: "the server's own fault",
+    502: "the endpoint that the request is passed on to cannot be reached, is silent, or breaks off",
     503: "no replica is ready, or a replica has no memory or time for a grammar now",
 }
 
 
-def schemas(model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
-    """Schemas of all types, completed with what the types cannot say: the model's name, the range of token ids, which
+def schemas(models: list[str], vocab_size: int, max_priority: int) -> dict[str, Any]:
+    """Schemas of all types, completed with what the types cannot say: the models' names, the range of token ids, which
     fields go together."""
     made = msgspec.json.schema_components(_TYPES, ref_template=_REF)[1]
     single = ("ChoicesRequest", "EmbeddingsRequest", "RerankRequest", "ScoreRequest")
     for name in (*single, "MessagesRequest", "CountTokensRequest"):
-        made[name]["properties"]["model"]["enum"] = [model]
+        made[name]["properties"]["model"]["enum"] = models
     for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
-        made[name]["properties"]["model"]["enum"] = [model]
+        made[name]["properties"]["model"]["enum"] = models
         made[name]["properties"]["priority"]["anyOf"][0]["maximum"] = max_priority
         biases, _ = made[name]["properties"]["logit_bias"]["anyOf"]
         biases["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
@@ -113,14 +114,14 @@ def _limit_tokens(schema: Any, vocab_size: int) -> None:
             _limit_tokens(part, vocab_size)
 
 
-def completed(page: dict[str, Any], model: str, vocab_size: int, max_priority: int) -> dict[str, Any]:
+def completed(page: dict[str, Any], models: list[str], vocab_size: int, max_priority: int) -> dict[str, Any]:
     """FastAPI's page of the routes, with the schemas that they refer to. Without the 422 that FastAPI adds to routes
     with path parameters: here, no path parameter is invalid."""
     for ways in page["paths"].values():
         for route in ways.values():
             route["responses"].pop("422", None)
     components = page.setdefault("components", {})
-    components["schemas"] = schemas(model, vocab_size, max_priority)
+    components["schemas"] = schemas(models, vocab_size, max_priority)
     return page
 
 

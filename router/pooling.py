@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from router.config import RouterConfig
+from router.config import ModelConfig
 
 # Modes in the configuration of sentence-transformers' pooling, and Shoal's names for those that exist here.
 MODES: dict[str, Literal["last", "mean"]] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
@@ -33,7 +33,7 @@ class Pooling:
     size: int | None = None
 
     @classmethod
-    def read(cls, folder: Path, config: RouterConfig, name: str) -> "Pooling":
+    def read(cls, folder: Path, config: ModelConfig, name: str) -> "Pooling":
         """Reads it from the files of sentence-transformers (`modules.json`, `1_Pooling/config.json`) in a Hugging Face
         folder; without them, embeddings are the last token's, of length 1. `name`: the model's, which tells rerankers
         from other models. Raises ValueError for files that are broken or ask for something else."""

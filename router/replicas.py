@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from router.fleet import Fleet
-from router.metrics import Metrics
+from router.metrics import ModelMetrics
 from worker.messages import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
@@ -128,7 +128,7 @@ class _Connection:
     """A DEALER socket to one replica, from its first attempt to connect to its loss."""
 
     def __init__(
-        self, replica_id: str, address: str, context: zmq.asyncio.Context, fleet: Fleet, metrics: Metrics
+        self, replica_id: str, address: str, context: zmq.asyncio.Context, fleet: Fleet, metrics: ModelMetrics
     ) -> None:
         self.replica_id = replica_id
         self._address = address
@@ -242,7 +242,7 @@ class Replicas:
     """The connections to all replicas. Only `set_replicas` may be called outside of the event loop that called
     `start`."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: ModelMetrics) -> None:
         self._fleet = fleet
         self._metrics = metrics
         self._addresses: dict[str, str] = {}

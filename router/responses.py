@@ -257,15 +257,27 @@ class Scores(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model. `max_model_len`: most tokens of prompt and output together. `default_sampling`: the model's own sampling
-    parameters, for requests that leave them out."""
+    """A name of a model.
+
+    | field | meaning |
+    | --- | --- |
+    | `owned_by` | shoal; upstream if requests for the model are passed on to another endpoint |
+    | `root` | the model's own name; `id` may be an alias |
+    | `parent` | of an alias: the model's own name |
+    | `max_model_len` | most tokens of prompt and output together |
+    | `default_sampling` | the model's own sampling parameters, for requests that leave them out |
+
+    The last two are only known of models that are served here.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
-    owned_by: str = "shoal"
-    max_model_len: int
-    default_sampling: dict[str, float]
+    owned_by: Literal["shoal", "upstream"] = "shoal"
+    root: str
+    parent: str | None = None
+    max_model_len: int | UnsetType = UNSET
+    default_sampling: dict[str, float] | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -299,10 +311,11 @@ class Version(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """State of the server. `replicas`: how many it can reach now."""
+    """State of the server. `replicas`: how many it can reach now; `models`: how many of each model."""
 
     status: Literal["ok", "not ready"]
     replicas: int
+    models: dict[str, int]
 
 
 class ErrorDetail(msgspec.Struct):

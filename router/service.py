@@ -6,18 +6,19 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from router.config import ModelConfig
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.formats.format import OutputFormat
-from router.metrics import Metrics, ReplicaTimes
+from router.metrics import ModelMetrics, ReplicaTimes
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
@@ -73,7 +74,7 @@ class Service:
 
     `model` is its name in the API. `context_length` is the most tokens of prompt and output together. `defaults` are
     the sampling parameters of requests that leave them out. `output_format` is how the model writes thinking and calls.
-    `pooling`: how the model's embeddings are made.
+    `pooling`: how the model's embeddings are made. `config`: its further names, and limits of its requests.
     """
 
     def __init__(
@@ -82,18 +83,21 @@ class Service:
         replicas: Replicas,
         placer: Placer,
         fleet: Fleet,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         *,
         model: str,
         context_length: int,
         defaults: SamplingDefaults,
         output_format: OutputFormat,
+        config: ModelConfig,
         pooling: Pooling | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
         self.metrics = metrics
         self.model = model
+        self.config = config
+        self.aliases = config.aliases
         self.context_length = context_length
         self.defaults = defaults
         self.output_format = output_format
@@ -102,7 +106,6 @@ class Service:
         metrics.watch_programs(self.programs)
         self._placer = placer
         self._prefetches: set[asyncio.Task[None]] = set()
-        self._before_close: list[Callable[[], Awaitable[None]]] = []
         self._fleet = fleet
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
         self._long_texts = ThreadPoolExecutor(1, "long-text")
@@ -111,19 +114,23 @@ class Service:
         """Starts the connections. Call it in the event loop that will serve."""
         await self.replicas.start()
 
-    def before_close(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Has `work` done when the service closes, while its replicas are still connected."""
-        self._before_close.append(work)
-
     async def close(self) -> None:
-        for work in self._before_close:
-            await work()
         await self.replicas.close()
         for task in self._prefetches:
             task.cancel()
         await asyncio.gather(*self._prefetches, return_exceptions=True)
         for threads in (self._threads, self._long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def check_priority(self, priority: int | None) -> None:
+        """Raises ApiError (400) for a priority that requests may not have here."""
+        most = self.config.max_priority
+        if priority is not None and priority > most:
+            raise invalid(
+                f"'priority' is {priority}; here it may be from {LOWEST_PRIORITY} to {most} (higher goes first).",
+                "priority",
+                "invalid_value",
+            )
 
     async def in_thread(self, num_bytes: int, work: Callable[..., Result], *arguments: object) -> Result:
         """Runs `work`, on a text of about `num_bytes` bytes, in a thread. Long texts have a thread of their own, so
@@ -177,16 +184,16 @@ class Service:
                     raise _overloaded(refused.values()) from None
                 continue
             except NoReplica as error:
-                raise _overloaded(refused.values()) if refused else error from None
+                raise _overloaded(refused.values()) if refused else error.of(self.model) from None
             except ReaderTooSlow:
-                self.metrics.resumed.labels("slow_reader").inc()
+                self.metrics.resumed("slow_reader")
             except ReplicaLost as error:
                 lost.append(error.replica_id)
                 deaths += not error.dropped
                 log.warning("%s: %s, %d of %d times", request_id, error, deaths, MAX_DEATHS)
                 if deaths == MAX_DEATHS:
                     raise internal() from error
-                self.metrics.resumed.labels("replica_lost").inc()
+                self.metrics.resumed("replica_lost")
             resumed = True
             refused.clear()  # even a full replica takes a resumed sequence
             if produced:

@@ -15,11 +15,13 @@ TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
     str: (str, "TEXT"),
     Path: (Path, "FILE"),
     SecretStr: (str, "SECRET"),
+    tuple[str, ...]: (lambda text: tuple(text.split(",")), "TEXT,..."),
 }
 
 
 def add(parser: argparse.ArgumentParser, model: type[BaseModel], without: Collection[str] = ()) -> None:
-    """Adds a flag for every field of `model` except `without`: `served_model_name` becomes `--served-model-name`.
+    """Adds a flag for every field of `model` except `without` and lists of tables: `served_model_name` becomes
+    `--served-model-name`.
 
     The parsed arguments hold only the settings that were given (`given` extracts them). Ranges and combinations are
     checked by the model. Flags are grouped by the class that declares the fields; the first line of its docstring is
@@ -29,7 +31,7 @@ def add(parser: argparse.ArgumentParser, model: type[BaseModel], without: Collec
         if not (issubclass(owner, BaseModel) and owner is not BaseModel):
             continue
         own = owner.__annotations__.keys() - set(without)
-        fields = {name: field for name, field in model.model_fields.items() if name in own}
+        fields = {name: field for name, field in model.model_fields.items() if name in own and not _has_tables(field)}
         if fields:
             title = (owner.__doc__ or owner.__name__).strip().split("\n")[0].rstrip(".")
             group = parser.add_argument_group(title[0].lower() + title[1:])
@@ -47,7 +49,7 @@ def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     text = (field.description or "").replace("%", "%%")
     kind = _bare(field.annotation)
     default = field.get_default(call_default_factory=True)
-    if default is not None:
+    if default not in (None, ()):
         # Without quotes, as a user types it. `str` keeps a secret hidden.
         text += f" (default: {str(default).lower() if kind is bool else default})".replace("%", "%%")
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
@@ -61,6 +63,11 @@ def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
         group.add_argument(flag, type=convert, metavar=metavar, **common)
     else:
         raise TypeError(f"{name}: no flag for a field of type {field.annotation}")
+
+
+def _has_tables(field: FieldInfo) -> bool:
+    """Whether the field is a list of tables, which only a file can have."""
+    return get_origin(field.annotation) is tuple and field.annotation not in TYPES
 
 
 def _bare(annotation: Any) -> Any:

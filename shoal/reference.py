@@ -11,6 +11,7 @@ import inspect
 import io
 import os
 import sys
+import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
@@ -20,10 +21,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 from unittest.mock import patch
 
 import annotated_types
-from pydantic import SecretStr
+from pydantic import AfterValidator, SecretStr
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
-from cluster.config import Config
+from cluster.config import DEFAULTS, OF_ONE_MODEL, UPSTREAM_FIELDS, Config, DeploymentConfig, Entry
 from cluster.in_process import MAX_WAITING, OTHER_SETTINGS
 from cluster.metrics import described
 from shoal import cli
@@ -102,14 +104,17 @@ def _lines() -> Iterator[str]:
     yield "## Settings"
     yield ""
     yield "A name is the same in a YAML file for `shoal serve --config`, as a flag of `shoal serve` (`page_size` is"
-    yield "`--page-size`), in the `args` of the Serve application and in the Helm chart. Flags win over the file. An"
-    yield "unknown name or a wrong value is an error. A change of `args` makes Serve restart everything. A change of"
-    yield "`num_replicas` of its deployments `Replica` and `Router` restarts nothing: set the numbers of both there."
+    yield "`--page-size`), in the `args` of the Serve application and in the Helm chart. Flags win over the file."
+    yield "An unknown name or a wrong value is an error. A change of `args` makes Serve restart everything. A"
+    yield "change of `num_replicas` of its deployments `Replica` and `Router` restarts nothing: set the numbers of"
+    yield "both there. With several models, each has a deployment `Replica-NAME`, in which every sign of the name"
+    yield "that is no letter, digit, `_`, `.` or `-` is a `-`."
     yield ""
     also = ", ".join(f"`{name}`" for name in OTHER_SETTINGS)
     yield f"`shoal.Engine` takes the settings of a replica, and {also}, as keyword arguments."
     yield f"Its `max_waiting` is {MAX_WAITING} unless it is set."
     yield from _settings()
+    yield from _models()
     yield ""
     yield "## Environment variables"
     yield ""
@@ -122,10 +127,11 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Metrics"
     yield ""
-    yield "`GET /metrics` has them in Prometheus' text format. `replica` is Ray Serve's id of the replica. A histogram"
-    yield "has `_bucket`, `_sum` and `_count`. With several routers, one of them answers. What replicas report is"
-    yield "complete in its answer. Histograms, and counts of answers and sequences, are that router's alone and carry"
-    yield "its name as the label `router`; `sum without (router)` adds them up. A restarted router has a new name."
+    yield "`GET /metrics` has them in Prometheus' text format. `model` is the model's own name, whatever alias a"
+    yield "request used; `replica` is Ray Serve's id of the replica. A histogram has `_bucket`, `_sum` and"
+    yield "`_count`. With several routers, one of them answers. What replicas report is complete in its answer."
+    yield "Histograms, and counts of answers and sequences, are that router's alone and carry its name as the label"
+    yield "`router`; `sum without (router)` adds them up. A restarted router has a new name."
     yield ""
     yield "Alert when `shoal_replicas_ready < shoal_replicas_wanted` for longer than a start takes, when"
     yield "`shoal_waiting_requests` or `shoal_queue_seconds` keeps growing, when"
@@ -162,13 +168,37 @@ def _settings() -> Iterator[str]:
         own = [name for name in inspect.get_annotations(owner) if name in Config.model_fields]
         if not own:
             continue
-        title = "The deployment" if owner is Config else inspect.cleandoc(owner.__doc__ or "").splitlines()[0]
+        title = "The server" if owner is Config else inspect.cleandoc(owner.__doc__ or "").splitlines()[0]
         yield from ("", f"### {title.rstrip('.')}", "")
-        fields = ((name, Config.model_fields[name]) for name in own)
-        yield from _table(
-            ("name", "value", "default", "meaning"),
-            ((f"`{name}`", kind(field), default(field), field.description or "") for name, field in fields),
-        )
+        yield from _fields((name, Config.model_fields[name]) for name in own)
+
+
+def _fields(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
+    yield from _table(
+        ("name", "value", "default", "meaning"),
+        ((f"`{name}`", kind(field), default(field), field.description or "") for name, field in fields),
+    )
+
+
+def _models() -> Iterator[str]:
+    """The entries of `models`."""
+    unlike = ", ".join(f"`{name}`" for name in OF_ONE_MODEL)
+    own = {name: DeploymentConfig.model_fields[name] for name in ("name", "model", "aliases")}
+    yield from ("", "## Several models", "")
+    yield f"`models` is a list of tables, in place of {unlike}. Names and aliases must differ. An entry"
+    yield "has the keys of this table, and any of the settings below it. Such a setting, given next to `models`, holds"
+    yield "for each entry that does not have it."
+    yield ""
+    yield from _fields(own.items())
+    yield ""
+    yield from textwrap.wrap(", ".join(f"`{name}`" for name in DEFAULTS) + ".", WIDTH)
+    yield ""
+    yield "An entry may have the key `upstream`, a table, and only `name` and `aliases` with it. Requests whose"
+    yield "body names this model are passed on to another endpoint: to the same path, with the model's name there,"
+    yield "and nothing else changed. The other endpoint checks them. Its answers and errors come back as they are,"
+    yield "but a 401 becomes a 502."
+    yield ""
+    yield from _fields(UPSTREAM_FIELDS.items())
 
 
 def kind(field: FieldInfo) -> str:
@@ -184,6 +214,8 @@ def kind(field: FieldInfo) -> str:
         bool: "true or false",
         Path: "file",
         SecretStr: "text, never printed",
+        tuple[str, ...]: "list of texts",
+        tuple[Entry, ...]: "list of tables",
     }
     if annotation not in names:
         raise Unexplained(f"no words for the type {annotation}")
@@ -205,6 +237,8 @@ def _limits(metadata: Iterable[object]) -> Iterator[str]:
                 high = f"under {value}"
             case annotated_types.MinLen(min_length=1):
                 low = "not empty"
+            case AfterValidator():
+                pass
             case _:
                 raise Unexplained(f"no words for the limit {limit}")
     yield from (limit for limit in (low, high) if limit is not None)
@@ -225,7 +259,7 @@ def _metadata(annotation: Any) -> Sequence[object]:
 def default(field: FieldInfo) -> str:
     """The default as written in YAML; empty if there is none."""
     value = field.get_default(call_default_factory=True)
-    if value is None:
+    if value in (None, (), PydanticUndefined):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

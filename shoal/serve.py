@@ -19,6 +19,13 @@ A configuration file uses the same names, with underscores. An unknown key is an
   replicas: 4
   kv_tokens: 100000
 
+Several models behind one address, each with replicas and settings of its own, or at another OpenAI-compatible endpoint:
+  kv_tokens: 100000               # for each model that does not say otherwise
+  models:
+    - {name: small, model: ./my-model, replicas: 2, aliases: [default]}
+    - {name: large, model: ORG/NAME, replicas: 1, tp: 4}
+    - {name: other, upstream: {url: https://example.com/v1, model: ITS_NAME, api_key_env: OTHER_API_KEY}}
+
 At the start, all settings in use are printed as such a file. Ctrl-C ends the server and everything that it started.
 """
 

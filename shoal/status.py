@@ -1,11 +1,11 @@
-"""`shoal status`: the state of a running server, replica by replica, read from its HTTP pages."""
+"""`shoal status`: the state of a running server, model by model and replica by replica, read from its HTTP pages."""
 
 import json
 import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group, RenderableType
@@ -16,9 +16,10 @@ from rich.text import Text
 from shoal.client import Client, ServerError
 from shoal.help import Parser
 
-DESCRIPTION = "What a running server is doing, replica by replica."
+DESCRIPTION = "What a running server is doing, model by model and replica by replica."
 EPILOG = """\
 columns:
+  model           only of a server with several models; one at another endpoint has no replicas
   run, wait       requests in the batch, and waiting for a place in it
   KV, kept        parts of the KV cache: held by running requests, and kept for reuse from past requests
   prompt, cached  prompt tokens so far, and the part that was in the cache: the hit rate
@@ -58,9 +59,10 @@ METRICS = {
 @dataclass
 class ReplicaStatus:
     """The state of one replica, as it reports it. Counts are since its start: of requests, or of tokens.
-    `attention_problem`: why its attention is not a faster one; empty if all is well."""
+    `attention_problem`: why its attention is not a faster one; empty if all is well. `model`: its name in the API."""
 
     name: str
+    model: str = ""
     running: float = 0
     waiting: float = 0
     kv_tokens: float = 0
@@ -80,22 +82,30 @@ class ReplicaStatus:
 
 
 @dataclass
+class ModelStatus:
+    """How many replicas of a model can answer, and how many there should be; None if the server does not say."""
+
+    name: str
+    ready: int | None = None
+    wanted: int | None = None
+
+
+@dataclass
 class Status:
     """The state of a server at one moment.
 
     | field | meaning |
     | --- | --- |
     | `problem` | why it cannot answer; None if it can |
-    | `ready` | how many replicas can answer; None if the server does not say |
-    | `wanted` | how many replicas there should be; None if the server does not say |
+    | `names` | all names of models, aliases too |
+    | `models` | the models that replicas serve |
     """
 
     url: str
     problem: str | None
-    models: list[str]
+    names: list[str]
     replicas: list[ReplicaStatus]
-    ready: int | None = None
-    wanted: int | None = None
+    models: list[ModelStatus] = field(default_factory=list)
 
 
 def look(client: Client) -> Status:
@@ -107,33 +117,38 @@ def look(client: Client) -> Status:
     elif answer.status_code != 200:
         problem = "not ready" + (f": {reason}" if (reason := _reason(answer.text)) else "")
     metrics = client.get("/metrics")
-    found, ready, wanted = replicas(metrics.text) if metrics.status_code == 200 else ([], None, None)
-    return Status(client.url, problem, list(client.models()), found, ready, wanted)
+    found, models = replicas(metrics.text) if metrics.status_code == 200 else ([], [])
+    return Status(client.url, problem, list(client.models()), found, models)
 
 
-def replicas(page: str) -> tuple[list[ReplicaStatus], int | None, int | None]:
-    """The replicas on a page of Prometheus metrics, sorted by name; how many can answer; how many there should be.
+def replicas(page: str) -> tuple[list[ReplicaStatus], list[ModelStatus]]:
+    """The replicas on a page of Prometheus metrics, sorted by model and name, and their models in the page's order.
     Ignores metrics that are not Shoal's. A lost replica, of which only times are left, is not among them."""
     fields = {metric: name for name, metric in METRICS.items()}
     found: dict[str, ReplicaStatus] = {}
+    models: dict[str, ModelStatus] = {}
     reporting: set[str] = set()
-    whole: dict[str, int] = {}
     try:
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
+                model = sample.labels.get("model", "")
                 if sample.name in (READY, WANTED):
-                    whole[sample.name] = int(sample.value)
+                    whole = models.setdefault(model, ModelStatus(model))
+                    setattr(whole, "ready" if sample.name == READY else "wanted", int(sample.value))
                 elif sample.name in fields and (name := sample.labels.get("replica")):
                     setattr(found.setdefault(name, ReplicaStatus(name)), fields[sample.name], sample.value)
                     if sample.name == METRICS["running"]:
                         reporting.add(name)
+                        found[name].model = model
                 elif sample.name == ATTENTION and (name := sample.labels.get("replica")):
                     replica = found.setdefault(name, ReplicaStatus(name))
                     replica.attention = sample.labels.get("backend", "")
                     replica.attention_problem = sample.labels.get("problem", "")
     except ValueError:
         raise ServerError("/metrics is no page of Prometheus metrics") from None
-    return [found[name] for name in sorted(reporting)], whole.get(READY), whole.get(WANTED)
+    order = {model: number for number, model in enumerate(models)}
+    of_model = sorted((order.get(found[name].model, len(order)), name) for name in reporting)
+    return [found[name] for _, name in of_model], list(models.values())
 
 
 def _reason(text: str) -> str:
@@ -147,20 +162,25 @@ def _reason(text: str) -> str:
 def render(status: Status) -> RenderableType:
     """The status for a terminal."""
     state = Text("ready", "bold green") if status.problem is None else Text(status.problem, "bold red")
-    if status.ready is not None and status.wanted is not None and status.ready < status.wanted:
-        state.append(f", {status.ready} of {status.wanted} replicas", "bold red")
-    head = Text.assemble((", ".join(status.models) or "no model", "bold"), (f"  {status.url}  ", "dim"), state)
+    several = len(status.models) > 1
+    for model in status.models:
+        if model.ready is not None and model.wanted is not None and model.ready < model.wanted:
+            of = f" of {model.name}" if several else ""
+            state.append(f", {model.ready} of {model.wanted} replicas{of}", "bold red")
+    head = Text.assemble((", ".join(status.names) or "no model", "bold"), (f"  {status.url}  ", "dim"), state)
     if not status.replicas:
         return Group(head, Text("no replica has reported yet", "dim"))
     table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    if several:
+        table.add_column("model", no_wrap=True)
     table.add_column("replica", no_wrap=True)
     for column in ("run", "wait", "KV", "kept", "prompt", "cached", "output", "TTFT", "TBT", "done", "failed"):
         table.add_column(column, justify="right", no_wrap=True)
     for replica in status.replicas:
-        table.add_row(*_row(replica))
+        table.add_row(*([replica.model] if several else []), *_row(replica))
     if len(status.replicas) > 1:
         table.add_section()
-        table.add_row(*_row(total(status.replicas)), style="bold")
+        table.add_row(*([""] if several else []), *_row(total(status.replicas)), style="bold")
     problems = sorted({replica.attention_problem for replica in status.replicas} - {""})
     return Group(head, Text(), table, *(Text(problem, "red") for problem in problems))
 

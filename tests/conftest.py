@@ -174,12 +174,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def make_tiny_llama(folder: Path) -> Path:
+@pytest.fixture(scope="session")
+def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_model`, with other weights."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "other-llama", seed=8)
+
+
+def make_tiny_llama(folder: Path, seed: int = 7) -> Path:
     """Writes a random Llama with a byte tokenizer, without torch."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    save_file(_weights(np.random.default_rng(7)), folder / "model.safetensors", {"format": "pt"})
+    save_file(_weights(np.random.default_rng(seed)), folder / "model.safetensors", {"format": "pt"})
     _tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

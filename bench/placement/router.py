@@ -171,9 +171,9 @@ async def _page(http: Http) -> Page:
 
 
 def page(text: str) -> Page:
-    """The samples of a Prometheus page whose only label is `replica`."""
+    """The samples of a Prometheus page whose only labels are `replica` and, if there is one, `model`."""
     found: Page = {}
-    for name, replica, value in re.findall(r'^(\w+)\{replica="([^"]*)"\} (\S+)', text, re.MULTILINE):
+    for name, replica, value in re.findall(r'^(\w+)\{(?:model="[^"]*",)?replica="([^"]*)"\} (\S+)', text, re.MULTILINE):
         found.setdefault(name, {})[replica] = float(value)
     return found
 

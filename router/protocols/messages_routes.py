@@ -9,11 +9,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from router import openapi
-from router.body import read_body
-from router.config import RouterConfig
 from router.defaults import SamplingDefaults
 from router.formats.format import OutputFormat
 from router.generation import Format
+from router.models import Models
 from router.prepared_request import PreparedRequest, conversation_job, conversation_prompt
 from router.protocols.messages_reader import generation_request, messages_conversation
 from router.protocols.messages_types import (
@@ -32,18 +31,15 @@ from router.protocols.messages_writer import MessagesFormat
 from router.service import Service
 from router.tokenizer import Tokenizer
 
-Answer = Callable[[Request, bool, PreparedRequest, Format], Awaitable[Response]]
+Answer = Callable[[Request, Service, bool, PreparedRequest, Format], Awaitable[Response]]
 
 FORM_PARAM = "output_config.format"
 _EVENTS = "server-sent events: message_start, ping, content_block_start, content_block_delta, ..., message_stop"
-_ERRORS = (400, 401, 404, 408, 413, 415, 500)
+_ERRORS = (400, 401, 404, 408, 413, 415, 500, 502)
 
 
-def messages_routes(
-    service: Service, config: RouterConfig, answer: Answer, check_model: Callable[[str], None]
-) -> APIRouter:
-    """`/v1/messages` and what is below. `answer` runs a job and answers the request with a format's bytes.
-    `check_model` raises ApiError for a model that is not served."""
+def messages_routes(models: Models, answer: Answer) -> APIRouter:
+    """`/v1/messages` and what is below. `answer` runs a job and answers the request with a format's bytes."""
     routes = APIRouter(tags=["generation"])
 
     @routes.post(
@@ -51,11 +47,11 @@ def messages_routes(
         openapi_extra=openapi.body(MessagesRequest),
         responses=openapi.answers(MessageAnswer, *_ERRORS, 429, 503, events=_EVENTS, error=AnthropicError),
     )
+    @models.passing_on
     async def messages(request: Request) -> Response:
         """Answers a conversation by Anthropic's protocol, as a whole or as a stream."""
         arrived = perf_counter()
-        body, size = await read_body(request, MessagesRequest, config.max_body_bytes, config.body_timeout_s)
-        check_model(body.model)
+        service, body, size = await models.read(request, MessagesRequest)
         job = await service.in_thread(
             size,
             messages_job,
@@ -66,17 +62,17 @@ def messages_routes(
             service.context_length,
             arrived,
         )
-        return await answer(request, bool(body.stream), job, messages_format(body, job, service.model))
+        return await answer(request, service, bool(body.stream), job, messages_format(body, job, service.model))
 
     @routes.post(
         "/v1/messages/count_tokens",
         openapi_extra=openapi.body(CountTokensRequest),
         responses=openapi.answers(InputTokens, *_ERRORS, error=AnthropicError),
     )
+    @models.passing_on
     async def count_tokens(request: Request) -> Response:
         """The number of tokens that a conversation has as a prompt."""
-        body, size = await read_body(request, CountTokensRequest, config.max_body_bytes, config.body_timeout_s)
-        check_model(body.model)
+        service, body, size = await models.read(request, CountTokensRequest)
         count = await service.in_thread(size, input_tokens, body, service.output_format, service.tokenizer)
         return Response(msgspec.json.encode(InputTokens(count)), media_type="application/json")
 
@@ -128,8 +124,9 @@ def input_tokens(request: CountTokensRequest, format: OutputFormat, tokenizer: T
     return len(token_ids)
 
 
-def anthropic_model(name: str, created: int, context_length: int) -> AnthropicModel:
-    """The model, as Anthropic describes models. `created`: seconds since 1970."""
+def anthropic_model(name: str, created: int, context_length: int | None) -> AnthropicModel:
+    """The model, as Anthropic describes models. `created`: seconds since 1970. `context_length`: in tokens, None for a
+    model at another endpoint."""
     at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return AnthropicModel(
         id=name, display_name=name, created_at=at, max_input_tokens=context_length, max_tokens=context_length

@@ -416,15 +416,15 @@ class AnthropicError(msgspec.Struct, kw_only=True):
 
 
 class AnthropicModel(msgspec.Struct, kw_only=True):
-    """A model, as Anthropic describes it."""
+    """A model, as Anthropic describes it. The numbers of tokens are null for a model at another endpoint."""
 
     type: Literal["model"] = "model"
     id: str
     display_name: str
     created_at: str
     lifecycle: Literal["active"] = "active"
-    max_input_tokens: int
-    max_tokens: int
+    max_input_tokens: int | None
+    max_tokens: int | None
 
 
 class AnthropicModelPage(msgspec.Struct, kw_only=True):

@@ -1,7 +1,6 @@
 """The routes of OpenAI's Responses: made, kept, asked for again, followed, cancelled, deleted."""
 
 import logging
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any, get_args
 
@@ -10,18 +9,15 @@ from fastapi import APIRouter, Request, Response
 
 from router import openapi
 from router.auth import Keys
-from router.body import read_body
-from router.config import RouterConfig
 from router.errors import ApiError, internal, invalid
 from router.generation import Generation
+from router.models import Models
 from router.protocols.response_store import Item, StoredResponse
 from router.protocols.responses_objects import DeletedResponse, InputItems, ResponseObject
 from router.protocols.responses_reader import Asked, references, responses_job, sent_items
 from router.protocols.responses_runs import BackgroundRuns, KeptResponses, follow
 from router.protocols.responses_types import Include, ResponsesRequest
 from router.protocols.responses_writer import ResponsesFormat, new_id
-from router.requests import GenerationRequest
-from router.service import Service
 from router.sse import Emit, EventStream, unless_gone
 
 log = logging.getLogger(__name__)
@@ -31,26 +27,25 @@ PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc
 STREAM = {"schema": {"description": "server-sent events, each with its name and a sequence_number"}}
 
 
-def responses_routes(
-    service: Service, config: RouterConfig, keys: Keys, check: Callable[[GenerationRequest], None]
-) -> APIRouter:
-    """The routes. `check` raises ApiError for a model that is not here and a priority that is too high."""
-    kept = KeptResponses(config)
-    runs = BackgroundRuns(kept, config.max_background_responses)
-    service.before_close(runs.close)
-    service.before_close(kept.close)
+def responses_routes(models: Models, keys: Keys) -> APIRouter:
+    """The routes."""
+    kept = KeptResponses(models.config)
+    runs = BackgroundRuns(kept, models.config.max_background_responses)
+    models.before_close(runs.close)
+    models.before_close(kept.close)
     routes = APIRouter(tags=["generation"])
 
     @routes.post(
         "/v1/responses",
         openapi_extra=openapi.body(ResponsesRequest),
-        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 408, 413, 415, 429, 500, 503)),
+        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 408, 413, 415, 429, 500, 502, 503)),
     )
+    @models.passing_on
     async def create_response(request: Request) -> Response:
         """Answers items, as a whole, as a stream, or in the background."""
         arrived = perf_counter()
-        body, size = await read_body(request, ResponsesRequest, config.max_body_bytes, config.body_timeout_s)
-        check(body)
+        service, body, size = await models.read(request, ResponsesRequest)
+        service.check_priority(body.priority)
         tenant = keys.tenant(request)
         keeps = bool(kept) and body.store is not False
         if body.background and not keeps:
@@ -67,7 +62,7 @@ def responses_routes(
             service.output_format,
             service.tokenizer,
             service.context_length,
-            config.max_prompts,
+            service.config.max_prompts,
             arrived,
         )
         form = ResponsesFormat(job, response, service.tokenizer)

@@ -1,7 +1,9 @@
 """What the application asks of a cluster, and what it settles before it starts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -14,9 +16,11 @@ from ray.serve._private.deployment_state import DeploymentTargetState
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
-from cluster.app import APP, ListeningRouter, Router, _Router, application, build, model_name, settle
-from cluster.config import Config, ConfigError, load
+from cluster.app import APP, ListeningRouter, Router, _Router, application, build, settle
+from cluster.config import Config, ConfigError, ReplicaConfig, load
+from cluster.models import model_name
 from cluster.replica import CONTROL_CPUS, bundles
+from router.service import Service
 
 
 @pytest.mark.parametrize(
@@ -25,7 +29,7 @@ from cluster.replica import CONTROL_CPUS, bundles
 )
 def test_the_device_is_the_same_for_every_process(device: str, gpus: float, settled: str, told: bool) -> None:
     config, note = settle(load(overrides={"device": device}), gpus)
-    assert (config.device, note is not None) == (settled, told)
+    assert (config.deployments[0].device, note is not None) == (settled, told)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +45,8 @@ def test_the_device_is_the_same_for_every_process(device: str, gpus: float, sett
 )
 def test_a_model_is_named_after_where_it_comes_from(model: str, name: str) -> None:
     assert model_name(model) == name
-    assert settle(Config(model=model), 0)[0].served_model_name == name
-    assert settle(Config(model=model, served_model_name="own"), 0)[0].served_model_name == "own"
+    assert settle(Config(model=model), 0)[0].deployments[0].name == name
+    assert settle(Config(model=model, served_model_name="own"), 0)[0].deployments[0].name == "own"
 
 
 def test_two_parts_that_are_a_folder_are_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +72,9 @@ def test_a_replica_is_its_control_actor_and_a_bundle_a_stage(settings: dict, sta
 def test_serve_builds_it_from_the_keys_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
     router = _as_serve_does(build, {"model": "org/name", "replicas": "3", "routers": "2"})
-    config, replicas = router._bound_deployment.init_args
-    assert (config.device, config.served_model_name) == ("cuda", "org/name")
+    config, keys, replicas = router._bound_deployment.init_args
+    (model,) = config.deployments
+    assert (model.device, model.name, keys) == ("cuda", "org/name", {})
     assert replicas._bound_deployment.num_replicas == 3
     assert router._bound_deployment.num_replicas == 2
     with pytest.raises(ConfigError, match="did you mean replicas"):
@@ -107,11 +112,12 @@ def test_another_number_of_replicas_or_routers_starts_nothing_anew(monkeypatch: 
 
 
 def test_what_is_bound_knows_no_number() -> None:
-    def bound(**scale: int) -> list[Config]:
+    def bound(**scale: int) -> list[ReplicaConfig]:
         router = application(settle(load(overrides=scale), gpus=0)[0])._bound_deployment
-        return [router.init_args[0], router.init_args[1]._bound_deployment.init_args[0]]
+        return [router.init_args[0], *(replicas._bound_deployment.init_args[0] for replicas in router.init_args[2:])]
 
-    assert bound(replicas=2, routers=1) == bound(replicas=5, routers=3) == [settle(Config(), gpus=0)[0]] * 2
+    settled, _ = settle(Config(), gpus=0)
+    assert bound(replicas=2, routers=1) == bound(replicas=5, routers=3) == [settled, *settled.deployments]
 
 
 def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere() -> None:
@@ -131,20 +137,70 @@ def test_a_router_samples_as_the_model_says_unless_it_is_told_not_to(
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
-    monkeypatch.setattr("cluster.app.listen", lambda take: None)
-    monkeypatch.setattr("cluster.app.ServePlacer", lambda *its: None)
-    monkeypatch.setattr("cluster.app.watch_size", lambda *its: None)
-    router = _Router(load(overrides={"model": str(tmp_path), "sampling_defaults": asked}), None)  # type: ignore[arg-type]
-    assert router._service.defaults.values == values
+    (service,) = services(monkeypatch, model=str(tmp_path), sampling_defaults=asked)
+    assert service.defaults.values == values
 
 
 def test_a_router_knows_the_models_context_before_a_replica_runs(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("listen", "ServePlacer", "watch_size"):
-        monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
-    router = _Router(load(overrides={"model": str(tiny_model)}), None)  # type: ignore[arg-type]
+    (service,) = services(monkeypatch, model=str(tiny_model))
     config = json.loads((tiny_model / "config.json").read_text())
-    assert router._service.context_length == config["max_position_embeddings"]
-    router = _Router(load(overrides={"model": str(tiny_model), "context_length": 64}), None)  # type: ignore[arg-type]
-    assert router._service.context_length == 64
+    assert service.context_length == config["max_position_embeddings"]
+    (service,) = services(monkeypatch, model=str(tiny_model), context_length=64)
+    assert service.context_length == 64
+
+
+MODELS = [
+    {"name": "org/small", "model": "org/one", "replicas": 3, "page_size": 32},
+    {"name": "large", "model": "org/two", "replicas": 1, "tp": 2, "cpus_per_rank": 4},
+    {"name": "far", "upstream": {"url": "http://far:1/v1", "api_key_env": "FAR_KEY"}},
+]
+
+
+def test_each_model_has_a_deployment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    monkeypatch.setenv("FAR_KEY", "sesame")
+    router = _as_serve_does(build, {"models": MODELS, "kv_tokens": 4096})._bound_deployment
+    config, keys, *replicas = router.init_args
+    small, large = (application._bound_deployment for application in replicas)
+    assert [each.name for each in (router, small, large)] == ["Router", "Replica-org-small", "Replica-large"]
+    assert [each.num_replicas for each in (router, small, large)] == [2, 3, 1]
+    assert small._deployment_config.request_router_config == large._deployment_config.request_router_config
+    assert small._replica_config.placement_group_bundles == [{"CPU": CONTROL_CPUS}, {"CPU": 1}]
+    assert large._replica_config.placement_group_bundles == [{"CPU": CONTROL_CPUS}, {"CPU": 8}]
+    (one,), (two,) = small.init_args, large.init_args
+    assert (one.name, one.page_size, one.kv_tokens) == ("org/small", 32, 4096)
+    assert (two.name, two.page_size, two.kv_tokens) == ("large", 16, 4096)
+    assert config.deployments == (one, two) and [entry.name for entry in config.upstreams] == ["far"]
+    assert keys["far"].get_secret_value() == "sesame" and "sesame" not in repr(router.init_args)
+
+
+def test_a_key_that_the_environment_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    monkeypatch.delenv("FAR_KEY", raising=False)
+    with pytest.raises(ConfigError, match="far: api_key_env: FAR_KEY is not set"):
+        build({"models": MODELS})
+
+
+def test_a_router_hears_of_each_models_replicas(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: dict[str, Any] = {}
+    models = [{"name": name, "model": str(tiny_model)} for name in ("a", "b")]
+    one, two = services(monkeypatch, heard.__setitem__, models=models)
+    one.replicas.set_replicas({})
+    published = {"address": "tcp://127.0.0.1:1", "context_length": 64, "attention": ("torch", "")}
+    heard["Replica-b"]({"r": published})
+    assert (one.model, one.replicas.known, two.model, two.replicas.known) == ("a", frozenset(), "b", {"r"})
+    assert two.context_length == 64 < one.context_length
+    assert two.metrics.attention == {"r": ("torch", "")} and not one.metrics.attention
+
+
+def services(
+    monkeypatch: pytest.MonkeyPatch, listen: Callable[..., None] = lambda *its: None, **settings: object
+) -> list[Service]:
+    """Those of a router's models, without Serve around it."""
+    monkeypatch.setattr("cluster.app.listen", listen)
+    for name in ("ServePlacer", "watch_size"):
+        monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
+    config = load(overrides=settings)
+    return _Router(config, {}, *(None for _ in config.deployments))._models.services  # type: ignore[arg-type]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import Config, ConfigError, load
+from cluster.config import Config, ConfigError, DeploymentConfig, UpstreamEntry, load
+from router.config import UpstreamConfig
 
 
 def write(folder: Path, text: str) -> Path:
@@ -111,3 +112,136 @@ def test_every_field_explains_itself() -> None:
 )
 def test_there_are_enough_routers_for_fast_replicas(replicas: int, routers: int | None, number: int) -> None:
     assert load(overrides={"replicas": replicas, "routers": routers}).num_routers == number
+
+
+# ---------------------------------------------------------------- several models
+
+SEVERAL = """\
+kv_tokens: 4096
+page_size: 32
+replicas: 1
+models:
+  - {name: small, model: org/small, replicas: 3, aliases: [gpt-4o, default]}
+  - {name: org/large, model: ./large, tp: 4, page_size: 16, tool_call_parser: hermes}
+  - {name: far, upstream: {url: "https://example.com/v1/", model: theirs, api_key_env: FAR_KEY}, aliases: [away]}
+"""
+
+
+def test_what_stands_next_to_models_holds_for_each_that_does_not_say_otherwise(tmp_path: Path) -> None:
+    config = load(write(tmp_path, SEVERAL))
+    small, large = config.deployments
+    assert (small.name, small.model, small.replicas, small.kv_tokens, small.page_size) == (
+        *("small", "org/small", 3, 4096, 32),
+    )
+    assert (large.name, large.replicas, large.tp, large.page_size, large.tool_call_parser) == (
+        *("org/large", 1, 4, 16, "hermes"),
+    )
+    (far,) = config.upstreams
+    assert (far.name, far.upstream.url, far.upstream.model) == ("far", "https://example.com/v1", "theirs")
+    assert [(entry.name, entry.aliases) for entry in config.entries] == [
+        ("small", ("gpt-4o", "default")),
+        ("org/large", ()),
+        ("far", ("away",)),
+    ]
+    assert [config.deployment_name(model) for model in config.deployments] == ["Replica-small", "Replica-org-large"]
+    assert config.num_routers == 2  # for four replicas
+
+
+def test_a_gpus_defaults_hold_where_nothing_is_said(tmp_path: Path) -> None:
+    """These depend on which settings were given: for one of several models as for one alone."""
+    one = load(overrides={"kv_tokens": 4096}).deployments[0]
+    small, large = load(write(tmp_path, SEVERAL)).deployments
+    for deployment, given in ((one, {"kv_tokens"}), (small, {"kv_tokens", "page_size"}), (large, {"page_size", "tp"})):
+        assert (
+            given <= deployment.model_fields_set and not {"token_budget", "max_running"} & deployment.model_fields_set
+        )
+
+
+def test_one_model_is_one_entry() -> None:
+    config = load(overrides={"model": "org/name", "replicas": 3, "aliases": ["a", "b"], "kv_tokens": 64})
+    (entry,) = config.entries
+    assert (entry.name, entry.aliases, config.upstreams) == ("org/name", ("a", "b"), ())
+    (same,) = load(
+        overrides={"models": [{"name": "org/name", "model": "org/name", "replicas": 3, "aliases": ["a", "b"]}]}
+        | {"kv_tokens": 64}
+    ).entries
+    assert entry == same
+    assert config.deployment_name(config.deployments[0]) == "Replica"
+    assert load(overrides={"served_model_name": "own"}).entries[0].name == "own"
+
+
+def test_models_that_are_printed_can_be_loaded(tmp_path: Path) -> None:
+    config = load(write(tmp_path, SEVERAL))
+    text = config.to_yaml()
+    assert load(write(tmp_path, text)) == config
+    assert yaml.safe_load(text)["models"] == [
+        {"name": "small", "model": "org/small", "aliases": ["gpt-4o", "default"], "replicas": 3},
+        {"name": "org/large", "model": "./large", "tool_call_parser": "hermes", "tp": 4, "page_size": 16},
+        {
+            "name": "far",
+            "aliases": ["away"],
+            "upstream": {"url": "https://example.com/v1", "model": "theirs", "api_key_env": "FAR_KEY"},
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        ({"model": "a"}, "models.0.name: field required"),
+        ({"name": "a"}, "models.0.model: field required"),
+        ({"name": "", "model": "a"}, "models.0.name: '': string should have at least 1 character"),
+        ({"name": "a", "model": "a", "page_sise": 16}, "models.0.page_sise: unknown; did you mean page_size?"),
+        ({"name": "a", "model": "a", "page_size": 65}, "models.0.page_size: 65: input should be less than or equal to"),
+        ({"name": "a", "model": "a", "port": 80}, "models.0.port: unknown: it is a setting of the whole server"),
+        (
+            {"name": "a", "served_model_name": "a", "model": "a"},
+            "models.0.served_model_name: unknown; did you mean name?",
+        ),
+        ({"name": "a", "model": "a", "kv_tokens": 16, "page_size": 32}, "models.0: kv_tokens=16 is less than one page"),
+        ({"name": "a", "model": "a", "aliases": ["b", ""]}, "models.0.aliases: ['b', '']: a name has at least one"),
+        ({"name": "a", "model": "a", "aliases": "b"}, "models.0.aliases: must be a list"),
+        ({"name": "a", "model": "a", "aliases": ["a"]}, "models: 'a': names and aliases must differ"),
+        ({"name": "a", "upstream": {}}, "models.0.upstream.url: field required"),
+        ({"name": "a", "upstream": {"url": "example.com"}}, "models.0.upstream.url: 'example.com': a base URL is"),
+        ({"name": "a", "upstream": {"url": "http://a", "key": "b"}}, "models.0.upstream.key: unknown"),
+        ({"name": "a", "upstream": {"url": "http://a", "api_key": "b"}}, "api_key: unknown; did you mean api_key_env?"),
+        ({"name": "a", "upstream": {"url": "http://a"}, "tp": 2}, "models.0.tp: unknown: this model has no replicas"),
+        ({"name": "a", "upstream": {"url": "http://a"}, "model": "b"}, "models.0.model: unknown: this model has no"),
+        ("a", "models.0: must be a table of `key: value` lines"),
+    ],
+)
+def test_what_is_wrong_with_an_entry_is_named(entry: object, complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(overrides={"models": [entry]})
+    assert complaint in str(error.value)
+    assert "1 setting is wrong" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"models": "a"}, "models: must be a list"),
+        ({"models": []}, "models: there is no entry"),
+        ({"model": "b"}, "model: for one model; with models, each entry has its own"),
+        ({"served_model_name": "b", "aliases": ["c"]}, "served_model_name, aliases: for one model"),
+        ({"models": [{"name": "a", "model": "a"}, {"name": "a", "model": "b"}]}, "models: 'a': names and aliases must"),
+        (
+            {"models": [{"name": "a", "model": "a"}, {"name": "b", "model": "b", "aliases": ["a"]}]},
+            "models: 'a': names and aliases must",
+        ),
+        (
+            {"models": [{"name": "a/b", "model": "a"}, {"name": "a-b", "model": "b"}]},
+            "several deployments are named Replica-a-b",
+        ),
+    ],
+)
+def test_models_that_do_not_go_together(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(overrides={"models": [{"name": "a", "model": "a"}]} | settings)
+    assert complaint in str(error.value)
+
+
+def test_every_key_of_an_entry_explains_itself() -> None:
+    for model in (DeploymentConfig, UpstreamEntry, UpstreamConfig):
+        assert [name for name, field in model.model_fields.items() if not field.description] == []

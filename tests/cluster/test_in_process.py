@@ -25,7 +25,7 @@ class Known:
     """A fleet with one replica, which answers from `answer` on, and its placer."""
 
     def __init__(self, wait_s: float = 20.0) -> None:
-        self.fleet, self.metrics = Fleet(), Metrics()
+        self.fleet, self.metrics = Fleet(), Metrics().model("m")
         self.replicas = Replicas(self.fleet, self.metrics)
         self.placer = OneReplicaPlacer(self.fleet, self.replicas, wait_s)
         self.fleet.join("0")

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
@@ -89,16 +90,36 @@ def running(*arguments: str) -> Iterator[Server]:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(START_S)
-def test_a_server_answers_and_ends_without_a_trace(tiny_model: Path, free_port: int) -> None:
-    arguments = ("--port", str(free_port), "--replicas", "1", "--routers", "2")
-    with running("--model", str(tiny_model), *arguments) as server:
-        url = server.wait_for("^Shoal serves tiny-llama at ").split()[-1]
-        assert url == f"http://127.0.0.1:{free_port}/v1"
+def test_a_server_answers_and_ends_without_a_trace(
+    tiny_model: Path, other_tiny_model: Path, tmp_path: Path, free_port: int
+) -> None:
+    """With two models, each with a replica, and one that is passed on: to this server itself."""
+    url = f"http://127.0.0.1:{free_port}"
+    models = [
+        {"name": "tiny-llama", "model": str(tiny_model), "aliases": ["small"]},
+        {"name": "org/other", "model": str(other_tiny_model), "context_length": 512},
+        {"name": "far", "upstream": {"url": f"{url}/v1", "model": "small"}},
+    ]
+    config = tmp_path / "shoal.yaml"
+    config.write_text(yaml.safe_dump({"replicas": 1, "kv_tokens": 4096, "routers": 2, "models": models}))
+
+    def said(model: str) -> Any:
+        body = {"model": model, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        return answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.status_code
+
+    with running("--config", str(config), "--port", str(free_port)) as server:
+        assert server.wait_for("^Shoal serves tiny-llama, org/other, far at ").split()[-1] == f"{url}/v1"
         curl = server.wait_for("^ *curl ")
         server.wait_for("Ctrl-C")
         answer = subprocess.run(f"{curl} --silent --fail", shell=True, capture_output=True, text=True, timeout=30)
         assert answer.returncode == 0, answer.stderr
         assert '"chat.completion"' in answer.stdout
+        assert httpx.get(f"{url}/ready").json()["models"] == {"tiny-llama": 1, "org/other": 1}
+        cards = {card["id"]: card.get("max_model_len") for card in httpx.get(f"{url}/v1/models").json()["data"]}
+        assert cards == {"tiny-llama": 4096, "small": 4096, "org/other": 512, "far": None}
+        assert said("tiny-llama") == said("small") == said("far") != said("org/other")
+        assert said("gone") == 404
         assert httpx.get(f"http://127.0.0.1:{free_port}/ready").status_code == 200
         family = server.family()
         names = [" ".join(process.cmdline()) for process in family]
@@ -154,7 +175,8 @@ def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) 
     def told(said: str, **settings: str) -> str:
         (tmp_path / "generation_config.json").write_text(said)
         out = io.StringIO()
-        launch._Launch(Config(**settings), Console(file=out, width=500))._tell_defaults(tmp_path)
+        config = Config(**settings)
+        launch._Launch(config, Console(file=out, width=500))._tell_defaults(tmp_path, config.deployments[0])
         return out.getvalue()
 
     said = '{"temperature": 0.6, "top_k": "20", "top_p": 0.95}'
@@ -178,9 +200,9 @@ def test_a_model_that_cannot_be_cut_so_is_an_error_before_anything_starts(
     settings: dict[str, Any], wrong: str, tmp_path: Path
 ) -> None:
     folder = dummy_models.write("tiny", tmp_path / "tiny")
-    launch._Launch(Config(pp=2, stage_layers="1,1"), Console())._check_cut(folder)
+    launch._check_cut(folder, Config(pp=2, stage_layers="1,1").deployments[0])
     with pytest.raises(launch.LaunchError, match=f"^{wrong}$"):
-        launch._Launch(Config(**settings), Console())._check_cut(folder)
+        launch._check_cut(folder, Config(**settings).deployments[0])
 
 
 def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, free_port: int) -> None:

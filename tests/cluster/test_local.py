@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 
 from cluster import local
-from cluster.config import load
+from cluster.config import Config, DeploymentConfig, load
 from worker.executor import kv_cache
+
+
+def one(config: Config) -> DeploymentConfig:
+    (deployment,) = config.deployments
+    return deployment
 
 
 @pytest.mark.parametrize(("replicas", "cores", "each"), [(2, 2, 1), (2, 16, 8), (8, 2, 1), (3, 16, 5)])
 def test_the_cores_are_shared_out(replicas: int, cores: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert local.fit(load(overrides={"replicas": replicas})).cpus_per_rank == each
-    assert local.fit(load(overrides={"replicas": replicas, "cpus_per_rank": 7})).cpus_per_rank == 7
+    assert one(local.fit(load(overrides={"replicas": replicas}))).cpus_per_rank == each
+    assert one(local.fit(load(overrides={"replicas": replicas, "cpus_per_rank": 7}))).cpus_per_rank == 7
 
 
 @pytest.mark.parametrize(
@@ -33,7 +38,22 @@ def test_the_cores_are_shared_out(replicas: int, cores: int, each: int, monkeypa
     ],
 )
 def test_the_memory_for_kv_caches_is_shared_out(settings: dict[str, Any], each: float | None) -> None:
-    assert local.share_memory(load(overrides={"device": "cpu", **settings})).kv_memory_fraction == each
+    assert one(local.share_memory(load(overrides={"device": "cpu", **settings}))).kv_memory_fraction == each
+
+
+def test_several_models_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    models = [
+        {"name": "a", "model": "org/a", "replicas": 2},
+        {"name": "b", "model": "org/b", "replicas": 1, "tp": 2},
+        {"name": "c", "model": "org/c", "replicas": 1, "device": "cuda", "cpus_per_rank": 2},
+        {"name": "d", "upstream": {"url": "http://d/v1"}},
+    ]
+    config = local.share_memory(local.fit(load(overrides={"device": "cpu", "models": models})))
+    assert [deployment.cpus_per_rank for deployment in config.deployments] == [3, 3, 2]  # 16 cores, five ranks
+    shares = [deployment.kv_memory_fraction for deployment in config.deployments]
+    assert shares == [0.25 / 4, 0.25 / 4, None]
+    assert [entry.name for entry in config.entries] == ["a", "b", "c", "d"]
 
 
 def test_the_default_fits_the_memory_that_the_readme_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,22 +64,22 @@ def test_the_default_fits_the_memory_that_the_readme_asks_for(monkeypatch: pytes
     (promised_gb,) = re.findall(r"(\d+) GB of memory", (Path(__file__).parents[2] / "README.md").read_text())
     promised = int(promised_gb) * 1e9
     monkeypatch.setattr(kv_cache, "available_memory_bytes", lambda: int(promised - system))  # nothing is started
-    config = local.share_memory(load(overrides={"device": "cpu"}))
+    config = one(local.share_memory(load(overrides={"device": "cpu"})))
     token_bytes = 2 * 30 * 3 * 64 * 4  # SmolLM2's layers, KV heads and head dimension, in float32
     caches = config.replicas * kv_cache.cpu_tokens(token_bytes, config.kv_memory_fraction) * token_bytes
     assert system + started + working + caches <= promised
 
 
 def test_replicas_are_not_reachable_from_outside_unless_asked() -> None:
-    assert local.fit(load()).replica_host == "127.0.0.1"
-    assert local.fit(load(overrides={"replica_host": "0.0.0.0"})).replica_host == "0.0.0.0"
+    assert one(local.fit(load())).replica_host == "127.0.0.1"
+    assert one(local.fit(load(overrides={"replica_host": "0.0.0.0"}))).replica_host == "0.0.0.0"
 
 
 def test_a_path_holds_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert local.fit(load(overrides={"model": "./mine"})).model == str(tmp_path / "mine")
-    assert local.fit(load(overrides={"model": "org/name"})).model == "org/name"
+    assert one(local.fit(load(overrides={"model": "./mine"}))).model == str(tmp_path / "mine")
+    assert one(local.fit(load(overrides={"model": "org/name"}))).model == "org/name"
 
 
 def test_a_free_port_and_a_taken_one(free_port: int) -> None:

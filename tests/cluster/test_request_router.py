@@ -75,7 +75,7 @@ def anyio_backend() -> str:
 @pytest.fixture
 def announced() -> Any:
     seen: list[dict[str, dict[str, Any]]] = []
-    listen(seen.append)
+    listen("Replica", seen.append)
     yield seen
     request_router._listeners.clear()
 

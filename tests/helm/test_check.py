@@ -16,7 +16,8 @@ import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import APP, model_name
+from cluster.app import APP
+from cluster.models import model_name
 
 ROOT = Path(__file__).parents[2]
 

@@ -28,6 +28,7 @@ from router.defaults import SamplingDefaults
 from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
+from router.models import Models
 from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
@@ -385,6 +386,7 @@ class Server(uvicorn.Server):
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.up = threading.Event()
+        self.clients: list[OpenAI] = []  # closed at the end
         self.loop: asyncio.AbstractEventLoop
         self.thread = threading.Thread(target=self.run, kwargs={"sockets": [self.socket]}, name="server")
 
@@ -401,7 +403,13 @@ class Server(uvicorn.Server):
     def __exit__(self, *error: object) -> None:
         self.should_exit = True
         self.thread.join(WAIT_S)
+        for client in self.clients:
+            client.close()
         assert not self.thread.is_alive()
+
+    def client(self) -> OpenAI:
+        self.clients.append(OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S))
+        return self.clients[-1]
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs in the server's loop."""
@@ -419,10 +427,11 @@ class Stack:
     service: Service
     server: Server
     fakes: dict[str, FakeReplica]
+    metrics: Metrics
     client: OpenAI = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        self.client = self.server.client()
 
     @property
     def url(self) -> str:
@@ -463,57 +472,105 @@ class Stack:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples whose line begins with `name`."""
-        lines = self.service.metrics.page().decode().splitlines()
+        lines = self.metrics.page().decode().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 StackMaker = Callable[..., Stack]
+ServiceMaker = Callable[..., Service]
 
 
 @pytest.fixture
-def make_stack(tokenizer: Tokenizer) -> Iterator[StackMaker]:
-    """Makes a running server with fake replicas; ends all of it, and sees that nothing is left behind."""
+def make_service(tokenizer: Tokenizer) -> Iterator[ServiceMaker]:
+    """Makes the service of a model with fake replicas; ends these."""
     with ExitStack() as stack:
 
         def make(
+            metrics: Metrics,
             *fakes: FakeReplica,
+            name: str = MODEL,
             config: RouterConfig | None = None,
             tokens: Tokenizer = tokenizer,
             defaults: SamplingDefaults | None = None,
-        ) -> Stack:
+            context_length: int = CONTEXT,
+        ) -> Service:
             settings = config or RouterConfig()
-            named = {f"r{number}": fake for number, fake in enumerate(fakes)}
             for fake in fakes:
                 stack.callback(fake.die)
             fleet = Fleet("round_robin")
-            metrics = Metrics()
-            replicas = Replicas(fleet, metrics)
-            placer = DirectPlacer(fleet, replicas)
-            service = Service(
+            replicas = Replicas(fleet, metrics.model(name))
+            replicas.set_replicas({f"r{number}": fake.address for number, fake in enumerate(fakes)})
+            return Service(
                 tokens,
                 replicas,
-                placer,
+                DirectPlacer(fleet, replicas),
                 fleet,
-                metrics,
-                model=MODEL,
-                context_length=CONTEXT,
+                metrics.model(name),
+                model=name,
+                context_length=context_length,
                 defaults=defaults or SamplingDefaults(),
                 output_format=tokens.output_format(settings.tool_call_parser, settings.reasoning_parser),
+                config=settings,
             )
-            replicas.set_replicas({name: fake.address for name, fake in named.items()})
-            server = stack.enter_context(Server(create_app(service, settings), settings))
-            made = Stack(tokens, fleet, placer, replicas, service, server, named)
-            stack.callback(made.client.close)
-            made.ready(*named)
-
-            def nothing_left() -> None:
-                made.idle()
-                assert not any(link.streams for link in replicas._connections.values())
-
-            stack.callback(nothing_left)
-            return made
 
         yield make
+
+
+@pytest.fixture
+def serve_app() -> Iterator[Callable[[Any, RouterConfig], Server]]:
+    """Serves an application on a port of its own."""
+    with ExitStack() as stack:
+        yield lambda app, config: stack.enter_context(Server(app, config))
+
+
+@pytest.fixture
+def serve(serve_app: Callable[[Any, RouterConfig], Server]) -> Iterator[Callable[[Models], Server]]:
+    """Serves models on a port of its own; sees that nothing is left behind."""
+    with ExitStack() as stack:
+
+        def start(models: Models) -> Server:
+            server = serve_app(create_app(models), models.config)
+
+            async def settled() -> None:
+                for service in models.services:
+                    while service.replicas.ready != service.replicas.known:
+                        await service.replicas.changed()
+
+            async def idle() -> None:
+                while any(view.bookings for service in models.services for view in service._fleet.snapshot()):
+                    await asyncio.sleep(0.002)
+
+            def nothing_left() -> None:
+                server.do(asyncio.wait_for(idle(), WAIT_S))
+                links = [link for service in models.services for link in service.replicas._connections.values()]
+                assert not any(link.streams for link in links)
+
+            server.do(settled())
+            stack.callback(nothing_left)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def make_stack(tokenizer: Tokenizer, make_service: ServiceMaker, serve: Callable[[Models], Server]) -> StackMaker:
+    """Makes a running server of one model with fake replicas."""
+
+    def make(
+        *fakes: FakeReplica,
+        config: RouterConfig | None = None,
+        tokens: Tokenizer = tokenizer,
+        defaults: SamplingDefaults | None = None,
+    ) -> Stack:
+        metrics = Metrics()
+        settings = config or RouterConfig()
+        service = make_service(metrics, *fakes, config=settings, tokens=tokens, defaults=defaults)
+        server = serve(Models([service], metrics, settings))
+        named = {f"r{number}": fake for number, fake in enumerate(fakes)}
+        placer: Any = service._placer
+        return Stack(tokens, placer.fleet, placer, service.replicas, service, server, named, metrics)
+
+    return make
 
 
 @pytest.fixture

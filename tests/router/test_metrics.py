@@ -39,13 +39,13 @@ def test_a_request_leaves_its_times(make_stack: Make, make_replica: Make) -> Non
         tokens = len(fake.script(fake.requests()[0]))
         list(stream)
     got = samples(stack)
-    r0 = (("replica", "r0"),)
+    r0 = (("model", "tiny"), ("replica", "r0"))
     assert got["shoal_time_to_first_token_seconds_count", r0] == 1
     assert got["shoal_request_seconds_count", r0] == 1
     assert got["shoal_queue_seconds_sum", r0] == 0.25
     assert got["shoal_inter_token_latency_seconds_count", r0] == tokens - 1
     assert got["shoal_request_seconds_sum", r0] >= got["shoal_time_to_first_token_seconds_sum", r0] > 0
-    assert got["shoal_sequences_total", (("finish_reason", "stop"),)] == 1
+    assert got["shoal_sequences_total", (("finish_reason", "stop"), ("model", "tiny"))] == 1
 
 
 def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> None:
@@ -81,9 +81,9 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
         "shoal_prompt_tokens_total": 80,
         "shoal_output_tokens_total": 90,
     }
-    assert {name: got[name, (("replica", "r1"),)] for name in expected} == expected
-    assert got["shoal_running_requests", (("replica", "r0"),)] == 0
-    spent = {labels[1:]: value for (name, labels), value in got.items() if name == "shoal_stage_seconds_total"}
+    assert {name: got[name, (("model", "tiny"), ("replica", "r1"))] for name in expected} == expected
+    assert got["shoal_running_requests", (("model", "tiny"), ("replica", "r0"))] == 0
+    spent = {labels[2:]: value for (name, labels), value in got.items() if name == "shoal_stage_seconds_total"}
     assert spent == {
         (("spent", "compute"), ("stage", "0")): 7.5,
         (("spent", "compute"), ("stage", "1")): 7.5,
@@ -111,15 +111,16 @@ def test_answers_are_counted_by_route(make_stack: Make, make_replica: Make) -> N
     for path in ("/v1/models/a", "/v1/models/b", "/nowhere/1", "/nowhere/2"):
         httpx.get(stack.url + path)
     got = samples(stack)
-    assert got["shoal_http_responses_total", (("path", "/v1/models/{model_id:path}"), ("status", "404"))] == 2
-    assert got["shoal_http_responses_total", (("path", "unknown"), ("status", "404"))] == 2
+    for path in ("/v1/models/{model_id:path}", "unknown"):
+        assert got["shoal_http_responses_total", (("model", ""), ("path", path), ("status", "404"))] == 2
 
 
 def test_an_answer_that_nobody_expected_is_counted(make_stack: Make, make_replica: Make) -> None:
     stack = make_stack(make_replica())
     stack.service.tokenizer = None
     assert httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 500
-    assert samples(stack)["shoal_http_responses_total", (("path", "/v1/completions"), ("status", "500"))] == 1
+    labels = (("model", "tiny"), ("path", "/v1/completions"), ("status", "500"))
+    assert samples(stack)["shoal_http_responses_total", labels] == 1
 
 
 def test_a_sequence_that_ends_in_a_mistake_of_ours_has_failed(
@@ -130,7 +131,7 @@ def test_a_sequence_that_ends_in_a_mistake_of_ours_has_failed(
     assert httpx.post(f"{stack.url}/v1/completions", json={"model": "tiny", "prompt": "a"}).status_code == 500
     got = samples(stack)
     assert {labels: value for (name, labels), value in got.items() if name == "shoal_sequences_total"} == {
-        (("finish_reason", "failed"),): 1
+        (("finish_reason", "failed"), ("model", "tiny")): 1
     }
 
 
@@ -139,9 +140,10 @@ def test_several_routers_count_under_their_names() -> None:
     pages = []
     for router in ("a", "b"):
         metrics = Metrics(router=router)
-        metrics.loads["r0"] = ReplicaLoad(incarnation="one", output_tokens=90, stage_seconds=[{"compute": 1.0}])
-        metrics.replica("r0").first_token.observe(0.2)
-        metrics.sequences.labels("stop").inc()
+        model = metrics.model("tiny")
+        model.loads["r0"] = ReplicaLoad(incarnation="one", output_tokens=90, stage_seconds=[{"compute": 1.0}])
+        model.replica("r0").first_token.observe(0.2)
+        model.ended("stop")
         pages.append(parsed(metrics.page().decode()).keys())
     both, own = pages[0] & pages[1], pages[0] - pages[1]
     assert {name.rpartition("_")[0] for name, _ in own} == {
@@ -149,5 +151,6 @@ def test_several_routers_count_under_their_names() -> None:
         *(f"shoal_{of}_seconds" for of in ("time_to_first_token", "inter_token_latency", "request", "queue")),
     }
     assert all(("router", "a") in labels for _, labels in own)
-    assert ("shoal_output_tokens_total", (("replica", "r0"),)) in both
-    assert ("shoal_replicas_wanted", ()) in both and not any("router" in dict(labels) for _, labels in both)
+    assert ("shoal_output_tokens_total", (("model", "tiny"), ("replica", "r0"))) in both
+    assert ("shoal_replicas_wanted", (("model", "tiny"),)) in both
+    assert not any("router" in dict(labels) for _, labels in both)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from router import request_id
 from router.api import create_app
 from router.config import RouterConfig
+from router.models import Models
 from worker.messages import Failure, Output
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -94,7 +95,7 @@ def test_what_fails_unforeseen_is_answered_and_logged(
 
 
 def test_behind_a_proxy_that_answers_the_id_it_is_not_there_twice(stack: Any) -> None:
-    app = create_app(stack.service, RouterConfig(), answers_id=False)
+    app = create_app(Models([stack.service], stack.metrics, RouterConfig()), answers_id=False)
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:

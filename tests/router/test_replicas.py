@@ -208,7 +208,7 @@ def test_closing_a_stream_aborts_it_only_while_it_runs(make_stack: Make, make_re
 
 def test_a_replica_that_is_not_there() -> None:
     async def run() -> None:
-        replicas = Replicas(Fleet(), Metrics())
+        replicas = Replicas(Fleet(), Metrics().model("tiny"))
         request = Generate(request_id="a", prompt_ids=[1], sampling=PARAMS)
         with pytest.raises(ReplicaLost, match="nobody"):
             replicas.generate("nobody", request)

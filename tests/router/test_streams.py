@@ -56,7 +56,7 @@ def test_a_client_that_leaves_frees_its_replica(make_stack: Make, make_replica: 
     fake.wait_for(lambda: len(fake.aborted()) == n)
     assert sorted(fake.aborted()) == sorted(request.request_id for request in fake.requests())
     stack.idle()
-    assert stack.metric('shoal_sequences_total{finish_reason="abandoned"}') == n
+    assert stack.metric('shoal_sequences_total{finish_reason="abandoned",model="tiny"}') == n
     fake.allow(None)  # and nobody else is disturbed
     assert stack.client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content == REPLY
 
@@ -75,7 +75,7 @@ def test_a_body_that_never_ends(stack: Any) -> None:
     host, port = stack.server.socket.getsockname()[:2]
     with socket.create_connection((host, port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    gone = 'shoal_http_responses_total{path="/v1/completions",status="499"}'
+    gone = 'shoal_http_responses_total{model="",path="/v1/completions",status="499"}'
     stack.until(lambda: stack.metric(gone) == 1)
     assert stack.fakes["r0"].requests() == []
 
@@ -110,7 +110,7 @@ def test_a_stream_outlives_its_replica(make_stack: Make, make_replica: Make, tok
     assert chunks[-1].usage.completion_tokens == len(ids) + 1
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 3
     assert names_of(chunks) == [*map(tokenizer.token_text, ids), "<|im_end|>"]
-    assert stack.metric('shoal_resumed_sequences_total{reason="replica_lost"}') == 1
+    assert stack.metric('shoal_resumed_sequences_total{model="tiny",reason="replica_lost"}') == 1
 
 
 def test_a_request_that_has_no_token_yet_begins_elsewhere(make_stack: Make, make_replica: Make) -> None:
@@ -163,7 +163,7 @@ def test_a_request_that_kills_replicas_does_not_travel_for_ever(make_stack: Make
     with pytest.raises(openai.InternalServerError):
         stack.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=13)
     assert sum(bool(fake.requests()) for fake in fakes) == 3
-    assert stack.metric('shoal_sequences_total{finish_reason="failed"}') == 1
+    assert stack.metric('shoal_sequences_total{finish_reason="failed",model="tiny"}') == 1
     answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
     assert answer.choices[0].message.content == REPLY
 
@@ -206,7 +206,8 @@ def test_a_failure_in_the_middle_is_an_error_event(
             list(stream)
     assert not isinstance(error.value, openai.APIStatusError)
     assert error.value.code == code and ("fire" in str(error.value)) == (kind == "invalid")
-    endings = {name: stack.metric(f'shoal_sequences_total{{finish_reason="{name}"}}') for name in ("error", "failed")}
+    counter = 'shoal_sequences_total{{finish_reason="{}",model="tiny"}}'
+    endings = {name: stack.metric(counter.format(name)) for name in ("error", "failed")}
     assert endings == {"error": 0, "failed": 0} | {ending: 1}
 
 
@@ -220,7 +221,7 @@ def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> 
         with pytest.raises(openai.APIError) as error:
             list(stream)
     assert error.value.code == "no_replica"
-    assert stack.metric('shoal_sequences_total{finish_reason="failed"}') == 1
+    assert stack.metric('shoal_sequences_total{finish_reason="failed",model="tiny"}') == 1
     assert httpx.get(f"{stack.url}/ready").status_code == 503
     assert httpx.get(f"{stack.url}/health").status_code == 200
 
@@ -327,7 +328,7 @@ def test_a_slow_reader_is_paused_and_loses_nothing(
     for one, other in pairwise(fake.requests()):
         assert len(other.output_ids) > len(one.output_ids)
         assert other.output_ids == ids[: len(other.output_ids)]
-    assert stack.metric('shoal_resumed_sequences_total{reason="slow_reader"}') == len(fake.aborted())
+    assert stack.metric('shoal_resumed_sequences_total{model="tiny",reason="slow_reader"}') == len(fake.aborted())
 
 
 def test_emitting_waits_for_the_client() -> None:

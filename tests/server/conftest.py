@@ -3,6 +3,7 @@ messages go over ZeroMQ.
 """
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -23,6 +24,7 @@ from router.connection import protocol
 from router.defaults import SamplingDefaults
 from router.fleet import Fleet
 from router.metrics import Metrics
+from router.models import Models
 from router.programs import Home
 from router.replicas import Replicas
 from router.service import Service
@@ -52,19 +54,17 @@ class Placer:
         return self._fleet.place(request_id, prompt_ids, self._replicas.ready - refused, home).replica_id
 
 
-class Whole:
-    """One router and one replica, each in a thread of its own."""
+class Model:
+    """A replica with a tiny model, in a thread of its own, and the service in front of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, metrics: Metrics, config: RouterConfig) -> None:
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": KV_TOKENS, "context_length": CONTEXT}
         limits = {"max_running": 24, "token_budget": 96, "cpu_threads": 1, "grammar_timeout_s": 5}
         self.replica = worker.engine.server.Server(folder, WorkerConfig.model_validate(settings | limits))
-        self.engine = self.replica.engine
-        self._replica_thread = threading.Thread(target=self.replica.run, name="replica")
-        self._replica_thread.start()
-
-        self.fleet, self.metrics = Fleet(), Metrics()
-        self.links = Replicas(self.fleet, self.metrics)
+        self._thread = threading.Thread(target=self.replica.run, name="replica")
+        self._thread.start()
+        self.fleet = Fleet()
+        self.links = Replicas(self.fleet, metrics.model(name))
         self.links.set_replicas({"r0": self.replica.address})
         tokenizer = Tokenizer.from_folder(folder)
         self.service = Service(
@@ -72,14 +72,32 @@ class Whole:
             self.links,
             Placer(self.fleet, self.links),
             self.fleet,
-            self.metrics,
-            model=MODEL,
+            metrics.model(name),
+            model=name,
             context_length=CONTEXT,
             defaults=SamplingDefaults(),
             output_format=tokenizer.output_format("auto", "auto"),
+            config=config,
         )
+
+    def close(self) -> None:
+        self.replica.stop()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+
+class Whole:
+    """One router and a replica of each model, each in a thread of its own. What is said of a replica is said of the
+    first model's. A model is named after its folder."""
+
+    def __init__(self, folder: Path, *others: Path) -> None:
+        self.metrics = Metrics()
         config = RouterConfig(max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1)
-        self.app = create_app(self.service, config)
+        self._models = [Model(each.name, each, self.metrics, config) for each in (folder, *others)]
+        first = self._models[0]
+        self.replica, self.engine = first.replica, first.replica.engine
+        self.fleet, self.links, self.service = first.fleet, first.links, first.service
+        self.app = create_app(Models([model.service for model in self._models], self.metrics, config))
         made: Any = protocol(config)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(self.app, http=made, log_level="critical", timeout_graceful_shutdown=5)
@@ -101,9 +119,9 @@ class Whole:
     def close(self) -> None:
         self._uvicorn.should_exit = True
         self._router_thread.join(WAIT_S)
-        self.replica.stop()
-        self._replica_thread.join(WAIT_S)
-        assert not self._router_thread.is_alive() and not self._replica_thread.is_alive()
+        assert not self._router_thread.is_alive()
+        for model in self._models:
+            model.close()
 
     # ------------------------------------------------ what is left
 
@@ -168,10 +186,16 @@ def until(true: Callable[[], Any], what: Callable[[], Any]) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tiny_model: Path) -> Iterator[Whole]:
+    with serving(tiny_model) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def serving(*folders: Path) -> Iterator[Whole]:
     threads = torch.get_num_threads()
-    made = Whole(tiny_model)
+    made = Whole(*folders)
     try:
-        until(lambda: made.links.ready, lambda: "the replica is not connected")
+        until(lambda: all(model.links.ready for model in made._models), lambda: "a replica is not connected")
         yield made
     finally:
         made.close()

@@ -82,6 +82,8 @@ def test_a_type_without_a_flag_is_a_mistake_of_ours() -> None:
 def test_every_setting_of_the_server_has_a_flag_that_its_default_passes() -> None:
     parser = argparse.ArgumentParser()
     flags.add(parser, Config)
-    defaults = {name: field.default for name, field in Config.model_fields.items() if field.default is not None}
+    defaults = {name: field.default for name, field in Config.model_fields.items() if field.default not in (None, ())}
     line = [f"--{name.replace('_', '-')}={value}" for name, value in defaults.items() if not isinstance(value, bool)]
     assert Config(**flags.given(parser.parse_args(line), Config)) == Config()
+    assert flags.given(parser.parse_args(["--aliases", "a,b"]), Config) == {"aliases": ("a", "b")}
+    assert "--models" not in parser.format_help()  # a list of tables: for a file

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field, SecretStr
 
-from cluster.config import Config
+from cluster.config import DEFAULTS, UPSTREAM_FIELDS, Config
 from router.metrics import Metrics
 from shoal import reference
 from shoal.reference import Unexplained
@@ -40,6 +40,13 @@ def test_every_setting_is_there_once_with_its_meaning(page: str) -> None:
     assert settings["placement"][1] == "`cache_aware`, `least_load` or `round_robin`"
 
 
+def test_the_keys_of_several_models_are_there(page: str) -> None:
+    entries = rows(page, "Several models")
+    assert entries.keys() == {"name", "aliases"} | UPSTREAM_FIELDS.keys()  # model is in both tables
+    section = page.split("\n## Several models\n")[1].split("\n## ")[0]
+    assert {f"`{name}`" for name in DEFAULTS} <= set(re.findall("`[a-z_]+`", section))
+
+
 def test_every_metric_is_there_as_the_server_prints_it(page: str) -> None:
     metrics = rows(page, "Metrics")
     printed = {
@@ -48,8 +55,8 @@ def test_every_metric_is_there_as_the_server_prints_it(page: str) -> None:
         if not name.endswith("_created")
     }
     assert {(name, row[1]) for name, row in metrics.items()} == printed
-    assert metrics["shoal_http_responses_total"][2] == "`path`, `status`"
-    assert metrics["shoal_time_to_first_token_seconds"][2] == "`replica`"
+    assert metrics["shoal_http_responses_total"][2] == "`model`, `path`, `status`"
+    assert metrics["shoal_time_to_first_token_seconds"][2] == "`model`, `replica`"
 
 
 def test_every_variable_of_the_source_is_there(page: str) -> None:

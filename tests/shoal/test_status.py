@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from router.metrics import Metrics
 from shoal import status
 from shoal.client import ServerError
-from shoal.status import ReplicaStatus, Status, render, replicas, total
+from shoal.status import ModelStatus, ReplicaStatus, Status, render, replicas, total
 from worker.messages import ReplicaLoad
 
 Fake = Any  # of conftest.py
@@ -28,13 +28,14 @@ def page() -> bytes:
         "a": ReplicaLoad(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5),
     }
     metrics = Metrics()
-    metrics.wanted.set(3)
-    metrics.loads.update(loads)
-    metrics.attention.update(a=("triton", "FlashInfer is not installed"), b=("flashinfer", ""), gone=("torch", ""))
-    metrics.replica("a").first_token.observe(0.2)
-    metrics.replica("a").first_token.observe(0.4)
-    metrics.replica("a").inter_token.observe(0.05)
-    metrics.replica("lost").first_token.observe(0.3)  # it answered, and does not report any more
+    model = metrics.model("m")
+    model.wanted.set(3)
+    model.loads.update(loads)
+    model.attention.update(a=("triton", "FlashInfer is not installed"), b=("flashinfer", ""), gone=("torch", ""))
+    model.replica("a").first_token.observe(0.2)
+    model.replica("a").first_token.observe(0.4)
+    model.replica("a").inter_token.observe(0.05)
+    model.replica("lost").first_token.observe(0.3)  # it answered, and does not report any more
     return metrics.page()
 
 
@@ -43,19 +44,19 @@ def test_every_metric_that_is_read_is_one_that_the_router_writes() -> None:
     for metric in status.METRICS.values():
         assert f"\n{metric}{{" in written, metric
     for metric in (status.READY, status.WANTED):
-        assert f"\n{metric} " in written, metric
+        assert f"\n{metric}{{" in written, metric
     assert f"\n{status.ATTENTION}{{" in written
 
 
 def test_replicas_of_a_page() -> None:
-    (a, b), ready, wanted = replicas(page().decode())
-    assert (ready, wanted) == (2, 3)
+    (a, b), models = replicas(page().decode())
+    assert models == [ModelStatus("m", 2, 3)] and a.model == b.model == "m"
     assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished) == ("a", 400, 100, 70, 5)
     assert (a.ttft_count, a.tbt_count) == (2, 1) and a.ttft_sum_s == pytest.approx(0.6)
     assert (b.running, b.waiting, b.kv_tokens, b.kv_tokens_used, b.kv_tokens_cached) == (3, 2, 1000, 250, 500)
     assert (a.attention, a.attention_problem) == ("triton", "FlashInfer is not installed")
     assert (b.attention, b.attention_problem) == ("flashinfer", "")
-    assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == ([], None, None)
+    assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == ([], [])
     with pytest.raises(ServerError, match="no page of Prometheus"):
         replicas("<html>")
 
@@ -67,9 +68,10 @@ def shown(value: Status) -> str:
 
 
 def test_the_table() -> None:
-    found, ready, wanted = replicas(page().decode())
-    text = shown(Status("http://x", None, ["m"], found, ready, wanted))
-    assert "ready, 2 of 3 replicas" in text and " of " not in shown(Status("http://x", None, ["m"], found, 2, 2))
+    found, models = replicas(page().decode())
+    text = shown(Status("http://x", None, ["m"], found, models))
+    whole = [ModelStatus("m", 2, 2)]
+    assert "ready, 2 of 3 replicas" in text and " of " not in shown(Status("http://x", None, ["m"], found, whole))
     assert "ready" in text and "25%" in text and "300 ms" in text and "50 ms" in text
     assert "…" not in text
     assert [line.split()[0] for line in text.splitlines()[-4:-1]] == ["a", "b", "all"]
@@ -77,6 +79,19 @@ def test_the_table() -> None:
     assert total(found).running == 3 and total(found).prompt_tokens == 400
     assert "no replica has reported yet" in shown(Status("http://x", "not ready", ["m"], []))
     assert "all" not in shown(Status("http://x", None, ["m"], [ReplicaStatus("one")])).split()
+
+
+def test_the_table_of_several_models() -> None:
+    metrics = Metrics()
+    for name, wanted, loads in (("small", 2, "ba"), ("large", 1, ""), ("third", 1, "c")):
+        metrics.model(name).wanted.set(wanted)
+        metrics.model(name).loads.update({replica: ReplicaLoad(incarnation=replica) for replica in loads})
+    found, models = replicas(metrics.page().decode())
+    assert models == [ModelStatus("small", 2, 2), ModelStatus("large", 0, 1), ModelStatus("third", 1, 1)]
+    text = shown(Status("http://x", None, ["small", "large", "third", "other"], found, models))
+    assert "small, large, third, other" in text and "ready, 0 of 1 replicas of large" in " ".join(text.split())
+    rows = [line.split()[:2] for line in text.splitlines()[-4:]]
+    assert rows == [["small", "a"], ["small", "b"], ["third", "c"], ["all", "0"]] and "…" not in text
 
 
 @pytest.mark.parametrize(

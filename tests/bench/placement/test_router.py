@@ -149,10 +149,10 @@ def test_a_sample_of_nothing_is_refused(mooncake: Path) -> None:
 
 METRICS = """\
 # HELP shoal_steps_total Steps that the scheduler made
-shoal_steps_total{replica="a"} 12.0
+shoal_steps_total{model="m",replica="a"} 12.0
 shoal_output_tokens_total{replica="a"} 1.5e+06
 shoal_output_tokens_total{replica="b"} 0.0
-shoal_request_seconds_bucket{le="0.5",replica="a"} 3.0
+shoal_request_seconds_bucket{le="0.5",model="m",replica="a"} 3.0
 shoal_http_responses_total{path="/v1/models",status="200"} 1.0
 """
 

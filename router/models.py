@@ -1,0 +1,149 @@
+"""The models at one door: those that replicas serve, and those whose requests are passed on to other endpoints."""
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TypeVar
+
+from fastapi import Request, Response
+
+from router.body import parse, read_sent
+from router.config import RouterConfig
+from router.errors import ApiError, invalid
+from router.metrics import Metrics
+from router.requests import Body
+from router.service import Service
+from router.upstream import Upstream, head
+
+Known = TypeVar("Known", bound=Body)
+Route = Callable[[Request], Awaitable[Response]]
+
+MOST_NAMED = 20  # names in an error
+MOST_NAME = 200  # characters
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A name in the list of models. `name` may be an alias, `model` is the model's own name."""
+
+    name: str
+    model: str
+    answers: Service | Upstream
+
+
+class Models:
+    """The models of a router, by name and by alias.
+
+    | attribute | meaning |
+    | --- | --- |
+    | `services` | the models that replicas serve |
+    | `upstreams` | the models whose requests are passed on |
+    | `metrics` | those of the router |
+    | `config` | settings of the HTTP side |
+    """
+
+    def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
+        """`answering`: the models, in the order of the list that clients get. Raises ValueError if two have the same
+        name, or if there is none."""
+        self.services = [model for model in answering if isinstance(model, Service)]
+        self.upstreams = [model for model in answering if isinstance(model, Upstream)]
+        self.metrics = metrics
+        self.config = config
+        self._named: dict[str, ListedModel] = {}
+        self._before_close: list[Callable[[], Awaitable[None]]] = []
+        for model in answering:
+            for name in (model.model, *model.aliases):
+                if name in self._named:
+                    raise ValueError(f"two models are named {name!r}")
+                self._named[name] = ListedModel(name, model.model, model)
+        if not self._named:
+            raise ValueError("there is no model")
+
+    # ------------------------------------------------ by name
+
+    def __iter__(self) -> Iterator[ListedModel]:
+        """All names, each model's own before its aliases."""
+        return iter(self._named.values())
+
+    def find(self, name: str) -> ListedModel:
+        """The model of this name or alias. Raises ApiError (404) that lists the names that there are."""
+        listed = self._named.get(name)
+        if listed is None:
+            raise self._unknown(name)
+        return listed
+
+    def service(self, name: str | None) -> Service:
+        """The model of this name that replicas serve; without a name the only one. Raises ApiError."""
+        if name is None:
+            if len(self.services) == 1:
+                return self.services[0]
+            raise invalid(f"Send 'model': this server has {self._names()}.", "model", "missing_required_parameter")
+        answers = self.find(name).answers
+        if isinstance(answers, Upstream):
+            message = f"The model {name!r} is at another endpoint, and only requests with a body are passed on to it."
+            raise invalid(message, "model", "invalid_value")
+        return answers
+
+    def _unknown(self, name: str) -> ApiError:
+        message = f"The model {name[:MOST_NAME]!r} does not exist; this server has {self._names()}."
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    def _names(self) -> str:
+        names = [repr(name) for name in self._named]
+        rest = len(names) - MOST_NAMED
+        return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more: see /v1/models" if rest > 0 else "")
+
+    # ------------------------------------------------ requests
+
+    def passing_on(self, route: Route) -> Route:
+        """The route, with requests for a model of another endpoint passed on to that."""
+        if not self.upstreams:
+            return route
+
+        @wraps(route)
+        async def passing(request: Request) -> Response:
+            sent = await self._sent(request)
+            asked = head(sent)
+            listed = None if asked is None else self._named.get(asked.model)
+            if asked is None or listed is None or not isinstance(listed.answers, Upstream):
+                return await route(request)
+            request.state.model = listed.model
+            return await listed.answers.answer(request, sent, asked.stream is True)
+
+        return passing
+
+    async def read(self, request: Request, kind: type[Known]) -> tuple[Service, Known, int]:
+        """The service of the model that a request's body names, the body as `kind`, and its size in bytes. Raises what
+        `read_sent` and `parse` do, and ApiError (404) for an unknown model."""
+        sent = await self._sent(request)
+        body = parse(kind, sent)
+        service = self.service(body.model)  # type: ignore[attr-defined]  # every kind has it
+        request.state.model = service.model
+        return service, body, len(sent)
+
+    async def _sent(self, request: Request) -> bytes:
+        sent: bytes | None = getattr(request.state, "sent", None)
+        if sent is None:
+            sent = await read_sent(request, self.config.max_body_bytes, self.config.body_timeout_s)
+            if self.upstreams:  # it is read twice
+                request.state.sent = sent
+        return sent
+
+    # ------------------------------------------------ life
+
+    def before_close(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Has `work` done when the router closes, while its replicas are still connected."""
+        self._before_close.append(work)
+
+    async def start(self) -> None:
+        """Starts the connections. Call it in the event loop that will serve."""
+        for service in self.services:
+            await service.start()
+
+    async def close(self) -> None:
+        for work in self._before_close:
+            await work()
+        for service in self.services:
+            await service.close()
+        for upstream in self.upstreams:
+            await upstream.close()
