@@ -18,6 +18,7 @@ class AnswerSyntax:
     | `format` | the model's |
     | `tools` | the tools that may be called; none: the text of calls is text |
     | `thinks` | whether the prompt ends inside the model's thinking |
+    | `may_open_thinking` | whether the model may begin to think by itself, before anything else |
     | `parallel` | whether an answer may have more than one call |
     | `end_of_thinking` | tokens that end thinking, where its budget is spent |
     | `calls_before` | number of calls in the conversation |
@@ -26,6 +27,7 @@ class AnswerSyntax:
     format: OutputFormat
     tools: Sequence[Tool]
     thinks: bool
+    may_open_thinking: bool
     parallel: bool
     end_of_thinking: list[int]
     calls_before: int = 0

@@ -198,10 +198,13 @@ def _syntax(conversation: Conversation, format: OutputFormat, tokenizer: Tokeniz
     tools, thinking = conversation.callable_tools, format.thinking
     if not tools and not format.may_think:
         return None
+    thinks = format.opens_thinking(prompt)
+    is_begun = thinks or bool(conversation.prefill) or format.closes_thinking(prompt)
     return AnswerSyntax(
         format=format,
         tools=tools,
-        thinks=format.opens_thinking(prompt),
+        thinks=thinks,
+        may_open_thinking=thinking is not None and not is_begun and conversation.thinking.enabled is not False,
         parallel=conversation.parallel,
         end_of_thinking=[] if thinking is None else tokenizer.encode_continuation(f"\n{thinking.end}\n\n"),
         calls_before=sum(len(message.calls) for message in conversation.messages),

@@ -52,29 +52,47 @@ def constrained(
     conversation: Conversation, syntax: AnswerSyntax, param: str | None, grammar: Grammar | None
 ) -> tuple[str | None, Grammar | None]:
     """The grammar of an answer that may think and call tools, and the parameter that asks for it. `grammar`: of the
-    answer's text. Raises ApiError for a request that asks for both a grammar and calls."""
-    mode, tools = conversation.choice.mode, syntax.tools
-    calls = bool(tools) and (mode == "required" or any(tool.strict for tool in tools))
-    if grammar is not None and tools and mode == "required":
-        raise invalid(f"{param!r} excludes 'tool_choice', which asks for a call.", "tool_choice")
-    thinking = syntax.format.thinking
-    if grammar is not None:
-        # The text has the form that was asked for. Calls are possible only where none is forced upon it.
-        if thinking is None or not syntax.thinks:
-            return param, grammar
-        return param, msgspec.structs.replace(grammar, after=thinking.end)
-    if not calls:
-        return param, None
-    if not syntax.format.name:
+    answer's text, which `param` asks for. Raises ApiError.
+
+    | calls | the answer |
+    | --- | --- |
+    | none are possible | text of this form |
+    | possible | either calls, or text of this form |
+    | one is asked for | calls, so the text's form does not matter |
+    """
+    is_required = conversation.choice.mode == "required"
+    are_exact = is_required or any(tool.strict for tool in syntax.tools)
+    if are_exact and not syntax.format.name:
         raise invalid("This server reads no calls (tool_call_parser is none), so none can be asked for.", "tools")
+    tools = syntax.tools if syntax.format.name else ()
+    form = None if is_required else grammar
+    if form is None and not are_exact:
+        return None, None
+    if form is not None and form.kind == "ebnf" and tools:
+        raise invalid(f"{param!r} excludes calls of 'tools': set 'tool_choice' to 'none', or leave one out.", param)
+    if form is not None and not tools and (syntax.format.channels is None or form.kind == "ebnf"):
+        return param, _after_thinking(syntax, form)
+    thinking = syntax.format.thinking
     text = {
         "format": syntax.format.name,
         "tools": [{"name": tool.name, "parameters": dict(tool.parameters), "strict": tool.strict} for tool in tools],
-        "mode": mode,
+        "mode": "required" if is_required else "auto",
         "parallel": syntax.parallel,
-        "thinking": None if thinking is None else {"end": thinking.end, "open": syntax.thinks},
+        "thinking": None
+        if thinking is None or not (syntax.thinks or syntax.may_open_thinking)
+        else {"begin": thinking.begin, "end": thinking.end, "open": syntax.thinks},
+        "form": None if form is None else {"kind": form.kind, "text": form.text},
     }
-    return "tools", Grammar("tool_calls", json.dumps(text))
+    return (param if form is not None else "tools"), Grammar("tool_calls", json.dumps(text))
+
+
+def _after_thinking(syntax: AnswerSyntax, grammar: Grammar) -> Grammar:
+    """The grammar of an answer whose text alone has a form."""
+    thinking = syntax.format.thinking
+    if thinking is None or not (syntax.thinks or syntax.may_open_thinking):
+        return grammar
+    begin = None if syntax.thinks else thinking.begin
+    return msgspec.structs.replace(grammar, after=thinking.end, begin=begin)
 
 
 def _grammar(name: str, value: Any) -> Grammar:

@@ -170,17 +170,18 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a byte tokenizer, in a folder as the hub has it: made without torch."""
-    return _write_tiny(tmp_path_factory.mktemp("models") / "tiny-llama", seed=7)
+    """A random Llama with a byte tokenizer, in a folder as the hub has it."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")
 def other_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `tiny_model`, with other weights."""
-    return _write_tiny(tmp_path_factory.mktemp("models") / "other-llama", seed=8)
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "other-llama", seed=8)
 
 
-def _write_tiny(folder: Path, seed: int) -> Path:
+def make_tiny_llama(folder: Path, seed: int = 7) -> Path:
+    """Writes a random Llama with a byte tokenizer, without torch."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

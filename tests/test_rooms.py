@@ -24,9 +24,10 @@ ALLOWED = {
     "worker": {"pipeline:", "radix"},
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",
-        "worker.structured_output", "pipeline", "radix",
+        "worker.structured_output", "worker.drafts", "pipeline", "radix",
     },
-    "worker.scheduler": {"worker:", "worker.structured_output", "pipeline", "radix"},
+    "worker.scheduler": {"worker:", "worker.structured_output", "worker.drafts", "pipeline", "radix"},
+    "worker.drafts": {"worker:", "worker.structured_output", "pipeline"},
     "worker.executor": {"worker:", "worker.models", "worker.parallel", "pipeline", "kernels"},
     "worker.models": {"worker:", "worker.parallel", "pipeline", "kernels"},
     "worker.parallel": {"worker:", "kernels.comm", "kernels.ops"},

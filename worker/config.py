@@ -74,6 +74,14 @@ class WorkerConfig(BaseModel):
     overlap: bool | None = Field(
         None, description="prepare the next step on the host while the device runs one; on by default on a GPU"
     )
+    speculation: Literal["auto", "off"] = Field(
+        "off",
+        description="auto verifies drafts of the next tokens (what the text or recent outputs repeat) where that "
+        "gives more tokens a second, as predicted by the costs of steps; no output changes by it",
+    )
+    num_speculative_tokens: int = Field(
+        32, ge=1, description="most drafts of one sequence in a step; fewer are taken where fewer pay"
+    )
     max_waiting: int = Field(
         4096,
         ge=1,
@@ -130,6 +138,11 @@ class WorkerConfig(BaseModel):
         if self.schedule is not None:
             return self.schedule
         return "uniform" if self.pp > 1 or self.tbt_slo else "fixed_chunk"
+
+    @property
+    def speculates(self) -> bool:
+        """Whether drafts are verified."""
+        return self.speculation != "off"
 
     @property
     def longest_step_s(self) -> float:

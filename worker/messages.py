@@ -36,11 +36,14 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
 
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
+    `begin`: the marker that begins this text, such as `<think>`. The output may leave both out. None: the prompt has
+    begun the text.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "tool_calls"]
     text: str = ""
     after: str | None = None
+    begin: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -99,6 +102,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | field | meaning |
     | --- | --- |
     | `output_ids` | tokens that another replica already produced: generation continues after them |
+    | `prediction_ids` | the client's guess at the output: drafts may come from it |
     | `resumed` | a replica accepted the request before and its client waits, so a full queue does not refuse it |
     | `priority` | higher runs first |
     | `booking` | number of this request among the router's requests to this replica, from 1 without gaps |
@@ -115,6 +119,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     prompt_ids: list[int]
     sampling: SamplingParams
     output_ids: list[int] = []
+    prediction_ids: list[int] = []
     resumed: bool = False
     priority: int = 0
     booking: int = 0
@@ -177,6 +182,8 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     `stop_token_id` set. The first output carries `cached_tokens`, `queue_s` (seconds) and `prompt_logprobs`, one
     for each position from `prompt_logprobs_start` on; that of position 0 is None.
 
+    With drafts, an output may have several tokens: `num_accepted` of the `num_drafted` drafts were right.
+
     A pooled request has one output, with its `embedding` (little-endian float32) and finish reason "stop".
     """
 
@@ -190,6 +197,8 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     cached_tokens: int | None = None
     queue_s: float | None = None
     embedding: bytes | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class Outputs(msgspec.Struct, tag=True):
@@ -222,6 +231,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `bookings_seen` | the highest `Generate.booking` received from the router that gets this message |
     | `waiting_tokens` | prompt tokens of waiting and running requests that are neither computed nor cached |
     | `context_tokens` | KV tokens that running requests hold |
+    | `drafted`, `accepted` | drafts that were verified, and those that were right, by drafter |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     """
 
@@ -243,6 +253,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     aborts: int = 0
     finished: int = 0
     failed: int = 0
+    drafted: dict[str, int] = {}
+    accepted: dict[str, int] = {}
     stage_seconds: list[dict[str, float]] = []
 
 

@@ -47,7 +47,8 @@ class Chunk(NamedTuple):
     | `num_hidden` | number of the chunk's last tokens that give their hidden state, for pooling |
 
     `num_logits` is 0 in the middle of a prompt and in a pooled prompt, 1 if the next token is sampled, and more if log
-    probabilities of the prompt are asked for. The KV of token i of a sequence is in page `table[i // page_size]` at
+    probabilities of the prompt are asked for. A chunk with drafts has the last known token first, the drafts after it,
+    and logits at each. The KV of token i of a sequence is in page `table[i // page_size]` at
     offset `i % page_size`.
     """
 
@@ -160,15 +161,17 @@ class SampledTokens(NamedTuple):
     | field | meaning |
     | --- | --- |
     | `token_ids` | int64 [n], the next tokens |
-    | `logprobs` | log probabilities by i, where they were asked for |
+    | `logprobs` | log probabilities of the next tokens by i, where they were asked for |
     | `failures` | failures by i; each fails one sequence, whose token is not valid |
-    | `complete` | every i whose grammar is complete with this token |
+    | `complete` | every i whose grammar is complete with its last token |
+    | `following` | by i, where the sequence's drafts were verified: the tokens after the next one |
     """
 
     token_ids: np.ndarray
-    logprobs: dict[int, TokenLogprobs]
+    logprobs: dict[int, list[TokenLogprobs]]
     failures: dict[int, Failure]
     complete: list[int]
+    following: dict[int, list[int]] = {}
 
 
 class PooledChunks(NamedTuple):

@@ -1,4 +1,5 @@
-"""Correctness of a replica's outputs compared with transformers, and the loss of quality at lower precision.
+"""Correctness of a replica's outputs compared with transformers, the loss of quality at lower precision, and
+the validity of calls of tools.
 
 Read `exactness.py` first, then `reference.py`, which makes the models and the expected outputs.
 """

@@ -65,8 +65,14 @@ class MockSampler(Sampler):
         super().__init__(max_running, executor.vocab_size, executor.device, executor.last_tokens)
         self._executor = executor
 
-    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: torch.Tensor | None = None) -> PendingSample:
-        pending = super().launch(logits, slots, likeliest)
+    def launch(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        likeliest: torch.Tensor | None = None,
+        draft_ids: np.ndarray | None = None,
+    ) -> PendingSample:
+        pending = super().launch(logits, slots, likeliest, draft_ids)
         return cast(PendingSample, Paced(pending, self._executor.busy_until_s))
 
 

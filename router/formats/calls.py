@@ -15,6 +15,7 @@ from router.formats.typed_values import as_object, literal, plain
 
 _NAME = re.compile(r"[\w.:/-]*")
 _PYTHON_NAME = re.compile(r"[\w.]*")
+_NO_PYTHON_NAME = re.compile(r"[0-9]|.*[^\w.]")
 _BLANKS = re.compile(r"[ \t]*")
 _PYTHON_PLAIN = re.compile(r"[^\"'()\[\]{},]*")
 _IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
@@ -172,8 +173,9 @@ def _read_pythonic(
     source = reader.source
     if (yield from source.accept(syntax.list_begin)):
         yield from source.space()
-    name = yield from source.pattern(_PYTHON_NAME)
-    if not name or name[0].isdigit() or len(name) > _LONGEST_NAME or (known_only and name not in reader.tools):
+    name = yield from source.pattern(_NAME)
+    known_only = known_only or _NO_PYTHON_NAME.match(name) is not None
+    if not name or len(name) > _LONGEST_NAME or (known_only and name not in reader.tools):
         return False
     if not (yield from source.accept("(")):
         return False

@@ -263,6 +263,10 @@ class OutputFormat:
         """Whether a prompt ends inside thinking that it has opened itself."""
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin)
 
+    def closes_thinking(self, prompt: str) -> bool:
+        """Whether a prompt ends with thinking that has ended, so that the answer has none."""
+        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.end)
+
     @cached_property
     def marker_ids(self) -> frozenset[int]:
         """Tokens whose text the lexer must see, even if they are special."""

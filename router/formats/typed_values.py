@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 _NAMES = {
     "str": "string", "text": "string", "varchar": "string", "char": "string", "enum": "string",
@@ -43,9 +44,16 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """The schema at a JSON pointer (RFC 6901) into `root`; None if there is none."""
     found: Any = root
-    for part in reference.removeprefix("#/").split("/"):
-        found = found.get(part) if isinstance(found, Mapping) else None
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 

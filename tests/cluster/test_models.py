@@ -8,6 +8,7 @@ import shutil
 import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -360,7 +361,8 @@ def test_without_weights_none_come_from_a_hub(hub: list[str]) -> None:
 
 
 def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.service.Tokenizer.from_folder", lambda folder: None)
+    tokenizer = SimpleNamespace(output_format=lambda *its: None)
+    monkeypatch.setattr("cluster.service.Tokenizer.from_folder", lambda folder: tokenizer)
     for name in ("listen", "ServePlacer", "watch_size"):
         monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
     _Router(Config(model="org/name"), None)  # type: ignore[arg-type]

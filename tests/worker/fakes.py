@@ -141,7 +141,7 @@ class FakeSampler:
     def remove(self, slot: int) -> None:
         self.slots.pop(slot, None)
 
-    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: None) -> "FakePending":
+    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: None, draft_ids: None = None) -> "FakePending":
         assert logits.shape[0] == len(slots) and set(slots[slots >= 0].tolist()) <= set(self.slots)
         if self.broken:
             raise RuntimeError("the sampler is broken")

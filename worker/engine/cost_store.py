@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeline.cost import CostModel
+from pipeline.cost import CostModel, slowest_s
 from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.policy import Objective, Policy, PolicySettings
 from pipeline.roofline import DEVICES, LINKS, DeviceSpec, StageSpec
@@ -90,6 +90,10 @@ class CostStore:
             for model, measured in zip(self.models, seconds, strict=True):
                 model.observe(shape, measured)
 
+    def seconds(self, shape: BatchShape) -> float:
+        """Predicted seconds of a step on the slowest stage; 1 without models."""
+        return slowest_s(self.models, shape) if self.models else 1.0
+
     def decode_s(self, shape: BatchShape) -> float:
         """Predicted seconds of a step on the last stage that its decodes cause; 0 without models."""
         if not self.models:
@@ -144,9 +148,9 @@ def predicts(config: WorkerConfig) -> bool:
 
 
 def needs_costs(config: WorkerConfig) -> bool:
-    """Whether a replica learns what its steps cost: for its schedule, or, with several stages, to tell what they wait
-    for (`Meter.planned`)."""
-    return predicts(config) or config.pp > 1
+    """Whether a replica learns what its steps cost: for its schedule, for drafts, or, with several stages, to tell what
+    they wait for (`Meter.planned`)."""
+    return predicts(config) or config.pp > 1 or config.speculates
 
 
 def rows_of(config: WorkerConfig, device: torch.device) -> PaddedSizes:

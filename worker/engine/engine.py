@@ -7,7 +7,7 @@ overlapped, and pipelined. Which loop runs is decided once, in `Engine.__init__`
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,7 +21,8 @@ from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
-from worker.engine.cost_store import CostStore, needs_costs
+from worker.drafts import Drafter, SpeculativeDecoding, make_drafters
+from worker.engine.cost_store import ENDS_S, CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
 from worker.engine.stage_timeline import StageTimeline
 from worker.engine.steps import Steps
@@ -45,6 +46,7 @@ class Components(NamedTuple):
     sampler: Sampler
     grammars: GrammarCompiler
     costs: CostStore = CostStore()
+    drafters: Sequence[Drafter] = ()
 
 
 def load_components(
@@ -61,7 +63,8 @@ def load_components(
     costs = CostStore()
     if needs_costs(config):
         costs = CostStore.load(model_dir, config, executor.device, cost_folder)
-    return Components(executor, sampler, grammars, costs)
+    drafters = make_drafters() if config.speculates else ()
+    return Components(executor, sampler, grammars, costs, drafters)
 
 
 @dataclass
@@ -107,10 +110,14 @@ class Engine:
         """`on_event` is called with every change of the radix tree. `on_ready` is called, from any thread, when a
         request whose grammar has compiled wants a `step`. `load` makes the components."""
         config = with_gpu_defaults(config, Path(model_dir))
-        self.executor, self.sampler, self.grammars, self.costs = load(Path(model_dir), config)
+        self.executor, self.sampler, self.grammars, self.costs, drafters = load(Path(model_dir), config)
         self.tree = Tree(config.page_size, PagePool(self.executor.num_pages, config.page_size), on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
+        speculation = None
+        if drafters:
+            exposed_s = ENDS_S if overlap and config.pp == 1 else 0.0
+            speculation = SpeculativeDecoding(drafters, self.costs.seconds, config.num_speculative_tokens, exposed_s)
         self.scheduler = Scheduler(
             config,
             self.tree,
@@ -121,9 +128,12 @@ class Engine:
             ahead_s=lambda: self._loop.ahead_s(),
             returning_s=lambda step: self._loop.returning_s(step),
             clock=clock,
+            speculation=speculation,
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
-        self._steps = Steps(self.scheduler, self.executor, self.sampler, self.timeline, self._grammar_queue)
+        self._steps = Steps(
+            self.scheduler, self.executor, self.sampler, self.timeline, self._grammar_queue, speculation
+        )
         self._loop: StepLoop
         if config.pp > 1:
             self._loop = PipelineLoop(self._steps, overlap)

@@ -75,13 +75,18 @@ class OverlapLoop(StepLoop):
         return self._in_flight is not None
 
     def turn(self) -> None:
+        if self._in_flight is not None and self._steps.waits_for_tokens(self._in_flight.step):
+            self._finish_in_flight()
         step = self._steps.schedule()
         launched = self._steps.launch(step) if step is not None else None
-        before, self._in_flight = self._in_flight, None
-        if before is not None:
-            self._steps.finish(before, torch.cuda.Event.synchronize)
+        self._finish_in_flight()
         if step is not None:
             self._in_flight = self._steps.sample(step, launched)
+
+    def _finish_in_flight(self) -> None:
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None:
+            self._steps.finish(flight, torch.cuda.Event.synchronize)
 
     def spare_s(self) -> float:
         """As `StepLoop.spare_s`. A request that arrives meanwhile starts in the next step instead of the one after. 0

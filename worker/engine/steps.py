@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from worker.drafts.speculative_decoding import SpeculativeDecoding
 from worker.engine.stage_timeline import StageTimeline
 from worker.errors import DeviceLost, RankLost, one_line
 from worker.executor.executor import Executor, ForwardOutput
@@ -62,7 +63,9 @@ class Steps:
         sampler: Sampler,
         timeline: StageTimeline,
         grammar_queue: GrammarQueue,
+        speculation: SpeculativeDecoding | None = None,
     ) -> None:
+        self._speculation = speculation
         self.scheduler, self.timeline = scheduler, timeline
         self._executor, self._sampler, self._grammar_queue = executor, sampler, grammar_queue
 
@@ -75,6 +78,11 @@ class Steps:
         elif output.step is not None and len(output.step.plan):
             self.timeline.planned(output.step)
         return output.step
+
+    def waits_for_tokens(self, step: ScheduledStep) -> bool:
+        """Whether the next step is to be scheduled after the tokens of `step`, the newest, are known: because drafts
+        are verified in it, or because drafts may follow these tokens."""
+        return bool(step.drafts) or self.scheduler.drafts_may_follow()
 
     def announce(self, step: ScheduledStep) -> None:
         """Tells the executor of a step ahead of its launch. Raises DeviceLost."""
@@ -138,6 +146,8 @@ class Steps:
         """Tells the sampler which slots the scheduler has freed."""
         for slot in slots:
             self._sampler.remove(slot)
+            if self._speculation is not None:
+                self._speculation.remove(slot)
 
     def _sample(self, step: ScheduledStep, launched: ForwardOutput) -> InFlightStep:
         plan, logits = step.plan, launched.logits
@@ -157,8 +167,16 @@ class Steps:
             return InFlightStep(step, chosen, None, prompts)
         slots = np.full(len(logits), -1, dtype=np.int64)  # by row of logits; -1 for rows that are not sampled
         slots[ends[chosen] - 1] = plan.slots[chosen]
+        draft_ids = None
+        if step.drafts:
+            draft_ids = np.full(len(logits), -1, dtype=np.int64)
+            for chunk, drafts in step.drafts.items():
+                if not step.dropped[chunk]:
+                    draft_ids[ends[chunk] - len(drafts) - 1 : ends[chunk] - 1] = drafts
+                    slots[ends[chunk] - len(drafts) - 1 : ends[chunk]] = plan.slots[chunk]
         try:
-            return InFlightStep(step, chosen, self._sampler.launch(logits, slots, launched.greedy_tokens), prompts)
+            pending = self._sampler.launch(logits, slots, launched.greedy_tokens, draft_ids)
+            return InFlightStep(step, chosen, pending, prompts)
         except Exception as error:  # errors of single rows are in the result
             self._raise_if_lost(plan, error)
             self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {plan.step}", error)
@@ -195,7 +213,10 @@ class Steps:
         seq.grammar = GrammarState(compiled) if compiled is not None else None
         prompt_ids = seq.token_ids(0, seq.num_prompt).tolist()
         eos_token_ids = self._executor.eos_token_ids
-        self._sampler.add(seq.slot, seq.sampling, prompt_ids, seq.output_ids(), eos_token_ids, seq.grammar)
+        output_ids = seq.output_ids()
+        self._sampler.add(seq.slot, seq.sampling, prompt_ids, output_ids, eos_token_ids, seq.grammar)
+        if self._speculation is not None and seq.pool is None:
+            self._speculation.add(seq.slot, prompt_ids, output_ids, seq.prediction_ids, seq.grammar)
 
     def _raise_if_lost(self, plan: Plan, error: Exception) -> None:
         if isinstance(error, DeviceLost):  # in a step that was announced meanwhile

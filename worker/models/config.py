@@ -185,7 +185,9 @@ def _config_values(model: Path) -> dict[str, Any]:
     kept = _kept_config(model)
     if kept is not None:
         with contextlib.suppress(OSError, ValueError, TypeError):  # it was damaged, and is made again
-            return dict(json.loads(kept.read_text()))
+            values = json.loads(kept.read_text())
+            if isinstance(values, dict):
+                return values
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -26,6 +26,12 @@ class TokenCounts:
         for token_id in output_ids:
             self.add(token_id, 1)
 
+    def copy(self) -> "TokenCounts":
+        """The same counts, to be changed apart from these."""
+        other = TokenCounts((), ())
+        other._ids, other._counts, other._index_of = self._ids.copy(), self._counts.copy(), dict(self._index_of)
+        return other
+
     @property
     def ids(self) -> np.ndarray:
         """int64[n]."""

@@ -8,7 +8,7 @@ the tokens' values. On a CPU the same steps run at once, with `worker.sampling.t
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch
 from kernels.host_device import PinnedBuffer, PinnedRing, all_to_device
 from worker.messages import Failure, SamplingParams
 from worker.sampling import topk_topp
+from worker.sampling.draft_rows import DraftRows
 from worker.sampling.logits_processors import apply_logits_adjustments
 from worker.sampling.logprobs import PendingLogprobs
 from worker.sampling.sampling_metadata import SamplingMetadata, SamplingNeeds, SlotState
@@ -35,8 +36,14 @@ class PendingSample:
         landing: PinnedBuffer,
         logprobs: PendingLogprobs | None,
         failures: dict[int, Failure],
+        drafts: DraftRows | None = None,
+        owners: Sequence[SlotState] = (),
+        count: Callable[[int, SlotState, int], None] | None = None,
     ) -> None:
-        """`tokens`: int64, one for each row of logits. They are copied to the host, into `landing`."""
+        """`tokens`: int64, one for each row of logits. They are copied to the host, into `landing`. If the rows have
+        `drafts`: `owners` are the states of its sequences, and `count` is told of each slot that got more than one
+        token."""
+        self._drafts, self._owners, self._count = drafts, owners, count
         self._metadata = metadata
         self._logprobs = logprobs
         self._failures = failures
@@ -50,6 +57,8 @@ class PendingSample:
         self._landing.wait()
         metadata, failures = self._metadata, self._failures
         token_ids = self._tokens.numpy()[metadata.sampled_rows]
+        if self._drafts is not None:
+            return self._verify(token_ids, self._drafts)
         for i in np.flatnonzero(token_ids < 0).tolist():
             failures.setdefault(i, Failure("internal", "the model's output is not a number"))
         complete = []
@@ -65,8 +74,39 @@ class PendingSample:
         logprobs = {}
         if self._logprobs is not None:
             found = zip(metadata.logprobs, self._logprobs.result(), strict=True)
-            logprobs = {i: logprobs for i, logprobs in found if i not in failures}
+            logprobs = {i: [logprobs] for i, logprobs in found if i not in failures}
         return SampledTokens(token_ids, logprobs, failures, complete)
+
+    def _verify(self, token_ids: np.ndarray, drafts: DraftRows) -> SampledTokens:
+        """As `result`, with drafts: by sequence instead of by row. `token_ids`: int64 [sampled rows]."""
+        metadata, failures, complete = self._metadata, {}, []
+        following, logprobs = {}, {}
+        by_row = {}
+        if self._logprobs is not None:
+            by_row = dict(zip(metadata.logprobs, self._logprobs.result(), strict=True))
+        for i, first in enumerate(drafts.firsts.tolist()):
+            taken = drafts.verified(i, token_ids)
+            if first in self._failures:
+                failures[i] = self._failures[first]
+                continue
+            if taken[0] < 0:
+                failures[i] = Failure("internal", "the model's output is not a number")
+                continue
+            owner = self._owners[i]
+            try:
+                taken = owner.append_all(taken)
+            except GrammarError as error:
+                failures[i] = Failure("internal", f"a token was taken that must not be: {error}")
+                continue
+            if owner.is_complete:
+                complete.append(i)
+            if len(taken) > 1:
+                following[i] = taken[1:]
+                assert self._count is not None
+                self._count(int(metadata.slots[first]), owner, len(taken) - 1)
+            if first in by_row:
+                logprobs[i] = [by_row[first + number] for number in range(len(taken))]
+        return SampledTokens(token_ids[drafts.firsts], logprobs, failures, complete, following)
 
 
 class Sampler:
@@ -136,7 +176,13 @@ class Sampler:
         self._states[slot], self._needs[slot] = None, SamplingNeeds.FREE
         self._metadata = None
 
-    def launch(self, logits: torch.Tensor, slots: np.ndarray, likeliest: torch.Tensor | None = None) -> PendingSample:
+    def launch(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        likeliest: torch.Tensor | None = None,
+        draft_ids: np.ndarray | None = None,
+    ) -> PendingSample:
         """Begins to choose the next token of each slot. Take the `result` of one launch before the next launch.
 
         - `logits`: float32[n, vocab_size], row i for `slots[i]`. They are not modified. Work that is queued on the
@@ -144,23 +190,32 @@ class Sampler:
         - `slots`: int64[n], -1 for a row without a sequence.
         - `likeliest`: the argmax of each row, if known already (as `kernels.ops.argmax` returns it). `last_tokens` must
           then hold these tokens.
+        - `draft_ids`: int64[n], the draft that is to come after each row's token, or -1. The rows of a slot follow each
+          other, and all but the last have a draft. The result has all tokens up to the first that is not its draft,
+          that one included. None in a step without drafts.
 
         A row that gets no token (logits that are not numbers, a grammar that allows none) is among the `failures` of
         the result. The other rows are unaffected.
         """
+        drafts, owners = None, list[SlotState]()
         metadata = self._metadata
-        if metadata is None or not np.array_equal(metadata.key, slots):
+        if draft_ids is not None:
+            drafts = DraftRows(draft_ids[slots >= 0])
+            owners, after = self._after_drafts(drafts, slots[slots >= 0])
+            metadata = SamplingMetadata(slots, self._needs, self._states, self.device, after)
+        elif metadata is None or not np.array_equal(metadata.key, slots):
             metadata = self._metadata = SamplingMetadata(slots, self._needs, self._states, self.device)
         plain = tokens = _likeliest(logits) if likeliest is None else likeliest
         failures: dict[int, Failure] = {}
         if metadata.constrained or metadata.custom:
-            masks = self._fill_masks(metadata, failures)
+            masks = self._fill_masks(metadata, failures, drafts, owners)
             if metadata.constrained:
                 assert masks is not None
                 chosen = _likeliest_allowed(logits, metadata.on_device.constrained, masks[: len(metadata.constrained)])
                 tokens = tokens.index_copy(0, metadata.on_device.constrained, chosen)
             if metadata.custom:
-                chosen = self._choose(logits, metadata, None if masks is None else masks[len(metadata.constrained) :])
+                masks = None if masks is None else masks[len(metadata.constrained) :]
+                chosen = self._choose(logits, metadata, masks, drafts)
                 tokens = tokens.index_copy(0, metadata.on_device.custom, chosen)
             tokens = torch.where(plain < 0, -1, tokens)
         if likeliest is None:
@@ -173,7 +228,22 @@ class Sampler:
             top = [row.params.logprobs or 0 for row in metadata.logprob_states]
             logprobs = PendingLogprobs(logits.index_select(0, rows), tokens.index_select(0, rows).clamp_(min=0), top)
         self._count(metadata)
-        return PendingSample(metadata, tokens, self._landings.next(), logprobs, failures)
+        landing = self._landings.next()
+        return PendingSample(metadata, tokens, landing, logprobs, failures, drafts, owners, self._count_following)
+
+    def _after_drafts(self, drafts: DraftRows, slots: np.ndarray) -> tuple[list[SlotState], dict[int, SlotState]]:
+        """The state of each sequence, and the states of the rows that come after drafts. `slots`: int64 [sampled
+        rows]. Raises ValueError for a slot that is free."""
+        owners, states = [], {}
+        for i, first in enumerate(drafts.firsts.tolist()):
+            slot = int(slots[first])
+            state, num_output = self._states[slot], int(self._num_output[slot])
+            if state is None:
+                raise ValueError(f"slot {slot} is free")
+            owners.append(state)
+            for number, token_id in enumerate(drafts.drafts(i), 1):
+                state = states[first + number] = state.after(token_id, num_output + number)
+        return owners, states
 
     def _keep(self, tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores the tokens of these rows as the last ones of their slots."""
@@ -182,15 +252,32 @@ class Sampler:
 
     def _count(self, metadata: SamplingMetadata) -> None:
         """Counts this launch's tokens as output, before their values are known. Lifts bans that end with them."""
-        self._num_output[metadata.slots] += 1
+        self._num_output[metadata.slots] += 1  # once for a slot with several rows
         for slot in metadata.min_tokens_slots:
-            row = self._states[slot]
-            if row is not None and self._num_output[slot] >= row.params.min_tokens:
-                row.suppressed = None
-                self._needs[slot] = row.needs
-                self._metadata = None
+            self._lift_bans(slot)
 
-    def _fill_masks(self, metadata: SamplingMetadata, failures: dict[int, Failure]) -> torch.Tensor | None:
+    def _count_following(self, slot: int, state: SlotState, count: int) -> None:
+        """Counts `count` more tokens as output of a slot: drafts that were right. `state`: the slot's when the step was
+        launched; by now the slot may have another owner."""
+        if self._states[slot] is state:
+            self._num_output[slot] += count
+            self._lift_bans(slot)
+
+    def _lift_bans(self, slot: int) -> None:
+        """Allows end tokens again once there are `min_tokens`."""
+        row = self._states[slot]
+        if row is not None and row.suppressed is not None and self._num_output[slot] >= row.params.min_tokens:
+            row.suppressed = None
+            self._needs[slot] = row.needs
+            self._metadata = None
+
+    def _fill_masks(
+        self,
+        metadata: SamplingMetadata,
+        failures: dict[int, Failure],
+        drafts: DraftRows | None,
+        owners: Sequence[SlotState],
+    ) -> torch.Tensor | None:
         """Masks of all grammars, on the device: first of the `constrained` rows, then of the `custom` rows. The masks
         of `custom` rows without a grammar are not filled. None if no row has a grammar. Rows whose grammar allows no
         token are added to `failures`."""
@@ -200,13 +287,27 @@ class Sampler:
         if not states:
             return None
         if self._masks is None:
-            self._masks = TokenBitmask(len(self._states), self.vocab_size, self.device)
+            self._masks = TokenBitmask(len(self._states) + PROMPT_LOGIT_ROWS, self.vocab_size, self.device)
+        if drafts is not None:
+            row_of = {positions[i]: i for i, _ in states}
+            states = [(i, state) for i, state in states if not drafts.offsets[positions[i]]]
+            for i, first in enumerate(drafts.firsts.tolist()):
+                token_ids, grammar = drafts.drafts(i), owners[i].grammar
+                if token_ids and grammar is not None:
+                    after = [row_of[first + number] for number in range(1, len(token_ids) + 1)]
+                    drafts.cut(i, 1 + self._masks.fill_after(grammar, token_ids, after))
         for i, error in self._masks.fill([state for _, state in states], [i for i, _ in states]).items():
             number, state = states[i]
             failures[positions[number]] = Failure("invalid", str(error), state.param)
         return self._masks.on_device(len(rows))
 
-    def _choose(self, logits: torch.Tensor, metadata: SamplingMetadata, masks: torch.Tensor | None) -> torch.Tensor:
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        masks: torch.Tensor | None,
+        drafts: DraftRows | None,
+    ) -> torch.Tensor:
         """Tokens, int64, of the `custom` rows. `masks` has a row for each, None without grammars."""
         work = logits.index_select(0, metadata.on_device.custom)
         if metadata.is_adjusted:
@@ -227,12 +328,14 @@ class Sampler:
         ):
             if len(positions):
                 some = work if len(positions) == len(work) else work.index_select(0, at)
-                tokens.index_copy_(0, at, self._draw(some, metadata.custom_slots[positions]))
+                ahead = 0 if drafts is None else drafts.offsets[metadata.custom][positions]
+                tokens.index_copy_(0, at, self._draw(some, metadata.custom_slots[positions], ahead))
         return tokens
 
-    def _draw(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        """Random tokens, int64[n]: row i is drawn with the seed, temperature and filters of `slots[i]`."""
-        uniforms = uniform(self._seeds[slots], self._num_output[slots].astype(np.uint64))
+    def _draw(self, logits: torch.Tensor, slots: np.ndarray, ahead: np.ndarray | int) -> torch.Tensor:
+        """Random tokens, int64[n]: row i is drawn with the seed, temperature and filters of `slots[i]`, as the output
+        that comes `ahead[i]` after the slot's next one."""
+        uniforms = uniform(self._seeds[slots], (self._num_output[slots] + ahead).astype(np.uint64))
         temperature, top_k = self._temperature[slots], self._top_k[slots]
         top_p, min_p = self._top_p[slots], self._min_p[slots]
         if logits.device.type == "cpu":

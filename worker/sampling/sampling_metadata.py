@@ -1,8 +1,10 @@
 """Needs of each row of a batch, and the rows grouped by these needs."""
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntFlag
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +90,25 @@ class SlotState:
         """Whether the grammar has accepted an end token."""
         return self.grammar is not None and self.grammar.terminated
 
+    def after(self, token_id: int, num_output: int) -> "SlotState":
+        """The state if `token_id` were output number `num_output`. The grammar is the same object, unchanged."""
+        other = copy.copy(self)
+        if self.history is not None:
+            other.history = self.history.copy()
+            other.history.add(token_id, 1)
+        if num_output >= self.params.min_tokens:
+            other.suppressed = None
+        return other
+
+    def append_all(self, token_ids: list[int]) -> list[int]:
+        """Takes in sampled tokens, up to one that completes the grammar. Returns those taken. Raises GrammarError as
+        `append` does."""
+        for count, token_id in enumerate(token_ids, 1):
+            self.append(token_id)
+            if self.is_complete:
+                return token_ids[:count]
+        return token_ids
+
     def append(self, token_id: int) -> None:
         """Takes in a sampled token. Raises GrammarError if the grammar does not allow it."""
         if self.history is not None:
@@ -138,13 +159,19 @@ class SamplingMetadata:
     """
 
     def __init__(
-        self, slots: np.ndarray, needs: np.ndarray, states: Sequence[SlotState | None], device: torch.device
+        self,
+        slots: np.ndarray,
+        needs: np.ndarray,
+        states: Sequence[SlotState | None],
+        device: torch.device,
+        drafted: Mapping[int, SlotState] = MappingProxyType({}),
     ) -> None:
         """`slots`: slot of each row of logits, int64, -1 for a row without a sequence. `needs` and `states` have one
-        entry for each slot. Raises ValueError for a slot that is free."""
+        entry for each slot. `drafted`: states of sampled rows that come after drafts. Raises ValueError for a slot that
+        is free."""
         self.key = slots
         self._device = device
-        self._states = states
+        self._states, self._drafted = states, drafted
         self.sampled_rows = np.flatnonzero(slots >= 0)
         self.slots = slots[self.sampled_rows]
         kinds = needs[self.slots]
@@ -179,7 +206,8 @@ class SamplingMetadata:
 
     def _states_of(self, positions: np.ndarray) -> list[SlotState]:
         """States of the sampled rows at these positions."""
-        found = (self._states[slot] for slot in self.slots[positions].tolist())
+        both = zip(positions.tolist(), self.slots[positions].tolist(), strict=True)
+        found = (self._drafted.get(position, self._states[slot]) for position, slot in both)
         return [row for row in found if row is not None]
 
 

@@ -43,6 +43,11 @@ class TokenBitmask:
             self._threads = 1
         return errors
 
+    def fill_after(self, state: GrammarState, token_ids: Sequence[int], rows: Sequence[int]) -> int:
+        """Writes the masks that would follow each of `token_ids` into these rows. Returns the number of masks written:
+        fewer if the grammar does not allow a token, or if one completes the output."""
+        return state.fill_after(token_ids, self._host, rows)
+
     def on_device(self, count: int) -> torch.Tensor:
         """The first `count` rows on the device, int32[count, ceil(vocab / 32)], for use on the current stream from now
         on."""

@@ -68,20 +68,44 @@ class OutputQueue:
         if sampled.logprobs:
             for output, i in zip(outputs, kept.tolist(), strict=True):
                 if i in sampled.logprobs:
-                    output.logprobs = [sampled.logprobs[i]]
+                    output.logprobs = sampled.logprobs[i]
         for i in np.flatnonzero(~table.announced[rows]).tolist():
             _announce(sequences[i], outputs[i])
         table.announced[rows] = True
         may_stop = self._stop_checker.may_stop(table, rows, token_ids)
         if sampled.complete:
             may_stop |= np.isin(kept, sampled.complete)
+        if step.drafts:
+            for i, chunk in enumerate(chunks.tolist()):
+                if chunk in step.drafts:
+                    may_stop[i] = True
+                    self._add_following(sequences[i], outputs[i], sampled, int(kept[i]), len(step.drafts[chunk]))
         ended = []
         for i in np.flatnonzero(may_stop).tolist():
-            self._stop_checker.check(sequences[i], outputs[i], int(kept[i]) in sampled.complete)
+            if outputs[i].finish_reason is None:
+                self._stop_checker.check(sequences[i], outputs[i], int(kept[i]) in sampled.complete)
             if outputs[i].finish_reason is not None:
                 ended.append(sequences[i])
         self._outputs += outputs
         return ended
+
+    def _add_following(self, seq: Sequence, output: Output, sampled: SampledTokens, i: int, num_drafts: int) -> None:
+        """Appends the tokens that follow a sequence's next one, up to one that ends it. Then its counters are as if
+        these tokens had come one by one. `i`: the sequence in `sampled`."""
+        following = sampled.following.get(i, [])
+        for token_id in following:
+            self._stop_checker.check(seq, output)
+            if output.finish_reason is not None:
+                break
+            seq.new_token_ids.append(token_id)
+            output.token_ids.append(token_id)
+            seq.num_pending -= 1
+            seq.last_token = token_id
+        output.logprobs = output.logprobs[: len(output.token_ids)]
+        output.num_drafted, output.num_accepted = num_drafts, len(following)
+        self.num_tokens += len(output.token_ids) - 1
+        seq.num_tokens, seq.num_pending = seq.num_known, 0
+        seq.num_computed = seq.num_confirmed = seq.num_tokens - 1
 
 
 def _announce(seq: Sequence, output: Output) -> None:

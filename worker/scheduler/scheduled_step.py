@@ -1,6 +1,6 @@
 """The scheduler's answer: the next step, and what the engine has to prepare for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +19,11 @@ class ScheduledStep:
     | `plan` | what all ranks are told |
     | `rows` | the sequence's row in the `SequenceTable`, int64 |
     | `sequences` | the sequence |
-    | `samples` | whether the chunk ends at the sequence's last token, so that the next token is sampled, bool |
+    | `samples` | whether the next token is sampled: the chunk ends at the last token or its drafts, bool |
     | `dropped` | whether the sequence has ended or was preempted since, so that its token is thrown away, bool |
     | `prompted` | chunks that return log probabilities of their prompt, by index |
     | `shape` | the chunks as policies and cost models see them |
+    | `drafts` | the drafts that a chunk ends with, by index |
     | `tokens_from_step` | with pipeline parallelism, the step in flight whose tokens this one reads on the device |
     """
 
@@ -34,6 +35,7 @@ class ScheduledStep:
     prompted: list[int]
     shape: BatchShape
     tokens_from_step: int | None = None
+    drafts: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def sequences_left(self) -> list[Sequence]:
@@ -52,6 +54,7 @@ class ScheduledStep:
         new_index = np.cumsum(kept) - 1
         self.plan = self.plan.only(kept)
         self.prompted = [int(new_index[i]) for i in self.prompted if kept[i]]
+        self.drafts = {int(new_index[i]): drafts for i, drafts in self.drafts.items() if kept[i]}
         self.sequences = self.sequences_left
         self.rows, self.samples, self.dropped = self.rows[kept], self.samples[kept], self.dropped[kept]
 

@@ -41,6 +41,7 @@ from pipeline.policy import Policy, SchedulerView
 from radix.leases import Leases
 from radix.tree import Tree
 from worker.config import WorkerConfig
+from worker.drafts.speculative_decoding import SpeculativeDecoding
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
 from worker.scheduler.admission import Admission
 from worker.scheduler.integrity import check_sequences
@@ -83,6 +84,7 @@ class Scheduler:
         ahead_s: Callable[[], float] = lambda: 0.0,
         returning_s: Callable[[ScheduledStep], float] = lambda step: math.inf,
         clock: Callable[[], float] = time.monotonic,
+        speculation: SpeculativeDecoding | None = None,
     ) -> None:
         """Times are in seconds.
 
@@ -90,7 +92,9 @@ class Scheduler:
         - `returning_s`: with pipeline parallelism, time until the tokens of the given step, the oldest in flight,
           are on the last stage's device for the next step to read; infinite if the next step may not read them there.
         - `clock`: the current time; a simulator passes virtual time.
+        - `speculation`: proposes drafts; None for a replica without.
         """
+        self._speculation = speculation
         self.config = config
         self.policy = policy
         self.num_pages = tree.pool.num_pages
@@ -214,7 +218,9 @@ class Scheduler:
     # ------------------------------------------------------------ a step
 
     def schedule(self) -> SchedulerOutput:
-        """Chooses the next step: starts and preempts sequences, and allocates pages."""
+        """Chooses the next step: starts and preempts sequences, and allocates pages. With one stage, not while a step
+        with drafts is in flight: how many tokens its sequences have is unknown."""
+        assert self._num_stages > 1 or not any(step.drafts for step in self._in_flight)
         self.leases.expire(self.clock())
         running = RunningBatch.classify(self.running.rows, self._table)
         view = self._view = self._snapshot(running)
@@ -238,6 +244,16 @@ class Scheduler:
     def take_freed_slots(self) -> list[int]:
         """Returns the slots that were freed since the last call, or since the last `schedule`."""
         return self.running.take_freed_slots()
+
+    def drafts_may_follow(self) -> bool:
+        """Whether the next `schedule` should come after the `update` of the newest step, because drafts are likely to
+        follow its tokens."""
+        if self._speculation is None:
+            return False
+        step = self._in_flight.newest
+        rows = step.rows[step.samples & ~step.dropped]
+        rows = rows[self._table.num_tokens[rows] < self._table.token_limit[rows]]
+        return self._speculation.may_follow(self._table.sequences_at(rows), step.shape)
 
     def ask_again_s(self) -> float:
         """Seconds after which `schedule`, which has just returned no step, may return one even if nothing else
@@ -266,7 +282,9 @@ class Scheduler:
         """
         assert self._in_flight.oldest is step, "updates come in the order of the steps"
         now_s = self.clock()
-        is_decode = step.samples & (step.plan.lengths == 1) & (step.plan.starts >= self._table.num_prompt[step.rows])
+        is_decode = step.samples & (step.plan.lengths == 1)
+        is_decode[list(step.drafts)] = True
+        is_decode &= step.plan.starts >= self._table.num_prompt[step.rows]
         decodes = step.rows[is_decode & ~step.dropped]
         if len(decodes):
             self.policy.finished(now_s - float(self._table.last_output_s[decodes].min()))
@@ -288,6 +306,8 @@ class Scheduler:
         self.leases.expire(self.clock())
         load = copy.copy(self.counters)
         load.running = len(self.running)
+        if self._speculation is not None:
+            load.drafted, load.accepted = dict(self._speculation.drafted), dict(self._speculation.accepted)
         load.waiting = len(self._waiting)
         load.output_tokens = self._outputs.num_tokens
         load.preemptions = self._preemption.num_preempted
@@ -304,7 +324,7 @@ class Scheduler:
         """Raises AssertionError unless every page has one owner and every sequence is in one place. Walks all pages and
         sequences."""
         self.leases.check_integrity()
-        check_sequences(self._sequences, self.running, self._waiting, self.kv_cache, self._table, len(self._in_flight))
+        check_sequences(self._sequences, self.running, self._waiting, self.kv_cache, self._table, self._in_flight)
 
     # ------------------------------------------------------------ arrival
 
@@ -358,6 +378,7 @@ class Scheduler:
         decode, chunked = self._in_flight.schedulable(running)
         self._schedule_decodes(running.rows[decode])
         self._schedule_chunks(self._sequences_at(running.rows, chunked))
+        self._schedule_drafts()
         if not self._builder:
             return None
         self._step += 1
@@ -403,6 +424,24 @@ class Scheduler:
                 self._start(seq)
                 self._schedule_chunk(seq)
                 self._waiting.started(seq)
+
+    def _schedule_drafts(self) -> None:
+        """Adds drafts to the decodes of the step, as many as pay. Nothing is preempted for them."""
+        builder, table = self._builder, self._table
+        room = builder.draft_room
+        if self._speculation is None or room <= 0 or not len(builder.decodes):
+            return
+        rows = builder.decodes
+        # The last token is to be known, and after the drafts comes one more token.
+        rows = rows[(table.num_pending[rows] == 0) & (table.num_tokens[rows] + 1 < table.token_limit[rows])]
+        if not len(rows):
+            return
+        candidates = table.sequences_at(rows)
+        for i, drafts in self._speculation.choose(candidates, builder.budget.shape, room).items():
+            seq = candidates[i]
+            fitting = self._preemption.make_room(seq, 1 + len(drafts)) - 1
+            if fitting > 0:
+                builder.add_drafts(seq, drafts[:fitting])
 
     def _in_chunk_order(self, prefills: list[Sequence]) -> Iterator[Sequence]:
         """Running prefills and waiting sequences, in the order in which they may have chunks: running ones first, or
@@ -457,7 +496,9 @@ class Scheduler:
         kept = np.flatnonzero(~step.dropped)
         kept = kept[table.slot[step.rows[kept]] >= 0]  # without preempted sequences
         rows, starts = step.rows[kept], plan.starts[kept]
-        table.num_confirmed[rows] = starts + plan.lengths[kept]
+        lengths = plan.lengths.copy()
+        lengths[list(step.drafts)] = 1  # which drafts are right is not known here
+        table.num_confirmed[rows] = starts + lengths[kept]
         for chunk in kept[starts < table.num_prompt[rows]].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
 
@@ -466,6 +507,11 @@ class Scheduler:
         for i, failure in sampled.failures.items():
             if not step.dropped[chosen[i]]:
                 self.fail(step.sequences[chosen[i]].request_id, failure)
+        if self._speculation is not None and step.drafts:
+            for i, chunk in enumerate(chosen.tolist()):
+                if chunk in step.drafts and not step.dropped[chunk]:
+                    accepted = len(sampled.following.get(i, ()))
+                    self._speculation.verified(step.sequences[chunk].slot, len(step.drafts[chunk]), accepted)
         for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
             self._forget(seq, keep=True)

@@ -82,6 +82,7 @@ class Sequence:
         "node",
         "num_shared",
         "pool",
+        "prediction_ids",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -113,6 +114,7 @@ class Sequence:
         self.priority = request.priority
         self.head_start_s = request.head_start_s
         self.lease = request.lease
+        self.prediction_ids = request.prediction_ids
         self.arrival = arrival
         self.arrived_s = arrived_s
         self.started_s: float | None = None  # when it first ran

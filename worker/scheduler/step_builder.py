@@ -23,6 +23,7 @@ class StepBuilder:
         self._hidden_rows_left = HIDDEN_ROWS
         self._decodes = _NO_ROWS
         self._sizes: dict[Sequence, int] = {}
+        self._drafts: dict[Sequence, list[int]] = {}
         # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
         self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
 
@@ -58,6 +59,25 @@ class StepBuilder:
         if seq.pool is not None and seq.pool.takes_all:
             self._hidden_rows_left -= size
 
+    @property
+    def decodes(self) -> np.ndarray:
+        """Table rows of the sequences with a decode, int64."""
+        return self._decodes
+
+    @property
+    def draft_room(self) -> int:
+        """Number of drafts that the step can still take."""
+        return max(0, min(self.budget.tokens_left, self._prompt_rows_left))
+
+    def add_drafts(self, seq: Sequence, drafts: list[int]) -> None:
+        """Adds drafts to the decode of `seq`, which is in the step and has pages for them."""
+        self._decodes = self._decodes[self._decodes != seq.row]
+        self._sizes[seq] = 1 + len(drafts)
+        self._drafts[seq] = drafts
+        self.budget.remove(seq.num_computed, 1)
+        self.budget.add(seq.num_computed, 1 + len(drafts))
+        self._prompt_rows_left -= len(drafts)
+
     def watch(self, seq: Sequence) -> None:
         """Lets other sequences wait for the prefix of `seq`. This step or one in flight computes a part of its
         prompt."""
@@ -69,6 +89,7 @@ class StepBuilder:
         self.has_preempted = True
         others = self._decodes[self._decodes != seq.row]
         size = self._sizes.pop(seq, 0) + len(self._decodes) - len(others)
+        self._drafts.pop(seq, None)
         if size:
             self.budget.remove(seq.num_computed, size)
         self._decodes = others
@@ -101,8 +122,12 @@ class StepBuilder:
         lengths[len(self._decodes) :] = list(self._sizes.values())
         starts, tokens, pending = table.num_computed[rows], table.num_tokens[rows], table.num_pending[rows]
         ends = starts + lengths
-        samples = ends == tokens
-        num_logits = samples.astype(np.int32)
+        sampled = (ends == tokens).astype(np.int32)
+        drafts = {i: self._drafts[seq] for i, seq in enumerate(others, len(self._decodes)) if seq in self._drafts}
+        for i in drafts:
+            sampled[i] = lengths[i]
+        samples = sampled > 0
+        num_logits = sampled.copy()
         prompted, hidden = [], []
         for i, seq in enumerate(others, len(self._decodes)):
             if seq.wants_prompt_logits:
@@ -117,8 +142,9 @@ class StepBuilder:
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
         num_kept, num_pages, pages = self._pages(rows)
         table.num_computed[rows] = ends
-        table.num_tokens[rows] = tokens + samples
-        table.num_pending[rows] = pending + samples
+        # With drafts: as many as there will be at most. `OutputQueue` corrects this.
+        table.num_tokens[rows] = tokens + sampled
+        table.num_pending[rows] = pending + sampled
         plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
         if hidden:
             # What is counted as the next token is the embedding.
@@ -126,7 +152,8 @@ class StepBuilder:
             plan.hidden = np.array([pair for pair in hidden if pair[1]], dtype=np.int32).reshape(-1, 2)
         dropped = np.zeros(len(rows), dtype=bool)
         after = after if np.count_nonzero(pending) else None
-        return ScheduledStep(plan, rows, table.sequences_at(rows), samples, dropped, prompted, self.budget.shape, after)
+        sequences = table.sequences_at(rows)
+        return ScheduledStep(plan, rows, sequences, samples, dropped, prompted, self.budget.shape, after, drafts)
 
     def _next_page(self, seq: Sequence) -> tuple[int, bytes]:
         """The first page that ended steps have not filled: its first position, and its known tokens as int32 bytes."""
@@ -142,6 +169,8 @@ class StepBuilder:
         for seq in sequences:
             start = seq.num_computed
             known = seq.token_ids(start, start + self._sizes[seq])
+            if seq in self._drafts:
+                known = np.concatenate((known, np.array(self._drafts[seq], dtype=np.int32)))
             chunks.append(known if len(known) else np.array([PENDING], dtype=np.int32))
         return chunks
 

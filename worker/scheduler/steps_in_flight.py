@@ -39,6 +39,10 @@ class StepsInFlight:
     def oldest(self) -> ScheduledStep:
         return self._steps[0]
 
+    @property
+    def newest(self) -> ScheduledStep:
+        return self._steps[-1]
+
     def append(self, step: ScheduledStep) -> None:
         """Adds the newest step."""
         self._steps.append(step)

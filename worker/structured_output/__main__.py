@@ -15,7 +15,7 @@ from pathlib import Path
 
 from worker.structured_output.compilation import Compilation
 from worker.structured_output.error import GrammarError
-from worker.structured_output.process import BROKEN, OK, REFUSED, TOO_LARGE, Ending
+from worker.structured_output.process import BROKEN, OK, REFUSED, TEXT_REFUSED, TOO_LARGE, Ending
 
 # A reply for a large schema has 9 MB with SmolLM2's vocabulary. Reading it takes ten times as much memory for a moment.
 _REPLY_LIMIT_BYTES = 48 << 20
@@ -60,16 +60,16 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
     request = bytearray()
     while data := connection.recv(1 << 20):
         request += data
-    kind, text, after, cpu_s, wall_s = json.loads(request)
+    kind, text, after, begin, cpu_s, wall_s = json.loads(request)
     _limit_time(cpu_s, wall_s)
     _limit_memory(memory_bytes)
     try:
-        reply = compilation.run(kind, text, after)
+        reply = compilation.run(kind, text, after, begin)
         if len(reply) > _REPLY_LIMIT_BYTES:
             raise GrammarError("the grammar is too large")
         connection.sendall(OK + reply)
     except GrammarError as error:
-        connection.sendall(REFUSED + str(error).encode("utf-8", "replace"))
+        connection.sendall((TEXT_REFUSED if error.of_text else REFUSED) + str(error).encode("utf-8", "replace"))
     except MemoryError:
         connection.sendall(TOO_LARGE)
     except Exception as error:

@@ -1,7 +1,6 @@
 """Compilation of one grammar with xgrammar, inside the process that is made for it."""
 
 import importlib.util
-import json
 import os
 import random
 import re
@@ -13,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from worker.structured_output import regex
 from worker.structured_output.call_formats import MARKERS
-from worker.structured_output.ebnf import EMPTY, Node, Ref, Regex, Terminal, alt, rule_text, seq, to_text
+from worker.structured_output.ebnf import Ref, rule_text, seq, to_text
 from worker.structured_output.error import GrammarError
 from worker.structured_output.markers import Speller
-from worker.structured_output.schema import any_object_to_ebnf, schema_to_ebnf
+from worker.structured_output.schema import START
 from worker.structured_output.serialised import serialised
+from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_calls_to_ebnf
 
@@ -36,17 +35,8 @@ def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
     match kind:
         case "tool_calls":
             return tool_calls_to_ebnf(text, vocabulary)
-        case "json_schema":
-            return schema_to_ebnf(text)
-        case "json_object":
-            return any_object_to_ebnf()
-        case "regex":
-            pattern = regex.plain(text)
-            if pattern is None:
-                raise GrammarError("no text matches the regular expression")
-            return to_text({"start": Regex(pattern) if pattern else EMPTY}, "start")
-        case "choice":
-            return to_text({"start": _choice(text)}, "start")
+        case "json_schema" | "json_object" | "regex" | "choice":
+            return to_text(text_rules(kind, text), START)
         case "ebnf":
             if _LARK_RULE.search(text) and "::=" not in text:
                 raise GrammarError('the grammar is in Lark\'s syntax: write rules in EBNF, such as root ::= "a"')
@@ -54,35 +44,21 @@ def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
     raise GrammarError(f"there is no kind of grammar called {kind!r}")
 
 
-def after(marker: str, ebnf: str, vocabulary: GrammarVocabulary) -> tuple[str, str]:
-    """The grammar of free text up to the marker, and then what `ebnf` matches from its rule `root` on. Returns it with
-    the name of the rule to begin with."""
-    if not marker:
+def after(marker: str, begin: str | None, ebnf: str, vocabulary: GrammarVocabulary) -> tuple[str, str]:
+    """The grammar of free text up to the marker, and then what `ebnf` matches from its rule `root` on. `begin`: as
+    `messages.Grammar` has it. Returns the grammar with the name of the rule to begin with."""
+    if not marker or begin == "":
         raise GrammarError("the marker that a grammar comes after is empty")
     root = "after"
     while root in ebnf:
         root += "_"
-    thinking = Speller((*MARKERS, marker), vocabulary.added).thinking(marker)
-    return f"{ebnf}\n{rule_text(root, seq(thinking, Ref('root')))}\n", root
+    speller = Speller((*MARKERS, marker, *([] if begin is None else [begin])), vocabulary.added)
+    return f"{ebnf}\n{rule_text(root, seq(speller.thinking_before(marker, begin), Ref('root')))}\n", root
 
 
 def kept_apart(kind: str) -> tuple[str, ...]:
     """Tokens that a grammar of this kind allows only where it names them, never as text."""
     return MARKERS if kind == "tool_calls" else ()
-
-
-def _choice(text: str) -> Node:
-    try:
-        choices = json.loads(text)
-    except ValueError as error:
-        raise GrammarError(f"choice is not valid JSON: {error}") from None
-    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) for c in choices):
-        raise GrammarError("choice must be a list of one or more strings")
-    try:
-        json.dumps(choices, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise GrammarError("a choice has half a surrogate pair in it, which is no character") from None
-    return alt(map(Terminal, choices))
 
 
 class Compilation:
@@ -100,14 +76,14 @@ class Compilation:
         }
         self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
 
-    def run(self, kind: str, text: str, marker: str | None = None) -> bytes:
-        """The compiled grammar, as `serialised` writes it. `marker`: as `messages.Grammar.after`. Raises GrammarError
-        or MemoryError."""
+    def run(self, kind: str, text: str, marker: str | None = None, begin: str | None = None) -> bytes:
+        """The compiled grammar, as `serialised` writes it. `marker` and `begin`: as `messages.Grammar.after` and
+        `begin`. Raises GrammarError or MemoryError."""
         root = "root"
         try:
             ebnf = to_ebnf(kind, text, self._vocabulary)
             if marker is not None:
-                ebnf, root = after(marker, ebnf, self._vocabulary)
+                ebnf, root = after(marker, begin, ebnf, self._vocabulary)
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply") from None
         if "\0" in ebnf:

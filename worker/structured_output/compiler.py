@@ -100,7 +100,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
-        text = self._process.compile(grammar.kind, grammar.text, self._timeout_s, grammar.after)
+        text = self._process.compile(grammar.kind, grammar.text, self._timeout_s, grammar.after, grammar.begin)
         with self._reading:
             return self._read(text, grammar.kind, info)
 

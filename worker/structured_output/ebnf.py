@@ -11,7 +11,7 @@ tokens cheap. Cost per token inside a string, measured with SmolLM2's vocabulary
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _UNROLLED = 128
 
@@ -169,6 +169,26 @@ def _refs(node: Node) -> Iterator[str]:
             yield from _refs(part)
         case FreeText(triggers):
             yield from (name for _, name in triggers)
+
+
+def prefixed(rules: dict[str, Node], prefix: str) -> dict[str, Node]:
+    """The rules under names with a prefix, so that they can stand next to others."""
+
+    def renamed(node: Node) -> Node:
+        match node:
+            case Ref(name):
+                return Ref(prefix + name)
+            case Seq(parts):
+                return Seq(tuple(map(renamed, parts)))
+            case Alt(choices):
+                return Alt(tuple(map(renamed, choices)))
+            case Repeat(part, least, most):
+                return Repeat(renamed(part), least, most)
+            case FreeText(triggers):
+                return replace(node, triggers=tuple((mark, prefix + name) for mark, name in triggers))
+        return node
+
+    return {prefix + name: renamed(node) for name, node in rules.items()}
 
 
 # ---------------------------------------------------------------- text

@@ -57,7 +57,8 @@ class GrammarQueue:
                 self._there[request_id] = done.result()
                 yield request_id, None
             elif isinstance(error, GrammarError):
-                yield request_id, Failure("invalid", str(error), param_of(grammar.kind))
+                param = "response_format" if error.of_text else param_of(grammar.kind)
+                yield request_id, Failure("invalid", str(error), param)
             elif isinstance(error, CompilerUnavailable):
                 log.warning("a grammar could not be compiled: %s", error)
                 yield request_id, Failure("unavailable", f"{error}: try again later")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from worker.structured_output.ebnf import FreeText, Node, Regex, Terminal, Token, seq
+from worker.structured_output.ebnf import FreeText, Node, Regex, Terminal, Token, optional, seq
 
 _LINE_ENDS = Regex("\\n{0,2}")  # models write up to two after their thinking
 
@@ -41,9 +41,11 @@ class Speller:
         excluded = [last, *(mark for each in others if type(mark := self.mark(each)) is type(last) and mark != last)]
         return seq(FreeText(excludes=tuple(map(key, excluded))), last)
 
-    def thinking(self, end: str, *others: str) -> Node:
-        """The rest of thinking that ends with `end`, and the lines' ends after it."""
-        return seq(self.up_to(end, *others), _LINE_ENDS)
+    def thinking_before(self, end: str, begin: str | None, *others: str) -> Node:
+        """Thinking that ends with `end`, and the lines' ends after it. It begins with `begin`, or is left out. None: it
+        has begun already, and must end."""
+        rest = seq(self.up_to(end, *others), _LINE_ENDS)
+        return rest if begin is None else optional(seq(self.mark(begin), rest))
 
 
 def key(mark: Terminal | Token) -> str | int:

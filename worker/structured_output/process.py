@@ -36,7 +36,7 @@ _LEAST_WALL_S, _WALL_PER_CPU_S = 60.0, 6.0  # ten seconds of CPU may take two mi
 _GRACE_S = 10.0  # for the process to start, and to report that a compilation has ended
 
 # A reply consists of a verdict (one byte), its text, and an `Ending`: how the process that gave the verdict ended.
-OK, REFUSED, TOO_LARGE, BROKEN = b"+", b"-", b"m", b"!"
+OK, REFUSED, TEXT_REFUSED, TOO_LARGE, BROKEN = b"+", b"-", b"t", b"m", b"!"
 
 
 class Ending(bytes, Enum):
@@ -79,7 +79,7 @@ class CompilerProcess:
         with self._lock:
             self._start()
 
-    def compile(self, kind: str, text: str, cpu_s: float, after: str | None = None) -> str:
+    def compile(self, kind: str, text: str, cpu_s: float, after: str | None = None, begin: str | None = None) -> str:
         """Compiles a `messages.Grammar`, to JSON that xgrammar deserialises.
 
         Raises GrammarError if the grammar is at fault (`cpu_s` seconds of CPU time do not suffice, for example),
@@ -94,7 +94,7 @@ class CompilerProcess:
         with connection:
             connection.settimeout(wall_s + _GRACE_S)
             try:
-                connection.sendall(json.dumps([kind, text, after, cpu_s, wall_s]).encode())
+                connection.sendall(json.dumps([kind, text, after, begin, cpu_s, wall_s]).encode())
                 connection.shutdown(socket.SHUT_WR)
                 while data := connection.recv(1 << 20):
                     reply += data
@@ -173,6 +173,6 @@ def _read(reply: bytearray, cpu_s: float) -> str:
         raise CompilerUnavailable("the process that compiled the grammar was killed, or got too little time")
     if verdict == OK:
         return body.decode()
-    if verdict == REFUSED:
-        raise GrammarError(body.decode())
+    if verdict in (REFUSED, TEXT_REFUSED):
+        raise GrammarError(body.decode(), of_text=verdict == TEXT_REFUSED)
     raise RuntimeError(f"the grammar's compiler failed: {body.decode()}")

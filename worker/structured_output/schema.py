@@ -62,12 +62,18 @@ _KEYWORDS_OF = {
 }
 # All other keywords say nothing about a value, or are refused.
 _ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in _KEYWORDS_OF.values() for k in keys)))
+START = "start"  # the rule that a grammar begins with
 _MOST_RULES = 5_000
 _MOST_ALTERNATIVES = 256
 
 
 def schema_to_ebnf(text: str) -> str:
     """The grammar of the JSON schema `text`, in xgrammar's EBNF. Raises GrammarError."""
+    return to_text(schema_rules(text), START)
+
+
+def schema_rules(text: str) -> dict[str, Node]:
+    """The rules of the JSON schema `text`, from `START` on. Raises GrammarError."""
     try:
         schema = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -75,14 +81,14 @@ def schema_to_ebnf(text: str) -> str:
     try:
         with refusals():
             converter = SchemaConverter(schema)
-            return converter.text(converter.value(schema, "#"))
+            return converter.rules(converter.value(schema, "#"))
     except GrammarError as error:
         raise GrammarError(drafts.remark(schema, str(error))) from None
 
 
-def any_object_to_ebnf() -> str:
-    """The grammar of any JSON object, in xgrammar's EBNF."""
-    return to_text(prune(values.common_rules(), "object") or {}, "object")
+def any_object_rules() -> dict[str, Node]:
+    """The rules of any JSON object, from `START` on."""
+    return prune({**values.common_rules(), START: Ref("object")}, START) or {}
 
 
 @contextmanager
@@ -119,12 +125,12 @@ class SchemaConverter:
         self._names: dict[str, str] = {}
         self._rules = values.common_rules(spelling) if rules is None else rules
 
-    def text(self, root: Node) -> str:
-        """The whole grammar. Raises GrammarError if nothing matches `root`."""
-        rules = prune({**self._rules, "start": root}, "start")
+    def rules(self, root: Node) -> dict[str, Node]:
+        """All rules, from `START` on, which matches what `root` does. Raises GrammarError if nothing does."""
+        rules = prune({**self._rules, START: root}, START)
         if rules is None:
             raise GrammarError("no value satisfies the JSON schema")
-        return to_text(rules, "start")
+        return rules
 
     def value(self, schema: Any, at: str) -> Node:
         """The node for a schema. Schemas with the same text share a rule, so a schema may contain itself."""

@@ -63,6 +63,23 @@ class GrammarState:
         if token_id in self._end_ids:
             self.terminated = bool(self.matcher.is_terminated())
 
+    def fill_after(self, token_ids: Sequence[int], bitmask: "torch.Tensor", rows: Sequence[int]) -> int:
+        """Writes the mask that would follow each of `token_ids`, in turn, into its row of `bitmask` (see `fill_masks`).
+        Ends at a token that is not allowed and at one that completes the output. Returns the number of masks written.
+        The state stays as it is."""
+        accepted = written = 0
+        for token_id, row in zip(token_ids, rows, strict=True):
+            if self.terminated or not self.matcher.accept_token(token_id):
+                break
+            accepted += 1
+            if token_id in self._end_ids and self.matcher.is_terminated():
+                break
+            self.matcher.fill_next_token_bitmask(bitmask, row)
+            written += 1
+        if accepted:
+            self.matcher.rollback(accepted)
+        return written
+
 
 def new_bitmask(rows: int, vocab_size: int) -> "torch.Tensor":
     """Masks for `fill_masks`: int32[rows, ceil(vocab_size / 32)] on the CPU."""

@@ -1,7 +1,8 @@
 """Answers that may, or must, call tools, as grammars: the arguments of calls are valid by construction.
 
 A tool's schema holds where a call must be made, and where the tool is `strict`. Otherwise its arguments may be any JSON
-object. The text between and around calls is free.
+object. The text between and around calls is free, unless it has a form of its own: then an answer is either such a text
+or calls.
 """
 
 import keyword
@@ -25,6 +26,7 @@ from worker.structured_output.ebnf import (
     Token,
     alt,
     optional,
+    prefixed,
     prune,
     seq,
     to_text,
@@ -32,13 +34,15 @@ from worker.structured_output.ebnf import (
 from worker.structured_output.error import GrammarError
 from worker.structured_output.markers import Speller, key
 from worker.structured_output.other_text import not_beginning
-from worker.structured_output.schema import SchemaConverter, refusals
+from worker.structured_output.schema import START, SchemaConverter, refusals
 from worker.structured_output.spelling import JSON, PYTHON, json_without
 from worker.structured_output.tagged import TaggedArguments
+from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import APART, GrammarVocabulary
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _LINE_ENDS = Regex("\\n{0,2}")
+_FORM = "form_"  # begins the names of the rules of a text that has a form
 _ABOUT_PROPERTIES = (
     *("properties", "additionalProperties", "patternProperties", "propertyNames", "required", "minProperties"),
     *("unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf"),
@@ -46,12 +50,19 @@ _ABOUT_PROPERTIES = (
 
 
 class ThinkingBefore(msgspec.Struct, forbid_unknown_fields=True):
-    """Thinking before the answer. `end`: the marker that ends it. `open`: the prompt has begun it. `begin`: the marker
-    that begins it; made from `end` if there is none."""
+    """Thinking before the answer, between two markers. `open`: the prompt has begun it; otherwise the answer may begin
+    without it."""
 
+    begin: str = "<think>"
     end: str = "</think>"
     open: bool = False
-    begin: str = ""
+
+
+class TextForm(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of a text, as a `messages.Grammar` has it: of the kind json_schema, json_object, regex or choice."""
+
+    kind: str
+    text: str = ""
 
 
 class CalledTool(msgspec.Struct):
@@ -64,13 +75,14 @@ class CalledTool(msgspec.Struct):
 
 
 class ToolCalls(msgspec.Struct, forbid_unknown_fields=True):
-    """The text of a grammar of the kind `tool_calls`."""
+    """The text of a grammar of the kind `tool_calls`. `form`: that of an answer without calls; None if it is free."""
 
     format: str
     tools: list[CalledTool]
     mode: Literal["auto", "required"] = "auto"
     parallel: bool = True
     thinking: ThinkingBefore | None = None
+    form: TextForm | None = None
 
 
 def tool_calls_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
@@ -79,13 +91,13 @@ def tool_calls_to_ebnf(text: str, vocabulary: GrammarVocabulary) -> str:
         wanted = msgspec.json.decode(text, type=ToolCalls)
     except (msgspec.DecodeError, RecursionError) as error:
         raise GrammarError(f"the tools are not as they should be: {error}") from None
-    if not wanted.tools:
+    if not wanted.tools and (wanted.form is None or wanted.mode == "required"):
         raise GrammarError("there is no tool to call")
     name = ALIASES.get(wanted.format, wanted.format)
     if name == "mistral" and "[ARGS]" not in vocabulary.added and "[TOOL_CALLS]" in vocabulary.added:
         name = "mistral_list"
     thinking = wanted.thinking
-    markers = (*MARKERS, *((thinking.end,) if thinking else ()))
+    markers = (*MARKERS, *((thinking.begin, thinking.end) if thinking else ()))
     speller = Speller(markers, vocabulary.added)
     if name == "harmony":
         answer: _Answer = _HarmonyAnswer(wanted, speller, CallFormat((), (), ()), vocabulary)
@@ -120,6 +132,9 @@ class _Answer:
     def answer(self) -> Node:
         if self.wanted.mode == "required":
             return seq(self._thinking(), _LINE_ENDS, self._calls())
+        if self.wanted.form is not None:
+            calls = [seq(_LINE_ENDS, self._tag(), self._calls())] if self.wanted.tools else []
+            return seq(self._thinking(), alt((self.form(self.wanted.form), *calls)))
         if self.format.bare:
             return seq(self._thinking(), alt((seq(_LINE_ENDS, self._tag(), self._calls()), self._other())))
         return seq(self._thinking(), self._free_text())
@@ -132,6 +147,15 @@ class _Answer:
             for tool, arguments in zip(self.wanted.tools, self.arguments, strict=True)
         )
 
+    def form(self, form: TextForm) -> Node:
+        """Text of a form of its own."""
+        try:
+            rules = text_rules(form.kind, form.text)
+        except GrammarError as error:
+            raise GrammarError(str(error), of_text=True) from None
+        self.rules |= prefixed(rules, _FORM)
+        return Ref(_FORM + START)
+
     def rule(self, name: str, node: Node) -> Ref:
         self.rules[name] = node
         return Ref(name)
@@ -142,11 +166,7 @@ class _Answer:
         thinking = self.wanted.thinking
         if thinking is None:
             return EMPTY
-        rest = self.speller.thinking(thinking.end, *MARKERS)
-        if thinking.open:
-            return rest
-        begin = thinking.begin or thinking.end.replace("/", "", 1).replace("end", "start")
-        return optional(seq(self.speller.mark(begin), rest))
+        return self.speller.thinking_before(thinking.end, None if thinking.open else thinking.begin, *MARKERS)
 
     def _calls(self) -> Node:
         format, node = self.format, self.speller.node
@@ -265,25 +285,36 @@ class _HarmonyAnswer(_Answer):
     def answer(self) -> Node:
         node, names = self.speller.node, HARMONY
         marks = (names.start, names.channel, names.constrain, names.message, names.call, names.last)
-        text = seq(self.speller.up_to(names.end, *marks), node(names.start + names.role))
-        thinking = seq(node(f"{names.channel}analysis{names.message}"), text)
+        message = seq(self.speller.up_to(names.end, *marks), node(names.start + names.role))
+        thinking = seq(node(f"{names.channel}analysis{names.message}"), message)
         if self.wanted.mode == "required":
             return seq(Repeat(thinking, 0, None), self._messages())
-        preamble = seq(node(f"{names.channel}commentary{names.message}"), text)
-        excluded = [self.speller.mark(each) for each in (names.end, *marks)]
-        kind = type(excluded[0])
-        free = FreeText(excludes=tuple(key(each) for each in excluded if type(each) is kind))
-        final = seq(node(f"{names.channel}final{names.message}"), free)
+        preamble = seq(node(f"{names.channel}commentary{names.message}"), message)
+        header: Node = node(f"{names.channel}final")
+        if self.wanted.form is None:
+            excluded = [self.speller.mark(each) for each in (names.end, *marks)]
+            kind = type(excluded[0])
+            text: Node = FreeText(excludes=tuple(key(each) for each in excluded if type(each) is kind))
+        else:
+            text = self.form(self.wanted.form)
+            header = seq(header, optional(self._of_json()))
+        final = seq(header, node(names.message), text)
         return seq(Repeat(alt((thinking, preamble)), 0, None), alt((self._messages(), final)))
+
+    def _of_json(self) -> Node:
+        """The part of a header that says that the message is JSON."""
+        node, names = self.speller.node, HARMONY
+        return alt((node(f" {names.constrain}json"), node(" json"), node(f"{names.constrain}json")))
 
     def _messages(self) -> Node:
         """A call, with the recipient in either place of the header."""
         node, names = self.speller.node, HARMONY
         after = node(f" to={names.namespace}")
-        json_ = alt((node(f" {names.constrain}json"), node(" json"), node(f"{names.constrain}json")))
         calls: list[Node] = []
         for tool, arguments in zip(self.wanted.tools, self.arguments, strict=True):
-            body = seq(json_, node(names.message), arguments, EMPTY if self._ends_itself else node(names.call))
+            body = seq(
+                self._of_json(), node(names.message), arguments, EMPTY if self._ends_itself else node(names.call)
+            )
             first = seq(node(f"{names.channel}commentary"), after, Terminal(tool.name))
             last = seq(after, Terminal(tool.name), node(f"{names.channel}commentary"))
             calls.append(seq(alt((first, last)), self.rule(f"body_{len(calls)}", body)))

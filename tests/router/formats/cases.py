@@ -163,6 +163,8 @@ CASES: dict[str, list[Case]] = {
         ("text after", "[f(a=1)] Here it is:", [("f", {"a": 1}), " Here it is:"]),
         ("text before, known tool", "Look: [weather(city='Oslo')]", ["Look: ", ("weather", {"city": "Oslo"})]),
         ("text before, unknown tool", "Look: [f(a=1)]", ["Look: [f(a=1)]"]),
+        ("no name in Python, known tool", "[7-zip:pack(a=1), f(a=1)]", [("7-zip:pack", {"a": 1}), ("f", {"a": 1})]),
+        ("no name in Python, unknown tool", "[8-zip(a=1)]", ["[8-zip(a=1)]"]),
         ("two lists", "[weather(city='Oslo')] and [weather(city='Rome')]", [("weather", {"city": "Oslo"}), " and ", ("weather", {"city": "Rome"})]),
         ("a link", "[here](https://x.y) [1] [f(x) = 2]", ["[here](https://x.y) [1] [f(x) = 2]"]),
         ("half a character", "[f(a='\\ud83d')]", [("f", '{"a": "\\ud83d"}')]),

@@ -105,6 +105,12 @@ def test_an_instructed_model_calls_as_told() -> None:
         ({"oneOf": [{"enum": [1, 2.5]}, {"const": True}]}, {"integer", "number", "boolean"}),
         ({"allOf": [{"$ref": "#/$defs/Point"}]}, {"object"}),
         ({"$ref": "#/$defs/Missing"}, {"string"}),
+        ({"$ref": "#/$defs/a~1b%20~0"}, {"integer"}),
+        ({"$ref": "#/$defs/Either/anyOf/1"}, {"boolean"}),
+        ({"$ref": "#/$defs/Either/anyOf/2"}, {"string"}),
+        ({"$ref": "#"}, {"object"}),
+        ({"$ref": "#Point"}, {"string"}),
+        ({"$ref": "http://x/$defs/Point"}, {"string"}),
         ({"$ref": "#/properties/x"}, {"string"}),  # to itself
         ({"items": {}}, {"array"}),
         ({"enum": ["a", None]}, {"string", "null"}),
@@ -114,7 +120,9 @@ def test_an_instructed_model_calls_as_told() -> None:
     ],
 )
 def test_types_of_a_parameter(schema: Any, types: set[str]) -> None:
-    parameters = {"properties": {"x": schema}, "$defs": {"Point": {"properties": {}}}}
+    either = {"anyOf": [True, {"type": "boolean"}]}
+    known = {"Point": {"properties": {}}, "a/b ~": {"type": "integer"}, "Either": either}
+    parameters = {"properties": {"x": schema}, "$defs": known}
     assert value_types(parameters, "x") == types
     assert value_types(parameters, "y") == value_types({}, "x") == {"string"}
 

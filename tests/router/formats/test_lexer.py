@@ -20,6 +20,7 @@ PROPERTIES = {
         "object": {"type": "object"}, "array": {"type": "array"}, "any": {},
         "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
+    "7-zip:pack": {},
 }  # fmt: skip
 GIVEN = [Tool(name, parameters={"type": "object", "properties": inside}) for name, inside in PROPERTIES.items()]
 HERMES = named("hermes", "qwen3")

@@ -14,7 +14,7 @@ from router.chat_template import ChatTemplate, TemplateError
 from router.config import RouterConfig
 from router.conversation import Conversation, Message, Tool, ToolCall
 from router.tokenizer import Tokenizer
-from worker.messages import Generate
+from worker.messages import Failure, Generate, Output
 
 # As Qwen3's: tools in the system's message, thinking in the history, calls as JSON between tags.
 THINKER = (
@@ -179,9 +179,87 @@ def test_required_calls_are_constrained(says: Callable[..., Any]) -> None:
     assert all(text["tools"][0]["name"] == "weather" for text in read)
 
 
+SCHEMA = {"type": "object", "properties": {"c": {"type": "integer"}}, "required": ["c"]}
+JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+def test_text_of_a_form_or_calls(says: Callable[..., Any]) -> None:
+    """Under `auto` with `response_format` the answer is either; where a call is asked for it is a call."""
+    stack = says(CALL)
+    (choice,) = chat(stack, response_format=JSON).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    chat(stack, response_format=JSON, tool_choice="required")
+    chat(stack, response_format=JSON, tool_choice="none")
+    either, required, text = [request.sampling.grammar for request in stack.fakes["r0"].requests()]
+    assert (either.kind, required.kind, text.kind) == ("tool_calls", "tool_calls", "json_schema")
+    read = json.loads(either.text)
+    assert (read["mode"], read["form"]["kind"], json.loads(read["form"]["text"])) == ("auto", "json_schema", SCHEMA)
+    assert [tool["name"] for tool in read["tools"]] == ["weather"]
+    assert json.loads(required.text)["form"] is None and json.loads(text.text) == SCHEMA
+    (choice,) = chat(says('{"c": 3}'), response_format=JSON).choices
+    assert choice.finish_reason == "stop" and choice.message.content == '{"c": 3}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "before"),
+    [
+        ({}, ("</think>", "<think>")),
+        ({"reasoning_effort": "high"}, ("</think>", "<think>")),
+        ({"reasoning_effort": "none"}, (None, None)),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, (None, None)),  # the prompt has ended it
+    ],
+)
+def test_thinking_may_come_before_what_has_a_form(
+    says: Callable[..., Any], fields: dict[str, Any], before: tuple[str | None, str | None]
+) -> None:
+    stack = says('<think>\nHm.\n</think>\n\n{"c": 3}')
+    message = chat(stack, response_format=JSON, tools=openai.omit, **fields).choices[0].message
+    assert message.content == '{"c": 3}' and message.reasoning_content == "Hm."
+    chat(stack, response_format=JSON, **fields)
+    chat(stack, tool_choice="required", **fields)
+    text, *others = [request.sampling.grammar for request in stack.fakes["r0"].requests()]
+    assert (text.after, text.begin) == before
+    thinking = None if before[0] is None else {"begin": "<think>", "end": "</think>", "open": False}
+    assert [json.loads(other.text)["thinking"] for other in others] == [thinking, thinking]
+
+
+def test_thinking_that_the_prompt_begins(
+    make_stack: Any, make_replica: Any, byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]
+) -> None:
+    backend = byte_level_tokenizer_maker()
+    backend.add_tokens(["<think>", "</think>"])
+    opens = Tokenizer(backend, ChatTemplate(f"{THINKER}<think>\n", {}))
+    token_ids = [*opens.encode('Hm.\n</think>\n\n{"c": 3}'), opens.token_id("<|im_end|>")]
+    stack = make_stack(make_replica(script=lambda request: token_ids), tokens=opens)
+    message = chat(stack, response_format=JSON, tools=openai.omit).choices[0].message
+    assert message.content == '{"c": 3}' and message.reasoning_content == "Hm."
+    chat(stack, response_format=JSON)
+    text, either = [request.sampling.grammar for request in stack.fakes["r0"].requests()]
+    assert (text.after, text.begin) == ("</think>", None)
+    assert json.loads(either.text)["thinking"] == {"begin": "<think>", "end": "</think>", "open": True}
+
+
+def test_whose_schema_is_at_fault_is_named(says: Callable[..., Any]) -> None:
+    """The replicas' name for the form of a text becomes the client's; that of tools stays."""
+    stack = says("x")
+    for told, fields, param in (
+        ("response_format", {"response_format": JSON}, "response_format"),
+        ("response_format", {"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
+        ("tools", {"response_format": JSON}, "tools"),
+    ):
+        failure = Failure("invalid", "not at # is not supported", told)
+        stack.fakes["r0"].reply = lambda request, failure=failure: Output(
+            request_id=request.request_id, finish_reason="error", failure=failure
+        )
+        with pytest.raises(openai.BadRequestError) as raised:
+            chat(stack, **fields)
+        assert raised.value.param == param
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"ebnf": 'root ::= "a"'}, "ebnf"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),

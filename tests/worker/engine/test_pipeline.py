@@ -5,7 +5,7 @@ import json
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -25,6 +25,7 @@ from tests.worker.conftest import TINY, without_grammars
 from tests.worker.driver import Driver, prompt
 from tests.worker.executor.test_multi_rank import prompts, settings
 from worker.config import WorkerConfig
+from worker.drafts import Drafter
 from worker.engine.engine import Components, Engine
 from worker.errors import DeviceLost
 from worker.executor.executor import ForwardOutput
@@ -280,7 +281,9 @@ def test_a_cut_that_does_not_fit(tiny_model: Callable[[str], Path]) -> None:
 
 
 @contextmanager
-def pipeline(folder: Path, *, fails: bool = False, **changes: object) -> Iterator[Engine]:
+def pipeline(
+    folder: Path, *, fails: bool = False, drafters: Sequence[Drafter] = (), **changes: object
+) -> Iterator[Engine]:
     """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do."""
     config = settings(**changes)
     store, address = open_store()
@@ -292,7 +295,8 @@ def pipeline(folder: Path, *, fails: bool = False, **changes: object) -> Iterato
         follower.run()
 
     def parts(model: Path, own: WorkerConfig) -> Components:
-        return without_grammars(model, own, leading.enter_context(closing(MultiRankExecutor(model, own, store))))
+        executor = leading.enter_context(closing(MultiRankExecutor(model, own, store)))
+        return without_grammars(model, own, executor)._replace(drafters=drafters)
 
     others = other_ranks(config)
     with ThreadPoolExecutor(len(others)) as threads, ExitStack() as leading:

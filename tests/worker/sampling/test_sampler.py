@@ -81,7 +81,8 @@ class Got(NamedTuple):
 def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int]) -> list[Got]:
     sampled = sampler.launch(logits, np.array(slots)).result()
     token_ids = [-1 if i in sampled.failures else token_id for i, token_id in enumerate(sampled.token_ids.tolist())]
-    return [Got(token_id, sampled.logprobs.get(i), sampled.failures.get(i)) for i, token_id in enumerate(token_ids)]
+    logprobs = {i: each for i, (each,) in sampled.logprobs.items()}
+    return [Got(token_id, logprobs.get(i), sampled.failures.get(i)) for i, token_id in enumerate(token_ids)]
 
 
 def one(params: SamplingParams, logits: torch.Tensor, *, prompt=(), output=(), grammar=None) -> Got:

@@ -21,8 +21,8 @@ import os, time
 from worker.structured_output import __main__ as main
 
 class Compilation(main.Compilation):
-    def run(self, kind, text, marker=None):
-        return str(eval(text)).encode() if kind == "python" else super().run(kind, text, marker)
+    def run(self, kind, text, *after):
+        return str(eval(text)).encode() if kind == "python" else super().run(kind, text, *after)
 
 main.Compilation = Compilation
 main._main()

@@ -1,0 +1,204 @@
+"""Every text that a grammar of calls allows is read as valid calls, in every format: random texts of the grammars, read
+by the lexer and judged by jsonschema.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import xgrammar
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from bench.correctness.tool_schemas import Spelling, made_tools
+from bench.correctness.tool_validity import Called, problem_of
+from router.conversation import Tool
+from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, ThinkingDelta, joined
+from router.formats.families import HARMONY, TOOLS, named
+from router.formats.lexer import Lexer
+from worker.structured_output.call_formats import MARKERS
+from worker.structured_output.compilation import after, kept_apart, to_ebnf
+from worker.structured_output.error import GrammarError
+from worker.structured_output.tokens import GrammarVocabulary
+from worker.structured_output.tool_calls import tool_calls_to_ebnf
+
+SETS, WALKS, MOST_TOKENS = 12, 3, 600
+LONGER = """": |", "|"}|"]|}}|]]|true|12|0.5|\n\n|\\"|é|😀|</|</parameter>\n|, ]""".split("|")
+ENDERS = ['"', "]", "}", ",", ")", '"}', '"]', "}}", "]]", "</", "<", "</parameter>\n"]
+END = "<end of text>"
+NAMES: dict[str, Spelling] = {"pythonic": "python", "llama4_pythonic": "python"}
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4")
+NAMES |= dict.fromkeys(TAGGED, "tags")
+FORM = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}, "why": {"type": "string", "maxLength": 9}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+
+
+class WalkedVocabulary:
+    """Bytes, a few longer tokens, and markers; random texts of grammars over these. `bound`: a marker is a token of its
+    own, and no text."""
+
+    def __init__(self, folder: Path, markers: tuple[str, ...], bound: bool) -> None:
+        alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        plain = [*LONGER, *([] if bound else markers)]
+        longer = ["".join(part for part, _ in spell.pre_tokenize_str(text)) for text in plain]
+        tokens = {**alphabet, **{text: len(alphabet) + number for number, text in enumerate(longer)}}
+        tokenizer = Tokenizer(models.BPE(tokens, []))
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_tokens([AddedToken(marker, special=True) for marker in markers if bound])
+        tokenizer.add_special_tokens([END])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        self.end = tokenizer.token_to_id(END)
+        called = tokenizer.token_to_id("<|call|>")
+        self.ends = [self.end] if called is None else [self.end, called]
+        self.vocabulary = GrammarVocabulary(folder, self.end + 1, self.ends)
+        self._first_marker = len(tokens)
+        self._texts = self.vocabulary.token_bytes()
+        info = xgrammar.TokenizerInfo(
+            self.vocabulary.token_bytes(kept_apart("tool_calls")), xgrammar.VocabType.RAW, stop_token_ids=self.ends
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._bitmask = xgrammar.allocate_token_bitmask(1, self.end + 1)
+        enders = [token for token in range(self._first_marker) if self._texts[token] in [e.encode() for e in ENDERS]]
+        self._enders = {*self.ends, *enders, *range(len(alphabet) + len(LONGER), self.end)}
+
+    def compile(self, ebnf: str, root: str = "root") -> xgrammar.CompiledGrammar:
+        return self._compiler.compile_grammar(ebnf, root_rule_name=root)
+
+    def accepts(self, grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+        """Whether the whole text, cut at markers that are tokens, is one of the grammar's."""
+        matcher = xgrammar.GrammarMatcher(grammar)
+        added = self.vocabulary.added
+        parts = re.split("|".join(f"({re.escape(marker)})" for marker in added), text)
+        tokens = [[added[part]] if part in added else self._bytes(part) for part in parts if part]
+        taken = (matcher.accept_token(token) for each in tokens for token in each)
+        return all(taken) and matcher.accept_token(self.end)
+
+    def _bytes(self, text: str) -> list[int]:
+        return [self._texts.index(bytes([byte])) for byte in text.encode()]
+
+    def walk(self, grammar: xgrammar.CompiledGrammar, seed: int) -> tuple[str, dict[int, int]] | None:
+        """A random text with its marks, or None if it did not end in time. Never runs into a dead end."""
+        matcher = xgrammar.GrammarMatcher(grammar)
+        chance = random.Random(seed)
+        eagerness = chance.choice([0.1, 0.4, 0.8])  # to end strings, lists, everything
+        text, rest, marks = "", b"", {}
+        for number in range(MOST_TOKENS):
+            matcher.fill_next_token_bitmask(self._bitmask)
+            bits = np.unpackbits(self._bitmask.numpy().view(np.uint8)[0], bitorder="little")[: self.end + 1]
+            allowed = np.flatnonzero(bits).tolist()
+            assert allowed, f"dead end after {text!r} {rest!r}"
+            ending = [token for token in allowed if token in self._enders]
+            token = chance.choice(ending if ending and chance.random() < eagerness else allowed)
+            assert matcher.accept_token(token)
+            if token >= self._first_marker and token != self.end:
+                text, rest = text + rest.decode(errors="replace"), b""
+                marks[len(text)] = number
+                text += self._texts[token].removeprefix(b"\xff").decode()
+            elif token != self.end:
+                rest += self._texts[token]
+            if matcher.is_terminated():
+                return text + rest.decode(errors="replace"), marks
+        return None
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., WalkedVocabulary]:
+    return cache(lambda *given: WalkedVocabulary(tmp_path_factory.mktemp("vocabulary"), *given))
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["characters", "tokens"])
+@pytest.mark.parametrize("name", [*TOOLS, HARMONY])
+def test_every_text_is_valid(name: str, bound: bool, walked: Callable[..., WalkedVocabulary]) -> None:
+    """With and without thinking, which the prompt or the answer begins; with text of a form as the other choice."""
+    format = named(name, None if name == HARMONY else "qwen3")
+    pieces = format.tools.pieces if format.tools is not None else ()
+    vocabulary = walked(tuple(marker for marker in MARKERS if marker in (*format.markers, *pieces)), bound)
+    format = format.bound(vocabulary.vocabulary.added.get)
+    calls = texts = thoughts = refused = 0
+    for number in range(SETS):
+        made = made_tools(number, NAMES.get(name, "any"))
+        mode, has_form = [("required", False), ("auto", True), ("auto", False)][number % 3]
+        opens, may_think = [(False, False), (True, True), (False, True)][number // 3 % 3]
+        thinking = {"begin": "<think>", "end": "</think>", "open": opens} if may_think and name != HARMONY else None
+        wanted = {
+            "format": name,
+            "tools": [
+                {"name": tool["function"]["name"], "parameters": tool["function"]["parameters"], "strict": True}
+                for tool in made
+            ],
+            "mode": mode,
+            "parallel": number % 2 == 0,
+            "thinking": thinking,
+            "form": {"kind": "json_schema", "text": json.dumps(FORM)} if has_form else None,
+        }
+        try:
+            grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+        except GrammarError:
+            refused += 1
+            continue
+        tools = [Tool(each["function"]["name"], parameters=each["function"]["parameters"]) for each in made]
+        for walk in range(2 * WALKS if has_form else WALKS):
+            found = vocabulary.walk(grammar, 1000 * number + walk)
+            if found is None:
+                continue
+            text, marks = found
+            lexer = Lexer(format, tools, thinks=bool(thinking and opens))
+            deltas = joined(lexer.push(text, marks) + lexer.flush())
+            begun = [delta for delta in deltas if isinstance(delta, CallBegin)]
+            written = {delta.index: delta.text for delta in deltas if isinstance(delta, CallArguments)}
+            said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+            for begin in begun:
+                assert problem_of(made, Called(begin.name, written[begin.index])) is None, text
+            assert has_form or mode == "auto" or begun, text
+            if mode == "required" or (begun and has_form):
+                assert not said.strip() or name == HARMONY, text
+                ended = sum(isinstance(delta, CallEnd) for delta in deltas)
+                assert ended == len(begun) or (name == HARMONY and vocabulary.ends != [vocabulary.end]), text
+            if has_form and not begun:
+                answer = text.rpartition("<|message|>")[2].removesuffix("<|call|>") if name == HARMONY else said
+                jsonschema.validate(json.loads(answer), FORM)
+                texts += 1
+            assert wanted["parallel"] or mode == "auto" or len(begun) == 1, text
+            calls += len(begun)
+            thoughts += any(isinstance(delta, ThinkingDelta) for delta in deltas)
+    assert calls >= SETS / 2 and texts >= 1 and thoughts >= 1 and refused <= 1
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["characters", "tokens"])
+@pytest.mark.parametrize("kind", ["regex", "ebnf", "choice"])
+def test_thinking_before_a_text(kind: str, bound: bool, walked: Callable[..., WalkedVocabulary]) -> None:
+    """It must be there where the prompt has begun it, and may be there otherwise."""
+    vocabulary = walked(("<think>", "</think>"), bound)
+    asked = {"regex": "[ab]{2}", "ebnf": 'root ::= after after\nafter ::= "a" | "b"', "choice": '["ab", "ba"]'}[kind]
+    ebnf = to_ebnf(kind, asked, vocabulary.vocabulary)
+    texts = {"ab", "hm</think>\n\nab", "<think>hm", "a<think></think>b"}
+    thought = {"<think>hm</think>\n\nab", "<think>\n</think>ba"}
+    for begin, accepted in ((None, {"hm</think>\n\nab"} | thought), ("<think>", {"ab"} | thought)):
+        grammar = vocabulary.compile(*after("</think>", begin, ebnf, vocabulary.vocabulary))
+        assert {text for text in texts | thought if vocabulary.accepts(grammar, text)} == accepted
+    with pytest.raises(GrammarError, match="empty"):
+        after("</think>", "", ebnf, vocabulary.vocabulary)
+
+
+def test_a_refusal_says_which_part_is_at_fault(walked: Callable[..., WalkedVocabulary]) -> None:
+    vocabulary = walked((), True).vocabulary
+    tools: list[Any] = [{"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}]
+    form = {"kind": "json_schema", "text": '{"not": {}}'}
+    for given, of_text in ({"tools": tools}, False), ({"tools": [{"name": "f"}], "form": form}, True):
+        with pytest.raises(GrammarError, match="not at # is not supported") as raised:
+            tool_calls_to_ebnf(json.dumps({"format": "hermes", **given}), vocabulary)
+        assert raised.value.of_text == of_text
+    for wrong in ({"tools": []}, {"tools": [], "form": form, "mode": "required"}):
+        with pytest.raises(GrammarError, match="no tool"):
+            tool_calls_to_ebnf(json.dumps({"format": "hermes", **wrong}), vocabulary)
