@@ -271,8 +271,7 @@ def test_streams_survive_the_death_of_their_rank_and_it_comes_back(served: Serve
 
 def test_another_number_of_replicas_reloads_nothing(served: Served, tiny_model: Path) -> None:
     def wanted() -> float:
-        page = httpx.get(f"{served.url}/metrics", timeout=WAIT_S).text
-        return float(page.split("\nshoal_replicas_wanted ")[1].split()[0])
+        return served.metric("shoal_replicas_wanted", "model")["tiny-llama"]
 
     before, routers = replicas(), replicas(deployment="Router")
     until(lambda: wanted() == 2, "Serve said how many")

@@ -346,7 +346,7 @@ def test_unknown_branches(client: Client, stack: Any, stream: bool) -> None:
     assert client.post("x", program=NEXT, stream=stream).status_code == 200
     assert client.http.delete(f"{stack.url}/v1/programs/p").status_code == 204
     assert client.post("x", program=NEXT, stream=stream).status_code == 409
-    assert stack.metric("shoal_programs ") == 0
+    assert stack.metric("shoal_programs{") == 0
 
 
 @pytest.mark.parametrize(
