@@ -541,7 +541,8 @@ def serve(serve_app: Callable[[Any, RouterConfig], Server]) -> Iterator[Callable
                     await asyncio.sleep(0.002)
 
             def nothing_left() -> None:
-                server.do(asyncio.wait_for(idle(), WAIT_S))
+                if server.thread.is_alive():  # a test may have ended it
+                    server.do(asyncio.wait_for(idle(), WAIT_S))
                 links = [link for service in models.services for link in service.replicas._connections.values()]
                 assert not any(link.streams for link in links)
 

@@ -342,7 +342,6 @@ def test_a_router_that_ends(says: Callable[..., Any], tmp_path: Path) -> None:
     stack.server.thread.join(20)
     found = ResponseStore(tmp_path / "store", 1 << 20, 3600.0).get("", made.id)
     assert found is not None and found.response.status == "failed" and found.response.error is not None
-    stack.idle = lambda: None
 
 
 def test_too_many_in_the_background(says: Callable[..., Any]) -> None:
