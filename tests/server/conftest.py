@@ -5,6 +5,7 @@ messages go over ZeroMQ.
 import asyncio
 import json
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -55,7 +56,8 @@ class Placer:
 class Whole:
     """One router and one replica, each in a thread of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, responses: Path) -> None:
+        """`responses`: the folder of stored responses."""
         settings = {"device": "cpu", "dtype": "float32", "kv_tokens": KV_TOKENS, "context_length": CONTEXT}
         limits = {"max_running": 24, "token_budget": 96, "cpu_threads": 1, "grammar_timeout_s": 5}
         self.replica = worker.engine.server.Server(folder, WorkerConfig.model_validate(settings | limits))
@@ -78,7 +80,9 @@ class Whole:
             defaults=SamplingDefaults(),
             output_format=tokenizer.output_format("auto", "auto"),
         )
-        config = RouterConfig(max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1)
+        config = RouterConfig(
+            max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1, response_store_dir=responses
+        )
         self.app = create_app(self.service, config)
         made: Any = protocol(config)
         self._uvicorn = uvicorn.Server(
@@ -166,10 +170,19 @@ def until(true: Callable[[], Any], what: Callable[[], Any]) -> None:
     raise AssertionError(f"not within {WAIT_S} s: {what()}")
 
 
+# Of tools the names alone, since every byte is a token.
+TOOLS_TEMPLATE = "{% for tool in tools or [] %}<|start|>tool: {{ tool.function.name }}<|end|>{% endfor %}"
+
+
 @pytest.fixture(scope="module")
-def whole(tiny_model: Path) -> Iterator[Whole]:
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    folder = tmp_path_factory.mktemp("whole")
+    model = folder / tiny_model.name
+    shutil.copytree(tiny_model, model)
+    template = model / "chat_template.jinja"
+    template.write_text(TOOLS_TEMPLATE + template.read_text())
     threads = torch.get_num_threads()
-    made = Whole(tiny_model)
+    made = Whole(model, folder / "responses")
     try:
         until(lambda: made.links.ready, lambda: "the replica is not connected")
         yield made
