@@ -89,6 +89,14 @@ _TOOLS = (
         calls=(JsonCall(other_keys=("type", "id"), needs_arguments=True, separators=(";",)),),
         bare="{",
     ),
+    ToolsFormat(
+        "granite",
+        begin="<|tool_call|>",
+        calls=(
+            JsonCall(list_begin="[", list_end="]", separators=(",",)),
+            JsonCall(begin="<tool_call>", list_begin="[", list_end="]", separators=(",",), bare=True),  # version 3.1
+        ),
+    ),
     ToolsFormat("pythonic", calls=(PythonicCall(),), bare="["),
     ToolsFormat("llama4_pythonic", begin="<|python_start|>", end="<|python_end|>", calls=(PythonicCall(),), bare="["),
     ToolsFormat(
@@ -194,6 +202,7 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<function=", "<parameter="), "qwen3_coder"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_start|>",), "llama4_pythonic"),
+    (("<|tool_call|>", "<|start_of_role|>"), "granite"),
     (("<tool_call>",), "hermes"),
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),

@@ -35,6 +35,8 @@ class JsonCall:
     | `name_keys`, `argument_keys` | the keys |
     | `other_keys` | further keys that may be there; None for any. Their values are left out |
     | `needs_arguments` | without the arguments' key, the object is no call, but text |
+    | `begin` | a marker that may stand before the call, or before the first of several |
+    | `bare` | calls of known tools count outside a section too, after `begin` |
     | `list_begin`, `list_end` | what may surround several calls |
     | `separators` | what may stand between calls, besides white space |
     """
@@ -48,10 +50,11 @@ class JsonCall:
     separators: tuple[str, ...] = ()
     begin: str = ""
     end: str = ""
+    bare: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return ()
+        return (self.begin,) if self.begin else ()
 
     def allows(self, key: str) -> bool:
         """Whether a key other than those of the name and the arguments may be there."""

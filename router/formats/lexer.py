@@ -136,7 +136,7 @@ class Lexer:
         if self._in_section:
             marks.append(tools.end)
         for call in tools.calls:
-            if self._in_section or not tools.begin or (isinstance(call, TaggedCall) and call.bare):
+            if self._in_section or not tools.begin or (isinstance(call, TaggedCall | JsonCall) and call.bare):
                 marks.append(call.begin)
         marks.append(tools.bare)
         return tuple(dict.fromkeys(filter(None, marks)))
