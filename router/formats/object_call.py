@@ -20,7 +20,7 @@ def read_object(reader: AnswerReader, syntax: JsonCall, ends: tuple[str, ...], k
 
 
 class _ObjectCall:
-    """One call while its members are read.
+    """A call while its members are read.
 
     | attribute | meaning |
     | --- | --- |
