@@ -32,6 +32,7 @@ TEMPLATES = {
     "DeepSeek-V3.1": (f"<{BAR}tool▁calls▁begin{BAR}> </think>", "deepseek_v31", "<think>"),
     "DeepSeek-V3.2": (f"<{BAR}DSML{BAR}function_calls> <think>", "deepseek_v32", "<think>"),
     "GLM-4.5": ("{% if tools %}<tool_call>{name}<arg_key>{key}</arg_key> <think>", "glm45", "<think>"),
+    "Kimi-K3": ("{{ '<|open|>' ~ name ~ '<|sep|>' }}{{ '<|close|>' }}", "kimi_k3", "<|open|>think<|sep|>"),
     "Kimi-K2": ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
     "MiniMax-M2": ("{%- set begin = '<minimax:tool_call>' %}<invoke name= <think>", "minimax_m2", "<think>"),
     "no tools": ("{% for message in messages %}<|im_start|>{{ message.content }}", "hermes", None),
