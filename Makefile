@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: serve test quick env lint types check-docs unit helm-test lock clean
+.PHONY: serve test quick fuzz env lint types check-docs unit helm-test lock clean
 
 serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 	@exec $(BIN)/shoal serve $(ARGS)
@@ -13,6 +13,9 @@ test: env lint types check-docs unit  ## everything that CI runs
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
 	$(BIN)/pytest -m "not ray and not slow and not gpu"
+
+fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, and more
+	SHOAL_FUZZ=1000 $(BIN)/pytest tests/server/test_fuzz.py
 
 env: $(STAMP)
 

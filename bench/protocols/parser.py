@@ -92,8 +92,10 @@ def _call(tools: ToolsFormat, text: str) -> str:
             before, after = (f"{form.fence[0]}\n", f"\n{form.fence[1]}") if form.fence[0] else ("", "")
             return f"{form.begin}{form.prefix}write_file{form.name_ends[0]}{before}{_json(text)}{after}{form.end}"
         case TaggedCall():
-            quote = '"' if form.begin.endswith("name=") else ""
-            said = ' string="true"' if "is_string" in form.key.groupindex else ""
+            quote = '"' if form.begin.endswith(("name=", "tool=")) else ""
+            said = ""
+            if "kind" in form.key.groupindex:
+                said = ' type="string"' if "type=" in form.key.pattern else ' string="true"'
             return (
                 f"{form.begin}{quote}write_file{quote}{form.name_end}\n{form.key_begin}{quote}text{quote}{said}"
                 f"{form.key_end}{form.value_begin}{text}{form.value_end}\n{form.end}"

@@ -8,10 +8,11 @@ import json
 import re
 
 from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, TaggedCall, ToolsFormat
+from router.formats.object_call import read_object
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.tagged_call import read_tagged
-from router.formats.typed_values import as_object, literal, plain
+from router.formats.typed_values import literal, plain
 
 _NAME = re.compile(r"[\w.:/-]*")
 _PYTHON_NAME = re.compile(r"[\w.]*")
@@ -26,7 +27,7 @@ _LONGEST_NAME = 256
 def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, known_only: bool) -> Reading[bool]:
     """Reads a call in one of the forms of `tools`. `known_only`: others than those of known tools are none."""
     if isinstance(syntax, JsonCall):
-        return (yield from _read_json(reader, syntax, _ends(reader, tools, syntax), known_only))
+        return (yield from read_object(reader, syntax, _ends(reader, tools, syntax), known_only))
     if isinstance(syntax, NamedCall):
         return (yield from _read_named(reader, syntax, _ends(reader, tools, syntax)))
     if isinstance(syntax, TaggedCall):
@@ -38,86 +39,6 @@ def _ends(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax) -> tuple
     """Marks where a call ends that does not end itself: its end, the section's, and a token that begins another."""
     begins = tuple(mark for mark in (tools.begin, syntax.begin) if mark in reader.format.bound_markers)
     return tuple(mark for mark in dict.fromkeys((syntax.end, tools.end, *begins)) if mark)
-
-
-# ---------------------------------------------------------------- an object with the name and the arguments
-
-
-def _read_json(reader: AnswerReader, syntax: JsonCall, ends: tuple[str, ...], known_only: bool) -> Reading[bool]:
-    source = reader.source
-    if (yield from source.accept(syntax.list_begin)):
-        yield from source.space()
-    if not (yield from source.accept("{")):
-        return False
-    name, early = "", ""  # `early`: arguments that stand before the name
-    has_begun = has_ended = False
-    while True:
-        yield from source.space()
-        key = yield from reader.read_string()
-        if key is None:
-            break
-        yield from source.space()
-        if not (yield from source.accept(":")):
-            break
-        yield from source.space()
-        if key in syntax.name_keys and not name:
-            name = (yield from reader.read_string()) or ""
-            if not name or (known_only and name not in reader.tools):
-                return False
-            if early:
-                reader.begin(name)
-                reader.arguments(as_object(early))
-                reader.end()
-                has_begun = has_ended = True
-            elif not syntax.needs_arguments:
-                reader.begin(name)
-                has_begun = True
-            if has_begun:
-                source.keep()
-        elif key in syntax.argument_keys and not has_ended and not early:
-            if not name:
-                parts: list[str] = []
-                if not (yield from reader.read_value(parts.append, ends)):
-                    return False
-                early = "".join(parts)
-            else:
-                if not has_begun:
-                    reader.begin(name)
-                source.release()
-                if not (yield from reader.read_arguments(ends)):
-                    return True
-                has_begun = has_ended = True
-                source.keep()
-        elif not syntax.allows(key) or not (yield from reader.read_value(_leave_out, ends)):
-            break
-        yield from source.space()
-        if not (yield from source.accept(",")):
-            break
-    if (yield from source.accept("}")):
-        if not name or (not has_begun and syntax.needs_arguments):
-            return False
-        if not has_ended:
-            source.release()
-            reader.arguments("{}")
-            reader.end()
-    elif not has_begun:
-        return False
-    elif not has_ended and not source.ended:
-        assert source.kept is not None
-        source.go_to(source.kept)
-        source.release()
-        yield from reader.read_raw(ends)
-    elif has_ended:
-        assert source.kept is not None
-        source.go_to(source.kept)
-    else:
-        source.at = len(source.text)
-    source.release()
-    return True
-
-
-def _leave_out(text: str) -> None:
-    pass
 
 
 # ---------------------------------------------------------------- the name, then the arguments

@@ -36,7 +36,7 @@ def _dsml(name: str, section: str) -> ToolsFormat:
                 name=re.compile(r'\s*"(?P<name>[^"<>]+)"\s*'),
                 name_end=">",
                 key_begin=f"<{_DSML}parameter name=",
-                key=re.compile(r'\s*"(?P<key>[^"]+)"(?:\s+string="(?P<is_string>true|false)")?\s*'),
+                key=re.compile(r'\s*"(?P<key>[^"]+)"(?:\s+string="(?P<kind>true|false)")?\s*'),
                 key_end=">",
                 value_end=f"</{_DSML}parameter>",
                 end=f"</{_DSML}invoke>",
@@ -88,6 +88,14 @@ _TOOLS = (
         begin="<|python_tag|>",
         calls=(JsonCall(other_keys=("type", "id"), needs_arguments=True, separators=(";",)),),
         bare="{",
+    ),
+    ToolsFormat(
+        "granite",
+        begin="<|tool_call|>",
+        calls=(
+            JsonCall(list_begin="[", list_end="]", separators=(",",)),
+            JsonCall(begin="<tool_call>", list_begin="[", list_end="]", separators=(",",), bare=True),  # version 3.1
+        ),
     ),
     ToolsFormat("pythonic", calls=(PythonicCall(),), bare="["),
     ToolsFormat("llama4_pythonic", begin="<|python_start|>", end="<|python_end|>", calls=(PythonicCall(),), bare="["),
@@ -152,6 +160,25 @@ _TOOLS = (
         ids="counted",
     ),
     ToolsFormat(
+        "kimi_k3",
+        begin="<|open|>tools<|sep|>",
+        end="<|close|>tools<|sep|>",
+        calls=(
+            TaggedCall(
+                begin="<|open|>call tool=",
+                name=re.compile(r'\s*"(?P<name>[^"<>]+)"(?:\s+index="[0-9]+")?\s*'),
+                name_end="<|sep|>",
+                key_begin="<|open|>argument key=",
+                key=re.compile(r'\s*"(?P<key>[^"]+)"(?:\s+type="(?P<kind>\w+)")?\s*'),
+                key_end="<|sep|>",
+                value_end="<|close|>argument<|sep|>",
+                end="<|close|>call<|sep|>",
+            ),
+        ),
+        pieces=("<|open|>", "<|close|>", "<|sep|>"),
+        thinking="kimi_k3",
+    ),
+    ToolsFormat(
         "minimax_m2",
         begin="<minimax:tool_call>",
         end="</minimax:tool_call>",
@@ -177,6 +204,12 @@ _THINKING = (
     ThinkingFormat("granite", "<|start_of_thinking|>", "<|end_of_thinking|>"),
     ThinkingFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ThinkingFormat("kimi", "◁think▷", "◁/think▷"),
+    ThinkingFormat(
+        "kimi_k3",
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        around=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
 )
 TOOLS: Mapping[str, ToolsFormat] = {format.name: format for format in _TOOLS}
 THINKING: Mapping[str, ThinkingFormat] = {format.name: format for format in _THINKING}
@@ -189,11 +222,13 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     ((_DEEPSEEK_BEGIN, "```json"), "deepseek_v3"),
     ((_DEEPSEEK_BEGIN,), "deepseek_v31"),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<|open|>", "<|close|>", "<|sep|>"), "kimi_k3"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<tool_call>", "<arg_key>"), "glm45"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_start|>",), "llama4_pythonic"),
+    (("<|tool_call|>", "<|start_of_role|>"), "granite"),
     (("<tool_call>",), "hermes"),
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),
@@ -202,7 +237,7 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 _CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no template
     "mistral": "mistral", "mistral3": "mistral", "mixtral": "mistral", "deepseek_v32": "deepseek_v32",
-    "deepseek_v4": "deepseek_v4", "kimi_k2": "kimi_k2", "minimax_m2": "minimax_m2",
+    "deepseek_v4": "deepseek_v4", "kimi_k2": "kimi_k2", "kimi_k3": "kimi_k3", "minimax_m2": "minimax_m2",
 }  # fmt: skip
 
 
@@ -221,7 +256,9 @@ def choose(
     if (tool_call_parser, reasoning_parser) == ("auto", "auto"):
         return found
     tools = found.tools if tool_call_parser == "auto" else TOOLS.get(tool_call_parser)
-    thinking = found.thinking if reasoning_parser == "auto" else THINKING.get(reasoning_parser)
+    thinking = THINKING.get(reasoning_parser)
+    if reasoning_parser == "auto":
+        thinking = _thinking_with(tools) or found.thinking
     for name, known in ((tool_call_parser, TOOLS), (reasoning_parser, THINKING)):
         if name not in ("auto", "none") and name not in known:
             raise KeyError(name)
@@ -229,13 +266,12 @@ def choose(
 
 
 def named(tools: str | None, thinking: str | None) -> OutputFormat:
-    """The format with these names, None for none. `openai` is harmony, which is both. Raises KeyError for an unknown
-    name."""
+    """The format with these names, None for none, but for the thinking that belongs to the tools' format. `openai` is
+    harmony, which is both. Raises KeyError for an unknown name."""
     if HARMONY in (tools, thinking):
         return OutputFormat(channels=Channels())
-    return OutputFormat(
-        tools=None if tools is None else TOOLS[tools], thinking=None if thinking is None else THINKING[thinking]
-    )
+    form = None if tools is None else TOOLS[tools]
+    return OutputFormat(tools=form, thinking=_thinking_with(form) if thinking is None else THINKING[thinking])
 
 
 def detect(
@@ -259,10 +295,16 @@ def detect(
         return OutputFormat(channels=channels).bound(token_of)
     found = next((name for texts, name in _TEMPLATE_TELLS if all(text in source for text in texts)), None)
     tools = TOOLS[found or _CONFIG_TELLS.get(model_type, "hermes")]
-    thinking = next((each for each in _THINKING if each.begin in source or each.end in source), None)
+    thinking = _thinking_with(tools)
+    if thinking is None:
+        thinking = next((each for each in _THINKING if each.begin in source or each.end in source), None)
     if thinking is None:
         in_vocabulary = (
             each for each in _THINKING if token_of(each.begin) is not None and token_of(each.end) is not None
         )
         thinking = next(in_vocabulary, None)
     return OutputFormat(tools=tools, thinking=thinking).bound(token_of)
+
+
+def _thinking_with(tools: ToolsFormat | None) -> ThinkingFormat | None:
+    return None if tools is None or not tools.thinking else THINKING[tools.thinking]

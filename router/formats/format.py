@@ -15,15 +15,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """Thinking between two markers. `name`: as in vLLM's `--reasoning-parser`."""
+    """Thinking between two markers. `name`: as in vLLM's `--reasoning-parser`. `around`: markers around the text of the
+    answer, which are left out."""
 
     name: str
     begin: str = "<think>"
     end: str = "</think>"
+    around: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.begin, self.end)
+        return (self.begin, self.end, *self.around)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class JsonCall:
     | `name_keys`, `argument_keys` | the keys |
     | `other_keys` | further keys that may be there; None for any. Their values are left out |
     | `needs_arguments` | without the arguments' key, the object is no call, but text |
+    | `begin` | a marker that may stand before the call, or before the first of several |
+    | `bare` | calls of known tools count outside a section too, after `begin` |
     | `list_begin`, `list_end` | what may surround several calls |
     | `separators` | what may stand between calls, besides white space |
     """
@@ -48,10 +52,11 @@ class JsonCall:
     separators: tuple[str, ...] = ()
     begin: str = ""
     end: str = ""
+    bare: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return ()
+        return (self.begin,) if self.begin else ()
 
     def allows(self, key: str) -> bool:
         """Whether a key other than those of the name and the arguments may be there."""
@@ -102,11 +107,13 @@ class TaggedCall:
     | `name` | a pattern of what stands up to the end of the name, with the group `name` |
     | `name_end` | ends the name; if empty, a line's end, the first argument or the call's end does |
     | `key_begin`, `key_end` | what surrounds a key |
-    | `key` | a pattern of what stands there, with the group `key`, and perhaps `is_string`: "true" or "false" |
+    | `key` | a pattern of what stands there, with the group `key`, and perhaps `kind` |
     | `value_begin` | stands between `key_end` and the value; nothing if empty |
     | `value_end` | ends a value |
     | `trims` | a line's end at the start and the end of a value is not part of it |
     | `bare` | calls of known tools count outside a section too |
+
+    The group `kind` is "true" or "string" where the model says that the value is a string; otherwise the value is JSON.
     """
 
     begin: str
@@ -182,6 +189,7 @@ class ToolsFormat:
     | `bare` | the first character of calls without markers |
     | `ids` | how ids of calls look: `random`, `nine` letters and digits, `counted` with the tool's name |
     | `pieces` | tokens with which markers are spelled, and which must therefore stay in the text |
+    | `thinking` | name of the thinking that all models of this format have; empty if their templates tell |
     | `instruction` | describes tools in a system message; `{tools}` stands for one JSON object per line |
     | `result` | puts a tool's result into a user message; `{name}` and `{text}` stand for its parts |
     """
@@ -193,6 +201,7 @@ class ToolsFormat:
     bare: str = ""
     ids: Literal["random", "nine", "counted"] = "random"
     pieces: tuple[str, ...] = ()
+    thinking: str = ""
     instruction: str = ""
     result: str = ""
 

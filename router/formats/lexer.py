@@ -130,19 +130,19 @@ class Lexer:
     def _markers(self) -> tuple[str, ...]:
         """Markers that end the text here."""
         tools, thinking = self._tools, self._thinking
-        marks = [tools.begin]
+        marks = [tools.begin, *(thinking.around if thinking is not None else ())]
         if thinking is not None and (self._is_first or thinking.begin in self._reader.format.bound_markers):
             marks.append(thinking.begin)
         if self._in_section:
             marks.append(tools.end)
         for call in tools.calls:
-            if self._in_section or not tools.begin or (isinstance(call, TaggedCall) and call.bare):
+            if self._in_section or not tools.begin or (isinstance(call, TaggedCall | JsonCall) and call.bare):
                 marks.append(call.begin)
         marks.append(tools.bare)
         return tuple(dict.fromkeys(filter(None, marks)))
 
     def _special(self, marker: str, may_be_bare: bool) -> Reading[bool]:
-        """Reads what begins with a marker; empty for none. Returns whether it was thinking, calls or a section's end.
+        """Reads what begins with a marker; empty for none. Returns whether it was thinking, calls or mere markup.
         If not, the source is where it was. Somewhere before that, the text is kept. `may_be_bare`: here, a call without
         markers may be of any tool."""
         source, tools, thinking = self._source, self._tools, self._thinking
@@ -152,6 +152,10 @@ class Lexer:
             source.release()
             self._reader.open_thinking(None if before is None else before + 1)
             yield from self._think(thinking)
+            return True
+        if thinking is not None and marker in thinking.around:
+            source.at += len(marker)
+            source.release()
             return True
         if self._in_section and marker == tools.end:
             source.at += len(marker)

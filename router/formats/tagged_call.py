@@ -122,11 +122,12 @@ class _Arguments:
             yield from source.space()
             if not (yield from source.accept(syntax.value_begin)):
                 return None
-        said = match.groupdict().get("is_string")
+        kind = match.groupdict().get("kind")
         types = value_types(self._schema, match["key"])
-        if said == "true" and "string" in types:
+        is_string = kind in ("true", "string")
+        if is_string and "string" in types:
             types = _STRING
-        return match["key"], types, said == "false"
+        return match["key"], types, kind is not None and not is_string
 
     def _value(self, key: str, types: frozenset[str], is_json: bool) -> Reading[bool]:
         """Passes a value on. Returns False if the text ended before it did."""

@@ -80,8 +80,6 @@ def messages_conversation(request: CountTokensRequest) -> Conversation:
 def generation_request(request: MessagesRequest) -> GenerationRequest:
     """The sampling of a request, and the form of its text. Raises ApiError."""
     schema = _output_schema(request)
-    if schema is not None and isinstance(request.tool_choice, ChooseAny | ChooseTool):
-        raise invalid("'tool_choice' asks for a call, and 'output_config.format' for a text: send one.", "tool_choice")
     if schema is not None and isinstance(request.messages[-1], AssistantTurn):
         raise invalid("An answer of a given form cannot be begun: end 'messages' with the user's.", "messages")
     return GenerationRequest(

@@ -5,12 +5,19 @@ from a `random.Random`, so that a number brings the same request back.
 import copy
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from router.protocols.messages_types import CountTokensRequest, MessagesRequest
+from router.protocols.responses_types import ResponsesRequest
+from router.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, RerankRequest, ScoreRequest
 
 MODEL = "tiny-llama"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
 TEXTS = ["a", "Hello there!", "naïve café 🦊", "\x00\x7f", "日本", " \n\t", "<|end|>", "{}", '"', "the " * 6]
 SCHEMA = {
     "type": "object",
@@ -129,6 +136,24 @@ BAD_SCHEMAS: list[Any] = [
     {"type": "array", "minItems": 10**9},
     {"x-y": 1},
 ]
+SCHEMA_FIELDS: dict[str, list[Callable[[Any], dict[str, Any]]]] = {  # where a schema stands, by endpoint
+    path: [
+        lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        lambda schema: {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+        },
+    ]
+    for path in (CHAT, COMPLETIONS)
+} | {
+    RESPONSES: [
+        lambda schema: {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+        lambda schema: {"tools": [{"type": "function", "name": "f", "parameters": schema}], "tool_choice": "required"},
+    ],
+    MESSAGES: [
+        lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        lambda schema: {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}},
+    ],
+}
 FIELDS = """
 model messages prompt max_tokens max_completion_tokens n temperature top_p top_k min_p presence_penalty
 frequency_penalty repetition_penalty logit_bias seed stop stop_token_ids tools min_tokens ignore_eos
@@ -136,8 +161,25 @@ skip_special_tokens priority user response_format regex choice ebnf stream strea
 top_logprobs echo best_of suffix audio store metadata tool_choice functions modalities service_tier
 reasoning_effort chat_template_kwargs prompt_cache_key Model __class__ structured_outputs guided_json guided_regex
 guided_choice guided_grammar include_stop_str_in_output length_penalty program choices unconditional
+parallel_tool_calls thinking_token_budget
+input instructions previous_response_id background include text reasoning truncation max_output_tokens
+system thinking output_config output_format stop_sequences cache_control query documents top_n return_documents
+text_1 text_2 queries dimensions encoding_format instruction
 """.split()
 FIELDS += ["", "\ud800"]
+KNOWN: dict[str, list[str]] = {
+    path: list(fields.__struct_fields__)
+    for path, fields in {
+        CHAT: ChatRequest,
+        COMPLETIONS: CompletionRequest,
+        RESPONSES: ResponsesRequest,
+        MESSAGES: MessagesRequest,
+        COUNT_TOKENS: CountTokensRequest,
+        EMBEDDINGS: EmbeddingsRequest,
+        RERANK: RerankRequest,
+        SCORE: ScoreRequest,
+    }.items()
+}
 CONTENT_TYPES = [
     None,
     "application/json",
@@ -155,6 +197,7 @@ PATHS = [
 /v1/chat /v1/choices /v1/programs/x
 /v1/embeddings /v1/rerank /rerank /v1/score /tokenize /detokenize
 /tokenizer_info /health /ping /version /ready /metrics /docs /openapi.json
+/v1/messages /v1/messages/count_tokens /v1/messages/x
 /v1/responses /v1/responses/x /v1/responses/x/input_items /v1/responses/%00/cancel
 /v1/models?x=%ff
 /%ff /favicon.ico /v1/models
@@ -186,11 +229,26 @@ def encoded(value: Any) -> bytes:
 
 
 def valid(random: random.Random) -> tuple[str, dict[str, Any]]:
-    """A path and a body that gets status 200. Its text is the same every time: it is greedy or has a seed."""
+    """A path and a body of a chat or a completion, both without tools, that gets status 200."""
     chat = random.random() < 0.4
-    body: dict[str, Any] = {"model": MODEL}
+    return (CHAT, valid_chat(random)) if chat else (COMPLETIONS, valid_completion(random))
+
+
+def valid_chat(random: random.Random) -> dict[str, Any]:
+    """A chat that gets status 200. Its text is the same every time: it is greedy or has a seed."""
     limit = random.randint(1, 12)
-    body |= _chat(random, limit) if chat else _completion(random, limit)
+    return _drawn(random, _chat(random, limit), limit)
+
+
+def valid_completion(random: random.Random) -> dict[str, Any]:
+    """A completion, as `valid_chat`."""
+    limit = random.randint(1, 12)
+    return _drawn(random, _completion(random, limit), limit)
+
+
+def _drawn(random: random.Random, fields: dict[str, Any], limit: int) -> dict[str, Any]:
+    """The body with parameters of sampling."""
+    body = {"model": MODEL, **fields}
     for name, value in _optional(random, limit).items():
         if random.random() < 0.25:
             body[name] = value
@@ -198,7 +256,7 @@ def valid(random: random.Random) -> tuple[str, dict[str, Any]]:
         body["seed"] = random.choice([0, 1, -5, 2**63 - 1, -(2**63), random.getrandbits(40)])
     if random.random() < 0.15:
         body |= copy.deepcopy(random.choice(GRAMMARS))
-    return (CHAT if chat else COMPLETIONS), body
+    return body
 
 
 def _optional(random: random.Random, limit: int) -> dict[str, Any]:
@@ -261,20 +319,19 @@ def _completion(random: random.Random, limit: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- damaged
 
 
-def damaged(random: random.Random) -> Sent:
-    """A request with something wrong with it, mostly."""
+def damaged(random: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    """A request with something wrong with it, mostly. `body`: a valid one, which is changed."""
     if random.random() < 0.08:
         return Sent(random.choice(PATHS), random.choice([b"", b"{}", b"\xff"]), random.choice(METHODS))
-    path, body = valid(random)
-    if random.random() < 0.15:
+    if random.random() < 0.15 and path in (CHAT, COMPLETIONS):
         path = random.choice(["/tokenize", "/detokenize"])
         body = {k: v for k, v in body.items() if k in ("model", "prompt", "messages")}
         if path == "/detokenize":
             body = {"model": MODEL, "tokens": [random.randrange(258) for _ in range(9)]}
     for _ in range(random.choice([1, 1, 2, 4])):
-        _damage(random, body)
+        _damage(random, path, body)
     if random.random() < 0.2:
-        body |= random.choice([{"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}])
+        body |= {"stream": True} | random.choice([{}, {"stream_options": {"include_usage": True}}])
     content = encoded(body)
     if random.random() < 0.25:
         content = _bytes(random, content)
@@ -288,18 +345,20 @@ def damaged(random: random.Random) -> Sent:
     return Sent(path, content, headers=headers)
 
 
-def _damage(random: random.Random, body: dict[str, Any]) -> None:
+def _damage(random: random.Random, path: str, body: dict[str, Any]) -> None:
     """Changes one thing."""
     what = random.random()
-    if what < 0.15:
+    if what < 0.15 and path in (CHAT, COMPLETIONS):
         body |= copy.deepcopy(random.choice(BAD_GRAMMARS))
-    elif what < 0.3:
-        schema = copy.deepcopy(random.choice(BAD_SCHEMAS))
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    elif what < 0.3 and path in SCHEMA_FIELDS:
+        body |= copy.deepcopy(random.choice(SCHEMA_FIELDS[path])(random.choice(BAD_SCHEMAS)))
     elif what < 0.4 and body:
         del body[random.choice(list(body))]
-    elif what < 0.65:
-        body[random.choice(FIELDS)] = copy.deepcopy(random.choice(JUNK))
+    elif what < 0.5:
+        body[random.choice(KNOWN.get(path, FIELDS))] = None  # as if it were left out, mostly
+    elif what < 0.7:
+        names = KNOWN.get(path, FIELDS) if random.random() < 0.8 else FIELDS
+        body[random.choice(names)] = copy.deepcopy(random.choice(JUNK))
     else:
         _inside(random, body)
 

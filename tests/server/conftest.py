@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -90,9 +91,12 @@ class Whole:
     """One router and a replica of each model, each in a thread of its own. What is said of a replica is said of the
     first model's. A model is named after its folder."""
 
-    def __init__(self, folder: Path, *others: Path) -> None:
+    def __init__(self, responses: Path, folder: Path, *others: Path) -> None:
+        """`responses`: the folder of stored responses."""
         self.metrics = Metrics()
-        config = RouterConfig(max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1)
+        config = RouterConfig(
+            max_prompts=12, max_body_bytes=1 << 20, max_priority=(1 << 31) - 1, response_store_dir=responses
+        )
         self._models = [Model(each.name, each, self.metrics, config) for each in (folder, *others)]
         first = self._models[0]
         self.replica, self.engine = first.replica, first.replica.engine
@@ -184,16 +188,25 @@ def until(true: Callable[[], Any], what: Callable[[], Any]) -> None:
     raise AssertionError(f"not within {WAIT_S} s: {what()}")
 
 
+# Of tools the names alone, since every byte is a token.
+TOOLS_TEMPLATE = "{% for tool in tools or [] %}<|start|>tool: {{ tool.function.name }}<|end|>{% endfor %}"
+
+
 @pytest.fixture(scope="module")
-def whole(tiny_model: Path) -> Iterator[Whole]:
-    with serving(tiny_model) as made:
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    folder = tmp_path_factory.mktemp("whole")
+    model = folder / tiny_model.name
+    shutil.copytree(tiny_model, model)
+    template = model / "chat_template.jinja"
+    template.write_text(TOOLS_TEMPLATE + template.read_text())
+    with serving(folder / "responses", model) as made:
         yield made
 
 
 @contextlib.contextmanager
-def serving(*folders: Path) -> Iterator[Whole]:
+def serving(responses: Path, *folders: Path) -> Iterator[Whole]:
     threads = torch.get_num_threads()
-    made = Whole(*folders)
+    made = Whole(responses, *folders)
     try:
         until(lambda: all(model.links.ready for model in made._models), lambda: "a replica is not connected")
         yield made

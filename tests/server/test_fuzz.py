@@ -1,7 +1,11 @@
-"""Thousands of generated requests at the whole server: none gets a 5xx, disturbs another or leaves anything behind."""
+"""Thousands of generated requests at the whole server: none gets a 5xx, disturbs another or leaves anything behind.
+
+Each endpoint gets `SHOAL_FUZZ` damaged requests, 200 if that is not set.
+"""
 
 import asyncio
 import json
+import os
 import random
 import re
 import socket
@@ -22,10 +26,12 @@ from schemathesis.generation import GenerationMode
 
 from .bodies import CHAT, COMPLETIONS, MESSAGES, MODEL, RESPONSES, SCHEMA, Sent, damaged, encoded, valid
 from .conftest import WAIT_S, Whole, parse_events, until
+from .endpoint_bodies import ENDPOINTS
 
 pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.slow]
 
-DAMAGED, VALID, PER_OPERATION, BROKEN_OFF = 1000, 250, 25, 60
+DAMAGED = int(os.environ.get("SHOAL_FUZZ", "200"))  # requests at each endpoint
+VALID, VALID_AT_EACH, PER_OPERATION, BROKEN_OFF = 250, 40, 25, 60
 AT_ONCE = 12
 REFUSED = {400, 404, 405, 409, 413, 415}
 ALONE = {"model": MODEL, "prompt": "The same for ever", "max_tokens": 12, "temperature": 0, "logprobs": 3}
@@ -63,13 +69,18 @@ def normal(whole: Whole) -> Any:
         (CHAT, drawn | {"stream": True, "stream_options": {"include_usage": True}}),
         (CHAT, drawn | {"response_format": person}),
     ]
-    told = []
+    told: list[Any] = []
     with httpx.Client(base_url=whole.url, timeout=WAIT_S) as client:
         for path, body in asked:
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             streamed = body.get("stream")
             told.append(joined(parse_events(answer.content)) if streamed else without_ids(answer.json()))
+        for number, (path, make) in enumerate(ENDPOINTS.items()):
+            answer = client.post(
+                path, json=make(random.Random(number)) | ({"store": True} if path == RESPONSES else {})
+            )
+            assert answer.status_code == 200, answer.text
         assert client.get("/ready").status_code == 200
     return told
 
@@ -119,29 +130,49 @@ def check_answer(sent: Sent, answer: httpx.Response) -> None:
     elif answer.status_code >= 400:
         check_error(answer.status_code, answer.content, sent.path)
     elif answer.headers["content-type"].startswith("text/event-stream"):
-        for event in parse_events(answer.content):
-            if "error" in event:
-                check_error(400, json.dumps(event).encode(), sent.path)
+        check_stream(sent.path, answer.content)
     elif answer.headers["content-type"] == "application/json":
         assert json.loads(answer.content)
+
+
+def check_stream(path: str, body: bytes) -> None:
+    """Server-sent events by the route's protocol, which end as they must."""
+    if path not in (MESSAGES, RESPONSES):
+        events = parse_events(body)
+    else:
+        events = [json.loads(block.partition("\ndata: ")[2]) for block in body.decode().split("\n\n") if block]
+        assert events[-1]["type"] in ENDS[path], events[-1]
+    for event in events:
+        error = event.get("error") or (event.get("response") or {}).get("error")
+        assert error is None or error.get("code") not in ("server_error", 500), event
+        if "error" in event and path != RESPONSES:
+            check_error(400, json.dumps(event).encode(), path)
+
+
+ENDS = {
+    MESSAGES: {"message_stop", "error"},
+    RESPONSES: {"response.completed", "response.incomplete", "response.failed", "error"},
+}
 
 
 # ---------------------------------------------------------------- the tests
 
 
-def test_damaged_requests(whole: Whole) -> None:
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_damaged_requests(whole: Whole, path: str) -> None:
     statuses: Counter[int] = Counter()
 
     def one(number: int) -> Callable[[httpx.AsyncClient], Awaitable[None]]:
         async def work(client: httpx.AsyncClient) -> None:
-            sent = damaged(random.Random(number))
+            chance = random.Random(number)
+            sent = damaged(chance, path, ENDPOINTS[path](chance))
             answer = await client.request(sent.method, sent.path, content=sent.content, headers=sent.headers)
             statuses[answer.status_code] += 1
             try:
                 check_answer(sent, answer)
             except Exception as error:
                 error.add_note(
-                    f"damaged(Random({number})): {sent.method} {sent.path} {sent.headers} {sent.content[:2000]!r}"
+                    f"{path}, Random({number}): {sent.method} {sent.path} {sent.headers} {sent.content[:2000]!r}"
                 )
                 raise
             if number % 25 == 0:  # one that is well, among them
@@ -154,8 +185,27 @@ def test_damaged_requests(whole: Whole) -> None:
     texts: set[str] = set()
     all_at_once(whole, map(one, range(DAMAGED)))
     assert len(texts) == 1
-    print(f"damaged: {dict(statuses)}")
-    assert statuses[400] > DAMAGED / 3 and statuses[200] > DAMAGED / 20  # or it tests one side only
+    print(f"damaged, {path}: {dict(statuses)}")
+    assert statuses[400] > DAMAGED / 3 and statuses[200] > DAMAGED / 50  # or it tests one side only
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_valid_requests_at_each_endpoint(whole: Whole, path: str) -> None:
+    """What is damaged elsewhere is taken as it is."""
+
+    def one(number: int) -> Callable[[httpx.AsyncClient], Awaitable[None]]:
+        async def work(client: httpx.AsyncClient) -> None:
+            body = ENDPOINTS[path](random.Random(number))
+            answer = await client.post(path, content=encoded(body))
+            assert answer.status_code == 200, (answer.text, body)
+            if body.get("stream"):
+                check_stream(path, answer.content)
+            else:
+                assert isinstance(answer.json(), dict)
+
+        return work
+
+    all_at_once(whole, map(one, range(VALID_AT_EACH)))
 
 
 def test_valid_requests_streamed_and_not(whole: Whole) -> None:

@@ -29,11 +29,11 @@ def said(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_says_what_it_says_alone(tiny_model: Path, other_tiny_model: Path) -> None:
+def test_each_says_what_it_says_alone(tiny_model: Path, other_tiny_model: Path, tmp_path: Path) -> None:
     expected = {folder.name: said(folder) for folder in (tiny_model, other_tiny_model)}
     one, other = expected.values()
     assert not set(one) & set(other)
-    with serving(tiny_model, other_tiny_model) as whole:
+    with serving(tmp_path / "responses", tiny_model, other_tiny_model) as whole:
         ask_all(whole.url, expected)
         whole.settled()
 

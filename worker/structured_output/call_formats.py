@@ -157,6 +157,14 @@ FORMATS: Mapping[str, CallFormat] = {
         separator=(", ",),
         closing=("]",),
     ),
+    "granite": CallFormat(
+        opening=("<|tool_call|>[",),
+        before=('{"name": "',),
+        between=('", "arguments": ',),
+        after=("}",),
+        separator=(", ",),
+        closing=("]",),
+    ),
     "llama3_json": CallFormat(
         before=('{"name": "',), between=('", "parameters": ',), after=("}",), separator=("; ",), bare=True
     ),
@@ -189,7 +197,7 @@ MARKERS = (
     *("<|start_of_thinking|>", "<|end_of_thinking|>"),
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
-    *("<|python_start|>", "<|python_end|>", _DSML),
+    *("<|python_start|>", "<|python_end|>", "<|tool_call|>", _DSML),
     *(f"<{_BAR}tool▁{name}{_BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),

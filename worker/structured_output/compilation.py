@@ -111,7 +111,7 @@ class Compilation:
             matcher.fill_next_token_bitmask(bitmask, 0, False)
             if time.thread_time() - began > SLOW_FILL_S:
                 raise GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
-            allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
+            allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: self._vocab_size])
             if step == 0 and not len(allowed):
                 raise GrammarError("the grammar allows no token of this model to begin with")
             if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed)), False):

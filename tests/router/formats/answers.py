@@ -261,13 +261,13 @@ class _Tags(_Writer):
         self.expect_call(name, text, call_id)
 
     def tagged(self, form: TaggedCall, name: str, arguments: dict[str, Any]) -> None:
-        quote = '"' if form.begin.endswith("name=") else ""
+        quote = '"' if form.begin.endswith(("name=", "tool=")) else ""
         self.written += [
             self.mark(form.begin),
             quote,
             name,
             quote,
-            form.name_end,
+            self.mark(form.name_end) if len(form.name_end) > 3 else form.name_end,
             self.space() if form.name_end else "\n",
         ]
         texts = []
@@ -281,8 +281,10 @@ class _Tags(_Writer):
                 texts.append(shown)
                 shown = shown if not form.trims else f"\n{shown}\n"
             self.written += [self.mark(form.key_begin), quote, key, quote]
-            if "is_string" in form.key.groupindex:
-                self.written.append(f' string="{str(isinstance(value, str)).lower()}"')
+            if "kind" in form.key.groupindex:
+                kind = "string" if isinstance(value, str) else "object"
+                by_type = "type=" in form.key.pattern
+                self.written.append(f' type="{kind}"' if by_type else f' string="{str(kind == "string").lower()}"')
             end = form.key_end
             self.written += [self.mark(end) if len(end) > 3 else end]
             self.written += [self.space() + self.mark(form.value_begin) if form.value_begin else ""]

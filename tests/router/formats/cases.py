@@ -57,6 +57,19 @@ def minimax(name: str, *pairs: tuple[str, str]) -> str:
     return f'<invoke name="{name}">\n{inside}</invoke>\n'
 
 
+def k3(name: str, *triples: tuple[str, str, str]) -> str:
+    inside = "".join(
+        f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+        for key, kind, value in triples
+    )
+    return f'<|open|>call tool="{name}" index="1"<|sep|>{inside}<|close|>call<|sep|>'
+
+
+def k3_answer(text: str, *calls: str) -> str:
+    tools = f"<|open|>tools<|sep|>{''.join(calls)}<|close|>tools<|sep|>" if calls else ""
+    return f"<|open|>response<|sep|>{text}<|close|>response<|sep|>{tools}<|close|>message<|sep|>"
+
+
 CASES: dict[str, list[Case]] = {
     "hermes": [
         ("no call", "It rains in Oslo.", ["It rains in Oslo."]),
@@ -173,6 +186,36 @@ CASES: dict[str, list[Case]] = {
         ("cut in a string", "[weather(city='Os", [("weather", "{\"city\": 'Os", "open")]),
         ("cut in the name", "[weath", ["[weath"]),
         ("bracket at the end", "Let's try: [", ["Let's try: ["]),
+    ],
+    "granite": [
+        ("no call", "This is a test.", ["This is a test."]),
+        ("one call", '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]', [("weather", WEATHER)]),
+        ("with spaces", '<|tool_call|> [ {"arguments": {"a": 1}, "name": "f"} ]\n', [("f", {"a": 1})]),
+        ("marker of 3.1", '<tool_call>[{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "f"}]', [("weather", {"city": "Oslo"}), ("f", "{}")]),
+        ("marker of 3.1, unknown tool", '<tool_call>[{"name": "f"}]', ['<tool_call>[{"name": "f"}]']),
+        ("two calls", '<|tool_call|>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": [1, {}]}}]', [("f", "{}"), ("g", {"b": [1, {}]})]),
+        ("text around", 'Look:<|tool_call|>[{"name": "f", "arguments": {}}] Done.', ["Look:", ("f", "{}"), " Done."]),
+        ("no list", '<|tool_call|>{"name": "f", "arguments": {}}', [("f", "{}")]),
+        ("no arguments", '<|tool_call|>[{"name": "f"}]', [("f", "{}")]),
+        ("empty list", "<|tool_call|>[]", ["<|tool_call|>[]"]),
+        ("no JSON", "<|tool_call|>[f(a=1)]", ["<|tool_call|>[f(a=1)]"]),
+        ("marker in a string", '<|tool_call|>[{"name": "f", "arguments": {"a": "]}"}}]', [("f", {"a": "]}"})]),
+        ("cut", '<|tool_call|>[{"name": "f", "arguments": {"a": "x', [("f", '{"a": "x', "open")]),
+        ("cut in the name", '<|tool_call|>[{"name": "f', ['<|tool_call|>[{"name": "f']),
+        ("JSON without a marker", '[{"name": "f", "arguments": {}}]', ['[{"name": "f", "arguments": {}}]']),
+    ],
+    "kimi_k3": [
+        ("no call", k3_answer("This is a test."), ["This is a test."]),
+        ("one call", k3_answer("", k3("weather", ("city", "string", "Oslo"), ("days", "number", "3"))), [("weather", WEATHER)]),
+        ("text before", k3_answer("Let me look.", k3("f", ("a", "number", "1"))), ["Let me look.", ("f", {"a": 1})]),
+        ("two calls", k3_answer("", k3("f", ("a", "object", '{"b": [1]}')), k3("g")), [("f", {"a": {"b": [1]}}), ("g", "{}")]),
+        ("a string that looks like a number", k3_answer("", k3("f", ("a", "string", "12"))), [("f", {"a": "12"})]),
+        ("spaces and lines in a string", k3_answer("", k3("f", ("a", "string", " x\n <b>y</b> "))), [("f", {"a": " x\n <b>y</b> "})]),
+        ("no JSON", k3_answer("", k3("f", ("a", "object", "{x"))), [("f", {"a": "{x"})]),
+        ("no index", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>', [("f", "{}")]),
+        ("no response", f"<|open|>tools<|sep|>{k3('now')}<|close|>tools<|sep|><|close|>message<|sep|>", [("now", "{}")]),
+        ("cut", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>x', [("f", '{"a": "x', "open")]),
+        ("cut in a marker of the text", "<|open|>response<|sep|>Hi.<|close|>resp", ["Hi.<|close|>resp"]),
     ],
     "llama4_pythonic": [
         ("markers", "<|python_start|>[weather(city='Oslo')]<|python_end|>", [("weather", {"city": "Oslo"})]),

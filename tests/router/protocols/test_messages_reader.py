@@ -220,14 +220,6 @@ def test_content_that_is_refused(content: list[Any], param: str) -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         (
             {
-                "tools": [TOOL],
-                "tool_choice": {"type": "any"},
-                "output_format": {"type": "json_schema", "schema": {}},
-            },
-            "tool_choice",
-        ),
-        (
-            {
                 "output_config": {"format": {"type": "json_schema", "schema": {}}},
                 "output_format": {"type": "json_schema", "schema": {"type": "object"}},
             },
