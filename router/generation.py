@@ -72,6 +72,7 @@ class Generation:
         self._name = name
         self._answers: list[Answer] = []
         self._cached_tokens = 0
+        self._num_drafted = self._num_accepted = 0
 
     async def stream(self, emit: Emit) -> None:
         """Emits server-sent events: chunks of all choices as they come. Raises ApiError."""
@@ -169,6 +170,8 @@ class Generation:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
+                    self._num_drafted += output.num_drafted
+                    self._num_accepted += output.num_accepted
                     piece = answer.push(_without_tokens(output) if job.discard else output)
                     if piece.finish_reason is not None:
                         ending = piece.finish_reason
@@ -238,6 +241,7 @@ class Generation:
             job.arrived,
             sequence.call,
             produced,
+            job.prediction_ids,
         )
 
     def _usage(self) -> Usage:
@@ -246,6 +250,11 @@ class Generation:
         if self._job.syntax is not None and self._job.syntax.may_think:
             thinking = sum(answer.thinking_tokens for answer in self._answers)
             usage.completion_tokens_details = CompletionTokensDetails(thinking)
+        if self._num_drafted:
+            details = usage.completion_tokens_details or CompletionTokensDetails()
+            details.accepted_prediction_tokens = self._num_accepted
+            details.rejected_prediction_tokens = self._num_drafted - self._num_accepted
+            usage.completion_tokens_details = details
         return usage
 
 

@@ -41,7 +41,16 @@ _STAGE_SECONDS = (
     "Time of a replica's pipeline stages: compute, or the cause of a bubble: communication, host, nothing_to_do, "
     "too_few_micro_batches, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
 )
-_REPORTED = {name for name, _ in (*_COUNTERS.values(), _STAGE_SECONDS)}  # by replicas, to all routers alike
+_DRAFTS = {
+    "drafted": ("shoal_drafted_tokens", "Drafts of tokens that steps verified, by drafter"),
+    "accepted": (
+        "shoal_accepted_tokens",
+        "Drafts that were right: tokens that needed no step of their own, by drafter",
+    ),
+}
+_REPORTED = {
+    name for name, _ in (*_COUNTERS.values(), *_DRAFTS.values(), _STAGE_SECONDS)
+}  # by replicas, to all routers alike
 
 
 class ReplicaTimes:
@@ -205,6 +214,12 @@ class _Loads(Collector):
             counter = CounterMetricFamily(name, text, labels=labels)
             for which, load in loads:
                 counter.add_metric(which, getattr(load, field))
+            yield counter
+        for field, (name, text) in _DRAFTS.items():
+            counter = CounterMetricFamily(name, text, labels=[*labels, "drafter"])
+            for which, load in loads:
+                for drafter, count in getattr(load, field).items():
+                    counter.add_metric([*which, drafter], count)
             yield counter
         counter = CounterMetricFamily(*_STAGE_SECONDS, labels=[*labels, "stage", "spent"])
         for which, load in loads:

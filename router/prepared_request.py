@@ -16,7 +16,7 @@ from router.errors import ApiError, invalid
 from router.formats.format import OutputFormat
 from router.programs import BranchCall, BranchText, Held
 from router.protocols.chat_reader import chat_conversation
-from router.requests import ChatRequest, CompletionRequest, GenerationRequest
+from router.requests import ChatRequest, CompletionRequest, GenerationRequest, Prediction
 from router.sampling import check_token_ids, sampling_params, sequence_seed
 from router.structure import constrained, structure
 from router.tokenizer import PromptTooLong, Tokenizer
@@ -62,6 +62,7 @@ class PreparedRequest:
     | `held` | the branch of a program that the request continues; its text begins the only prompt |
     | `syntax` | how answers are read: thinking, calls; None if they are text and nothing else |
     | `thinking_budget` | most tokens of thinking; None if it has no limit of its own |
+    | `prediction_ids` | tokens of the client's guess at the answer |
     | `arrived` | `perf_counter` when the request came |
     """
 
@@ -84,6 +85,7 @@ class PreparedRequest:
     held: Held | None = None
     syntax: AnswerSyntax | None = None
     thinking_budget: int | None = None
+    prediction_ids: list[int] = field(default_factory=list)
     arrived: float = field(default_factory=perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -106,7 +108,7 @@ def chat_job(
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise invalid("'max_tokens' and 'max_completion_tokens' differ: send one of them.", "max_tokens")
-    return conversation_job(
+    job = conversation_job(
         chat_conversation(request),
         request,
         format,
@@ -121,6 +123,21 @@ def chat_job(
         names_tier=request.service_tier is not None,
         call=call,
     )
+    if request.prediction is None:
+        return job
+    return replace(job, prediction_ids=_prediction_ids(request.prediction, tokenizer, context_length))
+
+
+def _prediction_ids(prediction: Prediction, tokenizer: Tokenizer, context_length: int) -> list[int]:
+    """The tokens of a client's guess, as many as the context has room for. Raises ApiError for a text that is far
+    longer."""
+    content = prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    try:
+        return tokenizer.encode_continuation(text, context_length)[:context_length]
+    except PromptTooLong:
+        message = f"'prediction' is far longer than the context of {context_length} tokens."
+        raise invalid(message, "prediction", "context_length_exceeded") from None
 
 
 def conversation_job(

@@ -121,6 +121,8 @@ def _merged(first: Output, second: Output) -> Output:
         finish_reason=second.finish_reason,
         stop_token_id=second.stop_token_id,
         failure=second.failure,
+        num_drafted=first.num_drafted + second.num_drafted,
+        num_accepted=first.num_accepted + second.num_accepted,
     )
 
 

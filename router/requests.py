@@ -211,6 +211,13 @@ class TextPart(Body, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class Prediction(Body, frozen=True):
+    """A client's guess at the answer."""
+
+    type: Literal["content"]
+    content: Annotated[str, Meta(min_length=1)] | Annotated[list[TextPart], Meta(min_length=1)]
+
+
 class RefusalPart(Body, frozen=True, tag_field="type", tag="refusal"):
     """A part of an assistant's message with which it refused."""
 
@@ -361,7 +368,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
     moderation: Neutral = None
     parallel_tool_calls: Annotated[Flag, Meta(description="an answer may have more than one call; true")] = None
-    prediction: Neutral = None
+    prediction: Annotated[
+        Prediction | None,
+        Meta(
+            description="a text that the answer is likely to repeat, as when a file is edited; the answer comes faster"
+        ),
+    ] = None
     prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
     prompt_cache_options: Neutral = None
     prompt_cache_retention: Neutral = None

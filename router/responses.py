@@ -21,14 +21,23 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """`reasoning_tokens`: those with which the model thought before its answer."""
+    """Some numbers of output tokens.
 
-    reasoning_tokens: int
+    | field | meaning |
+    | --- | --- |
+    | `reasoning_tokens` | those with which the model thought before its answer |
+    | `accepted_prediction_tokens` | drafts that were right: tokens that needed no step of their own |
+    | `rejected_prediction_tokens` | drafts that were wrong: they are in no answer, and not counted in it |
+    """
+
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct):
     """Numbers of tokens: of the prompts, each counted once, and of all choices. The details of completions are there
-    for models that think."""
+    for models that think, and where drafts were verified."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -147,10 +147,11 @@ class Service:
         arrived: float,
         call: BranchCall | None = None,
         output_ids: Sequence[int] = (),
+        prediction_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
-        its output already, which are not yielded. Raises ApiError.
+        its output already, which are not yielded. `prediction_ids`: the client's guess at the output. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
@@ -167,6 +168,7 @@ class Service:
                 prompt_ids=prompt_ids,
                 sampling=sampling,
                 output_ids=list(produced),
+                prediction_ids=list(prediction_ids),
                 resumed=resumed,
                 priority=priority,
                 head_start_s=head_start_s,

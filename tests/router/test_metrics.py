@@ -64,6 +64,8 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
             cached_tokens=70,
             prompt_tokens=80,
             output_tokens=90,
+            drafted={"suffix": 9, "grammar": 4},
+            accepted={"suffix": 5},
             stage_seconds=[{"compute": 7.5}, {"compute": 7.5, "host": 0.5}],
         )
     )
@@ -83,6 +85,9 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
     }
     assert {name: got[name, (("model", "tiny"), ("replica", "r1"))] for name in expected} == expected
     assert got["shoal_running_requests", (("model", "tiny"), ("replica", "r0"))] == 0
+    r1 = (("model", "tiny"), ("replica", "r1"))
+    assert got["shoal_drafted_tokens_total", (("drafter", "suffix"), *r1)] == 9
+    assert got["shoal_accepted_tokens_total", (("drafter", "suffix"), *r1)] == 5
     spent = {labels[2:]: value for (name, labels), value in got.items() if name == "shoal_stage_seconds_total"}
     assert spent == {
         (("spent", "compute"), ("stage", "0")): 7.5,
