@@ -264,3 +264,26 @@ def test_a_key_file_without_keys_does_not_open_the_server(
     (tmp_path / "keys").write_text(content)
     with pytest.raises(ValueError, match="no key"):
         make_stack(config=RouterConfig(api_key_file=tmp_path / "keys"))
+
+
+def test_a_prediction_goes_to_the_replica_and_drafts_are_in_the_usage(
+    make_stack: Callable[..., Any], make_replica: Callable[..., Any], tokenizer: Tokenizer
+) -> None:
+    fake = make_replica()
+
+    def reply(request: Generate) -> Output:
+        token_ids = tokenizer.encode("a b c")
+        return Output(
+            request_id=request.request_id, token_ids=token_ids, finish_reason="stop", num_drafted=5, num_accepted=2
+        )
+
+    fake.reply = reply
+    stack = make_stack(fake)
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    answer = stack.client.chat.completions.create(
+        model="tiny", messages=HELLO, prediction={"type": "content", "content": parts}
+    )
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 3)
+    (request,) = fake.requests()
+    assert request.prediction_ids == tokenizer.encode_continuation("one two")
