@@ -76,8 +76,9 @@ class WorkerConfig(BaseModel):
     )
     speculation: Literal["auto", "off"] = Field(
         "off",
-        description="auto verifies drafts of the next tokens (what the text or recent outputs repeat) where that "
-        "gives more tokens a second, as predicted by the costs of steps; no output changes by it",
+        description="auto verifies drafts of the next tokens (what the grammar forces, what the text or recent "
+        "outputs repeat, what the client predicts) where that gives more tokens a second, as predicted by the costs of "
+        "steps; no output changes by it",
     )
     num_speculative_tokens: int = Field(
         32, ge=1, description="most drafts of one sequence in a step; fewer are taken where fewer pay"

@@ -3,14 +3,23 @@
 Read `speculative_decoding.py` first, then `drafter.py`.
 """
 
+from contextlib import suppress
+from pathlib import Path
+
 from worker.drafts.drafter import Drafter, Proposal
 from worker.drafts.speculative_decoding import SpeculativeDecoding
+from worker.structured_output import GrammarError
 
 __all__ = ["Drafter", "Proposal", "SpeculativeDecoding", "make_drafters"]
 
 
-def make_drafters() -> list[Drafter]:
-    """All drafters."""
+def make_drafters(model_dir: Path, vocab_size: int) -> list[Drafter]:
+    """All drafters for a model: its grammars' one if it has a tokenizer."""
+    from worker.drafts.canonical import CanonicalTokenizer
+    from worker.drafts.grammar import GrammarDrafter
     from worker.drafts.suffix import SuffixDrafter
 
-    return [SuffixDrafter()]
+    drafters: list[Drafter] = [SuffixDrafter()]
+    with suppress(GrammarError):
+        drafters.append(GrammarDrafter(CanonicalTokenizer(model_dir, vocab_size)))
+    return drafters

@@ -63,7 +63,7 @@ def load_components(
     costs = CostStore()
     if needs_costs(config):
         costs = CostStore.load(model_dir, config, executor.device, cost_folder)
-    drafters = make_drafters() if config.speculates else ()
+    drafters = make_drafters(model_dir, executor.vocab_size) if config.speculates else ()
     return Components(executor, sampler, grammars, costs, drafters)
 
 

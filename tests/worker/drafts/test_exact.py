@@ -1,6 +1,7 @@
 """Drafts change no output, however right or wrong they are: the tokens, log probabilities and reasons of a replica with
 drafts are those of one without."""
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from tests.conftest import make_tiny_llama
 from tests.worker.engine.test_pipeline import pipeline
 from tests.worker.fakes import pages_now
 from worker.config import WorkerConfig
-from worker.drafts import Drafter, Proposal
+from worker.drafts import Drafter, Proposal, make_drafters
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Engine, Finished, load_components
 from worker.messages import Generate, Grammar, Output, SamplingParams
@@ -185,3 +186,29 @@ def test_on_several_ranks(tiny_llama: Path, engine, pp: int, tp: int, overlap: b
     with pipeline(tiny_llama, pp=pp, tp=tp, drafters=[cheater], **changes) as one:
         assert said(one.generate(prompts, each)) == said(plain)
         assert one.load().accepted["cheater"] > 20
+
+
+def test_the_drafters_of_a_replica(engine, tiny_llama: Path) -> None:
+    """What grammars force and texts repeat, with the drafters that a replica has."""
+    vocab_size = 258
+    repeats = replace(GREEDY, logit_bias=dict.fromkeys(range(40, 44), 50.0), max_tokens=60)
+    forced = replace(GREEDY, grammar=Grammar("regex", '\\{"name": "[a-z]{2}", "number": [0-9]{2}, "last": true\\}'))
+    schema = json.dumps({"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]})
+    formed = replace(DRAWN, grammar=Grammar("json_schema", schema), max_tokens=60, ignore_eos=False)
+    each = [replace(forced, max_tokens=60), repeats, formed, DRAWN]
+    plain = engine().generate(PROMPTS[:4], each)
+    one = engine(make_drafters(tiny_llama, vocab_size))
+    predicted = plain[3].token_ids[:12]
+    for i, prompt in enumerate(PROMPTS[:4]):
+        prediction = predicted if i == 3 else []
+        one.add(Generate(request_id=str(i), prompt_ids=prompt, sampling=each[i], prediction_ids=prediction))
+    heard = [list[int]() for _ in each]
+    counts = [[0, 0] for _ in each]
+    for output in outputs(one):
+        heard[int(output.request_id)] += output.token_ids
+        counts[int(output.request_id)][0] += output.num_drafted
+        counts[int(output.request_id)][1] += output.num_accepted
+    assert heard == [each.token_ids for each in plain]
+    accepted = [right for _, right in counts]
+    assert accepted[0] >= 25 and accepted[2] >= 8 and accepted[3] >= 9, counts
+    assert set(one.load().accepted) == {"grammar", "suffix"}
