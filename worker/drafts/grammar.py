@@ -122,7 +122,7 @@ class GrammarDrafter(Drafter):
     def _texts(
         self, following: _Following, most_bytes: int, *, guess: bool = True
     ) -> tuple[list[bytes], tuple[int, int] | None, list[int]]:
-        """What follows: texts, with a token after each of them, the last perhaps without, that alone can come there;
+        """Texts that follow, with a token after each of them, the last perhaps without, that alone can come there;
         the first guess, by its text and its place in it; and these tokens."""
         matcher, texts, only, first_guess, steps = following.state.matcher, [b""], list[int](), None, 0
         try:
