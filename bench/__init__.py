@@ -10,6 +10,7 @@
 | `protocols/` | `parser` | what it costs a router to parse answers with thinking and calls |
 | `programs/` | `against_raw`, `speculation` | programs of the language, against the same by plain calls |
 | `correctness/` | `exactness`, `quality` | whether outputs equal those of transformers, and their quality |
+| | `clients` | what works of the clients that others wrote |
 
 Every benchmark writes `bench/results/NAME.json` through `results.py`. `python -m bench.results` makes `RESULTS.md` from
 these files. `targets.py` holds the target of each figure. Read `load/serve.py` first.

@@ -43,6 +43,10 @@ BENCHES = {
     "host": ("bench.replica.host", "the host's time for a step, without the device's"),
     "exactness": ("bench.correctness.exactness", "whether a replica says what transformers says on the same device"),
     "quality": ("bench.correctness.quality", "how much quality a model loses with bfloat16 and fp8, on text"),
+    "clients": (
+        "bench.correctness.clients.command",
+        "what works of the clients that others wrote: openai, anthropic, langchain and more",
+    ),
     "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
     "parser": ("bench.protocols.parser", "the parser of answers, for each format of tool calls"),

@@ -47,6 +47,7 @@ ALLOWED = {
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
+    "bench.correctness.clients": {"bench:", "shoal"},
     "bench.programs": {"bench:", "bench.load", "bench.replica", "shoal", "cluster"},
     "bench.pipeline": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline", "radix"},
 }  # fmt: skip

@@ -1,0 +1,75 @@
+"""Features of a client package, each a function that uses one feature on a server and raises if anything is wrong."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The server that a client is pointed at.
+
+    | field | meaning |
+    | --- | --- |
+    | `url` | of the server, without `/v1` |
+    | `model` | the model's name there |
+    | `folder` | of the model's files on this machine, for clients that count tokens or compute log-likelihoods themselves; None if there is none |
+    """  # noqa: E501
+
+    url: str
+    model: str
+    folder: Path | None = None
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+
+Check = Callable[[ServedModel], None]
+
+
+@dataclass(frozen=True)
+class CheckedFeature:
+    """The result of one check. `error`: the exception's type and text; None if the feature works."""
+
+    feature: str
+    error: str | None
+    seconds: float
+
+
+class Checks:
+    """The checks of one client, by feature.
+
+        checks = Checks("openai==3.54.0")
+
+        @checks("chat")
+        def chat(at: ServedModel) -> None: ...
+
+    `requirements`: what pip installs for them, the client itself first. `program`: a command that prints the version of
+    a client that pip does not install.
+    """
+
+    def __init__(self, *requirements: str, program: Sequence[str] = ()) -> None:
+        self.requirements, self.program = requirements, program
+        self.features: dict[str, Check] = {}
+
+    def __call__(self, feature: str) -> Callable[[Check], Check]:
+        def add(check: Check) -> Check:
+            if feature in self.features:
+                raise ValueError(f"two checks are called {feature!r}")
+            self.features[feature] = check
+            return check
+
+        return add
+
+    def run(self, at: ServedModel) -> Iterator[CheckedFeature]:
+        """The outcome of each check, as it ends."""
+        for feature, check in self.features.items():
+            start = time.perf_counter()
+            try:
+                check(at)
+                error = None
+            except Exception as raised:  # a client's exceptions have no common type
+                error = f"{type(raised).__name__}: {raised}"
+            yield CheckedFeature(feature, error, time.perf_counter() - start)

@@ -1,0 +1,189 @@
+"""`shoal bench clients`: what works of which client, as a table and as a result file."""
+
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import results
+from bench.correctness.clients.checks import CheckedFeature
+from bench.results import Figure
+from shoal.help import Parser
+
+ROOT = Path(results.__file__).parents[1]
+MODULES = {
+    "openai": "openai_client",
+    "anthropic": "anthropic_client",
+    "langchain": "langchain_chats",
+    "litellm": "litellm_calls",
+    "instructor": "instructor_models",
+    "pydantic-ai": "pydantic_agents",
+    "llama-index": "llama_index_models",
+    "outlines": "outlines_vllm",
+    "guidellm": "guidellm_runs",
+    "lm-eval": "lm_eval_tasks",
+    "browser": "browser",
+}
+EXAMPLES = """\
+examples:
+  shoal bench clients --client openai,anthropic                    with what is installed here
+  shoal bench clients --environments ~/clients --folder MODEL      all clients, each in an environment of its own
+"""
+
+
+class ClientError(Exception):
+    """A client that cannot be tried. The message says what to do."""
+
+
+@dataclass
+class Tried:
+    """The result of one client: what it needs, the versions that were there, and its outcomes."""
+
+    client: str
+    versions: dict[str, str]
+    outcomes: list[CheckedFeature]
+
+    @property
+    def working(self) -> float:
+        """The share of features that work."""
+        return sum(outcome.error is None for outcome in self.outcomes) / len(self.outcomes)
+
+
+def requirements(client: str) -> tuple[str, ...]:
+    """The packages that a client needs, with their versions: read from its module's text, which need not be importable
+    here."""
+
+    path = Path(__file__).with_name(f"{MODULES[client]}.py")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Checks":
+            return tuple(ast.literal_eval(argument) for argument in node.args)
+    raise AssertionError(f"{path.name} has no checks")
+
+
+def environment(folder: Path, client: str) -> Path:
+    """The Python of a client's environment below `folder`, which is made if it is not there or needs other packages.
+    Raises ClientError with what pip said."""
+    wanted = "\n".join(requirements(client))
+    place = folder / client
+    python, stamp = place / "bin" / "python", place / ".requirements"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    venv.create(place, with_pip=True, clear=True)
+    if wanted:
+        done = subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", *requirements(client)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise ClientError(f"pip cannot install {client}: {done.stdout.strip()[-2000:]}")
+    stamp.write_text(wanted)
+    return python
+
+
+def attempt(client: str, python: Path, url: str, model: str, folder: Path | None) -> Iterator[dict[str, Any]]:
+    """The lines that `one.py` writes in an environment. Raises ClientError if it fails."""
+    command = [str(python), "-m", "bench.correctness.clients.one", MODULES[client], url, model, str(folder or "")]
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            cwd=ROOT,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield json.loads(line)
+        if process.returncode != 0:
+            said.seek(0)
+            raise ClientError(f"{client}: {said.read().strip()[-2000:]}")
+
+
+def first_model(url: str) -> str:
+    """The name of the first model that a server lists. Raises ClientError if there is no server."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+            return json.load(answer)["data"][0]["id"]
+    except (OSError, ValueError, LookupError) as error:
+        raise ClientError(f"{url} lists no model ({error}): is it the URL of a server, without /v1?") from None
+
+
+def parser() -> Parser:
+    p = Parser("shoal bench clients", __doc__, epilog=EXAMPLES)
+    p.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, without /v1 (default: %(default)s)")
+    p.add_argument("--model", help="default: the first one that the server lists")
+    p.add_argument(
+        "--client", type=_clients, default=[*MODULES], metavar="A,B", help=f"any of {', '.join(MODULES)} (default: all)"
+    )
+    p.add_argument(
+        "--environments",
+        type=Path,
+        metavar="DIR",
+        help="make an environment for each client below this folder, with the versions that its checks were written "
+        "for; by default clients run in the environment of this command",
+    )
+    p.add_argument(
+        "--folder", type=Path, help="folder of the model's files, which guidellm and lm-eval need to compare with"
+    )
+    p.add_argument("--name", default="clients", help="name of the result (default: %(default)s)")
+    return p
+
+
+def _clients(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in MODULES]:
+        raise ValueError(f"no client {unknown[0]!r}")
+    return names
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Tries all clients, prints a table, writes the result file. Returns the exit code: 1 if a feature fails."""
+    args = parser().parse_args(argv)
+    url = args.url.rstrip("/").removesuffix("/v1")
+    made = None if args.environments is None else args.environments.expanduser().resolve()
+    tried: list[Tried] = []
+    try:
+        model = args.model or first_model(url)
+        for client in args.client:
+            python = Path(sys.executable) if made is None else environment(made, client)
+            folder = None if args.folder is None else args.folder.expanduser().resolve()
+            head, *rest = _printed(client, attempt(client, python, url, model, folder))
+            tried.append(Tried(client, head["versions"], [CheckedFeature(**line) for line in rest]))
+    except ClientError as error:
+        print(f"shoal bench clients: {error}", file=sys.stderr)
+        return 1
+    figures = [Figure(f"clients.{each.client}.working", each.working, "ratio", True) for each in tried]
+    clients = {
+        each.client: {
+            "versions": each.versions,
+            "features": {outcome.feature: outcome.error or "works" for outcome in each.outcomes},
+        }
+        for each in tried
+    }
+    print(f"written: {results.write(args.name, figures, {'model': model, 'clients': clients}).name}")
+    return 0 if all(each.working == 1 for each in tried) else 1
+
+
+def _printed(client: str, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if "feature" in line:
+            error = line["error"]
+            found = "works" if error is None else f"FAILS: {error}"
+            print(f"{client:12} {line['seconds']:6.1f} s  {line['feature']:60} {found}", flush=True)
+        else:
+            print(", ".join(f"{name} {version}" for name, version in line["versions"].items()) or client, flush=True)
+        yield line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The checks of one client in this environment, for `command.py`. Each line of standard output is a JSON object: first
+the versions of the installed packages, then the features as they are checked."""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.correctness.clients.checks import Checks, ServedModel
+
+PACKAGE = "bench.correctness.clients"
+
+
+def checks_of(module: str) -> Checks:
+    """The checks of the client in a module of this folder. Raises ImportError if its package is not installed."""
+    found = importlib.import_module(f"{PACKAGE}.{module}").checks
+    assert isinstance(found, Checks)
+    return found
+
+
+def installed(checks: Checks) -> dict[str, str]:
+    """The versions of the required packages and programs that are installed."""
+    names = [re.split(r"[\[=<>~!]", requirement)[0] for requirement in checks.requirements]
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if checks.program:
+        said = subprocess.run(checks.program, capture_output=True, text=True, check=True).stdout
+        versions[Path(checks.program[0]).name] = re.sub(r"^\D*", "", said).split()[0]
+    return versions
+
+
+def main(argv: list[str]) -> int:
+    """Runs the checks of a module: its name, the server's URL, the model, and its folder or nothing."""
+    module, url, model, folder = argv
+    # Clients print what they like: their words go to standard error.
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    checks = checks_of(module)
+    print(json.dumps({"versions": installed(checks)}), file=lines)
+    for outcome in checks.run(ServedModel(url, model, Path(folder) if folder else None)):
+        print(json.dumps(asdict(outcome)), file=lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
