@@ -173,7 +173,7 @@ def tools(at: ServedModel) -> None:
         made = client.chat.completions.create(
             model=at.model, messages=QUESTION, tools=CHAT_TOOLS, **ONE_CALL | {"tool_choice": choice}
         )
-        (call,) = made.choices[0].message.tool_calls or ()
+        (call,) = made.choices[0].message.tool_calls or []
         assert call.type == "function" and call.function.name == "forecast" and call.id
         Forecast.model_validate_json(call.function.arguments)
         assert made.choices[0].finish_reason in ("tool_calls", "stop") and not made.choices[0].message.content
@@ -194,7 +194,7 @@ def tools_stream(at: ServedModel) -> None:
     pieces = [call for choice in choices for call in choice.delta.tool_calls or ()]
     functions = [piece.function for piece in pieces if piece.function is not None]
     assert pieces[0].id and functions[0].name == "forecast" and not any(piece.id for piece in pieces[1:])
-    (call,) = whole.choices[0].message.tool_calls or ()
+    (call,) = whole.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert "".join(function.arguments or "" for function in functions) == call.function.arguments
     assert choices[-1].finish_reason == whole.choices[0].finish_reason == "tool_calls"
@@ -204,7 +204,7 @@ def tools_stream(at: ServedModel) -> None:
 def tools_parsed(at: ServedModel) -> None:
     client, tool = _client(at), openai.pydantic_function_tool(Forecast)
     made = client.chat.completions.parse(model=at.model, messages=QUESTION, tools=[tool], **ONE_CALL)
-    (call,) = made.choices[0].message.tool_calls or ()
+    (call,) = made.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Forecast)
     with client.chat.completions.stream(model=at.model, messages=QUESTION, tools=[tool], **ONE_CALL) as stream:
         events = list(stream)
@@ -218,7 +218,7 @@ def tools_loop(at: ServedModel) -> None:
     messages = [*QUESTION]
     made = client.chat.completions.create(model=at.model, messages=messages, tools=CHAT_TOOLS, **ONE_CALL)
     message = made.choices[0].message
-    (call,) = message.tool_calls or ()
+    (call,) = message.tool_calls or []
     for sent in (message, message.model_dump(), message.model_dump(exclude_none=True)):
         result: Any = {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"sky": "blue"})}
         made = client.chat.completions.create(
