@@ -70,7 +70,8 @@ def constrained(
         return None, None
     if form is not None and form.kind == "ebnf" and tools:
         raise invalid(f"{param!r} excludes calls of 'tools': set 'tool_choice' to 'none', or leave one out.", param)
-    if form is not None and not tools and (syntax.format.channels is None or form.kind == "ebnf"):
+    is_marked = syntax.format.marks_text and syntax.format.name != ""
+    if form is not None and not tools and (not is_marked or form.kind == "ebnf"):
         return param, _after_thinking(syntax, form)
     thinking = syntax.format.thinking
     text = {

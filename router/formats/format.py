@@ -264,6 +264,11 @@ class OutputFormat:
         """Whether answers may have thinking."""
         return self.thinking is not None or self.channels is not None
 
+    @property
+    def marks_text(self) -> bool:
+        """Whether the text of an answer stands between markers."""
+        return self.channels is not None or (self.thinking is not None and bool(self.thinking.around))
+
     def new_call_id(self, name: str, number: int) -> str:
         """An id for a call that has none of its own. `number`: calls before it in the conversation."""
         return (self.tools or _ANY_TOOLS).new_id(name, number)

@@ -33,7 +33,7 @@ LONGER = """": |", "|"}|"]|}}|]]|true|12|0.5|\n\n|\\"|é|😀|</|</parameter>\n|
 ENDERS = ['"', "]", "}", ",", ")", '"}', '"]', "}}", "]]", "</", "<", "</parameter>\n"]
 END = "<end of text>"
 NAMES: dict[str, Spelling] = {"pythonic": "python", "llama4_pythonic": "python"}
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4")
+TAGGED = ("qwen3_coder", "glm45", "kimi_k3", "minimax_m2", "deepseek_v32", "deepseek_v4")
 NAMES |= dict.fromkeys(TAGGED, "tags")
 FORM = {
     "type": "object",
@@ -121,7 +121,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., WalkedVoca
 @pytest.mark.parametrize("name", [*TOOLS, HARMONY])
 def test_every_text_is_valid(name: str, bound: bool, walked: Callable[..., WalkedVocabulary]) -> None:
     """With and without thinking, which the prompt or the answer begins; with text of a form as the other choice."""
-    format = named(name, None if name == HARMONY else "qwen3")
+    format = named(name, None if name == HARMONY or TOOLS[name].thinking else "qwen3")
     pieces = format.tools.pieces if format.tools is not None else ()
     vocabulary = walked(tuple(marker for marker in MARKERS if marker in (*format.markers, *pieces)), bound)
     format = format.bound(vocabulary.vocabulary.added.get)
@@ -130,7 +130,9 @@ def test_every_text_is_valid(name: str, bound: bool, walked: Callable[..., Walke
         made = made_tools(number, NAMES.get(name, "any"))
         mode, has_form = [("required", False), ("auto", True), ("auto", False)][number % 3]
         opens, may_think = [(False, False), (True, True), (False, True)][number // 3 % 3]
-        thinking = {"begin": "<think>", "end": "</think>", "open": opens} if may_think and name != HARMONY else None
+        thinking = None
+        if may_think and format.thinking is not None:
+            thinking = {"begin": format.thinking.begin, "end": format.thinking.end, "open": opens}
         wanted = {
             "format": name,
             "tools": [
@@ -189,6 +191,35 @@ def test_thinking_before_a_text(kind: str, bound: bool, walked: Callable[..., Wa
         assert {text for text in texts | thought if vocabulary.accepts(grammar, text)} == accepted
     with pytest.raises(GrammarError, match="empty"):
         after("</think>", "", ebnf, vocabulary.vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("name", "opens", "text"),
+    [
+        ("kimi_k3", False, "%s<|close|>response<|sep|><|close|>message<|sep|>"),
+        (
+            "kimi_k3",
+            True,
+            "Hm.<|close|>think<|sep|><|open|>response<|sep|>%s<|close|>response<|sep|><|close|>message<|sep|>",
+        ),
+        (HARMONY, False, "<|channel|>final <|constrain|>json<|message|>%s"),
+        (HARMONY, False, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>%s"),
+    ],
+)
+def test_a_text_of_a_form_between_markers(
+    name: str, opens: bool, text: str, walked: Callable[..., WalkedVocabulary]
+) -> None:
+    """Without tools, too, where a model writes markers around its text."""
+    format = named(name, None)
+    assert format.marks_text
+    vocabulary = walked(tuple(marker for marker in MARKERS if marker in text), True)
+    thinking = None
+    if format.thinking is not None:
+        thinking = {"begin": format.thinking.begin, "end": format.thinking.end, "open": opens}
+    wanted = {"format": name, "tools": [], "thinking": thinking, "form": {"kind": "regex", "text": "[0-9]{2}"}}
+    grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+    assert vocabulary.accepts(grammar, text % "42")
+    assert not vocabulary.accepts(grammar, text % "4") and not vocabulary.accepts(grammar, "42")
 
 
 def test_a_refusal_says_which_part_is_at_fault(walked: Callable[..., WalkedVocabulary]) -> None:

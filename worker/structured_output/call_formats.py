@@ -24,7 +24,7 @@ class Tags:
     | field | meaning |
     | --- | --- |
     | `before`, `between`, `after` | around a key and its value |
-    | `string`, `other` | after `between`, for strings as they are and for JSON; the schema tells if both are empty |
+    | `string`, `other` | after `between`, for strings as they are and for JSON; the schema tells if both are none |
     | `ends` | what would end a value too early if it occurred in it. Each begins with its only `<` |
     | `trims` | a reader leaves out a line's end at the value's start and end, and `between` and `after` have none |
     """
@@ -33,8 +33,8 @@ class Tags:
     between: Text
     after: Text
     ends: tuple[str, ...]
-    string: str = ""
-    other: str = ""
+    string: Text = ()
+    other: Text = ()
     trims: bool = False
 
 
@@ -47,6 +47,8 @@ class CallFormat:
     | --- | --- |
     | `arguments` | how they are written: as a JSON object, as Python's keyword arguments, or between tags |
     | `bare` | an answer in which calls come without a marker begins like this, in free choice between calls and text |
+    | `around` | before and after the text, which comes before calls. The prompt has the first, or begins thinking |
+    | `last` | ends the answer |
     """
 
     before: Text
@@ -57,6 +59,8 @@ class CallFormat:
     closing: Text = ()
     arguments: Literal["json", "python"] | Tags = "json"
     bare: bool = False
+    around: tuple[str, str] | None = None
+    last: Text = ()
 
 
 def _deepseek(before: str, between: str, after: str, separator: str) -> CallFormat:
@@ -80,8 +84,8 @@ def _dsml(section: str) -> CallFormat:
         arguments=Tags(
             before=f'<{_DSML}parameter name="',
             between=('" string="',),
-            string='true">',
-            other='false">',
+            string=('true">',),
+            other=('false">',),
             after=(f"</{_DSML}parameter>\n",),
             ends=(f"</{_DSML}parameter>", f"<{_DSML}parameter name=", f"</{_DSML}invoke>"),
         ),
@@ -147,6 +151,23 @@ FORMATS: Mapping[str, CallFormat] = {
         after=("<|tool_call_end|>",),
         closing=("<|tool_calls_section_end|>",),
     ),
+    "kimi_k3": CallFormat(
+        opening=("<|open|>tools<|sep|>",),
+        before=('<|open|>call tool="',),
+        between=('" index="', Regex("[0-9]{1,3}"), '"<|sep|>'),
+        after=("<|close|>call<|sep|>",),
+        closing=("<|close|>tools<|sep|>",),
+        arguments=Tags(
+            before='<|open|>argument key="',
+            between=('" type="',),
+            string=('string"<|sep|>',),
+            other=(Regex("(?:number|boolean|null|object|array)"), '"<|sep|>'),
+            after=("<|close|>argument<|sep|>",),
+            ends=("<|close|>argument", "<|open|>argument", "<|close|>call"),
+        ),
+        around=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        last=("<|close|>message<|sep|>",),
+    ),
     "mistral": CallFormat(before=("[TOOL_CALLS]",), between=("[ARGS]",), after=()),
     # Mistral's tokenizers before version 11, which have no token [ARGS].
     "mistral_list": CallFormat(
@@ -201,5 +222,6 @@ MARKERS = (
     *(f"<{_BAR}tool▁{name}{_BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *("<|open|>", "<|close|>", "<|sep|>"),
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 )

@@ -13,8 +13,11 @@ class Speller:
 
     def __init__(self, markers: Iterable[str], added: Mapping[str, int]) -> None:
         """`added`: ids of added tokens by their texts."""
+        markers = list(markers)
         self._ids = {mark: added[mark] for mark in markers if mark in added}
-        longest_first = sorted(markers, key=len, reverse=True)
+        # A marker that is spelled with other tokens is written as these.
+        whole = [mark for mark in markers if mark in self._ids or not any(other in mark for other in self._ids)]
+        longest_first = sorted(whole, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest_first)))
 
     def parts(self, text: str) -> list[Terminal | Token]:
@@ -36,16 +39,17 @@ class Speller:
         return Token(self._ids[marker]) if marker in self._ids else Terminal(marker)
 
     def up_to(self, end: str, *others: str) -> Node:
-        """Free text up to the marker `end` and including it. None of `others` occurs in the text."""
-        last = self.mark(end)
-        excluded = [last, *(mark for each in others if type(mark := self.mark(each)) is type(last) and mark != last)]
-        return seq(FreeText(excludes=tuple(map(key, excluded))), last)
+        """Free text up to the marker `end` and including it. None of `others` occurs in the text, nor the beginning of
+        `end` if that is spelled with a token."""
+        first = self.parts(end)[0]
+        excluded = [first, *(mark for each in others if type(mark := self.mark(each)) is type(first) and mark != first)]
+        return seq(FreeText(excludes=tuple(map(key, excluded))), self.node(end))
 
     def thinking_before(self, end: str, begin: str | None, *others: str) -> Node:
         """Thinking that ends with `end`, and the lines' ends after it. It begins with `begin`, or is left out. None: it
         has begun already, and must end."""
         rest = seq(self.up_to(end, *others), _LINE_ENDS)
-        return rest if begin is None else optional(seq(self.mark(begin), rest))
+        return rest if begin is None else optional(seq(self.node(begin), rest))
 
 
 def key(mark: Terminal | Token) -> str | int:

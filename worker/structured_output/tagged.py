@@ -63,7 +63,7 @@ class TaggedArguments:
     def _argument(self, name: Node, values: list[tuple[str, Node]]) -> Node:
         tags, spell = self._tags, self._speller.node
         starts = {"string": tags.string, "other": tags.other}
-        value = alt(seq(*([spell(starts[kind])] if starts[kind] else []), node) for kind, node in values)
+        value = alt(seq(spell(*starts[kind]), node) for kind, node in values)
         return seq(spell(tags.before), name, spell(*tags.between), value, spell(*tags.after))
 
     def _values(self, schema: Any, at: str) -> list[tuple[str, Node]]:

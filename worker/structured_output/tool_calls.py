@@ -17,6 +17,7 @@ from worker.structured_output.call_formats import ALIASES, FORMATS, HARMONY, MAR
 from worker.structured_output.conjunction import Schema
 from worker.structured_output.ebnf import (
     EMPTY,
+    NEVER,
     FreeText,
     Node,
     Ref,
@@ -130,6 +131,8 @@ class _Answer:
         return to_text(rules, "answer")
 
     def answer(self) -> Node:
+        if self.format.around is not None:
+            return self._between_markers(*self.format.around)
         if self.wanted.mode == "required":
             return seq(self._thinking(), _LINE_ENDS, self._calls())
         if self.wanted.form is not None:
@@ -197,6 +200,19 @@ class _Answer:
         if isinstance(parts[at], Token):
             return key(parts[at]), rest
         return "".join(str(key(part)) for part in parts[: at + 1]), rest
+
+    def _between_markers(self, before: str, after: str) -> Node:
+        """Text between two markers, then calls. A call that must be made stands alone, as does a text of a form."""
+        node, wanted, thinking = self.speller.node, self.wanted, self.wanted.thinking
+        begin = node(before) if thinking is not None and thinking.open else EMPTY
+        end, calls = node(after), self._calls() if wanted.tools else NEVER
+        if wanted.mode == "required":
+            rest = seq(end, calls)
+        elif wanted.form is not None:
+            rest = alt((seq(self.form(wanted.form), end), seq(end, calls)))
+        else:
+            rest = seq(self.speller.up_to(after), optional(calls))
+        return seq(self._thinking() if begin != EMPTY else EMPTY, begin, rest, node(*self.format.last))
 
     def _tag(self) -> Node:
         tag = self.speller.mark("<|python_tag|>")
