@@ -94,7 +94,7 @@ def ratios(name: str, before: list[Figures], now: list[Figures]) -> Iterator[Fig
 
 
 def _shortened(figure: Figure) -> str:
-    words = figure.name.removeprefix("gpu.").split(".")
+    words = figure.name.removeprefix("gpu.").removeprefix("cpu.").split(".")
     return ".".join(words[:-1] if figure.unit == "tokens/s" and len(words) > 1 else words)
 
 

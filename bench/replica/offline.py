@@ -1,6 +1,7 @@
 """Throughput of the engine without a server, compared with `transformers` on the same machine, model and prompts.
 
     shoal bench offline --vs transformers
+    shoal bench offline --vs none             # Shoal alone
 
 Two workloads, with greedy sampling and fixed output lengths:
 
@@ -12,12 +13,12 @@ Two other systems, in turns with Shoal:
 generate             left-padded batches of prompts sorted by output length, the best of several batch sizes
 continuous batching  that of `transformers`, with its prefix sharing
 
-A figure is Shoal's output tokens per second, in the best round, divided by those of the best other system.
+The figures are Shoal's output tokens per second in the best round, and these divided by those of the best other system.
 """
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,17 @@ class ContinuousBatching:
         return [done[str(i)] for i in range(len(prompts))]
 
 
+def transformers_systems(model_dir: Path, dtype: str, batches: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The systems of `transformers` for many requests, with the batch sizes of `generate` to try, and those for one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+    continuous = {"transformers continuous batching": ContinuousBatching(model)}
+    batched = {f"transformers generate, batch {n}": HuggingFaceGenerate(model, n) for n in batches}
+    return {**batched, **continuous}, {"transformers generate": HuggingFaceGenerate(model, 1), **continuous}
+
+
 def _greedy(max_new_tokens: int, eos_token_id: int | None) -> Any:
     from transformers import GenerationConfig
 
@@ -174,6 +186,14 @@ def measure(systems: dict[str, Callable[[Job], Tokens]], job: Job, rounds: int) 
     }
 
 
+def figures(raw: dict[str, dict[str, dict[str, Any]]]) -> Iterator[Figure]:
+    """Shoal's rates in both workloads, and these divided by those of the best other system, if there is one."""
+    for name, prefix in (("varied", "cpu.offline"), ("one", "cpu.offline.one_request")):
+        yield Figure(f"{prefix}.tok_s", raw[name]["shoal"]["output_tokens_per_s"], "tokens/s", True)
+        if len(raw[name]) > 1:
+            yield Figure(f"{prefix}.vs_transformers", ratio(raw[name]), "ratio", True)
+
+
 def ratio(measured: dict[str, dict[str, Any]]) -> float:
     """Shoal's output tokens per second divided by those of the best other system."""
     rates = {name: row["output_tokens_per_s"] for name, row in measured.items()}
@@ -182,7 +202,7 @@ def ratio(measured: dict[str, dict[str, Any]]) -> float:
 
 def parser() -> Parser:
     p = Parser("shoal bench offline", __doc__)
-    p.add_argument("--vs", choices=["transformers"], default="transformers", help="the system to compare with")
+    p.add_argument("--vs", choices=["transformers", "none"], default="transformers", help="the system to compare with")
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="a known name, a folder, a .gguf file, or a hub id")
     p.add_argument(
         "--dtype",
@@ -199,6 +219,7 @@ def parser() -> Parser:
     p.add_argument("--seed", type=int, default=0, help="seed of the prompts (default 0)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="write Shoal's latest steps there, for ui.perfetto.dev")
     p.add_argument("--name", default="cpu.offline", help="name of the result (default cpu.offline)")
+    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
     return p
 
 
@@ -213,33 +234,23 @@ def main(argv: list[str] | None = None) -> int:
         print(f"shoal bench offline: {error}", file=sys.stderr)
         return 1
     import torch
-    from transformers import AutoModelForCausalLM
 
     settings = {"dtype": args.dtype, "tp": args.tp, "pp": args.pp, "schedule": args.schedule}
     shoal = Shoal(model_dir, settings)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, args.dtype)).eval()
-    batched: dict[str, Callable[[Job], Tokens]] = {
-        f"transformers generate, batch {n}": HuggingFaceGenerate(model, n) for n in args.batch
-    }
-    continuous = {"transformers continuous batching": ContinuousBatching(model)}
+    many, single = transformers_systems(model_dir, args.dtype, args.batch) if args.vs == "transformers" else ({}, {})
     raw = {}
-    for name, job, others in (
-        ("varied", varied(args.prompts, args.seed), batched),
-        ("one", one(args.seed), {"transformers generate": HuggingFaceGenerate(model, 1)}),
-    ):
+    for name, job, others in (("varied", varied(args.prompts, args.seed), many), ("one", one(args.seed), single)):
         print(f"{name}: {len(job[0])} prompts, {sum(map(len, job[0]))} tokens in, {sum(job[1])} out", flush=True)
-        raw[name] = measure({"shoal": shoal, **others, **continuous}, job, args.rounds)
+        raw[name] = measure({"shoal": shoal, **others}, job, args.rounds)
     if args.trace is not None:
         args.trace.write_text(shoal.engine.trace())
     shoal.close()
     print_table(raw)
     path = results.write(
         args.name,
-        [
-            Figure("cpu.offline.vs_transformers", ratio(raw["varied"]), "ratio", True),
-            Figure("cpu.offline.one_request.vs_transformers", ratio(raw["one"]), "ratio", True),
-        ],
+        list(figures(raw)),
         {"workloads": raw, "threads": torch.get_num_threads(), **settings},
+        folder=args.out,
     )
     print(f"written: {path}")
     return 0
@@ -258,7 +269,8 @@ def print_table(raw: dict[str, dict[str, dict[str, Any]]]) -> None:
     console = Console()
     console.print(table)
     for workload, measured in raw.items():
-        console.print(f"{workload}: {ratio(measured):.2f} times the best of transformers")
+        if len(measured) > 1:
+            console.print(f"{workload}: {ratio(measured):.2f} times the best of transformers")
 
 
 if __name__ == "__main__":
