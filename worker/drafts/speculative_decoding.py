@@ -77,7 +77,7 @@ class SpeculativeDecoding:
         self._in_flight: dict[int, _Guess] = {}  # by slot, the drafts that are being verified
         self._pays = True  # whether the last look found drafts that pay
         self._looked_s = self._steps_s = 0.0  # spent on looking for drafts, and on all steps, both fading
-        self.drafted, self.accepted = Counter[str](), Counter[str]()
+        self.proposals, self.drafted, self.accepted = Counter[str](), Counter[str](), Counter[str]()
 
     def add(
         self,
@@ -147,6 +147,7 @@ class SpeculativeDecoding:
         """Learns that of the `proposed` drafts of a slot the first `accepted` were right."""
         guess = self._in_flight.pop(slot)
         name = self._drafters[guess.drafter].name
+        self.proposals[name] += 1
         self.drafted[name] += proposed
         self.accepted[name] += accepted
         self._acceptance[guess.drafter].observe(slot, guess.evidence, proposed, accepted)

@@ -183,7 +183,7 @@ def test_on_several_ranks(tiny_llama: Path, engine, pp: int, tp: int, overlap: b
     plain = engine().generate(prompts, each)
     cheater = Cheater([each.token_ids for each in plain], 0.8, prompts=prompts)
     changes = {"overlap": overlap, "schedule": "fixed_chunk", "num_speculative_tokens": 6, "kv_tokens": 2048}
-    with pipeline(tiny_llama, pp=pp, tp=tp, drafters=[cheater], **changes) as one:
+    with pipeline(tiny_llama, pp=pp, tp=tp, own_parts={"drafters": [cheater]}, **changes) as one:
         assert said(one.generate(prompts, each)) == said(plain)
         assert one.load().accepted["cheater"] > 20
 
