@@ -18,11 +18,11 @@ import torch
 from bench.replica import gpu_timeline
 from bench.replica.gpu_timeline import GpuTimeline
 from bench.replica.offline_workloads import fresh
-from bench.replica.synthetic_drafts import Recording, ReplayingSampler, SyntheticDrafter
+from bench.replica.synthetic_drafts import RecordedOutputs, ReplayingSampler, SyntheticDrafter
 from bench.results import Figure
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
-from worker.engine.engine import Components, Engine
+from worker.engine.engine import Components, Engine, frozen_heap
 from worker.executor.gpu_defaults import with_gpu_defaults
 from worker.messages import Generate, SamplingParams
 from worker.sampling.sampler import Sampler
@@ -65,10 +65,9 @@ class Decoded:
 
     def line(self) -> str:
         """The figures for the terminal."""
-        return (
-            f"{self.rate:9.0f} tokens/s, {self.tokens_a_step:.2f} tokens a step "
-            f"of {1e3 * self.seconds / self.steps:.3f} ms, of which {1e3 * self.compute_s / self.steps:.3f} computing"
-        )
+        step_ms, compute_ms = (1e3 * seconds / self.steps for seconds in (self.seconds, self.compute_s))
+        said = f"{self.tokens_a_step:.2f} tokens a step of {step_ms:.3f} ms, of which {compute_ms:.3f} computing"
+        return f"{self.rate:9.0f} tokens/s, {said}"
 
 
 @dataclass
@@ -146,7 +145,10 @@ class DraftSpeed:
 
     def __init__(self, engine: Engine, folder: Path, config: WorkerConfig, acceptance: Sequence[float]) -> None:
         """`engine`: holds the model of `folder`, and is not to run meanwhile. `config`: its settings. `acceptance`: see
-        `Recording`."""
+        `RecordedOutputs`."""
+        if config.pp == 1:
+            # Prompts as fast as possible, so that a batch begins together. Steps of decodes are as with any schedule.
+            config = config.model_copy(update={"schedule": "fixed_chunk", "tbt_slo": None})
         self._folder, self._config, self._acceptance = folder, with_gpu_defaults(config, folder), acceptance
         # What steps cost is learned from all rounds, with and without drafts, as in a replica that runs for long.
         costs = engine.costs if engine.costs.models else CostStore.load(folder, config, engine.executor.device)
@@ -162,11 +164,11 @@ class DraftSpeed:
             recorded = _RunningBatch(engine, prompts)
             while recorded.num_ended < batch:
                 recorded.step()
-        recording = Recording(
-            prompts, list(recorded.outputs.values()), self._acceptance, self._parts.executor.vocab_size
-        )
+        outputs, vocab_size = list(recorded.outputs.values()), self._parts.executor.vocab_size
         compared = Compared(batch)
         for number in range(-1, rounds):
+            # Other errors in every round: one sequence alone has better and worse luck.
+            recording = RecordedOutputs(prompts, outputs, self._acceptance, vocab_size, seed=1 + number)
             found: dict[bool, Decoded] = {}
             for drafts in (False, True) if number % 2 else (True, False):
                 with self._engine(recording if drafts else None) as engine:
@@ -183,7 +185,7 @@ class DraftSpeed:
         return compared
 
     @contextmanager
-    def _engine(self, recording: Recording | None) -> Iterator[Engine]:
+    def _engine(self, recording: RecordedOutputs | None) -> Iterator[Engine]:
         """A new scheduler and cache on the model; with drafts if there is a recording. At the end, its integrity is
         checked."""
         executor = self._parts.executor
@@ -261,10 +263,11 @@ class _Counts:
 def _decode(engine: Engine, prompts: Sequence[list[int]]) -> Decoded:
     """Decodes a batch until the first sequence ends."""
     batch = _RunningBatch(engine, prompts)
-    begun_s, before = time.perf_counter(), _Counts.of(engine)
-    while not batch.num_ended:
-        batch.step()
-    seconds, after = time.perf_counter() - begun_s, _Counts.of(engine)
+    with frozen_heap():
+        begun_s, before = time.perf_counter(), _Counts.of(engine)
+        while not batch.num_ended:
+            batch.step()
+        seconds, after = time.perf_counter() - begun_s, _Counts.of(engine)
     batch.abort()
     return Decoded(
         len(prompts),

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"load_format": "dummy", "context_length": CONTEXT_LENGTH, "schedule": SCHEDULE}
     settings |= flags.given(args, WorkerConfig)
     if args.acceptance and not on_gpu(settings):
-        settings.setdefault("max_running", max(WorkerConfig.model_fields["max_running"].default, *args.batches))
+        settings.setdefault("max_running", max(WorkerConfig.model_validate({}).max_running, *args.batches))
     if settings.get("device") is None and not on_gpu(settings):
         parser().error("there is no GPU here: a CPU takes --device cpu --model tiny --scale 0.02")
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
@@ -308,7 +308,11 @@ class Bench:
         speed = DraftSpeed(engine, self.folder, self.config, self.args.acceptance)
         name = ".".join(("drafts", self.kind, *self._how()))
         for batch in self.args.batches:
-            compared = speed.compare(batch, self.args.rounds or DRAFT_ROUNDS)
+            try:
+                compared = speed.compare(batch, self.args.rounds or DRAFT_ROUNDS)
+            except ValueError as error:
+                self.failed(f"drafts, {batch} sequences", error)
+                continue
             raw = compared.raw() | {"acceptance": self.args.acceptance, "cost_error": speed.costs.models[0].error()}
             self.report.add(f"drafts.b{batch}", raw, *compared.figures(name))
 

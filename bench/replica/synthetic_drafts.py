@@ -21,7 +21,7 @@ from worker.step import SampledTokens
 from worker.structured_output import GrammarState
 
 
-class Recording:
+class RecordedOutputs:
     """The outputs of a batch, and a guess at the tokens after each of their positions."""
 
     def __init__(
@@ -55,7 +55,7 @@ class SyntheticDrafter(Drafter):
 
     name = "synthetic"
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: RecordedOutputs) -> None:
         self._recording = recording
         self._places: dict[int, tuple[list[list[int]], int]] = {}  # a sequence's guesses, and the tokens that it has
 
@@ -84,7 +84,7 @@ class SyntheticDrafter(Drafter):
 class ReplayingSampler(Sampler):
     """Samples as any sampler, and then says the recorded tokens instead."""
 
-    def __init__(self, recording: Recording, *arguments: Any) -> None:
+    def __init__(self, recording: RecordedOutputs, *arguments: Any) -> None:
         """`arguments`: those of `Sampler`."""
         super().__init__(*arguments)
         self._recording = recording
@@ -108,7 +108,9 @@ class ReplayingSampler(Sampler):
 class _ReplayedSample(PendingSample):
     """The tokens of a launch, of which those of the recording come to the host."""
 
-    def __init__(self, pending: PendingSample, recording: Recording, rows: np.ndarray, num_output: np.ndarray) -> None:
+    def __init__(
+        self, pending: PendingSample, recording: RecordedOutputs, rows: np.ndarray, num_output: np.ndarray
+    ) -> None:
         """`rows`: the recording's sequence by slot. `num_output`: tokens by slot, with one of this launch."""
         self.__dict__ = pending.__dict__
         metadata = self._metadata
