@@ -12,7 +12,7 @@ serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 test: env lint types check-docs unit  ## everything that CI runs
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
-	$(BIN)/pytest -m "not ray and not slow and not gpu"
+	$(BIN)/pytest --numprocesses auto -m "not ray and not slow and not gpu"
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, and more
 	SHOAL_FUZZ=1000 $(BIN)/pytest tests/server/test_fuzz.py

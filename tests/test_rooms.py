@@ -94,6 +94,7 @@ def is_allowed(own: str, module: str) -> bool:
 
 
 @pytest.mark.parametrize("own", sorted({folder(module) for module in MODULES}))
+@pytest.mark.slow
 def test_imports_run_one_way(own: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"

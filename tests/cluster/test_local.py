@@ -112,6 +112,7 @@ def test_a_ray_that_lost_its_heart_is_noticed(monkeypatch: pytest.MonkeyPatch) -
         local.check()
 
 
+@pytest.mark.slow
 def test_ray_is_told_to_be_quiet_before_it_is_imported() -> None:
     code = (
         "import cluster.launch; from ray._private import ray_constants; print(ray_constants.RAY_DEDUP_LOGS_SKIP_REGEX)"

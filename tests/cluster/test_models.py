@@ -114,6 +114,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_pulled_model_loads_and_is_the_gguf(cache: Path, tiny: tuple[Path, Packaged]) -> None:
     said: list[str] = []
     folder = resolve(NAME, progress=said.append)
@@ -144,6 +145,7 @@ def test_what_is_there_is_not_fetched_again(cache: Path, monkeypatch: pytest.Mon
     assert resolve(NAME) == resolve(NAME, pull=False) == pull(NAME) == folder
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_repaired(cache: Path) -> None:
     folder = resolve(NAME)
     weights = folder / "model.safetensors"
@@ -169,6 +171,7 @@ def test_damage_is_found_and_repaired(cache: Path) -> None:
         resolve(NAME, pull=False)
 
 
+@pytest.mark.slow
 def test_an_interrupted_pull_leaves_nothing_and_a_killed_one_is_cleared(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +372,7 @@ def test_a_router_asks_a_hub_for_no_weights(hub: list[str], monkeypatch: pytest.
     assert "tokenizer.json" in hub and not [file for file in hub if "safetensors" in file]
 
 
+@pytest.mark.slow
 def test_without_weights_a_gguf_is_not_dequantised(
     cache: Path, tiny: tuple[Path, Packaged], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,5 +439,6 @@ REAL_TEXT = st.text(
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.one_of(REAL_TEXT, st.text("ab 1\n\t.'é😀½日", max_size=40)))
+@pytest.mark.slow
 def test_smollm2_gives_any_text_back(tokenizer, text: str) -> None:  # type: ignore[no-untyped-def]
     assert tokenizer.backend_tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text

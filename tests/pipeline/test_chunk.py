@@ -68,6 +68,7 @@ def test_a_complete_sequence_is_refused():
 
 
 @given(models, batches, starts, targets)
+@pytest.mark.slow
 def test_it_is_the_largest_that_fits(model, batch, start, target_s):
     size = tokens_within([model], batch, start, target_s, MOST)
     if size:
@@ -80,6 +81,7 @@ def test_it_is_the_largest_that_fits(model, batch, start, target_s):
 
 
 @given(models, batches, starts, targets, st.floats(1.0, 2.0), st.integers(0, 4000), st.integers(0, 9000))
+@pytest.mark.slow
 def test_it_shrinks_with_the_time_the_prefix_and_the_batch(model, batch, start, target_s, longer, further, context):
     size = tokens_within([model], batch, start, target_s, MOST)
     assert tokens_within([model], batch, start, target_s * longer, MOST) >= size
@@ -95,6 +97,7 @@ def test_it_shrinks_with_the_time_the_prefix_and_the_batch(model, batch, start, 
 
 
 @given(models, models, batches, starts, targets, st.integers(0, 2000))
+@pytest.mark.slow
 def test_the_slowest_stage_decides(one, other, batch, start, target_s, most):
     sizes = [tokens_within([model], batch, start, target_s, most) for model in (one, other)]
     assert tokens_within([one, other], batch, start, target_s, most) <= min(sizes)

@@ -94,7 +94,7 @@ class Model(RuleBasedStateMachine):
         assert self.cache.tree.num_leased == sum(pages for pages, _ in self.granted.values())
 
 
-TestModel = Model.TestCase
+TestModel = pytest.mark.slow(Model.TestCase)
 TestModel.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
 
 

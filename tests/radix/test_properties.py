@@ -2,6 +2,7 @@
 prefixes."""
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -155,5 +156,5 @@ class Model(RuleBasedStateMachine):
             assert len(self.cache.tree.heap) <= 2 * NUM_PAGES + 2
 
 
-TestModel = Model.TestCase
+TestModel = pytest.mark.slow(Model.TestCase)
 TestModel.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)

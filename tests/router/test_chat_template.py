@@ -65,6 +65,7 @@ def test_arguments_of_one_template() -> None:
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.slow
 def test_tokens_of_the_real_model_are_those_of_transformers(real_folder: Path, messages: list[dict[str, Any]]) -> None:
     from transformers import AutoTokenizer
 

@@ -128,6 +128,7 @@ def test_a_prefix_that_all_share_is_served_by_many_replicas(num_replicas):
     assert ours.replicas_used >= max(2 * fixed.replicas_used, 0.5 * num_replicas)
 
 
+@pytest.mark.slow
 def test_prefixes_of_every_popularity_on_many_replicas():
     requests = shared_prefixes(640.0, 8.0, 2000, prefix_tokens=4096, own_tokens=1024)
     ours, fixed = simulate(rank, requests, 64), simulate(rank, requests, 64, FIXED_4)
@@ -136,6 +137,7 @@ def test_prefixes_of_every_popularity_on_many_replicas():
     assert ours.tpot_mean_s <= 1.02 * fixed.tpot_mean_s
 
 
+@pytest.mark.slow
 def test_a_full_fleet_computes_nothing_that_is_cached_elsewhere():
     """At what 8 replicas can just do: with prefixes copied as on an idle fleet, requests wait for twice as long."""
     requests = shared_prefixes(160.0, 45.0, 200, prefix_tokens=4096, own_tokens=1024)

@@ -227,7 +227,7 @@ class Table(RuleBasedStateMachine):
         assert len(self.programs) == len({program for program, _ in known} | {key[0] for _, key, _ in self.turns})
 
 
-TestTable = Table.TestCase
+TestTable = pytest.mark.slow(Table.TestCase)
 TestTable.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
 
 
@@ -406,6 +406,7 @@ def test_a_refused_request_changes_nothing(client: Client, stack: Any, tokenizer
     client.text(" c", "c", program={"parent": "b", "continues": True}, max_tokens=1)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_broken_off_leaves_no_branch(client: Client, stack: Any, make_replica: Any) -> None:
     client.text("Hello", max_tokens=1)
     fake = stack.fakes["r0"].hold()

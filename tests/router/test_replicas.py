@@ -76,6 +76,7 @@ class Network:
         writer.close()
 
 
+@pytest.mark.slow
 def test_a_host_that_vanishes_is_noticed(make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections stay open, and nobody answers on them. A stream goes on elsewhere."""
     assert connections.HEARTBEAT_MS + connections.HEARTBEAT_TIMEOUT_MS <= 3000
@@ -139,6 +140,7 @@ def test_requests_of_a_dropped_replica_go_on_elsewhere(make_stack: Make, make_re
     other.die()
 
 
+@pytest.mark.slow
 def test_what_is_no_message_breaks_the_connection(make_stack: Make, make_replica: Make) -> None:
     """A replica of another version must not leave requests hanging."""
     fake = make_replica()

@@ -54,6 +54,7 @@ def check(model: Any, choice: dict[str, Any], prompt_ids: list[int]) -> None:
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompt=TEXT, choices=st.lists(TEXT, min_size=1, max_size=4), repeats=st.integers(1, 3), alone=st.booleans())
+@pytest.mark.slow
 def test_scores_are_those_of_transformers(
     whole: Whole, http: httpx.Client, reference: Any, prompt: str, choices: list[str], repeats: int, alone: bool
 ) -> None:

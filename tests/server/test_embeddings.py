@@ -150,6 +150,7 @@ def test_a_reranker(whole: Whole, http: httpx.Client, reference: Any, monkeypatc
         equal([found[index] for index in range(len(texts))], np.array(expected))
 
 
+@pytest.mark.slow
 def test_embeddings_and_texts_at_once(whole: Whole, http: httpx.Client, client: openai.OpenAI, reference: Any) -> None:
     body = {"model": MODEL, "prompt": "A text", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     alone = http.post("/v1/completions", json=body).json()["choices"]

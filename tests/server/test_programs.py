@@ -61,6 +61,7 @@ def test_forks_say_what_plain_requests_say_and_find_their_parent_cached(whole: W
     assert leased(whole) >= len(parent) // PAGE * PAGE
 
 
+@pytest.mark.slow
 def test_a_leased_branch_is_there_after_others_have_filled_the_cache(whole: Whole) -> None:
     ask(whole, PROMPT * 2, program=call("leased"))
     size = len(held(whole, "leased"))

@@ -228,6 +228,7 @@ def test_the_best_setting_of_a_schedule_counts() -> None:
     assert carried.point is not None and carried.point["given_up"] is None
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = Counting(CARRIES)
     begun = survey(study(ResultStore("found", tmp_path, {"model": "m"}), first))

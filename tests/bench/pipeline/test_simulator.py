@@ -139,6 +139,7 @@ def test_uniform_micro_batches_halve_the_bubble_within_the_objective():
     assert ours.quantile("ttft", 0.5) < theirs.quantile("ttft", 0.5)
 
 
+@pytest.mark.slow
 def test_decodes_alone_keep_every_stage_busy():
     requests = [Request(i, 0.0, 500, 200) for i in range(128)]
     result = run(requests, "uniform", sockets(), 8192, 0.25, measure_s=(4.0, 10.0))
@@ -192,6 +193,7 @@ def test_when_a_step_has_been_through():
     assert ahead.free_s(2.5) == 0.0
 
 
+@pytest.mark.slow
 def test_the_models_of_the_stages_learn_as_they_run():
     models = [CostModel(lambda shape: 3.0 * STAGES[0].seconds(shape)) for _ in STAGES]
     run(documents(6, 2.0), "uniform", sockets(), slo_s=0.25, models=models)

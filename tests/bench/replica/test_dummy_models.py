@@ -21,6 +21,7 @@ def test_the_decoder_runs_every_shape(name: str, tmp_path: Path) -> None:
     assert config.qk_norm == (config.model_type == "qwen3")
 
 
+@pytest.mark.slow
 def test_shapes_are_of_the_sizes_that_they_are_named_after(tmp_path: Path) -> None:
     sizes = {"llama-8b": 8.03e9, "llama-70b": 70.6e9, "qwen3-0.6b": 0.596e9, "qwen3-14b": 14.8e9}
     for name, parameters in sizes.items():

@@ -108,6 +108,7 @@ def test_what_is_computed_again_is_counted(tmp_path: Path, monkeypatch: pytest.M
         assert engine.executor.num_pages == 512 and replica.generate(engine, job).outputs == found.whole.outputs
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> None:
     with replica.started(
         dummy_models.write("tiny", tmp_path), WorkerConfig(**TINY | {"context_length": 512})
@@ -118,6 +119,7 @@ def test_a_request_that_fails_or_is_short_is_no_measurement(tmp_path: Path) -> N
             replica.generate(engine, ([[1]], [900]))
 
 
+@pytest.mark.slow
 def test_decoding_is_observed_at_the_batch_that_is_asked_for(tmp_path: Path) -> None:
     with replica.started(dummy_models.write("tiny", tmp_path), WorkerConfig(**TINY | {"max_running": 4})) as engine:
         for grammar in (False, True):

@@ -52,6 +52,7 @@ def test_both_checkouts_get_the_same_loads(fake: Fake, started: list[Any], tmp_p
     assert measured["now"]["burst"]["requests"] == 8 and measured["before"]["long"]["requests"] == 4
 
 
+@pytest.mark.slow
 def test_a_failure_fails_the_measurement(
     fake: Fake, started: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,6 +115,7 @@ def test_large_scores(backend: Backend) -> None:
     window=st.none() | st.integers(1, 50),
     backend=st.sampled_from(BACKENDS),
 )
+@pytest.mark.slow
 def test_any_batch(
     chunks: list[tuple[int, int]], page_size: int, kv_heads: int, group: int, window: int | None, backend: Backend
 ) -> None:

@@ -18,6 +18,7 @@ def random(n: int, vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("n", "vocab"), SIZES)
+@pytest.mark.slow
 def test_the_largest_of_each_row(n: int, vocab: int) -> None:
     logits = random(n, vocab)
     assert torch.equal(greedy_argmax(logits), logits.argmax(1))

@@ -289,6 +289,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch):
         shoal.OpenAI("scripted", api_key="key")
 
 
+@pytest.mark.slow
 def test_a_batch_counts_its_tokens(endpoint):
     backend = completions(endpoint)
     states = ask.run_batch([{}] * 20, backend=backend)

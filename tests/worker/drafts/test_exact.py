@@ -108,6 +108,7 @@ def said(finished: Sequence[Finished]) -> list[object]:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
+@pytest.mark.slow
 def test_no_output_changes(engine, right: float, overlap: bool) -> None:
     plain = engine().generate(PROMPTS, EACH)
     cheater = Cheater([each.token_ids for each in plain], right)
@@ -124,6 +125,7 @@ def test_no_output_changes(engine, right: float, overlap: bool) -> None:
         assert load.accepted.get("cheater", 0) < load.drafted["cheater"] / 10
 
 
+@pytest.mark.slow
 def test_preempted(engine, monkeypatch) -> None:
     """Drafts take no page from a sequence, and a preempted one goes on as if there had been none."""
     monkeypatch.setattr("worker.scheduler.kv_demand.peak_pages", pages_now)
@@ -141,6 +143,7 @@ def outputs(one: Engine) -> Iterator[Output]:
         yield from one.step()
 
 
+@pytest.mark.slow
 def test_resumed(engine) -> None:
     """On another replica, after any number of tokens, with drafts there only."""
     plain = engine().generate(PROMPTS, EACH)
@@ -153,6 +156,7 @@ def test_resumed(engine) -> None:
     assert heads == [each.token_ids for each in plain]
 
 
+@pytest.mark.slow
 def test_aborted_while_drafts_are_verified(engine) -> None:
     plain = engine().generate(PROMPTS, EACH)
     one = engine([Cheater([each.token_ids for each in plain], 1.0)], overlap=True)
@@ -172,6 +176,7 @@ def test_aborted_while_drafts_are_verified(engine) -> None:
     ("pp", "tp", "overlap", "schedule"),
     [(2, 1, False, "fixed_chunk"), (2, 1, True, "fixed_chunk"), (2, 1, True, "offline"), (1, 2, False, "fixed_chunk")],
 )
+@pytest.mark.slow
 def test_on_several_ranks(tiny_llama: Path, engine, pp: int, tp: int, overlap: bool, schedule: str) -> None:
     free = [i for i, sampling in enumerate(EACH) if sampling.grammar is None]
     prompts, each = [PROMPTS[i] for i in free], [EACH[i] for i in free]
@@ -190,6 +195,7 @@ def test_on_several_ranks(tiny_llama: Path, engine, pp: int, tp: int, overlap: b
     assert rests > 5 if schedule == "offline" else rests == 0
 
 
+@pytest.mark.slow
 def test_the_drafters_of_a_replica(engine, tiny_llama: Path) -> None:
     """What grammars force and texts repeat, with the drafters that a replica has."""
     vocab_size = 258

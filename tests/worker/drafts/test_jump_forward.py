@@ -44,6 +44,7 @@ def said(finished: list[Finished]) -> list[object]:
     return [(each.token_ids, each.finish_reason, len(each.logprobs)) for each in finished]
 
 
+@pytest.mark.slow
 def test_inserted_tokens_need_no_step(engine, monkeypatch) -> None:
     one = engine(jump_forward="off")
     plain = one.generate(PROMPTS, EACH)
@@ -66,6 +67,7 @@ def test_inserted_tokens_need_no_step(engine, monkeypatch) -> None:
     assert crowded.load().preemptions >= 2
 
 
+@pytest.mark.slow
 def test_usage_and_resumption(engine) -> None:
     """Inserted tokens count as drafts that were right. An output can be resumed after any of its messages."""
     plain = engine(jump_forward="off").generate(PROMPTS[:1], EACH[:1])[0].token_ids
@@ -92,6 +94,7 @@ def test_usage_and_resumption(engine) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["fixed_chunk", "offline"])
+@pytest.mark.slow
 def test_in_a_pipeline(engine, tiny_llama: Path, schedule: str) -> None:
     """Where tokens may go from the last stage to the first without the host, those of grammars go over the host."""
     one = engine()

@@ -385,6 +385,7 @@ def test_tokens_go_from_the_last_stage_to_the_first(
         assert said(engine, random_s, 3) == tokens
 
 
+@pytest.mark.slow
 def test_all_stages_tell_when_they_computed_each_step(tiny_model: Callable[[str], Path]) -> None:
     with pipeline(tiny_model("llama"), pp=3, tp=2, token_budget=16) as engine:
         ran: list[dict[int, Span]] = [{}, {}, {}]
@@ -413,6 +414,7 @@ def test_all_stages_tell_when_they_computed_each_step(tiny_model: Callable[[str]
             assert step == 1 or spans[step - 1].end_s <= span.begin_s
 
 
+@pytest.mark.slow
 def test_receives_that_are_begun_when_they_are_needed(
     tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

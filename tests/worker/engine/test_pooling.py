@@ -92,6 +92,7 @@ def both(prompts: list[list[int]], states: list[np.ndarray]) -> tuple[list, list
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_embeddings_are_those_of_transformers(engine, prompts, states, config) -> None:
     one = engine(**config)
     asked, expected, sampling = both(prompts, states)

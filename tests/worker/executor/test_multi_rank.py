@@ -240,6 +240,7 @@ def test_a_leader_that_fails_in_a_step(pair: Callable[..., Pair]) -> None:
     leader.close()
 
 
+@pytest.mark.slow
 def test_a_leader_whose_device_is_lost_before_it_leaves(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

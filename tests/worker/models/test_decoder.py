@@ -37,6 +37,7 @@ def expected(folder: Path, batch: list[list[int]]) -> list[tuple[list[int], torc
 
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize(("chunk", "page_size"), [pytest.param(1, 1, marks=pytest.mark.slow), (7, 16), (64, 4)])
+@pytest.mark.slow
 def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model: Callable[[str], Path]) -> None:
     folder = tiny_model(name)
     runner = ModelRunner(folder, WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=page_size))

@@ -63,6 +63,7 @@ expressions = st.recursive(
 
 @settings(deadline=None, max_examples=120)
 @given(pattern=expressions, anchors=st.sampled_from(["", "^", "$", "^$"]), seed=st.integers(0, 1000))
+@pytest.mark.slow
 def test_texts_of_an_expression_match_it(walker, pattern, anchors, seed):
     try:
         re.compile(pattern)
