@@ -39,6 +39,13 @@ TARGETS: dict[str, Target] = {
     "gpu.idle_fraction.grammar.b64": Target(None, 0, 0.08),
     "gpu.idle_fraction.grammar.b256": Target(None, 0, 0.08),
     "gpu.http.mini.vs_offline": Target(None, 1, 0.95),
+    # Drafts that are right with probabilities 0.8, 0.7, 0.6, against none.
+    "drafts.gpu.b1.vs_off": Target(None, None, 2.0),
+    "drafts.gpu.b8.vs_off": Target(None, None, 1.7),
+    "drafts.gpu.b32.vs_off": Target(None, None, 1.3),
+    "drafts.gpu.b256.vs_off": Target(None, None, 0.99),
+    "drafts.gpu.host_step": Target(None, None, 1.0),
+    "drafts.gpu.pp2.sockets.b8.vs_off": Target(None, None, 1.7),
     # The 70B shape in four stages on 4 H200, over NVLink and over sockets, which stand for Ethernet between nodes.
     "pipeline.sockets.mini_512.output_tok_s": Target(1714, 5500, 5000),
     "pipeline.sockets.mini_half.output_tok_s": Target(1081, 1780, 1650),

@@ -28,7 +28,10 @@ def described() -> Iterator[Described]:
     model = metrics.model("")
     model.watch_programs(Programs())
     model.replica("0")
-    model.loads["0"] = ReplicaLoad(incarnation="", drafted={"": 0}, accepted={"": 0}, stage_seconds=[{"compute": 0.0}])
+    counts = {"": 0}
+    model.loads["0"] = ReplicaLoad(
+        incarnation="", proposals=counts, drafted=counts, accepted=counts, stage_seconds=[{"compute": 0.0}]
+    )
     model.attention["0"] = ("torch", "")
     metrics.upstream_seconds.labels("")
     for counter in vars(metrics).values():

@@ -42,6 +42,7 @@ _STAGE_SECONDS = (
     "too_few_micro_batches, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
 )
 _DRAFTS = {
+    "proposals": ("shoal_proposals", "Times that a step verified drafts of one sequence, by drafter"),
     "drafted": ("shoal_drafted_tokens", "Drafts of tokens that steps verified, by drafter"),
     "accepted": (
         "shoal_accepted_tokens",

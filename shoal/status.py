@@ -27,6 +27,11 @@ columns:
   TTFT, TBT       mean times to the first token and between tokens so far, as the router sees them
   done, failed    requests so far
 
+columns of drafts, of servers that verify them, model by model and drafter by drafter:
+  drafted         drafts of tokens that steps verified so far; those that were inserted unverified are "inserted"
+  accepted        the part of them that was right
+  tokens a step   output tokens of a sequence for each step with drafts of it; 1 without drafts
+
 examples:
   shoal status
   shoal status --url http://gpu-box:8000 --watch 1
@@ -37,6 +42,12 @@ exit code: 0 if the server can answer, otherwise 1; with --watch 0 after Ctrl-C.
 # Metrics of the server as a whole, for the fields of Status.
 READY, WANTED = "shoal_replicas_ready", "shoal_replicas_wanted"
 ATTENTION = "shoal_attention_info"  # for the fields `attention` and `attention_problem` of ReplicaStatus
+# The metrics behind the fields of DrafterStatus.
+DRAFTS = {
+    "proposals": "shoal_proposals_total",
+    "drafted": "shoal_drafted_tokens_total",
+    "accepted": "shoal_accepted_tokens_total",
+}
 # The metric behind each field of ReplicaStatus.
 METRICS = {
     "running": "shoal_running_requests",
@@ -57,9 +68,25 @@ METRICS = {
 
 
 @dataclass
+class DrafterStatus:
+    """The drafts of one drafter since the replica's start.
+
+    | field | meaning |
+    | --- | --- |
+    | `proposals` | how often a step verified drafts of one sequence |
+    | `drafted`, `accepted` | drafts that were verified, and those that were right |
+    """
+
+    proposals: float = 0
+    drafted: float = 0
+    accepted: float = 0
+
+
+@dataclass
 class ReplicaStatus:
     """The state of one replica, as it reports it. Counts are since its start: of requests, or of tokens.
-    `attention_problem`: why its attention is not a faster one; empty if all is well. `model`: its name in the API."""
+    `attention_problem`: why its attention is not a faster one; empty if all is well. `model`: its name in the API.
+    `drafters`: those whose drafts were verified, by name."""
 
     name: str
     model: str = ""
@@ -79,6 +106,7 @@ class ReplicaStatus:
     tbt_sum_s: float = 0
     attention: str = ""
     attention_problem: str = ""
+    drafters: dict[str, DrafterStatus] = field(default_factory=dict)
 
 
 @dataclass
@@ -125,6 +153,7 @@ def replicas(page: str) -> tuple[list[ReplicaStatus], list[ModelStatus]]:
     """The replicas on a page of Prometheus metrics, sorted by model and name, and their models in the page's order.
     Ignores metrics that are not Shoal's. A lost replica, of which only times are left, is not among them."""
     fields = {metric: name for name, metric in METRICS.items()}
+    drafts = {metric: name for name, metric in DRAFTS.items()}
     found: dict[str, ReplicaStatus] = {}
     models: dict[str, ModelStatus] = {}
     reporting: set[str] = set()
@@ -140,6 +169,10 @@ def replicas(page: str) -> tuple[list[ReplicaStatus], list[ModelStatus]]:
                     if sample.name == METRICS["running"]:
                         reporting.add(name)
                         found[name].model = model
+                elif sample.name in drafts and (name := sample.labels.get("replica")):
+                    drafters = found.setdefault(name, ReplicaStatus(name)).drafters
+                    drafter = drafters.setdefault(sample.labels.get("drafter", ""), DrafterStatus())
+                    setattr(drafter, drafts[sample.name], sample.value)
                 elif sample.name == ATTENTION and (name := sample.labels.get("replica")):
                     replica = found.setdefault(name, ReplicaStatus(name))
                     replica.attention = sample.labels.get("backend", "")
@@ -182,7 +215,30 @@ def render(status: Status) -> RenderableType:
         table.add_section()
         table.add_row(*([""] if several else []), *_row(total(status.replicas)), style="bold")
     problems = sorted({replica.attention_problem for replica in status.replicas} - {""})
-    return Group(head, Text(), table, *(Text(problem, "red") for problem in problems))
+    drafts = _drafts(status.replicas, several)
+    return Group(head, Text(), table, *drafts, *(Text(problem, "red") for problem in problems))
+
+
+def _drafts(found: list[ReplicaStatus], several: bool) -> list[RenderableType]:
+    """The table of drafts, of all replicas of a model together; nothing if none were verified."""
+    sums: dict[tuple[str, str], DrafterStatus] = {}
+    for replica in found:
+        for name, drafter in replica.drafters.items():
+            whole = sums.setdefault((replica.model, name), DrafterStatus())
+            for count in DRAFTS:
+                setattr(whole, count, getattr(whole, count) + getattr(drafter, count))
+    if not sums:
+        return []
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    for column in (*(["model"] if several else []), "drafter"):
+        table.add_column(column, no_wrap=True)
+    for column in ("drafted", "accepted", "tokens a step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for (model, name), each in sums.items():
+        tokens = f"{1 + each.accepted / each.proposals:.2f}" if each.proposals else "-"
+        share = _share(each.accepted, each.drafted)
+        table.add_row(*([model] if several else []), name, compact(each.drafted), share, tokens)
+    return [Text(), table]
 
 
 def total(found: list[ReplicaStatus]) -> ReplicaStatus:

@@ -182,7 +182,8 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     `stop_token_id` set. The first output carries `cached_tokens`, `queue_s` (seconds) and `prompt_logprobs`, one
     for each position from `prompt_logprobs_start` on; that of position 0 is None.
 
-    With drafts, an output may have several tokens: `num_accepted` of the `num_drafted` drafts were right.
+    With drafts, an output may have several tokens: `num_accepted` of the `num_drafted` drafts were right. Tokens that
+    were inserted unverified count as both.
 
     A pooled request has one output, with its `embedding` (little-endian float32) and finish reason "stop".
     """
@@ -231,6 +232,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `bookings_seen` | the highest `Generate.booking` received from the router that gets this message |
     | `waiting_tokens` | prompt tokens of waiting and running requests that are neither computed nor cached |
     | `context_tokens` | KV tokens that running requests hold |
+    | `proposals` | how often drafts of one sequence were verified in a step, by drafter |
     | `drafted`, `accepted` | drafts that were verified, and those that were right, by drafter |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     """
@@ -253,6 +255,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     aborts: int = 0
     finished: int = 0
     failed: int = 0
+    proposals: dict[str, int] = {}
     drafted: dict[str, int] = {}
     accepted: dict[str, int] = {}
     stage_seconds: list[dict[str, float]] = []

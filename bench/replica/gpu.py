@@ -5,6 +5,7 @@
     shoal bench gpu --model llama-70b --pp 4 --link sockets --scale 2 --workloads mini --max-running 512
     shoal bench gpu --model llama-8b --workloads mini --http --profile 64,256
     shoal bench gpu --model tiny --device cpu --scale 0.02 --workloads mini,bs1
+    shoal bench gpu --model llama-8b --acceptance 0.8,0.7,0.6
 
 Weights are random, sampling is greedy, prompts are token ids, and every output has its full length. All requests of a
 workload are added at once, with the schedule `offline` by default. The cache is emptied before every round. All
@@ -15,6 +16,10 @@ earlier measurements.
 
 `--link` measures the link between two GPUs before the replica starts. With `--link sockets`, the GPUs are joined by
 sockets alone, which stand for Ethernet between nodes.
+
+`--acceptance` measures what drafts bring, without a drafter that knows the model: of each sequence's drafts, the first
+is right with the first of these probabilities, the next with the second if the first was right, and so on. Whether and
+how many drafts a step takes is the replica's own choice. No other workload runs then, unless `--workloads` names some.
 """
 
 import argparse
@@ -45,6 +50,7 @@ CONTEXT_LENGTH = 8192
 SCHEDULE = "offline"  # the default; any other schedule is part of the figures' names
 PRESSED_TOKENS = 20_000  # size of the KV cache under `pressure`, or half of what the sequences need if that is less
 STEPS = 100
+ROUNDS, DRAFT_ROUNDS = 2, 5
 TOP_KERNELS = 15
 FIRST_TOKEN_ROUNDS = 9
 
@@ -76,9 +82,14 @@ def parser() -> Parser:
         default="llama-8b",
         help="shape of the model (default: %(default)s)",
     )
-    p.add_argument("--workloads", type=_jobs, default=DEFAULT_JOBS, metavar="A,B", help="default: %(default)s")
+    p.add_argument("--workloads", type=_jobs, metavar="A,B", help=f"default: {DEFAULT_JOBS}")
     p.add_argument("--scale", type=float, default=1.0, help="fraction of the prompts; their lengths stay (default 1)")
-    p.add_argument("--rounds", type=int, default=2, help="counted rounds of each workload (default 2)")
+    p.add_argument(
+        "--rounds",
+        type=int,
+        help=f"counted rounds of each workload (default {ROUNDS}), and of each batch of --batches (default "
+        f"{DRAFT_ROUNDS})",
+    )
     p.add_argument("--warm-rounds", type=int, default=1, help="uncounted rounds before them (default 1)")
     p.add_argument("--profile", type=_sizes, default=[], metavar="N,M", help="profile decode at these batch sizes")
     p.add_argument(
@@ -88,10 +99,22 @@ def parser() -> Parser:
         metavar="N,M",
         help="time the first token after prompts of these lengths",
     )
+    p.add_argument(
+        "--acceptance", type=_fractions, metavar="A,B", help="measure decoding with drafts that are right so often"
+    )
+    p.add_argument(
+        "--batches",
+        type=_sizes,
+        default="1,8,32,256",
+        metavar="N,M",
+        help="for --acceptance: numbers of sequences that decode at once (default %(default)s)",
+    )
     p.add_argument("--http", action="store_true", help="also run mini through `shoal serve`")
     p.add_argument("--routers", type=int, metavar="N", help="HTTP processes of that server (default: as `shoal serve`)")
     p.add_argument("--link", choices=("nvlink", "sockets"), help="link between the ranks, which is measured too (GPUs)")
-    p.add_argument("--name", help="name of the result (default: gpu.MODEL and the layout)")
+    p.add_argument(
+        "--name", help="name of the result (default: gpu.MODEL and the layout, after drafts. with --acceptance alone)"
+    )
     p.add_argument(
         "--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result (default: bench/results)"
     )
@@ -113,13 +136,27 @@ def _sizes(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 64,256") from None
 
 
+def _fractions(text: str) -> list[float]:
+    try:
+        fractions = [float(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 0.8,0.7,0.6") from None
+    if not all(0 <= one <= 1 for one in fractions):
+        raise argparse.ArgumentTypeError(f"{text!r}: probabilities are from 0 to 1")
+    return fractions
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints a table, writes the result file. Returns the exit code."""
     args = parser().parse_args(argv)
+    if args.workloads is None:
+        args.workloads = [] if args.acceptance else _jobs(DEFAULT_JOBS)
     if args.http and "mini" not in args.workloads:
         parser().error("--http compares mini through HTTP with mini: name it in --workloads")
     settings = {"load_format": "dummy", "context_length": CONTEXT_LENGTH, "schedule": SCHEDULE}
     settings |= flags.given(args, WorkerConfig)
+    if args.acceptance and not on_gpu(settings):
+        settings.setdefault("max_running", max(WorkerConfig.model_validate({}).max_running, *args.batches))
     if settings.get("device") is None and not on_gpu(settings):
         parser().error("there is no GPU here: a CPU takes --device cpu --model tiny --scale 0.02")
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
@@ -146,7 +183,8 @@ class Bench:
         self.config = WorkerConfig.model_validate(settings)
         self.kind = "cpu" if self.config.device == "cpu" else "gpu"
         self.model = ".".join((self.kind, dummy_models.SHAPES[args.model].label, *self._how()))
-        self.report = GpuReport(args.name or f"{self.model}{suffix(args.scale)}", args.out, settings)
+        name = f"{self.model}{suffix(args.scale)}" if args.workloads else f"drafts.{self.model}"
+        self.report = GpuReport(args.name or name, args.out, settings)
         self.failures = 0
 
     def _how(self) -> list[str]:
@@ -201,7 +239,9 @@ class Bench:
         settings = self.settings | {"replicas": 1}
         if args.routers is not None:
             settings["routers"] = args.routers
-        measured = over_http.measure(self.folder, settings, JOBS["mini"](args.scale), args.warm_rounds, args.rounds)
+        measured = over_http.measure(
+            self.folder, settings, JOBS["mini"](args.scale), args.warm_rounds, args.rounds or ROUNDS
+        )
         print(f"  {'mini over HTTP':26s} {over_http.line(measured)}", flush=True)
         return measured | {"routers": args.routers}
 
@@ -219,7 +259,11 @@ class Bench:
             figure = Figure(f"{self.model}.start_to_first_token.seconds", first, "s", False)
             self.report.add("start", {"engine_s": loaded, "kv_tokens": kv_tokens}, figure)
             print(f"first token after {first:.1f} s; the KV cache holds {kv_tokens:,} tokens", flush=True)
-            replica.warm_up(engine, self.args.scale)
+            if self.args.acceptance:
+                self._drafts(engine)
+                engine.reset_cache()
+            if self.args.workloads or self.args.first_token or self.args.profile:
+                replica.warm_up(engine, self.args.scale)
             for job in self.args.workloads:
                 self._pressure(engine) if job == "pressure" else self._time(engine, job)
             for length in self.args.first_token:
@@ -232,7 +276,8 @@ class Bench:
         from bench.replica import replica
 
         args = self.args
-        timed = replica.measure(engine, job, JOBS[job](args.scale), args.warm_rounds, args.rounds)
+        rounds = args.rounds or ROUNDS
+        timed = replica.measure(engine, job, JOBS[job](args.scale), args.warm_rounds, rounds)
         self.report.add(job, timed.raw(), timed.figure(job, self._name(job)))
 
     def _pressure(self, engine: "Engine") -> None:
@@ -255,6 +300,21 @@ class Bench:
             Figure(f"{name}.same", found.same, "ratio", True),
             Figure(f"{name}.recomputed", found.recomputed, "ratio", False),
         )
+
+    def _drafts(self, engine: "Engine") -> None:
+        """Measures decoding with drafts."""
+        from bench.replica.draft_speed import DraftSpeed
+
+        speed = DraftSpeed(engine, self.folder, self.config, self.args.acceptance)
+        name = ".".join(("drafts", self.kind, *self._how()))
+        for batch in self.args.batches:
+            try:
+                compared = speed.compare(batch, self.args.rounds or DRAFT_ROUNDS)
+            except ValueError as error:
+                self.failed(f"drafts, {batch} sequences", error)
+                continue
+            raw = compared.raw() | {"acceptance": self.args.acceptance, "cost_error": speed.costs.models[0].error()}
+            self.report.add(f"drafts.b{batch}", raw, *compared.figures(name))
 
     def _first_token(self, engine: "Engine", length: int) -> None:
         """Measures the time to the first token of a single prompt."""

@@ -64,6 +64,7 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
             cached_tokens=70,
             prompt_tokens=80,
             output_tokens=90,
+            proposals={"suffix": 3, "grammar": 1},
             drafted={"suffix": 9, "grammar": 4},
             accepted={"suffix": 5},
             stage_seconds=[{"compute": 7.5}, {"compute": 7.5, "host": 0.5}],
@@ -86,6 +87,7 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
     assert {name: got[name, (("model", "tiny"), ("replica", "r1"))] for name in expected} == expected
     assert got["shoal_running_requests", (("model", "tiny"), ("replica", "r0"))] == 0
     r1 = (("model", "tiny"), ("replica", "r1"))
+    assert got["shoal_proposals_total", (("drafter", "suffix"), *r1)] == 3
     assert got["shoal_drafted_tokens_total", (("drafter", "suffix"), *r1)] == 9
     assert got["shoal_accepted_tokens_total", (("drafter", "suffix"), *r1)] == 5
     spent = {labels[2:]: value for (name, labels), value in got.items() if name == "shoal_stage_seconds_total"}

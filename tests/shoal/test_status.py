@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from router.metrics import Metrics
 from shoal import status
 from shoal.client import ServerError
-from shoal.status import ModelStatus, ReplicaStatus, Status, render, replicas, total
+from shoal.status import DrafterStatus, ModelStatus, ReplicaStatus, Status, render, replicas, total
 from worker.messages import ReplicaLoad
 
 Fake = Any  # of conftest.py
@@ -27,6 +27,9 @@ def page() -> bytes:
         ),
         "a": ReplicaLoad(incarnation="y", prompt_tokens=400, cached_tokens=100, output_tokens=70, finished=5),
     }
+    loads["a"].proposals, loads["b"].proposals = {"suffix": 10, "grammar": 2}, {"suffix": 30}
+    loads["a"].drafted, loads["b"].drafted = {"suffix": 40, "grammar": 8}, {"suffix": 60}
+    loads["a"].accepted, loads["b"].accepted = {"suffix": 30, "grammar": 8}, {"suffix": 20}
     metrics = Metrics()
     model = metrics.model("m")
     model.wanted.set(3)
@@ -41,7 +44,7 @@ def page() -> bytes:
 
 def test_every_metric_that_is_read_is_one_that_the_router_writes() -> None:
     written = page().decode()
-    for metric in status.METRICS.values():
+    for metric in (*status.METRICS.values(), *status.DRAFTS.values()):
         assert f"\n{metric}{{" in written, metric
     for metric in (status.READY, status.WANTED):
         assert f"\n{metric}{{" in written, metric
@@ -54,6 +57,7 @@ def test_replicas_of_a_page() -> None:
     assert (a.name, a.prompt_tokens, a.cached_tokens, a.output_tokens, a.finished) == ("a", 400, 100, 70, 5)
     assert (a.ttft_count, a.tbt_count) == (2, 1) and a.ttft_sum_s == pytest.approx(0.6)
     assert (b.running, b.waiting, b.kv_tokens, b.kv_tokens_used, b.kv_tokens_cached) == (3, 2, 1000, 250, 500)
+    assert b.drafters == {"suffix": DrafterStatus(30, 60, 20)} and a.drafters["grammar"] == DrafterStatus(2, 8, 8)
     assert (a.attention, a.attention_problem) == ("triton", "FlashInfer is not installed")
     assert (b.attention, b.attention_problem) == ("flashinfer", "")
     assert replicas('# HELP other x\n# TYPE other gauge\nother{replica="z"} 1\n') == ([], [])
@@ -74,7 +78,14 @@ def test_the_table() -> None:
     assert "ready, 2 of 3 replicas" in text and " of " not in shown(Status("http://x", None, ["m"], found, whole))
     assert "ready" in text and "25%" in text and "300 ms" in text and "50 ms" in text
     assert "…" not in text
-    assert [line.split()[0] for line in text.splitlines()[-4:-1]] == ["a", "b", "all"]
+    rows = [line.split() for line in text.splitlines()[:-1]]
+    assert rows[-4:] == [
+        [],
+        ["drafter", "drafted", "accepted", "tokens", "a", "step"],
+        ["suffix", "100", "50%", "2.25"],
+        ["grammar", "8", "100%", "5.00"],
+    ]
+    assert [row[0] for row in rows[-7:-4]] == ["a", "b", "all"]
     assert text.splitlines()[-1] == "FlashInfer is not installed"
     assert total(found).running == 3 and total(found).prompt_tokens == 400
     assert "no replica has reported yet" in shown(Status("http://x", "not ready", ["m"], []))

@@ -127,7 +127,7 @@ class GrammarDrafter(Drafter):
         matcher, texts, only, first_guess, steps = following.state.matcher, [b""], list[int](), None, 0
         try:
             while steps < _MOST_STEPS and len(texts[-1]) < most_bytes:
-                more = _forced_bytes(matcher)
+                more = forced_bytes(matcher)
                 if not more and guess and not (only and not texts[-1]):
                     last = texts[-1][-1] if texts[-1] else following.last
                     if last in following.spaced:
@@ -158,7 +158,7 @@ class GrammarDrafter(Drafter):
         if not matcher.accept_string(b" "):
             return b""
         try:
-            if spaced and (_forced_bytes(matcher) or self._number_follows(matcher)):
+            if spaced and (forced_bytes(matcher) or self._number_follows(matcher)):
                 return b" "
         finally:
             matcher.rollback(1)
@@ -196,7 +196,8 @@ def _in_word(byte: int) -> bool:
     return byte >= 0x80 or chr(max(byte, 0)).isalnum()
 
 
-def _forced_bytes(matcher: Any) -> bytes:
+def forced_bytes(matcher: Any) -> bytes:
+    """The text that a grammar's matcher allows alone, as far as it is forced; empty if the next byte is not."""
     try:
         return str(matcher.find_jump_forward_string()).encode()
     except UnicodeDecodeError as error:  # ends or begins within a character

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,7 +21,7 @@ from radix.events import Event, Stored
 from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
-from worker.drafts import Drafter, SpeculativeDecoding, make_drafters
+from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
 from worker.engine.cost_store import ENDS_S, CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
 from worker.engine.stage_timeline import StageTimeline
@@ -33,6 +33,9 @@ from worker.messages import Failure, Generate, Output, ReplicaLoad, SamplingPara
 from worker.sampling.sampler import Sampler
 from worker.scheduler.scheduler import Scheduler
 from worker.structured_output import GrammarCompiler, GrammarQueue
+
+if TYPE_CHECKING:  # slow to import
+    from worker.drafts.jump_forward import JumpForward
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Components(NamedTuple):
     grammars: GrammarCompiler
     costs: CostStore = CostStore()
     drafters: Sequence[Drafter] = ()
+    jump_forward: "JumpForward | None" = None
 
 
 def load_components(
@@ -63,8 +67,12 @@ def load_components(
     costs = CostStore()
     if needs_costs(config):
         costs = CostStore.load(model_dir, config, executor.device, cost_folder)
-    drafters = make_drafters(model_dir, executor.vocab_size) if config.speculates else ()
-    return Components(executor, sampler, grammars, costs, drafters)
+    drafters: Sequence[Drafter] = ()
+    if config.speculates:
+        drafters = make_drafters(model_dir, executor.vocab_size, grammar=config.jump_forward != "off")
+    inserts = config.jump_forward == "insert"
+    jump_forward = make_jump_forward(model_dir, executor.vocab_size) if inserts else None
+    return Components(executor, sampler, grammars, costs, drafters, jump_forward)
 
 
 @dataclass
@@ -110,7 +118,7 @@ class Engine:
         """`on_event` is called with every change of the radix tree. `on_ready` is called, from any thread, when a
         request whose grammar has compiled wants a `step`. `load` makes the components."""
         config = with_gpu_defaults(config, Path(model_dir))
-        self.executor, self.sampler, self.grammars, self.costs, drafters = load(Path(model_dir), config)
+        self.executor, self.sampler, self.grammars, self.costs, drafters, jump_forward = load(Path(model_dir), config)
         self.tree = Tree(config.page_size, PagePool(self.executor.num_pages, config.page_size), on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
@@ -132,7 +140,7 @@ class Engine:
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._steps = Steps(
-            self.scheduler, self.executor, self.sampler, self.timeline, self._grammar_queue, speculation
+            self.scheduler, self.executor, self.sampler, self.timeline, self._grammar_queue, speculation, jump_forward
         )
         self._loop: StepLoop
         if config.pp > 1:

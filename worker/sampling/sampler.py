@@ -176,6 +176,14 @@ class Sampler:
         self._states[slot], self._needs[slot] = None, SamplingNeeds.FREE
         self._metadata = None
 
+    def insert(self, slot: int, token_ids: list[int]) -> None:
+        """Takes in output tokens of a slot that were not sampled, after the `result` of all its launches. Raises
+        GrammarError if its grammar does not allow them."""
+        state = self._states[slot]
+        assert state is not None
+        state.append_all(token_ids)
+        self._count_following(slot, state, len(token_ids))
+
     def launch(
         self,
         logits: torch.Tensor,

@@ -20,6 +20,7 @@ class OutputQueue:
         self._stop_checker = stop_checker
         self._outputs: list[Output] = []
         self.num_tokens = 0  # output tokens since the start
+        self.num_inserted = self.num_insertions = 0  # tokens that were not sampled; outputs that hold them
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -46,6 +47,14 @@ class OutputQueue:
         output = Output(request_id=seq.request_id, finish_reason="stop", embedding=embedding.astype("<f4").tobytes())
         _announce(seq, output)
         self.add(output)
+
+    def add_inserted(self, seq: Sequence, token_ids: list[int]) -> None:
+        """Adds an output of tokens that were inserted, without log probabilities."""
+        count = len(token_ids)
+        self.num_tokens += count
+        self.num_inserted += count
+        self.num_insertions += 1
+        self.add(Output(request_id=seq.request_id, token_ids=token_ids, num_drafted=count, num_accepted=count))
 
     def add_tokens(
         self, step: ScheduledStep, chosen: np.ndarray, sampled: SampledTokens, now_s: float

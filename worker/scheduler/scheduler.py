@@ -246,12 +246,14 @@ class Scheduler:
         return self.running.take_freed_slots()
 
     def drafts_may_follow(self) -> bool:
-        """Whether the next `schedule` should come after the `update` of the newest step, because drafts are likely to
-        follow its tokens."""
-        if self._speculation is None:
-            return False
+        """Whether the next `schedule` should come after the `update` of the newest step: because drafts are likely to
+        follow its tokens, or because forced tokens may be inserted after them."""
         step = self._in_flight.newest
         rows = step.rows[step.samples & ~step.dropped]
+        if self._table.inserts[rows].any():
+            return True
+        if self._speculation is None:
+            return False
         rows = rows[self._table.num_tokens[rows] < self._table.token_limit[rows]]
         return self._speculation.may_follow(self._table.sequences_at(rows), step.shape)
 
@@ -299,6 +301,15 @@ class Scheduler:
             self._add_pooled(step, pooled)
         self._in_flight.remove_oldest()
 
+    def insert(self, seq: Sequence, token_ids: list[int]) -> None:
+        """Appends output tokens that no step samples, fewer than the sequence may still have. The last token is known.
+        The next step with this sequence computes them as it does a prompt."""
+        assert seq.is_running and not seq.num_pending and seq.num_tokens + len(token_ids) < seq.token_limit
+        seq.new_token_ids += token_ids
+        seq.num_tokens += len(token_ids)
+        seq.last_token = token_ids[-1]
+        self._outputs.add_inserted(seq, token_ids)
+
     # ------------------------------------------------------------ load and integrity
 
     def load(self) -> ReplicaLoad:
@@ -306,8 +317,7 @@ class Scheduler:
         self.leases.expire(self.clock())
         load = copy.copy(self.counters)
         load.running = len(self.running)
-        if self._speculation is not None:
-            load.drafted, load.accepted = dict(self._speculation.drafted), dict(self._speculation.accepted)
+        self._count_drafts(load)
         load.waiting = len(self._waiting)
         load.output_tokens = self._outputs.num_tokens
         load.preemptions = self._preemption.num_preempted
@@ -319,6 +329,19 @@ class Scheduler:
         load.kv_tokens_leased = self.kv_cache.tree.num_leased * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
+
+    def _count_drafts(self, load: ReplicaLoad) -> None:
+        """Sets the counters of drafts. Inserted tokens are a drafter's that is always right."""
+        load.proposals, load.drafted, load.accepted = {}, {}, {}
+        if (known := self._speculation) is not None:
+            load.proposals, load.drafted, load.accepted = (
+                dict(known.proposals),
+                dict(known.drafted),
+                dict(known.accepted),
+            )
+        if insertions := self._outputs.num_insertions:
+            load.proposals["inserted"] = insertions
+            load.drafted["inserted"] = load.accepted["inserted"] = self._outputs.num_inserted
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has one owner and every sequence is in one place. Walks all pages and
@@ -432,8 +455,9 @@ class Scheduler:
         if self._speculation is None or room <= 0 or not len(builder.decodes):
             return
         rows = builder.decodes
-        # The last token is to be known, and after the drafts comes one more token.
-        rows = rows[(table.num_pending[rows] == 0) & (table.num_tokens[rows] + 1 < table.token_limit[rows])]
+        # After the drafts comes one more token. With one stage, it pays to wait for a pending token (`may_follow`).
+        rows = rows[table.num_tokens[rows] + 1 < table.token_limit[rows]]
+        rows = rows[table.num_pending[rows] <= (self._num_stages > 1)]
         if not len(rows):
             return
         candidates = table.sequences_at(rows)
@@ -510,8 +534,9 @@ class Scheduler:
         if self._speculation is not None and step.drafts:
             for i, chunk in enumerate(chosen.tolist()):
                 if chunk in step.drafts and not step.dropped[chunk]:
-                    accepted = len(sampled.following.get(i, ()))
-                    self._speculation.verified(step.sequences[chunk].slot, len(step.drafts[chunk]), accepted)
+                    seq, start = step.sequences[chunk], int(step.plan.starts[chunk])
+                    last_id, accepted = int(seq.token_ids(start, start + 1)[0]), len(sampled.following.get(i, ()))
+                    self._speculation.verified(seq.slot, last_id, len(step.drafts[chunk]), accepted)
         for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
             self._forget(seq, keep=True)

@@ -65,6 +65,7 @@ class Sequence:
     cached_estimate = TableColumn()
     last_token = TableColumn()
     slot = TableColumn()
+    inserts = TableColumn()
 
     __slots__ = (
         "_pages",

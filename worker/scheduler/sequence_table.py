@@ -38,9 +38,10 @@ class SequenceTable(Generic[S]):
     | `cached_estimate` | leading tokens that the prefix tree had at the last look-up; kept current only while waiting |
     | `last_output_s` | float64, when the newest output token came, by the scheduler's clock; before that, the arrival |
     | `announced` | bool, whether the first output has been made |
+    | `inserts` | bool, whether forced tokens are inserted after each token (`jump_forward: insert`), so that the next step waits for its value |
 
     Invariant: `num_confirmed <= num_computed <= num_tokens` and `num_confirmed <= num_tokens - num_pending`.
-    """
+    """  # noqa: E501
 
     def __init__(self, capacity: int) -> None:
         """`capacity`: initial number of rows. When all are in use, it doubles, which copies every column."""
@@ -53,7 +54,7 @@ class SequenceTable(Generic[S]):
         self.num_pages, self.num_sent_pages = column(), column()
         self.slot, self.last_token, self.cached_estimate = column(), column(), column()
         self.last_output_s = np.zeros(capacity)
-        self.announced = np.zeros(capacity, dtype=bool)
+        self.announced, self.inserts = np.zeros(capacity, dtype=bool), np.zeros(capacity, dtype=bool)
         self.sequences: list[S | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.conftest import make_tiny_llama
 from tests.worker.engine.test_pipeline import pipeline
-from tests.worker.fakes import pages_now
+from tests.worker.engines import checked_engines
+from tests.worker.fakes import any_models, pages_now
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, Proposal, make_drafters
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Engine, Finished, load_components
 from worker.messages import Generate, Grammar, Output, SamplingParams
+from worker.step import PENDING, Plan
 
 TOKENS = 24
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
@@ -73,32 +74,23 @@ class Cheater(Drafter):
         del self._said[key]
 
 
+class Indifferent(CostStore):
+    """For drafts, a step takes 1 s whatever it holds: all pay. The schedule has its models."""
+
+    def seconds(self, shape) -> float:
+        return 1.0
+
+
 def with_drafters(model_dir: Path, config: WorkerConfig, drafters: Sequence[Drafter], load=load_components):
     """The parts of a replica whose drafts always pay: without cost models, a step takes 1 s whatever it holds."""
     return load(model_dir, config)._replace(costs=CostStore(), drafters=drafters)
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
 @pytest.fixture
 def engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
     """Makes an engine; at the end no page is lost."""
-    engines: list[Engine] = []
-
-    def make(drafters: Sequence[Drafter] = (), **config: object) -> Engine:
-        settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 4096, "num_speculative_tokens": 6, **config}
-        load = partial(with_drafters, drafters=drafters)
-        engines.append(Engine(tiny_llama, WorkerConfig.model_validate(settings), load=load))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.check_integrity()
-        assert len(one.scheduler) == 0
-        one.close()
+    with checked_engines(tiny_llama, kv_tokens=4096, num_speculative_tokens=6) as make:
+        yield lambda drafters=(), **config: make(partial(with_drafters, drafters=drafters), **config)
 
 
 def said(finished: Sequence[Finished]) -> list[object]:
@@ -176,16 +168,26 @@ def test_aborted_while_drafts_are_verified(engine) -> None:
         assert heard[i] == plain[i].token_ids[-len(heard[i]) :]
 
 
-@pytest.mark.parametrize(("pp", "tp", "overlap"), [(2, 1, False), (2, 1, True), (1, 2, False)])
-def test_on_several_ranks(tiny_llama: Path, engine, pp: int, tp: int, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("pp", "tp", "overlap", "schedule"),
+    [(2, 1, False, "fixed_chunk"), (2, 1, True, "fixed_chunk"), (2, 1, True, "offline"), (1, 2, False, "fixed_chunk")],
+)
+def test_on_several_ranks(tiny_llama: Path, engine, pp: int, tp: int, overlap: bool, schedule: str) -> None:
     free = [i for i, sampling in enumerate(EACH) if sampling.grammar is None]
     prompts, each = [PROMPTS[i] for i in free], [EACH[i] for i in free]
     plain = engine().generate(prompts, each)
     cheater = Cheater([each.token_ids for each in plain], 0.8, prompts=prompts)
-    changes = {"overlap": overlap, "schedule": "fixed_chunk", "num_speculative_tokens": 6, "kv_tokens": 2048}
-    with pipeline(tiny_llama, pp=pp, tp=tp, drafters=[cheater], **changes) as one:
+    own_parts = {"drafters": [cheater], "costs": Indifferent(any_models(pp))}
+    changes = {"overlap": overlap, "schedule": schedule, "num_speculative_tokens": 6, "kv_tokens": 2048}
+    with pipeline(tiny_llama, pp=pp, tp=tp, own_parts=own_parts, **changes) as one:
+        plans: list[Plan] = []
+        announce = one.executor.announce
+        one.executor.announce = lambda plan: (plans.append(plan), announce(plan))[1]
         assert said(one.generate(prompts, each)) == said(plain)
         assert one.load().accepted["cheater"] > 20
+    # Drafts may rest on a token that goes from the last stage to the first without the host.
+    rests = sum(len(ids) > 1 and ids[0] == PENDING for plan in plans for _, _, ids, *_ in plan.chunks)
+    assert rests > 5 if schedule == "offline" else rests == 0
 
 
 def test_the_drafters_of_a_replica(engine, tiny_llama: Path) -> None:

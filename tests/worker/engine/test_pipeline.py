@@ -5,10 +5,11 @@ import json
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -25,7 +26,6 @@ from tests.worker.conftest import TINY, without_grammars
 from tests.worker.driver import Driver, prompt
 from tests.worker.executor.test_multi_rank import prompts, settings
 from worker.config import WorkerConfig
-from worker.drafts import Drafter
 from worker.engine.engine import Components, Engine
 from worker.errors import DeviceLost
 from worker.executor.executor import ForwardOutput
@@ -282,9 +282,10 @@ def test_a_cut_that_does_not_fit(tiny_model: Callable[[str], Path]) -> None:
 
 @contextmanager
 def pipeline(
-    folder: Path, *, fails: bool = False, drafters: Sequence[Drafter] = (), **changes: object
+    folder: Path, *, fails: bool = False, own_parts: Mapping[str, object] = MappingProxyType({}), **changes: object
 ) -> Iterator[Engine]:
-    """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do."""
+    """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do. `own_parts`
+    are fields of `Components` in place of the usual ones."""
     config = settings(**changes)
     store, address = open_store()
     kept: list[Follower] = []
@@ -296,7 +297,7 @@ def pipeline(
 
     def parts(model: Path, own: WorkerConfig) -> Components:
         executor = leading.enter_context(closing(MultiRankExecutor(model, own, store)))
-        return without_grammars(model, own, executor)._replace(drafters=drafters)
+        return without_grammars(model, own, executor)._replace(**own_parts)
 
     others = other_ranks(config)
     with ThreadPoolExecutor(len(others)) as threads, ExitStack() as leading:
