@@ -17,9 +17,7 @@ def allowed_values(kind: Any, path: str) -> tuple[str | int, ...]:
     here: list[inspected.Type] = [inspected.type_info(kind)]
     tags: list[Any] = []
     for step in _STEPS.findall(path):
-        tags = [
-            each.tag for each in _single(here) if isinstance(each, inspected.StructType) and each.tag_field == step
-        ]
+        tags = [each.tag for each in _single(here) if isinstance(each, inspected.StructType) and each.tag_field == step]
         here = [inside for each in _single(here) for inside in _inside(each, step)]
     values = [value for each in _single(here) if isinstance(each, inspected.LiteralType) for value in each.values]
     return tuple(dict.fromkeys([*values, *tags]))
