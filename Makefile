@@ -14,8 +14,8 @@ test: env lint types check-docs unit  ## everything that CI runs
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
 	$(BIN)/pytest --numprocesses auto -m "not ray and not slow and not gpu"
 
-fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, and more
-	SHOAL_FUZZ=1000 $(BIN)/pytest tests/server/test_fuzz.py
+fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
+	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
 
 env: $(STAMP)
 

@@ -9,6 +9,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from router.errors import ApiError, invalid
+from router.literals import allowed_values
 from router.requests import Body
 from router.sse import ClientGone
 
@@ -18,6 +19,7 @@ MOST_SAID = 1000  # characters of a fault
 
 _AT = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
+_OTHER_LITERAL = re.compile(r"Invalid (?:enum )?value (?=['\d-])")
 _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expected `object` of length <= 0")
 
 
@@ -71,7 +73,7 @@ def parse(model: type[Known], body: bytes) -> Known:
     try:
         request = msgspec.json.decode(body, type=model)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise _explained(str(error), model) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"The body of the request is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
@@ -86,7 +88,7 @@ def read_as(kind: Any, value: Any, param: str) -> Any:
     try:
         read = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), param) from None
+        raise _explained(str(error), kind, param) from None
     except RecursionError:
         raise invalid(f"{param!r} is nested too deeply.", param) from None
     _refuse_flags(read, f"{param}.")
@@ -107,9 +109,11 @@ def _unsupported(param: str) -> ApiError:
     return invalid(f"{param!r} is not supported by this server: leave it out.", param, "unsupported_parameter")
 
 
-def _explained(reason: str, inside: str = "") -> ApiError:
-    """The ApiError for a message of msgspec, which says what is wrong and where, `inside` a parameter."""
+def _explained(reason: str, kind: Any, inside: str = "") -> ApiError:
+    """The ApiError for a message of msgspec about a value of type `kind`: what is wrong and where, `inside` a
+    parameter."""
     at = _AT.search(reason)
+    literals = allowed_values(kind, at["path"]) if at and _OTHER_LITERAL.match(reason) else ()
     path = at["path"].replace("[...]", "") if at else ""  # "[...]" stands for some key of an object
     path = f"{inside}.{path}".removesuffix(".").replace(".[", "[") if inside else path
     if at:
@@ -125,4 +129,8 @@ def _explained(reason: str, inside: str = "") -> ApiError:
         return invalid("The body of the request must be a JSON object.")
     if reason.startswith(_NOTHING_ALLOWED):
         return _unsupported(path)
+    if literals:
+        value = _OTHER_LITERAL.sub("", reason)
+        known = f"none of {', '.join(map(repr, literals))}" if len(literals) > 1 else f"not {literals[0]!r}"
+        return invalid(f"Invalid value for {path!r}: {value} is {known}.", path, "invalid_value")
     return invalid(f"Invalid value for {path!r}: {reason[0].lower()}{reason[1:]}.", path, "invalid_value")

@@ -104,7 +104,8 @@ def _message(message: ChatMessage, path: str, tool_names: dict[str, str]) -> Mes
                 raise invalid(f"Only a message of role 'assistant' has {name!r}.", f"{path}.{name}")
     if role == "tool":
         if message.tool_call_id is None:
-            raise invalid(f"Missing required parameter: '{path}.tool_call_id'.", f"{path}.tool_call_id")
+            where = f"{path}.tool_call_id"
+            raise invalid(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
         tool = message.name or tool_names.get(message.tool_call_id)
         return Message(role, text or "", call_id=message.tool_call_id, name=tool)
     if message.tool_call_id is not None:

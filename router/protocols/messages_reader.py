@@ -67,12 +67,11 @@ def messages_conversation(request: CountTokensRequest) -> Conversation:
             messages += _user(blocks, tool_names)
         else:
             messages.append(Message("system", _joined(blocks)))
-    choice = request.tool_choice
     return Conversation(
         messages=tuple(messages),
         tools=tools,
         choice=_choice(request, tools),
-        parallel=choice is None or not choice.disable_parallel_tool_use,
+        parallel=_may_call_several(request),
         thinking=_thinking(request, bool(prefill)),
         prefill=prefill,
     )
@@ -153,6 +152,14 @@ def _choice(request: CountTokensRequest, tools: Sequence[Tool]) -> ToolChoice:
             return check_choice(ToolChoice("required", (name,)), tools)
         case _:
             return ToolChoice()
+
+
+def _may_call_several(request: CountTokensRequest) -> bool:
+    """Whether an answer may have several calls. A named tool is called once, if the request does not say otherwise:
+    a small model does not stop by itself."""
+    choice = request.tool_choice
+    said = None if choice is None else choice.disable_parallel_tool_use
+    return not isinstance(choice, ChooseTool) if said is None else not said
 
 
 def _system(system: str | list[TextBlock] | None) -> list[Message]:

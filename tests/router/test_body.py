@@ -208,6 +208,21 @@ def test_refused_by_name_in_completions(fields: dict[str, Any], param: str) -> N
     assert refused(CompletionRequest, COMPLETION | fields).param == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": "any"}, "'tool_choice': 'any' is none of 'auto', 'none', 'required'."),
+        ({"tool_choice": {"type": "x"}}, "'tool_choice.type': 'x' is none of 'function', 'allowed_tools'."),
+        ({"tools": [{"type": "web_search"}]}, "'tools[0].type': 'web_search' is not 'function'."),
+        ({"modalities": ["text", "audio"]}, "'modalities[1]': 'audio' is not 'text'."),
+        ({"messages": [{"role": "x", "content": "hi"}]}, "'messages[0].role': 'x' is none of 'assistant', "),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "'messages[0].content[0].type': 'x' is none of"),
+    ],
+)
+def test_an_unknown_literal_is_answered_with_those_that_are_known(fields: dict[str, Any], said: str) -> None:
+    assert refused(ChatRequest, CHAT | fields).message.startswith(f"Invalid value for {said}")
+
+
 @pytest.mark.parametrize("name", ["model", "messages"])
 def test_missing_parameters_are_named(name: str) -> None:
     error = refused(ChatRequest, {key: value for key, value in CHAT.items() if key != name})

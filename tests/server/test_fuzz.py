@@ -112,7 +112,8 @@ def check_error(status: int, body: bytes, path: str) -> None:
     assert status in REFUSED, (status, body)
     error = json.loads(body)["error"]
     if path.startswith(MESSAGES):
-        assert error.keys() == {"message", "type"}
+        assert error.keys() - {"details"} == {"message", "type"}
+        assert error.get("details") in (None, {"error_code": "thread_unsupported_request"})
         assert error["type"] in {"invalid_request_error", "not_found_error", "request_too_large"}
     else:
         assert error.keys() == {"message", "type", "param", "code"}

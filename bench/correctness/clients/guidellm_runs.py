@@ -31,7 +31,7 @@ def _requests(at: ServedModel, backend: str = "", profile: str = "kind=concurren
         )
         requests = json.loads((folder / "result.json").read_text())["benchmarks"][0]["requests"]
     assert not requests["errored"] and not requests["incomplete"], requests["errored"] or requests["incomplete"]
-    assert len(requests["successful"]) == REQUESTS
+    assert len(requests["successful"]) == REQUESTS, f"{len(requests['successful'])} requests, not {REQUESTS}"
     return requests["successful"]
 
 

@@ -3,6 +3,7 @@ with what lm-eval gets from `transformers`, on the same small tasks."""
 
 import json
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,31 +47,38 @@ metric_list: [{metric: exact_match}]
 """,
 }
 
+ALL = tuple(TASKS)
 
-def _samples(task: str, model: str, arguments: str, *options: str) -> list[Any]:
-    """The responses of a model to all documents of a task, in the documents' order."""
+
+def _samples(tasks: tuple[str, ...], model: str, arguments: str, *options: str) -> dict[str, list[Any]]:
+    """The responses of a model to all documents of each task, in the documents' order."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         documents = [{"q": q, "choices": choices, "label": label} for q, choices, label in DOCUMENTS]
         (folder / "data.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
         (folder / "tasks").mkdir()
-        text = _TASK.format(name=task, data=folder / "data.jsonl") + TASKS[task]
-        (folder / "tasks" / "task.yaml").write_text(text)
-        where = ["--tasks", task, "--include_path", "tasks", "--output_path", "out", "--log_samples"]
+        for task in tasks:
+            text = _TASK.format(name=task, data=folder / "data.jsonl") + TASKS[task]
+            (folder / "tasks" / f"{task}.yaml").write_text(text)
+        where = ["--tasks", ",".join(tasks), "--include_path", "tasks", "--output_path", "out", "--log_samples"]
         programs.run("lm_eval", "run", "--model", model, "--model_args", arguments, *where, *options, folder=folder)
-        (path,) = (folder / "out").rglob("samples_*.jsonl")
-        samples = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(samples) == len(DOCUMENTS)
-    return [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+        responses = {}
+        for task in tasks:
+            (path,) = (folder / "out").rglob(f"samples_{task}_*.jsonl")
+            samples = [json.loads(line) for line in path.read_text().splitlines()]
+            assert len(samples) == len(DOCUMENTS)
+            responses[task] = [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+    return responses
 
 
-def _both(at: ServedModel, task: str) -> list[tuple[Any, Any]]:
-    """The responses of the server, each with that of `transformers`."""
+@cache
+def _both(at: ServedModel) -> dict[str, list[tuple[Any, Any]]]:
+    """The responses of the server to each task, each with that of `transformers`. Each model runs once."""
     assert at.folder is not None, "lm-eval is compared with transformers: give --folder"
     server = f"model={at.model},base_url={at.v1}/completions,tokenizer_backend=remote,num_concurrent=2,max_retries=1"
-    ours = _samples(task, "local-completions", server, "--batch_size", "4")
-    theirs = _samples(task, "hf", f"pretrained={at.folder},dtype=float32", "--device", "cpu", "--batch_size", "1")
-    return list(zip(ours, theirs, strict=True))
+    ours = _samples(ALL, "local-completions", server, "--batch_size", "4")
+    theirs = _samples(ALL, "hf", f"pretrained={at.folder},dtype=float32", "--device", "cpu", "--batch_size", "1")
+    return {task: list(zip(ours[task], theirs[task], strict=True)) for task in ALL}
 
 
 def _flat(responses: Any) -> list[float]:
@@ -88,21 +96,21 @@ def _check_close(pairs: list[tuple[Any, Any]]) -> None:
 
 @checks("local-completions, multiple choice: log-likelihoods as transformers'")
 def multiple_choice(at: ServedModel) -> None:
-    _check_close(_both(at, "choice"))
+    _check_close(_both(at)["choice"])
 
 
 @checks("local-completions, rolling: log-likelihoods as transformers'")
 def rolling(at: ServedModel) -> None:
-    _check_close(_both(at, "rolling"))
+    _check_close(_both(at)["rolling"])
 
 
 @checks("local-completions, generate_until: texts as transformers'")
 def generate(at: ServedModel) -> None:
-    for ours, theirs in _both(at, "generate"):
+    for ours, theirs in _both(at)["generate"]:
         assert ours == theirs, f"{ours} is not transformers' {theirs}"
 
 
 @checks("local-chat-completions, generate_until")
 def chat(at: ServedModel) -> None:
     server = f"model={at.model},base_url={at.v1}/chat/completions,num_concurrent=2,max_retries=1"
-    assert _samples("generate", "local-chat-completions", server, "--apply_chat_template")
+    assert _samples(("generate",), "local-chat-completions", server, "--apply_chat_template")["generate"]

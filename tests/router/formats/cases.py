@@ -43,8 +43,12 @@ def dsml(name: str, *triples: tuple[str, str, str]) -> str:
     return f'<{DSML}invoke name="{name}">\n{inside}</{DSML}invoke>\n'
 
 
-def dsml_calls(*calls: str) -> str:
-    return f"<{DSML}function_calls>\n{''.join(calls)}</{DSML}function_calls>"
+def dsml_calls(*calls: str, section: str = "function_calls") -> str:
+    return f"<{DSML}{section}>\n{''.join(calls)}</{DSML}{section}>"
+
+
+def v4_calls(*calls: str) -> str:
+    return dsml_calls(*calls, section="tool_calls")
 
 
 def glm(name: str, *pairs: tuple[str, str]) -> str:
@@ -221,6 +225,13 @@ CASES: dict[str, list[Case]] = {
         ("markers", "<|python_start|>[weather(city='Oslo')]<|python_end|>", [("weather", {"city": "Oslo"})]),
         ("text around", "One. <|python_start|>[f(a=[1, 2, 3])]<|python_end|> Two.", ["One. ", ("f", {"a": [1, 2, 3]}), " Two."]),
         ("no markers", "[f(a=1), g()]", [("f", {"a": 1}), ("g", "{}")]),
+        ("no call", "How can I help?", ["How can I help?"]),
+        ("two calls", "<|python_start|>[weather(city='Oslo', days=3), now()]<|python_end|>", [("weather", WEATHER), ("now", "{}")]),
+        ("types", "<|python_start|>[f(a=None, b=True, c={'k': ['v', 1.5]}, d={}, e=[], g='')]<|python_end|>", [("f", {"a": None, "b": True, "c": {"k": ["v", 1.5]}, "d": {}, "e": [], "g": ""})]),
+        ("escapes", "<|python_start|>[f(a='Martha\\'s', b=\"x, y) ]\")]<|python_end|>", [("f", {"a": "Martha's", "b": "x, y) ]"})]),
+        ("no end marker", "<|python_start|>[f(a=1)]", [("f", {"a": 1})]),
+        ("no list", "<|python_start|>print(1)<|python_end|>", ["<|python_start|>print(1)<|python_end|>"]),
+        ("cut in a string", "<|python_start|>[weather(city='Os", [("weather", "{\"city\": 'Os", "open")]),
     ],
     "mistral": [
         ("no call", "This is a test.", ["This is a test."]),
@@ -254,6 +265,11 @@ CASES: dict[str, list[Case]] = {
         ("no arguments", CALLS + v31("f", "") + CALLS_END, [("f", "{}")]),
         ("cut", f'{CALLS}{CALL}f{SEP}{{"a": "x', [("f", '{"a": "x', "open")]),
         ("cut in the name", f"{CALLS}{CALL}weath", [f"{CALLS}{CALL}weath"]),
+        ("text after", CALLS + v31("f", '{"a": 1}') + CALLS_END + " Done.", [("f", {"a": 1}), " Done."]),
+        ("lines between calls", CALLS + "\n" + v31("f", "{}") + "\n" + v31("g", "{}") + "\n" + CALLS_END, [("f", "{}"), ("g", "{}")]),
+        ("no call's begin", f'{CALLS}f{SEP}{{"x":1}}{CALLS_END}', [f'{CALLS}f{SEP}{{"x":1}}{CALLS_END}']),
+        ("cut before a call", f"I look.{CALLS}weather", [f"I look.{CALLS}weather"]),
+        ("markers in a string", CALLS + v31("f", '{"a": "{\\"]"}') + CALLS_END, [("f", {"a": '{"]'})]),
     ],
     "deepseek_v32": [
         ("one call", dsml_calls(dsml("weather", ("city", "true", "Oslo"), ("days", "false", "3"))), [("weather", WEATHER)]),
@@ -266,6 +282,16 @@ CASES: dict[str, list[Case]] = {
         ("said nothing", f'<{DSML}function_calls>\n<{DSML}invoke name="types">\n<{DSML}parameter name="int">4</{DSML}parameter>\n</{DSML}invoke>\n</{DSML}function_calls>', [("types", {"int": 4})]),
         ("lines and tags", dsml_calls(dsml("weather", ("city", "true", "\n<b>x</b>\n"))), [("weather", {"city": "\n<b>x</b>\n"})]),
         ("cut", f'<{DSML}function_calls>\n<{DSML}invoke name="weather">\n<{DSML}parameter name="city" string="true">Os', [("weather", '{"city": "Os', "open")]),
+    ],
+    "deepseek_v4": [
+        ("no call", "It rains.", ["It rains."]),
+        ("one call", "Let me see. " + v4_calls(dsml("weather", ("city", "true", "Oslo"), ("days", "false", "3"))), ["Let me see. ", ("weather", WEATHER)]),
+        ("two calls", v4_calls(dsml("f", ("a", "true", "1")), dsml("g")), [("f", {"a": "1"}), ("g", "{}")]),
+        ("an object", v4_calls(dsml("f", ("a", "false", '{"b": [null, "</x>"]}'))), [("f", {"a": {"b": [None, "</x>"]}})]),
+        ("the section of 3.2", dsml_calls(dsml("f")), [dsml_calls(dsml("f"))]),
+        ("no section's end", f"<{DSML}tool_calls>\n{dsml('f')}", [("f", "{}")]),
+        ("cut in the name", f'<{DSML}tool_calls>\n<{DSML}invoke name="wea', [f'<{DSML}tool_calls>\n<{DSML}invoke name="wea']),
+        ("cut in a key", f'<{DSML}tool_calls>\n<{DSML}invoke name="f">\n<{DSML}parameter name="ci', [("f", "", "open")]),
     ],
     "glm45": [
         ("no arguments", "<tool_call>now</tool_call>", [("now", "{}")]),
@@ -294,6 +320,15 @@ CASES: dict[str, list[Case]] = {
         ("one call", f"<minimax:tool_call>\n{minimax('weather', ('city', 'Oslo'), ('days', '3'))}</minimax:tool_call>", [("weather", WEATHER)]),
         ("text before", f"Let me. <minimax:tool_call>{minimax('f', ('k', 'v'))}</minimax:tool_call>", ["Let me. ", ("f", {"k": "v"})]),
         ("two calls", f"<minimax:tool_call>{minimax('f', ('a', '1'))}{minimax('g')}</minimax:tool_call>", [("f", {"a": "1"}), ("g", "{}")]),
+        ("no call", "It rains.", ["It rains."]),
+        ("no arguments", f"<minimax:tool_call>\n{minimax('now')}</minimax:tool_call>", [("now", "{}")]),
+        ("types", f"<minimax:tool_call>{minimax('types', ('int', '42'), ('bool', 'true'), ('object', '{}'), ('array', '[1]'), ('any', '7'))}</minimax:tool_call>", [("types", {"int": 42, "bool": True, "object": {}, "array": [1], "any": "7"})]),
+        ("lines and tags", f"<minimax:tool_call>{minimax('weather', ('city', '<b>A</b>' + chr(10) + '  B'))}</minimax:tool_call>", [("weather", {"city": "<b>A</b>\n  B"})]),
+        ("text after", f"<minimax:tool_call>{minimax('f')}</minimax:tool_call> Done.", [("f", "{}"), " Done."]),
+        ("no section's end", f"<minimax:tool_call>{minimax('f', ('a', '1'))}", [("f", {"a": "1"})]),
+        ("no JSON object here", '<minimax:tool_call>{"name": "f"}</minimax:tool_call>', ['<minimax:tool_call>{"name": "f"}</minimax:tool_call>']),
+        ("cut in a value", '<minimax:tool_call><invoke name="weather"><parameter name="city">Os', [("weather", '{"city": "Os', "open")]),
+        ("cut in the name", '<minimax:tool_call><invoke name="wea', ['<minimax:tool_call><invoke name="wea']),
         ("quotes", "<minimax:tool_call><invoke name='f'><parameter name=k>v</parameter></invoke></minimax:tool_call>", [("f", {"k": "v"})]),
         ("nullable", f"<minimax:tool_call>{minimax('types', ('maybe', 'null'))}{minimax('types', ('maybe', 'x'))}</minimax:tool_call>", [("types", {"maybe": None}), ("types", {"maybe": "x"})]),
     ],

@@ -2,7 +2,9 @@
 """The choice of formats from templates, vocabularies and configurations, and the typing of values."""
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,14 @@ def test_a_template_tells_the_format(model: str) -> None:
     assert found.tools == TOOLS[tools]
     assert (None if found.thinking is None else found.thinking.begin) == thinking
     assert found.channels is None
+
+
+def test_the_page_about_tools_has_all_formats() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "TOOLS.md").read_text()
+    _, of_tools, of_thinking = page.split("parser` | m")
+    for names, table in (((*TOOLS, HARMONY), of_tools), (THINKING, of_thinking)):
+        firsts = [row.split("|")[1] for row in table.split("\n\n")[0].splitlines()[2:]]
+        assert sorted(re.findall("`(\\w+)`", " ".join(firsts))) == sorted(names)
 
 
 def test_harmony() -> None:

@@ -139,7 +139,9 @@ def test_tools_and_choices() -> None:
 
     assert choice(type="auto") == (ToolChoice("auto"), True)
     assert choice(type="any", disable_parallel_tool_use=True) == (ToolChoice("required"), False)
-    assert choice(type="tool", name="weather") == (ToolChoice("required", ("weather",)), True)
+    named = ToolChoice("required", ("weather",))
+    assert choice(type="tool", name="weather") == (named, False)
+    assert choice(type="tool", name="weather", disable_parallel_tool_use=False) == (named, True)
     assert choice(type="none") == (ToolChoice("none"), True)
 
 
