@@ -125,7 +125,8 @@ class Engine:
         speculation = None
         if drafters:
             exposed_s = ENDS_S if overlap and config.pp == 1 else 0.0
-            speculation = SpeculativeDecoding(drafters, self.costs.seconds, config.num_speculative_tokens, exposed_s)
+            most, rows = config.num_speculative_tokens, self.costs.rows
+            speculation = SpeculativeDecoding(drafters, self.costs.seconds, most, exposed_s, rows=rows)
         self.scheduler = Scheduler(
             config,
             self.tree,

@@ -91,7 +91,10 @@ class SlotState:
         return self.grammar is not None and self.grammar.terminated
 
     def after(self, token_id: int, num_output: int) -> "SlotState":
-        """The state if `token_id` were output number `num_output`. The grammar is the same object, unchanged."""
+        """The state if `token_id` were output number `num_output`: this object if nothing of it depends on the token.
+        The grammar is the same object, unchanged."""
+        if self.history is None and self.suppressed is None:
+            return self
         other = copy.copy(self)
         if self.history is not None:
             other.history = self.history.copy()
