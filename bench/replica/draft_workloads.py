@@ -1,7 +1,7 @@
 """What drafts are for, as requests to a chat model: forms, schemas, edits, and open chat.
 
-Each round has requests of its own, so no drafter knows an answer from a round before. What rounds have in common is what
-requests of one user have in common: a form's keys, an instruction.
+Each round has requests of its own, so no drafter knows an answer from a round before. What rounds have in common is
+what requests of one user have in common: a form's keys, an instruction.
 """
 
 import importlib
@@ -15,8 +15,8 @@ NAMES = "Alice Bruno Clara David Emma Farid Grace Hugo Ines Jonas Kira Liam Mona
 THINGS = "kettle bicycle lamp printer jacket radio blender tent guitar camera backpack chair".split()
 FAULTS = ["arrived broken", "never arrived", "makes a loud noise", "has the wrong colour", "stopped working"]
 WISHES = ["I want my money back", "please send a new one", "can you repair it", "tell me what to do"]
-TOPICS = ["volcanoes", "the history of bread", "how bees talk", "sailing ships", "why the sky is blue", "chess openings"]
-ASKS = ["Explain {} to a child.", "Write a short story about {}.", "What should everybody know about {}?"]
+TOPICS = ["volcanoes", "the history of bread", "how bees talk", "sailing ships", "the colour of the sky", "chess"]
+ASKS = ["Explain {} to a child.", "Write a short story about {}.", "Tell me what everybody should know about {}."]
 PLACES = "Lisbon Oslo Kyoto Quito Cairo Perth Turin Bergen Malaga Dublin".split()
 # Models of public packages, and the package of each: flat and nested, with enumerations, numbers, lists and unions.
 SCHEMAS = [
@@ -61,7 +61,7 @@ class Asked:
     | `max_tokens` | most tokens of the answer |
     | `schema` | a JSON schema for the answer |
     | `prediction` | the client's guess at the answer |
-    | `temperature` | of sampling; 0 is greedy |
+    | `temperature`, `top_p` | of sampling; temperature 0 is greedy |
     """
 
     text: str
@@ -69,6 +69,7 @@ class Asked:
     schema: dict[str, Any] | None = None
     prediction: str = ""
     temperature: float = 0.0
+    top_p: float = 1.0
 
 
 def forms(number: int, count: int) -> list[Asked]:
@@ -121,9 +122,10 @@ def edits(number: int, count: int, predicted: bool) -> list[Asked]:
 
 
 def chats(number: int, count: int) -> list[Asked]:
-    """Open questions, sampled at temperature 0.7."""
+    """Open questions, sampled at temperature 0.7 and top-p 0.9."""
     rng = random.Random(f"chats {number}")
-    return [Asked(rng.choice(ASKS).format(rng.choice(TOPICS)), 96, temperature=0.7) for _ in range(count)]
+    texts = [rng.choice(ASKS).format(rng.choice(TOPICS)) for _ in range(count)]
+    return [Asked(text, 96, temperature=0.7, top_p=0.9) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Workload:
 WORKLOADS: dict[str, list[Workload]] = {
     "form": [
         Workload("form.latency_vs_off", lambda number: forms(number, 4)),
-        Workload("form.throughput_vs_off", lambda number: forms(1_000 + number, 8), at_once=True),
+        Workload("form.throughput_vs_off", lambda number: forms(1_000 + number, 4), at_once=True),
     ],
     "schemas": [Workload("schemas.vs_off", lambda number: schemas(number, len(SCHEMAS)))],
     "edit": [
@@ -154,7 +156,7 @@ WORKLOADS: dict[str, list[Workload]] = {
     ],
     "chat": [
         Workload("chat.vs_off", lambda number: chats(number, 4)),
-        Workload("chat.throughput_vs_off", lambda number: chats(1_000 + number, 8), at_once=True),
+        Workload("chat.throughput_vs_off", lambda number: chats(1_000 + number, 4), at_once=True),
     ],
 }
 """The workloads of each name."""

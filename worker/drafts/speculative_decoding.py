@@ -212,7 +212,7 @@ class SpeculativeDecoding:
         best, most = 0, shape.decodes / step_s
         tokens = list(accumulate(chances, initial=float(shape.decodes)))
         padded = (self._rows.mixed(shape.tokens + count) - shape.tokens for count in COUNTS)
-        counts = dict.fromkeys(min(count, len(chances)) for count in (*COUNTS, *padded))
+        counts = {min(count, len(chances)) for count in (*COUNTS, *padded)} | {len(chances)}
         for count in sorted(counts):
             rate = tokens[count] / (self._seconds(_with_drafts(shape, count)) + self._exposed_s)
             if rate > most:
