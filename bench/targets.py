@@ -1,5 +1,5 @@
-"""Reference values for the figures of one replica: vLLM's figure, the hardware's limit, and the target. All are on H200,
-but those with `cpu` in their name."""
+"""Reference values for the figures of one replica: vLLM's figure, the hardware's limit, and the target. All are on
+H200, but those with `cpu` in their name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

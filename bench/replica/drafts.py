@@ -227,9 +227,15 @@ def main(argv: list[str] | None = None) -> int:
 
     settings = {"dtype": args.dtype, "kv_tokens": args.kv_tokens}
     comparison = Comparison({side: Side(model_dir, side, settings) for side in SIDES}, chat)
-    for name in names:
-        for workload in WORKLOADS[name]:
-            comparison.compare(workload, args.rounds)
+    try:
+        for name in names:
+            for workload in WORKLOADS[name]:
+                comparison.compare(workload, args.rounds)
+    except ModuleNotFoundError as error:  # of a package with schemas
+        print(
+            f"shoal bench drafts: {error}: install the `dev` extra, or leave out schemas (--workloads)", file=sys.stderr
+        )
+        return 1
     raw = {
         "rounds": comparison.raw(),
         "different_outputs": comparison.num_different,

@@ -106,6 +106,8 @@ class SlotState:
     def append_all(self, token_ids: list[int]) -> list[int]:
         """Takes in sampled tokens, up to one that completes the grammar. Returns those taken. Raises GrammarError as
         `append` does."""
+        if self.history is None and self.grammar is None:
+            return token_ids
         for count, token_id in enumerate(token_ids, 1):
             self.append(token_id)
             if self.is_complete:
