@@ -221,10 +221,13 @@ class SpeculativeDecoding:
 
 
 def _with_drafts(shape: BatchShape, count: int) -> BatchShape:
-    """The step with `count` drafts, spread over its decodes. Which sequence has how many hardly matters."""
+    """The step with `count` drafts, spread over its decodes. Which sequence has how many hardly matters. A step without
+    decodes stays as it is."""
     drafted = shape.copy()
+    if not shape.decodes:
+        return drafted
     chunks = min(count, shape.decodes)
-    context = shape.decode_context // max(1, shape.decodes) - 1
+    context = shape.decode_context // shape.decodes - 1
     each, longer = divmod(count, chunks)
     drafted.tokens += count
     drafted.decodes -= chunks

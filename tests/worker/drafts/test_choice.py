@@ -123,6 +123,12 @@ def test_no_drafts_where_none_pay() -> None:
     assert chosen(8, lambda shape: float(shape.tokens), PaddedSizes()) == 0
 
 
+def test_drafts_may_follow_a_step_of_prompts_alone() -> None:
+    speculation = SpeculativeDecoding([Steady(3)], nearly_free, 32, clock=lambda: 0.0)
+    speculation.add(0, [0] * CONTEXT, [], [], None)
+    assert speculation.may_follow([Running(0)], BatchShape([(0, CONTEXT)]))
+
+
 def test_the_room_of_a_step_is_a_limit() -> None:
     assert chosen(8, nearly_free, PaddedSizes(), room=5) == 5
 
