@@ -1,4 +1,5 @@
-"""Reference values for the figures of one replica, all on H200: vLLM's figure, the hardware's limit, and the target."""
+"""Reference values for the figures of one replica: vLLM's figure, the hardware's limit, and the target. All are on
+H200, but those with `cpu` in their name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ TARGETS: dict[str, Target] = {
     "drafts.gpu.b256.vs_off": Target(None, None, 0.99),
     "drafts.gpu.host_step": Target(None, None, 1.0),
     "drafts.gpu.pp2.sockets.b8.vs_off": Target(None, None, 1.7),
+    # Drafts on SmolLM2-135M on a CPU, against none.
+    "drafts.cpu.form.latency_vs_off": Target(None, None, 2.5),
+    "drafts.cpu.form.throughput_vs_off": Target(None, None, 2.0),
+    "drafts.cpu.schemas.vs_off": Target(None, None, 1.2),
+    "drafts.cpu.edit.vs_off": Target(None, None, 2.5),
+    "drafts.cpu.chat.vs_off": Target(None, None, 1.0),
     # The 70B shape in four stages on 4 H200, over NVLink and over sockets, which stand for Ethernet between nodes.
     "pipeline.sockets.mini_512.output_tok_s": Target(1714, 5500, 5000),
     "pipeline.sockets.mini_half.output_tok_s": Target(1081, 1780, 1650),

@@ -62,6 +62,14 @@ class PaddedSizes:
         """Rows of a step with chunks of more than one token."""
         return self._mixed[tokens] if tokens < len(self._mixed) else tokens
 
+    def room(self, shape: BatchShape) -> int | None:
+        """The most tokens with logits that can be added to the chunks of a step that is a CUDA graph, so that it stays
+        one; None for any other step. A graph has at most as many logits as the largest of `decodes`."""
+        if shape.tokens >= len(self._mixed if shape.chunks else self._decodes):
+            return None
+        most_logits = len(self._decodes) - 1 - shape.decodes - shape.chunks
+        return max(0, min(len(self._mixed) - 1 - shape.tokens, most_logits))
+
     def whole(self, tokens: int) -> int:
         """The most tokens, up to `tokens`, that a step with chunks can have without padding; 0 if there are none."""
         if tokens >= len(self._mixed):

@@ -31,6 +31,7 @@ COMMANDS = {
 BENCHES = {
     "serve": ("bench.load.serve", "put a load on any OpenAI-compatible server: latencies, throughput, goodput"),
     "offline": ("bench.replica.offline", "the engine without a server, compared with transformers"),
+    "drafts": ("bench.replica.drafts", "what drafts bring on a real model: the same requests with and without"),
     "gpu": ("bench.replica.gpu", "one replica at the full speed of its GPUs, compared with its targets"),
     "online": (
         "bench.replica.online",

@@ -3,21 +3,28 @@
 A step with the decodes of n sequences gives n tokens in the time T(n) that the fitted cost model predicts. With k more
 drafts it takes T(n + k), and each draft adds the probability that it and the drafts before it are right. Drafts go in
 by falling probability, and the k with the most tokens a second is taken; often 0.
+
+CUDA graphs change this in two ways. A step is padded to the next size of a graph, so drafts that fill the padding are
+tried together. And no draft makes a step too long for a graph: launched one by one, its kernels take much longer, which
+the fitted costs, linear in rows, cannot tell.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.shape import BatchShape
 from worker.drafts.acceptance import Acceptance
 from worker.drafts.drafter import Drafter
 from worker.structured_output import GrammarState
 
-# Numbers of drafts in a step that are tried. Between two of them, tokens a second differ little.
+# Numbers of drafts in a step that are tried, each with those that fill its padding. Between two of them, tokens a
+# second differ little.
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 # A step's drafts are looked for in at most this fraction of its time, on average: otherwise steps go without a look.
 LOOK_FRACTION = 0.01
@@ -69,11 +76,13 @@ class SpeculativeDecoding:
         most: int,
         exposed_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        rows: PaddedSizes = UNPADDED,
     ) -> None:
         """`seconds`: predicted time of a step. `most`: limit of the drafts of one sequence in a step. `exposed_s`: time
-        that a step with drafts takes longer because the next one waits for its tokens. `clock`: in seconds."""
+        that a step with drafts takes longer because the next one waits for its tokens. `clock`: in seconds. `rows`: the
+        sizes of CUDA graphs."""
         self._drafters, self._seconds, self._most = drafters, seconds, most
-        self._exposed_s, self._clock = exposed_s, clock
+        self._exposed_s, self._clock, self._rows = exposed_s, clock, rows
         self._acceptance = [Acceptance.of(drafter) for drafter in drafters]
         self._num_told: dict[int, int] = {}  # by slot, tokens of the sequence that the drafters know
         self._in_flight: dict[int, _Guess] = {}  # by slot, the drafts that are being verified
@@ -113,17 +122,20 @@ class SpeculativeDecoding:
         - `room`: number of drafts that it may take.
         """
         step_s = self._seconds(shape)
-        if not self._may_look(step_s):
+        if (limit := self._rows.room(shape)) is not None:
+            room = min(room, limit)
+        if room <= 0 or not self._may_look(step_s):
             return {}
         began_s = self._clock()
         guesses = {i: guess for i, seq in enumerate(candidates) if (guess := self._guess(seq)) is not None}
         chances = sorted((chance for guess in guesses.values() for chance in guess.chances), reverse=True)[:room]
         count = self._best_count(chances, shape, step_s)
         chosen: dict[int, list[int]] = {}
-        for i, guess in guesses.items():
-            taken = sum(chance >= chances[count - 1] for chance in guess.chances) if count else 0
-            taken = min(taken, count - sum(map(len, chosen.values())))
+        least, left = chances[count - 1] if count else 0.0, count
+        for i, guess in guesses.items() if count else ():
+            taken = min(left, sum(chance >= least for chance in guess.chances))
             if taken:
+                left -= taken
                 self._in_flight[candidates[i].slot] = guess
                 chosen[i] = guess.token_ids[:taken]
         self._pays = bool(chosen)
@@ -137,26 +149,30 @@ class SpeculativeDecoding:
         - `shape`: that step; the next one is taken to be like it.
         """
         step_s = self._seconds(shape)
-        if not candidates or not self._may_look(step_s):
+        room = self._rows.room(shape)
+        if not candidates or room == 0 or not self._may_look(step_s):
             return False
         began_s = self._clock()
         guesses = [guess for seq in candidates if (guess := self._guess(seq)) is not None]
-        chances = sorted((chance for guess in guesses for chance in guess.chances), reverse=True)
+        chances = sorted((chance for guess in guesses for chance in guess.chances), reverse=True)[:room]
         self._pays = self._best_count(chances, shape, step_s) > 0
         self._looked_s += self._clock() - began_s
         return self._pays
 
-    def verified(self, slot: int, last_id: int, proposed: int, accepted: int) -> None:
-        """Learns that of a slot's `proposed` drafts, after the token `last_id`, the first `accepted` were right."""
+    def verified(self, seq: Draftable, start: int, proposed: int, accepted: int) -> None:
+        """Learns that of a sequence's `proposed` drafts, after the token at position `start`, the first `accepted` were
+        right."""
+        slot = seq.slot
         guess = self._in_flight.pop(slot)
         name = self._drafters[guess.drafter].name
         self.proposals[name] += 1
         self.drafted[name] += proposed
         self.accepted[name] += accepted
-        if guess.before and guess.before[-1] != last_id:
-            proposed = accepted = 0
-        elif guess.before:
-            accepted += 1
+        if guess.before:  # on a pending token
+            if int(seq.token_ids(start, start + 1)[0]) == guess.before[-1]:
+                accepted += 1
+            else:
+                proposed = accepted = 0
         self._acceptance[guess.drafter].observe(slot, guess.evidence, proposed + len(guess.before), accepted)
 
     def _may_look(self, step_s: float) -> bool:
@@ -191,21 +207,33 @@ class SpeculativeDecoding:
     def _best_count(self, chances: list[float], shape: BatchShape, step_s: float) -> int:
         """The number of drafts with the most tokens a second, 0 if none pay. `chances`: of the drafts, falling.
         `step_s`: predicted time of the step without drafts."""
+        if not chances:
+            return 0
         best, most = 0, shape.decodes / step_s
-        tokens = shape.decodes + np.cumsum(chances)
-        for count in [*(count for count in COUNTS if count < len(chances)), len(chances)] if chances else []:
-            rate = tokens[count - 1] / (self._seconds(_with_drafts(shape, count)) + self._exposed_s)
+        tokens = list(accumulate(chances, initial=float(shape.decodes)))
+        padded = (self._rows.mixed(shape.tokens + count) - shape.tokens for count in COUNTS)
+        counts = {min(count, len(chances)) for count in (*COUNTS, *padded)} | {len(chances)}
+        for count in sorted(counts):
+            rate = tokens[count] / (self._seconds(_with_drafts(shape, count)) + self._exposed_s)
             if rate > most:
                 best, most = count, rate
         return best
 
 
 def _with_drafts(shape: BatchShape, count: int) -> BatchShape:
-    """The step with `count` drafts, spread over its decodes. Which sequence has how many hardly matters."""
+    """The step with `count` drafts, spread over its decodes. Which sequence has how many hardly matters. A step without
+    decodes stays as it is."""
     drafted = shape.copy()
+    if not shape.decodes:
+        return drafted
     chunks = min(count, shape.decodes)
-    context = shape.decode_context // max(1, shape.decodes) - 1
-    for chunk in range(chunks):
-        drafted.remove(context, 1)
-        drafted.add(context, 1 + (count + chunk) // chunks)
+    context = shape.decode_context // shape.decodes - 1
+    each, longer = divmod(count, chunks)
+    drafted.tokens += count
+    drafted.decodes -= chunks
+    drafted.decode_context -= chunks * (context + 1)
+    drafted.chunks += chunks
+    drafted.prefixes += chunks * context
+    drafted.prefix_products += context * (chunks + count)
+    drafted.squares += (chunks - longer) * (1 + each) ** 2 + longer * (2 + each) ** 2
     return drafted

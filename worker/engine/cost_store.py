@@ -94,6 +94,11 @@ class CostStore:
         """Predicted seconds of a step on the slowest stage; 1 without models."""
         return slowest_s(self.models, shape) if self.models else 1.0
 
+    @property
+    def rows(self) -> PaddedSizes:
+        """The sizes to which steps are padded; unpadded without models."""
+        return self.models[0].rows if self.models else UNPADDED
+
     def decode_s(self, shape: BatchShape) -> float:
         """Predicted seconds of a step on the last stage that its decodes cause; 0 without models."""
         if not self.models:

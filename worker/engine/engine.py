@@ -125,7 +125,8 @@ class Engine:
         speculation = None
         if drafters:
             exposed_s = ENDS_S if overlap and config.pp == 1 else 0.0
-            speculation = SpeculativeDecoding(drafters, self.costs.seconds, config.num_speculative_tokens, exposed_s)
+            most, rows = config.num_speculative_tokens, self.costs.rows
+            speculation = SpeculativeDecoding(drafters, self.costs.seconds, most, exposed_s, rows=rows)
         self.scheduler = Scheduler(
             config,
             self.tree,
@@ -202,21 +203,24 @@ class Engine:
         prompts: list[list[int]],
         sampling: SamplingParams | list[SamplingParams],
         progress: Callable[[int], None] | None = None,
+        predictions: Sequence[list[int]] | None = None,
     ) -> list[Finished]:
         """Runs prompts to their end, without a server. `sampling`: one for all prompts, or one for each. `progress` is
-        called after every step with the number of finished prompts. Returns the results in the order of `prompts`; a
-        prompt that could not run has a `failure`."""
+        called after every step with the number of finished prompts. `predictions`: a guess at the output of each.
+        Returns the results in the order of `prompts`; a prompt that could not run has a `failure`."""
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         finished = {f"prompt-{i}": Finished() for i in range(len(prompts))}
-        arrivals = zip(finished, prompts, each, strict=True)
+        arrivals = zip(finished, prompts, each, predictions or [[] for _ in prompts], strict=True)
         num_done = 0
         with frozen_heap():
             try:
                 while num_done < len(prompts):
                     # Preempted sequences wait too, and may exceed `max_waiting`.
                     room = max(0, self.scheduler.config.max_waiting - self.scheduler.num_waiting)
-                    for name, prompt, params in islice(arrivals, room):
-                        self.add(Generate(request_id=name, prompt_ids=prompt, sampling=params))
+                    for name, prompt, params, guess in islice(arrivals, room):
+                        self.add(
+                            Generate(request_id=name, prompt_ids=prompt, sampling=params, prediction_ids=list(guess))
+                        )
                     if not self.has_work:
                         self._grammar_queue.wait()
                     for output in self.step():

@@ -19,29 +19,28 @@ class DraftRows:
 
     def __init__(self, draft_ids: np.ndarray) -> None:
         """`draft_ids`: int64 [rows], the draft that is to come after each row's sample; -1 at a sequence's last row."""
-        self._draft_ids = draft_ids
+        self._draft_ids: list[int] = draft_ids.tolist()
         is_first = np.ones(len(draft_ids), dtype=bool)
         is_first[1:] = draft_ids[:-1] < 0
         self.firsts = np.flatnonzero(is_first)
         rows = np.arange(len(draft_ids))
         self.offsets = rows - np.maximum.accumulate(np.where(is_first, rows, 0))
-        self._ends = np.append(self.firsts[1:], len(draft_ids))  # by sequence, the row after its last usable one
+        self._firsts: list[int] = self.firsts.tolist()
+        self._ends = [*self._firsts[1:], len(draft_ids)]  # by sequence, the row after its last usable one
 
     def drafts(self, sequence: int) -> list[int]:
         """The drafts of a sequence."""
-        drafts: list[int] = self._draft_ids[self.firsts[sequence] : self._ends[sequence] - 1].tolist()
-        return drafts
+        return self._draft_ids[self._firsts[sequence] : self._ends[sequence] - 1]
 
     def cut(self, sequence: int, count: int) -> None:
         """Leaves a sequence only its first `count` rows, at least 1. The others have no valid logits or no mask."""
-        self._ends[sequence] = min(int(self._ends[sequence]), int(self.firsts[sequence]) + max(1, count))
+        self._ends[sequence] = min(self._ends[sequence], self._firsts[sequence] + max(1, count))
 
-    def verified(self, sequence: int, token_ids: np.ndarray) -> list[int]:
-        """The next tokens of a sequence, at least one. `token_ids`: int64 [rows], the samples; below 0 for a row whose
+    def verified(self, sequence: int, token_ids: list[int]) -> list[int]:
+        """The next tokens of a sequence, at least one. `token_ids`: the samples of all rows; below 0 for a row whose
         logits are not numbers."""
-        row, end = int(self.firsts[sequence]), int(self._ends[sequence])
-        taken = [int(token_ids[row])]
-        while row + 1 < end and taken[-1] == self._draft_ids[row] and token_ids[row + 1] >= 0:
+        first, end = self._firsts[sequence], self._ends[sequence]
+        row = first
+        while row + 1 < end and token_ids[row] == self._draft_ids[row] and token_ids[row + 1] >= 0:
             row += 1
-            taken.append(int(token_ids[row]))
-        return taken
+        return token_ids[first : row + 1]

@@ -84,8 +84,9 @@ class PendingSample:
         by_row = {}
         if self._logprobs is not None:
             by_row = dict(zip(metadata.logprobs, self._logprobs.result(), strict=True))
+        said, slots = token_ids.tolist(), metadata.slots.tolist()
         for i, first in enumerate(drafts.firsts.tolist()):
-            taken = drafts.verified(i, token_ids)
+            taken = drafts.verified(i, said)
             if first in self._failures:
                 failures[i] = self._failures[first]
                 continue
@@ -103,7 +104,7 @@ class PendingSample:
             if len(taken) > 1:
                 following[i] = taken[1:]
                 assert self._count is not None
-                self._count(int(metadata.slots[first]), owner, len(taken) - 1)
+                self._count(slots[first], owner, len(taken) - 1)
             if first in by_row:
                 logprobs[i] = [by_row[first + number] for number in range(len(taken))]
         return SampledTokens(token_ids[drafts.firsts], logprobs, failures, complete, following)

@@ -91,7 +91,10 @@ class SlotState:
         return self.grammar is not None and self.grammar.terminated
 
     def after(self, token_id: int, num_output: int) -> "SlotState":
-        """The state if `token_id` were output number `num_output`. The grammar is the same object, unchanged."""
+        """The state if `token_id` were output number `num_output`: this object if nothing of it depends on the token.
+        The grammar is the same object, unchanged."""
+        if self.history is None and self.suppressed is None:
+            return self
         other = copy.copy(self)
         if self.history is not None:
             other.history = self.history.copy()
@@ -103,6 +106,8 @@ class SlotState:
     def append_all(self, token_ids: list[int]) -> list[int]:
         """Takes in sampled tokens, up to one that completes the grammar. Returns those taken. Raises GrammarError as
         `append` does."""
+        if self.history is None and self.grammar is None:
+            return token_ids
         for count, token_id in enumerate(token_ids, 1):
             self.append(token_id)
             if self.is_complete:

@@ -85,10 +85,11 @@ class OutputQueue:
         if sampled.complete:
             may_stop |= np.isin(kept, sampled.complete)
         if step.drafts:
-            for i, chunk in enumerate(chunks.tolist()):
-                if chunk in step.drafts:
-                    may_stop[i] = True
-                    self._add_following(sequences[i], outputs[i], sampled, int(kept[i]), len(step.drafts[chunk]))
+            drafted = [(i, step.drafts[chunk]) for i, chunk in enumerate(chunks.tolist()) if chunk in step.drafts]
+            may_stop[[i for i, _ in drafted]] = True
+            following = [sampled.following.get(int(kept[i]), []) for i, _ in drafted]
+            members = [(sequences[i], outputs[i], len(drafts)) for i, drafts in drafted]
+            self._add_following(members, rows[[i for i, _ in drafted]], following)
         ended = []
         for i in np.flatnonzero(may_stop).tolist():
             if outputs[i].finish_reason is None:
@@ -98,23 +99,39 @@ class OutputQueue:
         self._outputs += outputs
         return ended
 
-    def _add_following(self, seq: Sequence, output: Output, sampled: SampledTokens, i: int, num_drafts: int) -> None:
-        """Appends the tokens that follow a sequence's next one, up to one that ends it. Then its counters are as if
-        these tokens had come one by one. `i`: the sequence in `sampled`."""
-        following = sampled.following.get(i, [])
-        for token_id in following:
-            self._stop_checker.check(seq, output)
-            if output.finish_reason is not None:
-                break
-            seq.new_token_ids.append(token_id)
-            output.token_ids.append(token_id)
-            seq.num_pending -= 1
-            seq.last_token = token_id
-        output.logprobs = output.logprobs[: len(output.token_ids)]
-        output.num_drafted, output.num_accepted = num_drafts, len(following)
-        self.num_tokens += len(output.token_ids) - 1
-        seq.num_tokens, seq.num_pending = seq.num_known, 0
-        seq.num_computed = seq.num_confirmed = seq.num_tokens - 1
+    def _add_following(
+        self, members: list[tuple[Sequence, Output, int]], rows: np.ndarray, following: list[list[int]]
+    ) -> None:
+        """Appends the tokens that follow each sequence's next one, up to one that ends it. Then the sequences' counters
+        are as if these tokens had come one by one.
+
+        - `members`: sequences with drafts, their outputs and their numbers of drafts.
+        - `rows`: int64 [members], their table rows.
+        - `following`: the tokens of each.
+        """
+        table = self._table
+        known = (table.num_tokens[rows] - table.num_pending[rows]).tolist()
+        limits, lasts = table.token_limit[rows].tolist(), table.last_token[rows].tolist()
+        cut = []
+        for n, ((seq, output, num_drafts), token_ids) in enumerate(zip(members, following, strict=True)):
+            last, taken = lasts[n], 0
+            for token_id in token_ids:
+                if last in seq.stop_ids or known[n] + taken >= limits[n]:
+                    cut.append(n)
+                    break
+                last, taken = token_id, taken + 1
+            seq.new_token_ids += token_ids[:taken]
+            output.token_ids += token_ids[:taken]
+            output.logprobs = output.logprobs[: 1 + taken]
+            output.num_drafted, output.num_accepted = num_drafts, len(token_ids)
+            self.num_tokens += taken
+            lasts[n] = last
+            known[n] += taken
+        table.last_token[rows] = lasts
+        table.num_tokens[rows], table.num_pending[rows] = known, 0
+        table.num_computed[rows] = table.num_confirmed[rows] = table.num_tokens[rows] - 1
+        for n in cut:
+            self._stop_checker.check(*members[n][:2])
 
 
 def _announce(seq: Sequence, output: Output) -> None:

@@ -461,11 +461,14 @@ class Scheduler:
         if not len(rows):
             return
         candidates = table.sequences_at(rows)
+        drafted: dict[Sequence, list[int]] = {}
         for i, drafts in self._speculation.choose(candidates, builder.budget.shape, room).items():
             seq = candidates[i]
             fitting = self._preemption.make_room(seq, 1 + len(drafts)) - 1
             if fitting > 0:
-                builder.add_drafts(seq, drafts[:fitting])
+                drafted[seq] = drafts[:fitting]
+        if drafted:
+            builder.add_drafts(drafted)
 
     def _in_chunk_order(self, prefills: list[Sequence]) -> Iterator[Sequence]:
         """Running prefills and waiting sequences, in the order in which they may have chunks: running ones first, or
@@ -535,8 +538,8 @@ class Scheduler:
             for i, chunk in enumerate(chosen.tolist()):
                 if chunk in step.drafts and not step.dropped[chunk]:
                     seq, start = step.sequences[chunk], int(step.plan.starts[chunk])
-                    last_id, accepted = int(seq.token_ids(start, start + 1)[0]), len(sampled.following.get(i, ()))
-                    self._speculation.verified(seq.slot, last_id, len(step.drafts[chunk]), accepted)
+                    accepted = len(sampled.following.get(i, ()))
+                    self._speculation.verified(seq, start, len(step.drafts[chunk]), accepted)
         for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
             self._forget(seq, keep=True)

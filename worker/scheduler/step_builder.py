@@ -1,5 +1,7 @@
 """A step while it is built: its sequences and the sizes of their chunks, within its budget."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from pipeline.budget import Budget
@@ -69,14 +71,16 @@ class StepBuilder:
         """Number of drafts that the step can still take."""
         return max(0, min(self.budget.tokens_left, self._prompt_rows_left))
 
-    def add_drafts(self, seq: Sequence, drafts: list[int]) -> None:
-        """Adds drafts to the decode of `seq`, which is in the step and has pages for them."""
-        self._decodes = self._decodes[self._decodes != seq.row]
-        self._sizes[seq] = 1 + len(drafts)
-        self._drafts[seq] = drafts
-        self.budget.remove(seq.num_computed, 1)
-        self.budget.add(seq.num_computed, 1 + len(drafts))
-        self._prompt_rows_left -= len(drafts)
+    def add_drafts(self, drafts: Mapping[Sequence, list[int]]) -> None:
+        """Adds drafts to the decodes of sequences, which are in the step and have pages for them."""
+        rows = np.array([seq.row for seq in drafts], dtype=np.int64)
+        for (seq, token_ids), start in zip(drafts.items(), self._table.num_computed[rows].tolist(), strict=True):
+            self._sizes[seq] = 1 + len(token_ids)
+            self.budget.remove(start, 1)
+            self.budget.add(start, 1 + len(token_ids))
+            self._prompt_rows_left -= len(token_ids)
+        self._drafts.update(drafts)
+        self._decodes = self._decodes[~np.isin(self._decodes, rows)]
 
     def watch(self, seq: Sequence) -> None:
         """Lets other sequences wait for the prefix of `seq`. This step or one in flight computes a part of its
