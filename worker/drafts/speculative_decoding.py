@@ -49,8 +49,10 @@ class Draftable(Protocol):
 
 
 class _Guess(NamedTuple):
-    """Drafts for one sequence. `chances[i]`: probability that drafts 0 to i are right."""
+    """Drafts for one sequence. `chances[i]`: probability that drafts 0 to i are right. `before`: the guess at the
+    sequence's last token, where that is pending; it is no draft."""
 
+    before: list[int]
     token_ids: list[int]
     chances: list[float]
     drafter: int
@@ -105,7 +107,8 @@ class SpeculativeDecoding:
     def choose(self, candidates: Sequence[Draftable], shape: BatchShape, room: int) -> dict[int, list[int]]:
         """The drafts of the next step, by index of the candidate.
 
-        - `candidates`: sequences with a decode in the step whose last token is known.
+        - `candidates`: sequences with a decode in the step. The last token may be pending: drafts follow a guess at it,
+          and are verified after its value.
         - `shape`: the step without drafts.
         - `room`: number of drafts that it may take.
         """
@@ -130,7 +133,7 @@ class SpeculativeDecoding:
     def may_follow(self, candidates: Sequence[Draftable], shape: BatchShape) -> bool:
         """Whether it pays to wait for the tokens of the step in flight, because drafts are likely to follow them.
 
-        - `candidates`: sequences with a decode in that step. A guess begins with the token that it samples.
+        - `candidates`: sequences with a decode in that step. The token that it samples is pending.
         - `shape`: that step; the next one is taken to be like it.
         """
         step_s = self._seconds(shape)
@@ -138,19 +141,23 @@ class SpeculativeDecoding:
             return False
         began_s = self._clock()
         guesses = [guess for seq in candidates if (guess := self._guess(seq)) is not None]
-        chances = sorted((chance for guess in guesses for chance in guess.chances[1:]), reverse=True)
+        chances = sorted((chance for guess in guesses for chance in guess.chances), reverse=True)
         self._pays = self._best_count(chances, shape, step_s) > 0
         self._looked_s += self._clock() - began_s
         return self._pays
 
-    def verified(self, slot: int, proposed: int, accepted: int) -> None:
-        """Learns that of the `proposed` drafts of a slot the first `accepted` were right."""
+    def verified(self, slot: int, last_id: int, proposed: int, accepted: int) -> None:
+        """Learns that of a slot's `proposed` drafts, after the token `last_id`, the first `accepted` were right."""
         guess = self._in_flight.pop(slot)
         name = self._drafters[guess.drafter].name
         self.proposals[name] += 1
         self.drafted[name] += proposed
         self.accepted[name] += accepted
-        self._acceptance[guess.drafter].observe(slot, guess.evidence, proposed, accepted)
+        if guess.before and guess.before[-1] != last_id:
+            proposed = accepted = 0
+        elif guess.before:
+            accepted += 1
+        self._acceptance[guess.drafter].observe(slot, guess.evidence, proposed + len(guess.before), accepted)
 
     def _may_look(self, step_s: float) -> bool:
         """Whether looking for drafts costs little of the time of the steps."""
@@ -167,16 +174,18 @@ class SpeculativeDecoding:
             for drafter in self._drafters:
                 drafter.extend(slot, news)
             self._num_told[slot] = known
-        most = min(self._most, seq.token_limit - seq.num_tokens - 1)
+        pending = seq.num_tokens - known  # 0 or 1
+        most = min(self._most, seq.token_limit - seq.num_tokens - 1) + pending
         best: _Guess | None = None
         for index, (drafter, acceptance) in enumerate(zip(self._drafters, self._acceptance, strict=True)):
             proposal = drafter.propose(slot, most)
-            if not proposal.token_ids:
+            before, token_ids = proposal.token_ids[:pending], proposal.token_ids[pending:]
+            if not token_ids:
                 continue
             chance = acceptance.expected(slot, proposal.evidence)
-            chances = [chance ** (i + 1) for i in range(len(proposal.token_ids))]
+            chances = [chance ** (pending + i + 1) for i in range(len(token_ids))]
             if best is None or sum(chances) > sum(best.chances):
-                best = _Guess(proposal.token_ids, chances, index, proposal.evidence)
+                best = _Guess(before, token_ids, chances, index, proposal.evidence)
         return best
 
     def _best_count(self, chances: list[float], shape: BatchShape, step_s: float) -> int:

@@ -455,8 +455,9 @@ class Scheduler:
         if self._speculation is None or room <= 0 or not len(builder.decodes):
             return
         rows = builder.decodes
-        # The last token is to be known, and after the drafts comes one more token.
-        rows = rows[(table.num_pending[rows] == 0) & (table.num_tokens[rows] + 1 < table.token_limit[rows])]
+        # After the drafts comes one more token. With one stage, it pays to wait for a pending token (`may_follow`).
+        rows = rows[table.num_tokens[rows] + 1 < table.token_limit[rows]]
+        rows = rows[table.num_pending[rows] <= (self._num_stages > 1)]
         if not len(rows):
             return
         candidates = table.sequences_at(rows)
@@ -533,8 +534,9 @@ class Scheduler:
         if self._speculation is not None and step.drafts:
             for i, chunk in enumerate(chosen.tolist()):
                 if chunk in step.drafts and not step.dropped[chunk]:
-                    accepted = len(sampled.following.get(i, ()))
-                    self._speculation.verified(step.sequences[chunk].slot, len(step.drafts[chunk]), accepted)
+                    seq, start = step.sequences[chunk], int(step.plan.starts[chunk])
+                    last_id, accepted = int(seq.token_ids(start, start + 1)[0]), len(sampled.following.get(i, ()))
+                    self._speculation.verified(seq.slot, last_id, len(step.drafts[chunk]), accepted)
         for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
             self._forget(seq, keep=True)

@@ -169,9 +169,10 @@ class StepBuilder:
         for seq in sequences:
             start = seq.num_computed
             known = seq.token_ids(start, start + self._sizes[seq])
+            known = known if len(known) else np.array([PENDING], dtype=np.int32)
             if seq in self._drafts:
                 known = np.concatenate((known, np.array(self._drafts[seq], dtype=np.int32)))
-            chunks.append(known if len(known) else np.array([PENDING], dtype=np.int32))
+            chunks.append(known)
         return chunks
 
     def _pages(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

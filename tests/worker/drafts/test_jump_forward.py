@@ -77,7 +77,8 @@ def test_inserted_tokens_need_no_step(engine, monkeypatch) -> None:
     assert alone.load().steps == len(plain[0].token_ids) - forced < 12
     monkeypatch.setattr("worker.scheduler.kv_demand.peak_pages", pages_now)
     crowded = engine(kv_tokens=112, page_size=4, token_budget=64)
-    assert said(crowded.generate(PROMPTS, EACH)) == said(plain)
+    for _ in range(2):  # the second time, no grammar has to be compiled: all are there at once
+        assert said(crowded.generate(PROMPTS, EACH)) == said(plain)
     assert crowded.load().preemptions >= 2
 
 
