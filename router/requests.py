@@ -262,6 +262,9 @@ class VideoPart(Body, frozen=True, tag_field="type", tag="video_url"):
 Part = TextPart | RefusalPart | FilePart | ImagePart | AudioPart | VideoPart
 
 
+ProviderFields = Annotated[dict[str, Any] | None, Meta(description="LiteLLM adds it to answers; not used")]
+
+
 class FunctionCall(Body, frozen=True):
     """A function that the model called. `arguments`: a JSON object, as text."""
 
@@ -276,6 +279,7 @@ class ToolCallOfMessage(Body, frozen=True, kw_only=True):
     function: FunctionCall
     type: Literal["function"] = "function"
     index: int | None = None  # clients that joined a stream's chunks leave it in
+    provider_specific_fields: ProviderFields = None
 
 
 class ChatMessage(Body, frozen=True):
@@ -292,6 +296,7 @@ class ChatMessage(Body, frozen=True):
     tool_call_id: Annotated[str | None, Meta(description="of role tool: the call that this is the result of")] = None
     reasoning_content: Annotated[str | None, Meta(description="of role assistant: what the model thought")] = None
     reasoning: Annotated[str | None, Meta(description="as reasoning_content")] = None
+    provider_specific_fields: ProviderFields = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -324,7 +329,7 @@ class FunctionName(Body, frozen=True):
 
 
 class NamedTool(Body, frozen=True, tag_field="type", tag="function"):
-    """The answer is a call of this function."""
+    """The answer is one call of this function."""
 
     function: FunctionName
 

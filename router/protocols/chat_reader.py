@@ -31,7 +31,7 @@ def chat_conversation(request: ChatRequest) -> Conversation:
         messages=read_messages(request.messages),
         tools=tools,
         choice=_choice(request.tool_choice, tools),
-        parallel=request.parallel_tool_calls is not False,
+        parallel=request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool),
         thinking=Thinking(
             enabled=None if request.reasoning_effort is None else request.reasoning_effort != "none",
             effort=request.reasoning_effort,

@@ -6,6 +6,7 @@ Known before there is a route, because errors without one (401, 404, 405) must h
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi.responses import Response
 from starlette.types import Scope
@@ -14,6 +15,7 @@ from router import request_id
 from router.errors import ApiError
 
 ANTHROPIC_VERSION = b"anthropic-version"
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's clients then go on without a thread
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -100,8 +102,10 @@ def _anthropic_body(error: ApiError, request_id: str | None) -> bytes:
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    told = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-    return json.dumps(told).encode()
+    said: dict[str, Any] = {"type": kind, "message": message}
+    if error.code == THREAD_UNSUPPORTED:
+        said["details"] = {"error_code": error.code}
+    return json.dumps({"type": "error", "error": said, "request_id": request_id}).encode()
 
 
 OPENAI = Dialect(_openai_body)

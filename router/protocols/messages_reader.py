@@ -8,6 +8,7 @@ from typing import Any
 from router.conversation import Conversation, Message, Thinking, Tool, ToolCall, ToolChoice
 from router.errors import invalid
 from router.protocols.chat_reader import check_choice, text_of_file, unsupported_part
+from router.protocols.dialects import THREAD_UNSUPPORTED
 from router.protocols.messages_types import (
     AssistantBlock,
     AssistantTurn,
@@ -79,6 +80,9 @@ def messages_conversation(request: CountTokensRequest) -> Conversation:
 
 def generation_request(request: MessagesRequest) -> GenerationRequest:
     """The sampling of a request, and the form of its text. Raises ApiError."""
+    if request.thread is not None:
+        message = "'thread' is not supported: this server keeps no conversations. Send all messages, without it."
+        raise invalid(message, "thread", THREAD_UNSUPPORTED)
     schema = _output_schema(request)
     if schema is not None and isinstance(request.messages[-1], AssistantTurn):
         raise invalid("An answer of a given form cannot be begun: end 'messages' with the user's.", "messages")

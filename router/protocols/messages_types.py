@@ -275,6 +275,9 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     service_tier: Annotated[
         Literal["auto", "standard_only"] | None, Meta(description="there is one tier: the answer says standard")
     ] = None
+    thread: Annotated[
+        dict[str, Any] | None, Meta(description="not supported: clients that are told so send the whole conversation")
+    ] = None
     container: Neutral = None
     diagnostics: Annotated[dict[str, Any] | None, Meta(description="not used")] = None
     inference_geo: Annotated[str | None, Meta(description="not used")] = None
@@ -404,9 +407,16 @@ StreamEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | Messag
 # ---------------------------------------------------------------- errors and models
 
 
+class ErrorDetails(msgspec.Struct):
+    """The reason in a word, for clients that try again in another way."""
+
+    error_code: str
+
+
 class AnthropicErrorDetail(msgspec.Struct):
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class AnthropicError(msgspec.Struct, kw_only=True):

@@ -108,11 +108,7 @@ def responses_conversation(asked: Asked) -> Conversation:
     effort = request.reasoning.effort if request.reasoning else None
     messages = read_messages(
         [
-            *(
-                [("instructions", SentMessage(role="system", content=request.instructions))]
-                if request.instructions
-                else []
-            ),
+            *_instructions(request),
             *_read(asked.before, "previous_response_id", asked.referred),
             *_read(sent_items(request), "input", asked.referred),
         ]
@@ -123,7 +119,7 @@ def responses_conversation(asked: Asked) -> Conversation:
         messages=messages,
         tools=tools,
         choice=_choice(request, tools),
-        parallel=request.parallel_tool_calls is not False,
+        parallel=request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedFunction),
         thinking=Thinking(
             enabled=None if effort is None else effort != "none",
             effort=effort,

@@ -4,17 +4,16 @@ page may (a preflight), as it does for any request with a key and a JSON body. T
 
 import json
 import queue
-import shutil
 import subprocess
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from bench.correctness.clients.catalog import BROWSER
 from bench.correctness.clients.checks import Checks, ServedModel
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-checks = Checks(program=(PROGRAM, "--version") if PROGRAM else ())
+checks = Checks()
 WAIT_S = 60
 # The headers are those that OpenAI's package for JavaScript sends.
 PAGE = """<!doctype html><script>
@@ -62,12 +61,12 @@ def _from_a_page(url: str, method: str, body: dict[str, Any] | None) -> dict[str
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    assert PROGRAM is not None, "there is no browser on this machine: install Chromium"
+    assert BROWSER is not None, "there is no browser on this machine: install Chromium"
     with ThreadingHTTPServer(("127.0.0.1", 0), Origin) as server, tempfile.TemporaryDirectory() as profile:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"]
         where = [f"--user-data-dir={profile}", "--remote-debugging-port=0", f"http://127.0.0.1:{server.server_port}/"]
-        browser = subprocess.Popen([PROGRAM, *flags, *where], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        browser = subprocess.Popen([BROWSER, *flags, *where], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             result = results.get(timeout=WAIT_S)
         finally:

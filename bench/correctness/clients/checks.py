@@ -1,9 +1,10 @@
 """Features of a client package, each a function that uses one feature on a server and raises if anything is wrong."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ServedModel:
         return f"{self.url}/v1"
 
 
+Refusal = TypeVar("Refusal", bound=Exception)
 Check = Callable[[ServedModel], None]
 
 
@@ -38,20 +40,25 @@ class CheckedFeature:
     seconds: float
 
 
+def refused(kind: type[Refusal], request: Callable[[], Any]) -> Refusal:
+    """The error that a request ends with, which must be of this kind. Raises AssertionError if there is none."""
+    try:
+        request()
+    except kind as error:
+        return error
+    raise AssertionError("the request was not refused")
+
+
 class Checks:
     """The checks of one client, by feature.
 
-        checks = Checks("openai==3.54.0")
+    checks = Checks()
 
-        @checks("chat")
-        def chat(at: ServedModel) -> None: ...
-
-    `requirements`: what pip installs for them, the client itself first. `program`: a command that prints the version of
-    a client that pip does not install.
+    @checks("chat")
+    def chat(at: ServedModel) -> None: ...
     """
 
-    def __init__(self, *requirements: str, program: Sequence[str] = ()) -> None:
-        self.requirements, self.program = requirements, program
+    def __init__(self) -> None:
         self.features: dict[str, Check] = {}
 
     def __call__(self, feature: str) -> Callable[[Check], Check]:

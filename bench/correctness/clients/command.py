@@ -1,6 +1,5 @@
 """`shoal bench clients`: what works of which client, as a table and as a result file."""
 
-import ast
 import json
 import subprocess
 import sys
@@ -13,24 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import results
+from bench.correctness.clients.catalog import CLIENTS
 from bench.correctness.clients.checks import CheckedFeature
 from bench.results import Figure
 from shoal.help import Parser
 
 ROOT = Path(results.__file__).parents[1]
-MODULES = {
-    "openai": "openai_client",
-    "anthropic": "anthropic_client",
-    "langchain": "langchain_chats",
-    "litellm": "litellm_calls",
-    "instructor": "instructor_models",
-    "pydantic-ai": "pydantic_agents",
-    "llama-index": "llama_index_models",
-    "outlines": "outlines_vllm",
-    "guidellm": "guidellm_runs",
-    "lm-eval": "lm_eval_tasks",
-    "browser": "browser",
-}
 EXAMPLES = """\
 examples:
   shoal bench clients --client openai,anthropic                    with what is installed here
@@ -56,21 +43,11 @@ class Tried:
         return sum(outcome.error is None for outcome in self.outcomes) / len(self.outcomes)
 
 
-def requirements(client: str) -> tuple[str, ...]:
-    """The packages that a client needs, with their versions: read from its module's text, which need not be importable
-    here."""
-
-    path = Path(__file__).with_name(f"{MODULES[client]}.py")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Checks":
-            return tuple(ast.literal_eval(argument) for argument in node.args)
-    raise AssertionError(f"{path.name} has no checks")
-
-
 def environment(folder: Path, client: str) -> Path:
     """The Python of a client's environment below `folder`, which is made if it is not there or needs other packages.
     Raises ClientError with what pip said."""
-    wanted = "\n".join(requirements(client))
+    requirements = CLIENTS[client].requirements
+    wanted = "\n".join(requirements)
     place = folder / client
     python, stamp = place / "bin" / "python", place / ".requirements"
     if stamp.exists() and stamp.read_text() == wanted:
@@ -78,7 +55,7 @@ def environment(folder: Path, client: str) -> Path:
     venv.create(place, with_pip=True, clear=True)
     if wanted:
         done = subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", *requirements(client)],
+            [str(python), "-m", "pip", "install", "--quiet", *requirements],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -92,7 +69,7 @@ def environment(folder: Path, client: str) -> Path:
 
 def attempt(client: str, python: Path, url: str, model: str, folder: Path | None) -> Iterator[dict[str, Any]]:
     """The lines that `one.py` writes in an environment. Raises ClientError if it fails."""
-    command = [str(python), "-m", "bench.correctness.clients.one", MODULES[client], url, model, str(folder or "")]
+    command = [str(python), "-m", "bench.correctness.clients.one", client, url, model, str(folder or "")]
     with tempfile.TemporaryFile("w+") as said:
         with subprocess.Popen(
             command,
@@ -123,7 +100,7 @@ def parser() -> Parser:
     p.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, without /v1 (default: %(default)s)")
     p.add_argument("--model", help="default: the first one that the server lists")
     p.add_argument(
-        "--client", type=_clients, default=[*MODULES], metavar="A,B", help=f"any of {', '.join(MODULES)} (default: all)"
+        "--client", type=_clients, default=[*CLIENTS], metavar="A,B", help=f"any of {', '.join(CLIENTS)} (default: all)"
     )
     p.add_argument(
         "--environments",
@@ -141,7 +118,7 @@ def parser() -> Parser:
 
 def _clients(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in MODULES]:
+    if unknown := [name for name in names if name not in CLIENTS]:
         raise ValueError(f"no client {unknown[0]!r}")
     return names
 

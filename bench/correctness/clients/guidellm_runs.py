@@ -8,7 +8,7 @@ from typing import Any
 from bench.correctness.clients import programs
 from bench.correctness.clients.checks import Checks, ServedModel
 
-checks = Checks("guidellm==0.8.1", "torch==2.13.0", "transformers==5.23.0")
+checks = Checks()
 REQUESTS, OUTPUT_TOKENS = 6, 16
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from bench.correctness.clients import programs
 from bench.correctness.clients.checks import Checks, ServedModel
 
-checks = Checks("lm-eval[api,hf]==0.4.13", "torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
+checks = Checks()
 TOLERANCE = 1e-3  # of a log-likelihood: float32, in other orders of addition
 DOCUMENTS = [
     ("The capital of France is", ["Paris", "a banana", "seven"], 0),

@@ -11,41 +11,43 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.correctness.clients.catalog import CLIENTS, Client
 from bench.correctness.clients.checks import Checks, ServedModel
 
 PACKAGE = "bench.correctness.clients"
 
 
-def checks_of(module: str) -> Checks:
-    """The checks of the client in a module of this folder. Raises ImportError if its package is not installed."""
-    found = importlib.import_module(f"{PACKAGE}.{module}").checks
+def checks_of(client: Client) -> Checks:
+    """The checks of a client. Raises ImportError if its package is not installed."""
+    found = importlib.import_module(f"{PACKAGE}.{client.module}").checks
     assert isinstance(found, Checks)
     return found
 
 
-def installed(checks: Checks) -> dict[str, str]:
+def installed(client: Client) -> dict[str, str]:
     """The versions of the required packages and programs that are installed."""
-    names = [re.split(r"[\[=<>~!]", requirement)[0] for requirement in checks.requirements]
+    names = [re.split(r"[\[=<>~!]", requirement)[0] for requirement in client.requirements]
     versions = {}
     for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if checks.program:
-        said = subprocess.run(checks.program, capture_output=True, text=True, check=True).stdout
-        versions[Path(checks.program[0]).name] = re.sub(r"^\D*", "", said).split()[0]
+    if client.program:
+        said = subprocess.run(client.program, capture_output=True, text=True, check=True).stdout
+        versions[Path(client.program[0]).name] = re.sub(r"^\D*", "", said).split()[0]
     return versions
 
 
 def main(argv: list[str]) -> int:
-    """Runs the checks of a module: its name, the server's URL, the model, and its folder or nothing."""
-    module, url, model, folder = argv
+    """Runs the checks of a client: its name, the server's URL, the model, and its folder or nothing."""
+    name, url, model, folder = argv
+    client = CLIENTS[name]
     # Clients print what they like: their words go to standard error.
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    checks = checks_of(module)
-    print(json.dumps({"versions": installed(checks)}), file=lines)
+    checks = checks_of(client)
+    print(json.dumps({"versions": installed(client)}), file=lines)
     for outcome in checks.run(ServedModel(url, model, Path(folder) if folder else None)):
         print(json.dumps(asdict(outcome)), file=lines)
     return 0

@@ -4,29 +4,20 @@ import asyncio
 import json
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import openai
 from openai import OpenAI
-from pydantic import BaseModel, ConfigDict, Field
 
-from bench.correctness.clients.checks import Checks, ServedModel
+from bench.correctness.clients.checks import Checks, ServedModel, refused
+from bench.correctness.clients.forecast import PARAMETERS, QUESTION, Forecast
 
-checks = Checks("openai==3.54.0")
+checks = Checks()
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
-QUESTION: Any = [{"role": "user", "content": "How will the weather be in Paris in the next three days?"}]
+ASKED: Any = [{"role": "user", "content": QUESTION}]
 GREEDY: Any = {"temperature": 0, "max_tokens": 8}
 
 
-class Forecast(BaseModel):
-    """The weather of a city."""
-
-    model_config = ConfigDict(extra="forbid")
-    city: Literal["Paris", "Rome"]
-    days: int = Field(ge=1, le=9)
-
-
-PARAMETERS = Forecast.model_json_schema()
 CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "forecast", "parameters": PARAMETERS, "strict": True}}]
 RESPONSES_TOOLS: Any = [{"type": "function", "name": "forecast", "parameters": PARAMETERS, "strict": True}]
 ONE_CALL: Any = {"temperature": 0, "max_tokens": 120, "tool_choice": "required", "parallel_tool_calls": False}
@@ -35,15 +26,6 @@ CALL_EVENTS = "response.function_call_arguments.delta", "response.function_call_
 
 def _client(at: ServedModel) -> OpenAI:
     return OpenAI(base_url=at.v1, api_key="none", max_retries=0, timeout=120)
-
-
-def _refused(kind: type[openai.APIStatusError], request: Any) -> openai.APIStatusError:
-    """The error that a request ends with, which must be of this kind."""
-    try:
-        request()
-    except kind as error:
-        return error
-    raise AssertionError("the request was not refused")
 
 
 # ---------------------------------------------------------------- chat completions
@@ -103,7 +85,7 @@ def chat_stream_helper(at: ServedModel) -> None:
 @checks("chat: parse")
 def chat_parse(at: ServedModel) -> None:
     made = _client(at).chat.completions.parse(
-        model=at.model, messages=QUESTION, response_format=Forecast, temperature=0, max_tokens=80
+        model=at.model, messages=ASKED, response_format=Forecast, temperature=0, max_tokens=80
     )
     assert isinstance(made.choices[0].message.parsed, Forecast), made.choices[0]
 
@@ -111,7 +93,7 @@ def chat_parse(at: ServedModel) -> None:
 @checks("chat: stream helper, parsed")
 def chat_stream_parsed(at: ServedModel) -> None:
     with _client(at).chat.completions.stream(
-        model=at.model, messages=QUESTION, response_format=Forecast, temperature=0, max_tokens=80
+        model=at.model, messages=ASKED, response_format=Forecast, temperature=0, max_tokens=80
     ) as stream:
         for _ in stream:
             pass
@@ -122,7 +104,7 @@ def chat_stream_parsed(at: ServedModel) -> None:
 def chat_json_schema(at: ServedModel) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": PARAMETERS}}
     made = _client(at).chat.completions.create(
-        model=at.model, messages=QUESTION, response_format=form, temperature=0, max_tokens=80
+        model=at.model, messages=ASKED, response_format=form, temperature=0, max_tokens=80
     )
     Forecast.model_validate_json(made.choices[0].message.content or "")
 
@@ -171,14 +153,14 @@ def tools(at: ServedModel) -> None:
     named: Any = {"type": "function", "function": {"name": "forecast"}}
     for choice in ("required", named):
         made = client.chat.completions.create(
-            model=at.model, messages=QUESTION, tools=CHAT_TOOLS, **ONE_CALL | {"tool_choice": choice}
+            model=at.model, messages=ASKED, tools=CHAT_TOOLS, **ONE_CALL | {"tool_choice": choice}
         )
         (call,) = made.choices[0].message.tool_calls or []
         assert call.type == "function" and call.function.name == "forecast" and call.id
         Forecast.model_validate_json(call.function.arguments)
         assert made.choices[0].finish_reason in ("tool_calls", "stop") and not made.choices[0].message.content
     made = client.chat.completions.create(
-        model=at.model, messages=QUESTION, tools=CHAT_TOOLS, tool_choice="none", **GREEDY
+        model=at.model, messages=ASKED, tools=CHAT_TOOLS, tool_choice="none", **GREEDY
     )
     assert not made.choices[0].message.tool_calls and made.choices[0].message.content
 
@@ -186,10 +168,8 @@ def tools(at: ServedModel) -> None:
 @checks("chat tools: streamed")
 def tools_stream(at: ServedModel) -> None:
     client = _client(at)
-    whole = client.chat.completions.create(model=at.model, messages=QUESTION, tools=CHAT_TOOLS, **ONE_CALL)
-    stream = client.chat.completions.create(
-        model=at.model, messages=QUESTION, tools=CHAT_TOOLS, stream=True, **ONE_CALL
-    )
+    whole = client.chat.completions.create(model=at.model, messages=ASKED, tools=CHAT_TOOLS, **ONE_CALL)
+    stream = client.chat.completions.create(model=at.model, messages=ASKED, tools=CHAT_TOOLS, stream=True, **ONE_CALL)
     choices = [choice for chunk in stream for choice in chunk.choices]
     pieces = [call for choice in choices for call in choice.delta.tool_calls or ()]
     functions = [piece.function for piece in pieces if piece.function is not None]
@@ -203,10 +183,10 @@ def tools_stream(at: ServedModel) -> None:
 @checks("chat tools: parse, stream helper with pydantic_function_tool")
 def tools_parsed(at: ServedModel) -> None:
     client, tool = _client(at), openai.pydantic_function_tool(Forecast)
-    made = client.chat.completions.parse(model=at.model, messages=QUESTION, tools=[tool], **ONE_CALL)
+    made = client.chat.completions.parse(model=at.model, messages=ASKED, tools=[tool], **ONE_CALL)
     (call,) = made.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Forecast)
-    with client.chat.completions.stream(model=at.model, messages=QUESTION, tools=[tool], **ONE_CALL) as stream:
+    with client.chat.completions.stream(model=at.model, messages=ASKED, tools=[tool], **ONE_CALL) as stream:
         events = list(stream)
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
     assert [event.parsed_arguments for event in done] == [call.function.parsed_arguments]
@@ -215,7 +195,7 @@ def tools_parsed(at: ServedModel) -> None:
 @checks("chat tools: a loop, with the client's own message sent back")
 def tools_loop(at: ServedModel) -> None:
     client = _client(at)
-    messages = [*QUESTION]
+    messages = [*ASKED]
     made = client.chat.completions.create(model=at.model, messages=messages, tools=CHAT_TOOLS, **ONE_CALL)
     message = made.choices[0].message
     (call,) = message.tool_calls or []
@@ -288,7 +268,7 @@ def responses_stream(at: ServedModel) -> None:
 @checks("responses: stream helper")
 def responses_stream_helper(at: ServedModel) -> None:
     with _client(at).responses.stream(
-        model=at.model, input=QUESTION, text_format=Forecast, temperature=0, max_output_tokens=80
+        model=at.model, input=ASKED, text_format=Forecast, temperature=0, max_output_tokens=80
     ) as stream:
         for _ in stream:
             pass
@@ -298,7 +278,7 @@ def responses_stream_helper(at: ServedModel) -> None:
 @checks("responses: parse")
 def responses_parse(at: ServedModel) -> None:
     made = _client(at).responses.parse(
-        model=at.model, input=QUESTION, text_format=Forecast, temperature=0, max_output_tokens=80
+        model=at.model, input=ASKED, text_format=Forecast, temperature=0, max_output_tokens=80
     )
     assert isinstance(made.output_parsed, Forecast)
 
@@ -310,7 +290,7 @@ def _calls(response: Any) -> list[Any]:
 def _ask_for_a_call(at: ServedModel, **options: Any) -> Any:
     return _client(at).responses.create(
         model=at.model,
-        input=QUESTION,
+        input=ASKED,
         tools=RESPONSES_TOOLS,
         tool_choice="required",
         parallel_tool_calls=False,
@@ -329,7 +309,7 @@ def responses_tools(at: ServedModel) -> None:
     follow: Any = {"model": at.model, "temperature": 0, "max_output_tokens": 16}
     follow |= {"tools": RESPONSES_TOOLS, "tool_choice": "none"}
     said = [
-        client.responses.create(input=[*QUESTION, *made.output, result], **follow).output_text,
+        client.responses.create(input=[*ASKED, *made.output, result], **follow).output_text,
         client.responses.create(input=[result], previous_response_id=made.id, **follow).output_text,
     ]
     assert said[0] and said[0] == said[1], said
@@ -354,7 +334,7 @@ def responses_stored(at: ServedModel) -> None:
     assert client.responses.retrieve(second.id).output_text == second.output_text
     assert len(client.responses.input_items.list(second.id).data) >= 1
     client.responses.delete(first.id)
-    _refused(openai.NotFoundError, lambda: client.responses.retrieve(first.id))
+    refused(openai.NotFoundError, lambda: client.responses.retrieve(first.id))
 
 
 @checks("responses: background, retrieve until done, cancel")
@@ -378,7 +358,7 @@ def responses_background(at: ServedModel) -> None:
 @checks("errors: each as the package's own class")
 def errors(at: ServedModel) -> None:
     create = _client(at).chat.completions.create
-    error = _refused(openai.BadRequestError, lambda: create(model=at.model, messages=HELLO, temperature=9))
+    error = refused(openai.BadRequestError, lambda: create(model=at.model, messages=HELLO, temperature=9))
     assert error.param == "temperature" and error.request_id
-    _refused(openai.NotFoundError, lambda: create(model="no-such-model", messages=HELLO))
-    _refused(openai.NotFoundError, lambda: _client(at).responses.retrieve("resp_none"))
+    refused(openai.NotFoundError, lambda: create(model="no-such-model", messages=HELLO))
+    refused(openai.NotFoundError, lambda: _client(at).responses.retrieve("resp_none"))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from bench.correctness.clients.checks import Checks, ServedModel
 
-checks = Checks("outlines==1.3.3", "openai==3.54.0")
+checks = Checks()
 PROMPT = "Which city is the capital of France, and how many days would you stay there?"
 
 

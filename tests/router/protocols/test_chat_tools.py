@@ -98,6 +98,8 @@ def test_parallel_calls_and_one_call(says: Callable[..., Any]) -> None:
     assert calls[0].id != calls[1].id
     (choice,) = chat(stack, parallel_tool_calls=False).choices
     assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
+    (choice,) = chat(stack, tool_choice={"type": "function", "function": {"name": "weather"}}).choices
+    assert len(choice.message.tool_calls) == 1
 
 
 def test_without_tools_a_call_is_text(says: Callable[..., Any]) -> None:

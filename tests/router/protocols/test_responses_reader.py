@@ -73,7 +73,8 @@ def test_tools_and_choices() -> None:
     conversation = read(tools=tools, parallel_tool_calls=False)
     assert conversation.tools == (Tool("f", "d", {"type": "object"}, True), Tool("g"))
     assert conversation.choice == ToolChoice() and not conversation.parallel
-    assert read(tools=tools, tool_choice={"type": "function", "name": "g"}).choice == ToolChoice("required", ("g",))
+    named = read(tools=tools, tool_choice={"type": "function", "name": "g"})
+    assert named.choice == ToolChoice("required", ("g",)) and not named.parallel
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     assert read(tools=tools, tool_choice=allowed).choice == ToolChoice("auto", ("f",))
 
