@@ -69,6 +69,15 @@ class _Refused(Exception):
         self.failure = failure
 
 
+class SharedReplica:
+    """The replica on which sequences start that share their context: that of the first of them. It computes the context
+    once, and starts those that are sent at the same time in one step."""
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        self.choosing = asyncio.Lock()
+
+
 class Service:
     """Generates text for one model, on whatever replicas there are.
 
@@ -148,10 +157,12 @@ class Service:
         call: BranchCall | None = None,
         output_ids: Sequence[int] = (),
         prediction_ids: Sequence[int] = (),
+        beside: SharedReplica | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
-        its output already, which are not yielded. `prediction_ids`: the client's guess at the output. Raises ApiError.
+        its output already, which are not yielded. `prediction_ids`: the client's guess at the output. `beside`: the
+        replica of the sequences that share its context. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
@@ -175,7 +186,8 @@ class Service:
                 lease=None if call is None else call.lease,
             )
             try:
-                async with contextlib.aclosing(self._run(request, lost, frozenset(refused), arrived, call)) as outputs:
+                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, beside)
+                async with contextlib.aclosing(run_on_one) as outputs:
                     async for output in outputs:
                         produced += output.token_ids
                         yield output
@@ -226,12 +238,18 @@ class Service:
                 stream.close()
 
     async def _run(
-        self, request: Generate, lost: list[str], refused: frozenset[str], arrived: float, call: BranchCall | None
+        self,
+        request: Generate,
+        lost: list[str],
+        refused: frozenset[str],
+        arrived: float,
+        call: BranchCall | None,
+        beside: SharedReplica | None,
     ) -> AsyncGenerator[Output, None]:
         """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:
             home = None if call is None else self.programs.home(call)
-            replica_id, stream = await self._send(request, lost, refused, home)
+            replica_id, stream = await self._send(request, lost, refused, home, beside)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
@@ -252,14 +270,22 @@ class Service:
             self._fleet.release(request.request_id)
 
     async def _send(
-        self, request: Generate, lost: list[str], refused: frozenset[str], home: Home | None
+        self,
+        request: Generate,
+        lost: list[str],
+        refused: frozenset[str],
+        home: Home | None,
+        beside: SharedReplica | None,
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
         token_ids = request.prompt_ids + request.output_ids
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
-            replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home)
+            if beside is None:
+                replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home)
+            else:
+                replica_id = await self._place_beside(beside, request.request_id, token_ids, exclude, refused, home)
             booking = self._fleet.booking(request.request_id)
             request.booking = 0 if booking is None else booking.number
             try:
@@ -270,6 +296,23 @@ class Service:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.replicas.changed(), PLACE_RETRY_S)
         raise NoReplica()
+
+    async def _place_beside(
+        self,
+        beside: SharedReplica,
+        request_id: str,
+        token_ids: list[int],
+        exclude: frozenset[str],
+        refused: frozenset[str],
+        home: Home | None,
+    ) -> str:
+        """Books the sequence beside the others, or, if that replica is gone or refuses it, where the placer says."""
+        async with beside.choosing:
+            if beside.id in self.replicas.ready - exclude - refused:
+                with contextlib.suppress(NoReplica):
+                    return self._fleet.place(request_id, token_ids, [beside.id]).replica_id
+            beside.id = await self._placer.place(request_id, token_ids, exclude, refused, home)
+            return beside.id
 
 
 class _Clock:

@@ -40,7 +40,7 @@ import shoal
 from bench import results
 from bench.load.options import count, positive
 from bench.programs.raw_client import RawClient
-from bench.programs.workloads import AGENTS, WORKLOADS, ProgramWorkload, text
+from bench.programs.workloads import AGENTS, MANY_FORKS, WORKLOADS, ProgramWorkload, text
 from bench.replica import dummy_models
 from bench.replica.over_http import flags as as_flags
 from bench.replica.server_process import server
@@ -50,8 +50,8 @@ from shoal import flags
 from shoal.help import Parser
 
 FORMS = ("language", "raw", "serial", "no_cache")
-NAMES = WORKLOADS | {AGENTS.name: AGENTS}
-PARALLEL = ("forks", "tree", "skeleton", "vote")  # workloads with calls that do not depend on each other
+NAMES = WORKLOADS | {AGENTS.name: AGENTS, MANY_FORKS.name: MANY_FORKS}
+PARALLEL = ("forks", "forks_16", "tree", "skeleton", "vote")  # workloads with calls that do not depend on each other
 OURS = ("model", "load_format", "host", "port", "address")  # settings that this command chooses itself
 SINGLE_WORDS, SINGLE_TOKENS = 80, 32  # a single request's prompt and answer
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.lang.backend import Backend
+from shoal.lang.branch import Branch, ProgramRun
 from shoal.lang.drawing import graph_svg, graph_text
 from shoal.lang.errors import BackendError, ProgramError
-from shoal.lang.interpreter import Branch, ProgramRun
 from shoal.lang.ir import ConstantText, Expr, ExprList, Unordered
 from shoal.lang.program import BatchPlan, Program
 from shoal.lang.state import ProgramState

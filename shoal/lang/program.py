@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from shoal.lang import loop
 from shoal.lang.backend import Backend
-from shoal.lang.interpreter import ProgramRun
+from shoal.lang.branch import ProgramRun
+from shoal.lang.interpreter import Interpreter
 from shoal.lang.ir import GenParams, gen_params
 from shoal.lang.state import ProgramState
 from shoal.lang.tracer import ProgramGraph, trace
@@ -184,7 +185,7 @@ class Program:
         where.check(defaults)
         if self.num_api_spec_tokens is not None:
             where = where.speculating(self.num_api_spec_tokens)
-        run = ProgramRun(where, defaults, arguments, stream)
+        run = ProgramRun(where, defaults, arguments, stream, Interpreter)
         state = ProgramState(run.new_branch(), is_outside=True)
         run.task = asyncio.create_task(self._run(run, state, plan))
         return state

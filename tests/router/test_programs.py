@@ -1,5 +1,6 @@
 """Programs: what branches hold, whatever the cuts, forks, failures and limits."""
 
+import json
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -322,6 +323,59 @@ def test_forks(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
         assert prompts(stack)[-1] == start + tokenizer.encode(f" {branch}")
     client.text(" b", program=NEXT, max_tokens=1)
     assert prompts(stack)[-1] == start + tokenizer.encode(" b")
+
+
+def test_one_request_begins_several_branches(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    client.text("Hello", max_tokens=1)
+    start = tokenizer.encode("Hello") + tokenizer.encode("The quick")[:1]
+    forks = [{"branch": name, "prompt": f" {name}", "then": " x"} for name in ("c", "d", "e")]
+    call = {"id": "p", "parent": "b", "continues": True, "held": 8, "forks": forks}
+    body = {"model": "tiny", "prompt": " the", "program": call, "max_tokens": 1}
+    answer = client.http.post(f"{client.url}/v1/completions", json=body)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["The"] * 3, answer.text
+    assert [p for p in prompts(stack) if len(p) > 6][:3] == [
+        start + tokenizer.encode(f" the {name}") for name in ("c", "d", "e")
+    ]
+    for name in ("d", "e", "c"):
+        client.text("!", name, program=NEXT | {"held": 8 + 6 + 3}, max_tokens=1)
+        said = tokenizer.encode("The quick")[:1]
+        assert prompts(stack)[-1] == start + tokenizer.encode(f" the {name}") + said + tokenizer.encode("!")
+
+
+def test_each_fork_is_sent_as_it_ends(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    short = tokenizer.encode("The quick")[:1]
+    long = short * 30
+    longer = tokenizer.encode("Hello b")
+    stack.fakes["r0"].script = lambda request: long if request.prompt_ids == longer else short
+    forks = [{"branch": "2", "prompt": " b"}, {"branch": "1", "prompt": " a"}]
+    body = {"model": "tiny", "prompt": "Hello", "program": {"id": "p", "forks": forks}, "max_tokens": 40}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
+    answer = client.http.post(f"{client.url}/v1/completions", json=body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []], answer.text
+    sizes = [event["usage"]["completion_tokens"] for event in events]
+    assert sizes[2] == sizes[0] + sizes[1] and sizes[0] < sizes[1]
+    prompt_tokens = [event["usage"]["prompt_tokens"] for event in events]
+    assert prompt_tokens[:2] == [len(tokenizer.encode("Hello a")), len(tokenizer.encode("Hello b"))]
+    assert prompt_tokens[2] == sum(prompt_tokens[:2])
+
+
+@pytest.mark.parametrize(
+    ("program", "param"),
+    [
+        ({"branch": "b", "forks": [{"branch": "c", "prompt": ""}]}, "program.branch"),
+        ({"remaining": 1, "forks": [{"branch": "c", "prompt": ""}]}, "program.remaining"),
+        ({"continues": True, "forks": [{"branch": "c", "prompt": ""}]}, "program.parent"),
+        ({"forks": [{"branch": "c", "prompt": "a"}, {"branch": "c", "prompt": "b"}]}, "program.forks"),
+        ({}, "program.branch"),
+    ],
+)
+def test_forks_that_make_no_sense_are_refused(client: Client, program: Any, param: str) -> None:
+    body = {"model": "tiny", "prompt": "Hello", "program": {"id": "p"} | program}
+    answer = client.http.post(f"{client.url}/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "program": {"id": "p"} | program}
+    assert client.http.post(f"{client.url}/v1/chat/completions", json=chat).status_code == 400
 
 
 def test_the_stop_token_is_the_branchs_only_if_it_is_the_texts(

@@ -21,6 +21,7 @@ import httpx
 
 from shoal.lang.backend import Backend, Call, Generated, OutputPiece, RoleFormat
 from shoal.lang.backends.connections import Connections
+from shoal.lang.backends.fork_batches import ForkBatches
 from shoal.lang.backends.role_format import derive_roles
 from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import BackendError
@@ -63,11 +64,18 @@ class ShoalServer(Backend):
         self._model: str | None = None
         self._roles: RoleFormat | None = None
         self._endings: set[asyncio.Task[Any]] = set()
+        self._forks = ForkBatches(self._generate, self._generate_forks)
 
     # ------------------------------------------------------------ calls
 
     async def generate(self, call: Call) -> Generated:
-        answer = await self._continued("/v1/completions", call, await self._completion(call))
+        body = await self._completion(call)
+        if not _several(call) and (call.parent is not None or call.held == 0):
+            return await self._forks.generate(call, body)
+        return await self._generate(call, body)
+
+    async def _generate(self, call: Call, body: dict[str, Any]) -> Generated:
+        answer = await self._continued("/v1/completions", call, body)
         metas = [_meta(answer, choice) for choice in answer["choices"]]
         self.token_usage.add(metas[0])
         return Generated([choice["text"] for choice in answer["choices"]], metas, held=not _several(call))
@@ -92,6 +100,24 @@ class ShoalServer(Backend):
                 if whole or error.code != UNKNOWN_PROGRAM:
                     raise
         self.token_usage.add(meta)
+
+    async def _generate_forks(
+        self, calls: Sequence[Call], common: str, body: dict[str, Any]
+    ) -> AsyncGenerator[tuple[int, Generated], None]:
+        """Runs calls that begin branches with a common text as one request. Yields their numbers and results."""
+        body = body | {"stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
+        for whole in (False, True):
+            try:
+                async with aclosing(self._events(body | _where_forks(calls, common, whole, self.lease_s))) as events:
+                    async for event in events:
+                        for choice in event["choices"]:
+                            meta = _meta(event, choice)
+                            self.token_usage.add(meta)
+                            yield choice["index"], Generated([choice["text"]], [meta], held=True)
+                return
+            except BackendError as error:
+                if whole or error.code != UNKNOWN_PROGRAM:
+                    raise
 
     async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
         body = {"model": await self._name(), "choices": list(choices), "unconditional": unconditional}
@@ -324,6 +350,28 @@ def _where(call: Call, whole: bool, lease_s: float) -> dict[str, Any]:
     if call.then:
         program["then"] = call.then
     return {"prompt": call.text[call.held :] if continues else call.text, "program": program}
+
+
+def _where_forks(calls: Sequence[Call], common: str, whole: bool, lease_s: float) -> dict[str, Any]:
+    """The prompt and the `program` of calls whose new texts begin with `common`. `whole`: as in `_where`."""
+    first = calls[0]
+    continues = not whole and first.held > 0
+    if whole:
+        common = first.text[: first.held] + common
+    beginning = len(common) + (first.held if continues else 0)
+    program: dict[str, Any] = {
+        "id": first.program,
+        "continues": continues,
+        "lease_s": lease_s,
+        "forks": [
+            {"branch": call.branch, "prompt": call.text[beginning:], "remaining": call.remaining}
+            | ({"then": call.then} if call.then else {})
+            for call in calls
+        ],
+    }
+    if continues:
+        program |= {"held": first.held, "parent": first.parent}
+    return {"prompt": common, "program": program}
 
 
 def _usage(answer: dict[str, Any]) -> dict[str, Any]:
