@@ -302,7 +302,8 @@ def _trace(engine: Engine, prompts: Sequence[list[int]]) -> TracedSteps:
     batch.abort()
     if line is not None:
         return TracedSteps.of_gpu(line, TRACED_STEPS)
-    steps = TRACED_STEPS
+    # The meter counts whole steps, so the first and the last may lie partly outside of `seconds`.
+    steps, computed_s = TRACED_STEPS, min(computed_s, seconds)
     return TracedSteps(seconds / steps, (seconds - computed_s) / steps, computed_s / steps)
 
 

@@ -58,7 +58,7 @@ def test_the_speed_with_drafts(
         assert off["drafted"] == 0 and off["tokens"] == pytest.approx(batch * off["steps"], abs=batch)
         assert on["accepted"] == on["drafted"], "all are right"
         assert on["tokens"] == pytest.approx(batch * on["steps"] + on["accepted"], abs=4 * batch)
-    assert figures["drafts.cpu.b3.vs_off"] > 0 and figures["drafts.cpu.host_step"] > 0
+    assert figures["drafts.cpu.b3.vs_off"] > 0 and figures["drafts.cpu.host_step"] >= 0
 
 
 @pytest.mark.parametrize(("wrong", "why"), [("0.8,x", "are no numbers"), ("0.8,1.2", "from 0 to 1")])
