@@ -71,7 +71,7 @@ class Generation:
         self._form = form
         self._name = name
         self._answers: list[Answer] = []
-        self._beside = SharedReplica() if job.together else None
+        self._shared = SharedReplica() if job.together else None
 
     async def stream(self, emit: Emit) -> None:
         """Emits server-sent events: chunks of all choices as they come. Raises ApiError."""
@@ -254,7 +254,7 @@ class Generation:
             sequence.call,
             produced,
             job.prediction_ids,
-            self._beside,
+            self._shared,
         )
 
     def _usage(self, only: "Answer | None" = None) -> Usage:

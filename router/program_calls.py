@@ -33,7 +33,7 @@ def branch_call(call: ProgramCall | None, tenant: str) -> BranchCall | None:
 
 
 def held_branch(programs: Programs, call: ProgramCall, tenant: str, branch: str | None = None) -> Held:
-    """What a branch holds, by default the one that `call` names. Raises ApiError (409) if that is not known here."""
+    """A branch and its text, by default the one of `call`. Raises ApiError (409) if that is not known here."""
     name = _named(call) if branch is None else branch
     try:
         return programs.look(program_key(tenant, call.id), name, call.parent, bool(call.continues), call.held)

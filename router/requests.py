@@ -108,7 +108,7 @@ ProgramName = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 class ProgramFork(Body, frozen=True, kw_only=True):
-    """One of several branches that a request begins."""
+    """A branch that a request begins, together with others."""
 
     branch: Annotated[ProgramName, Meta(description="the new branch")]
     prompt: Annotated[str, Meta(description="the branch's own text, after the request's prompt")]

@@ -157,11 +157,11 @@ class Service:
         call: BranchCall | None = None,
         output_ids: Sequence[int] = (),
         prediction_ids: Sequence[int] = (),
-        beside: SharedReplica | None = None,
+        shared: SharedReplica | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
-        its output already, which are not yielded. `prediction_ids`: the client's guess at the output. `beside`: the
+        its output already, which are not yielded. `prediction_ids`: the client's guess at the output. `shared`: the
         replica of the sequences that share its context. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
@@ -186,7 +186,7 @@ class Service:
                 lease=None if call is None else call.lease,
             )
             try:
-                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, beside)
+                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, shared)
                 async with contextlib.aclosing(run_on_one) as outputs:
                     async for output in outputs:
                         produced += output.token_ids
@@ -244,12 +244,12 @@ class Service:
         refused: frozenset[str],
         arrived: float,
         call: BranchCall | None,
-        beside: SharedReplica | None,
+        shared: SharedReplica | None,
     ) -> AsyncGenerator[Output, None]:
         """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:
             home = None if call is None else self.programs.home(call)
-            replica_id, stream = await self._send(request, lost, refused, home, beside)
+            replica_id, stream = await self._send(request, lost, refused, home, shared)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
@@ -275,17 +275,17 @@ class Service:
         lost: list[str],
         refused: frozenset[str],
         home: Home | None,
-        beside: SharedReplica | None,
+        shared: SharedReplica | None,
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
         token_ids = request.prompt_ids + request.output_ids
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
-            if beside is None:
+            if shared is None:
                 replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home)
             else:
-                replica_id = await self._place_beside(beside, request.request_id, token_ids, exclude, refused, home)
+                replica_id = await self._place_on_shared(shared, request.request_id, token_ids, exclude, refused, home)
             booking = self._fleet.booking(request.request_id)
             request.booking = 0 if booking is None else booking.number
             try:
@@ -297,22 +297,22 @@ class Service:
                 await asyncio.wait_for(self.replicas.changed(), PLACE_RETRY_S)
         raise NoReplica()
 
-    async def _place_beside(
+    async def _place_on_shared(
         self,
-        beside: SharedReplica,
+        shared: SharedReplica,
         request_id: str,
         token_ids: list[int],
         exclude: frozenset[str],
         refused: frozenset[str],
         home: Home | None,
     ) -> str:
-        """Books the sequence beside the others, or, if that replica is gone or refuses it, where the placer says."""
-        async with beside.choosing:
-            if beside.id in self.replicas.ready - exclude - refused:
+        """Books the sequence on the replica of the others, or where the placer says if that one is gone or full."""
+        async with shared.choosing:
+            if shared.id in self.replicas.ready - exclude - refused:
                 with contextlib.suppress(NoReplica):
-                    return self._fleet.place(request_id, token_ids, [beside.id]).replica_id
-            beside.id = await self._placer.place(request_id, token_ids, exclude, refused, home)
-            return beside.id
+                    return self._fleet.place(request_id, token_ids, [shared.id]).replica_id
+            shared.id = await self._placer.place(request_id, token_ids, exclude, refused, home)
+            return shared.id
 
 
 class _Clock:

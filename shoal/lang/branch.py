@@ -27,7 +27,7 @@ from shoal.lang.timeline import CallRecord
 
 
 class StatementExecutor(Protocol):
-    """What runs the statements of one branch."""
+    """The executor of the statements of one branch."""
 
     async def execute(self, statement: Statement) -> None:
         """Runs a statement. Raises what it fails with."""

@@ -57,7 +57,7 @@ def stream_helper(at: ServedModel) -> None:
     with client.messages.stream(model=at.model, messages=HELLO, **GREEDY) as events:
         text = "".join(events.text_stream)
         final = events.get_final_message()
-    assert text == whole.content[0].text == final.content[0].text
+    assert text == _text(whole) == _text(final)
     assert final.stop_reason == whole.stop_reason and final.usage.output_tokens == whole.usage.output_tokens
 
 
@@ -72,7 +72,7 @@ def parameters(at: ServedModel) -> None:
     )  # fmt: skip
     assert made.stop_reason in ("stop_sequence", "end_turn", "max_tokens")
     assert (made.stop_sequence == "e") == (made.stop_reason == "stop_sequence")
-    assert not any("e" in block.text for block in made.content)
+    assert "e" not in _text(made)
 
 
 @checks("messages: parse")
@@ -94,6 +94,10 @@ def thinking(at: ServedModel) -> None:
     kinds: Any = ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "disabled"})
     for kind in kinds:
         assert _client(at).messages.create(model=at.model, messages=HELLO, max_tokens=8, thinking=kind).content
+
+
+def _text(made: Any) -> str:
+    return "".join(block.text for block in made.content)
 
 
 def _call(made: Any) -> Any:

@@ -11,20 +11,20 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.correctness.clients.catalog import CLIENTS, Client
+from bench.correctness.clients.catalog import CLIENTS, ShippedClient
 from bench.correctness.clients.checks import Checks, ServedModel
 
 PACKAGE = "bench.correctness.clients"
 
 
-def checks_of(client: Client) -> Checks:
+def checks_of(client: ShippedClient) -> Checks:
     """The checks of a client. Raises ImportError if its package is not installed."""
     found = importlib.import_module(f"{PACKAGE}.{client.module}").checks
     assert isinstance(found, Checks)
     return found
 
 
-def installed(client: Client) -> dict[str, str]:
+def installed(client: ShippedClient) -> dict[str, str]:
     """The versions of the required packages and programs that are installed."""
     names = [re.split(r"[\[=<>~!]", requirement)[0] for requirement in client.requirements]
     versions = {}

@@ -45,7 +45,7 @@ class ForkBatches:
             return await answer
         finally:
             if batch.task is not None and all(other.done() for other in batch.answers):
-                batch.task.cancel()  # nobody waits any more; does nothing to one that has ended
+                batch.task.cancel()  # no caller waits any more; does nothing to one that has ended
 
     def _close(self, key: Any) -> None:
         batch = self._open.pop(key)
