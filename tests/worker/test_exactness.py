@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from tests.conftest import NEW_TOKENS, SHORT, Reference
 from tests.worker.conftest import without_grammars
 from tests.worker.engine.test_pipeline import pipeline
+from tests.worker.engines import checked_engines
 from worker.config import WorkerConfig
-from worker.engine.engine import Components, Engine, Finished, load_components
+from worker.engine.engine import Components, Finished, load_components
 from worker.executor import model_runner
 from worker.messages import Generate, Grammar, SamplingParams
 
@@ -52,18 +53,8 @@ def weights() -> Iterator[None]:
 @pytest.fixture
 def engine(folder: Path, weights: None) -> Iterator:
     """Makes an engine; at the end no page is lost."""
-    engines: list[Engine] = []
-
-    def make(load=no_grammars, **config: object) -> Engine:
-        settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 8192, **config}
-        engines.append(Engine(folder, WorkerConfig.model_validate(settings), load=load))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.check_integrity()
-        assert len(one.scheduler) == 0
-        one.close()
+    with checked_engines(folder, kv_tokens=8192) as make:
+        yield lambda load=no_grammars, **config: make(load, **config)
 
 
 def no_grammars(model_dir: Path, config: WorkerConfig) -> Components:

@@ -52,10 +52,12 @@ def refused(kind: type[Refusal], request: Callable[[], Any]) -> Refusal:
 class Checks:
     """The checks of one client, by feature.
 
-    checks = Checks()
+        checks = Checks()
 
-    @checks("chat")
-    def chat(at: ServedModel) -> None: ...
+        @checks("chat")
+        def chat(at: ServedModel) -> None: ...
+
+    A feature is tried once; a check that raises says that it does not work.
     """
 
     def __init__(self) -> None:

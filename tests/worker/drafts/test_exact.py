@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.conftest import make_tiny_llama
 from tests.worker.engine.test_pipeline import pipeline
+from tests.worker.engines import checked_engines
 from tests.worker.fakes import any_models, pages_now
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, Proposal, make_drafters
@@ -86,27 +86,11 @@ def with_drafters(model_dir: Path, config: WorkerConfig, drafters: Sequence[Draf
     return load(model_dir, config)._replace(costs=CostStore(), drafters=drafters)
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
 @pytest.fixture
 def engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
     """Makes an engine; at the end no page is lost."""
-    engines: list[Engine] = []
-
-    def make(drafters: Sequence[Drafter] = (), **config: object) -> Engine:
-        settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 4096, "num_speculative_tokens": 6, **config}
-        load = partial(with_drafters, drafters=drafters)
-        engines.append(Engine(tiny_llama, WorkerConfig.model_validate(settings), load=load))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.check_integrity()
-        assert len(one.scheduler) == 0
-        one.close()
+    with checked_engines(tiny_llama, kv_tokens=4096, num_speculative_tokens=6) as make:
+        yield lambda drafters=(), **config: make(partial(with_drafters, drafters=drafters), **config)
 
 
 def said(finished: Sequence[Finished]) -> list[object]:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.conftest import make_tiny_llama
 from worker.drafts.acceptance import Acceptance
 from worker.drafts.canonical import CanonicalTokenizer
 from worker.drafts.grammar import GrammarDrafter
@@ -18,40 +17,35 @@ States = Callable[[str], GrammarState]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
-@pytest.fixture(scope="module")
-def states(folder: Path) -> Iterator[States]:
+def states(tiny_llama: Path) -> Iterator[States]:
     """Makes the state of a regular expression."""
-    compiler = GrammarCompiler(folder, 258, 10.0, (END,))
+    compiler = GrammarCompiler(tiny_llama, 258, 10.0, (END,))
     yield lambda regex: GrammarState(compiler.submit(Grammar("regex", regex)).result(60))
     compiler.close()
 
 
 @pytest.fixture
-def drafter(folder: Path) -> GrammarDrafter:
-    return GrammarDrafter(CanonicalTokenizer(folder, 258))
+def drafter(tiny_llama: Path) -> GrammarDrafter:
+    return GrammarDrafter(CanonicalTokenizer(tiny_llama, 258))
 
 
-def ids(folder: Path, text: str) -> list[int]:
-    return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+def ids(tiny_llama: Path, text: str) -> list[int]:
+    return Tokenizer.from_file(str(tiny_llama / "tokenizer.json")).encode(text, add_special_tokens=False).ids
 
 
-def test_what_is_forced_and_the_end(drafter: GrammarDrafter, states: States, folder: Path) -> None:
+def test_what_is_forced_and_the_end(drafter: GrammarDrafter, states: States, tiny_llama: Path) -> None:
     state = states("key: [ab]cd")
     drafter.add(3, [], [], [], state)
-    assert drafter.propose(3, 9).token_ids == ids(folder, "key: ")
-    assert drafter.propose(3, 2).token_ids == ids(folder, "ke")
+    assert drafter.propose(3, 9).token_ids == ids(tiny_llama, "key: ")
+    assert drafter.propose(3, 2).token_ids == ids(tiny_llama, "ke")
     assert drafter.propose(3, 0).token_ids == []
-    for token_id in ids(folder, "key: "):
+    for token_id in ids(tiny_llama, "key: "):
         state.accept(token_id)  # proposals have left it as it was
-    drafter.extend(3, ids(folder, "key: "))
+    drafter.extend(3, ids(tiny_llama, "key: "))
     assert drafter.propose(3, 9).token_ids == []  # a or b
-    state.accept(*ids(folder, "a"))
-    drafter.extend(3, ids(folder, "a"))
-    assert drafter.propose(3, 9).token_ids == [*ids(folder, "cd"), END]
+    state.accept(*ids(tiny_llama, "a"))
+    drafter.extend(3, ids(tiny_llama, "a"))
+    assert drafter.propose(3, 9).token_ids == [*ids(tiny_llama, "cd"), END]
     drafter.remove(3)
     assert drafter.propose(3, 9).token_ids == []
 

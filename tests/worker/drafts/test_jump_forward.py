@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.conftest import make_tiny_llama
 from tests.worker.engine.test_pipeline import pipeline
+from tests.worker.engines import checked_engines
 from tests.worker.fakes import pages_now
-from worker.config import WorkerConfig
 from worker.drafts import make_drafters, make_jump_forward
 from worker.engine.engine import Engine, Finished
 from worker.messages import Generate, Grammar, SamplingParams
@@ -32,26 +31,11 @@ EACH = [
 PROMPTS = [[(7 * i + j * j) % 250 for j in range(3 + 5 * i)] for i in range(len(EACH))]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
 @pytest.fixture
-def engine(folder: Path) -> Iterator[Callable[..., Engine]]:
-    """Makes an engine; at the end no page is lost."""
-    engines: list[Engine] = []
-
-    def make(**config: object) -> Engine:
-        settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 4096, "jump_forward": "insert", **config}
-        engines.append(Engine(folder, WorkerConfig.model_validate(settings)))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.check_integrity()
-        assert len(one.scheduler) == 0
-        one.close()
+def engine(tiny_llama: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine that inserts; at the end no page is lost."""
+    with checked_engines(tiny_llama, kv_tokens=4096, jump_forward="insert") as make:
+        yield make
 
 
 def said(finished: list[Finished]) -> list[object]:
@@ -108,18 +92,18 @@ def test_usage_and_resumption(engine) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["fixed_chunk", "offline"])
-def test_in_a_pipeline(engine, folder: Path, schedule: str) -> None:
+def test_in_a_pipeline(engine, tiny_llama: Path, schedule: str) -> None:
     """Where tokens may go from the last stage to the first without the host, those of grammars go over the host."""
     one = engine()
     plain = one.generate(PROMPTS, EACH)
-    grammars = GrammarCompiler(folder, 258, 10.0, one.executor.eos_token_ids)
-    own_parts = {"jump_forward": make_jump_forward(folder, 258), "grammars": grammars}
-    with pipeline(folder, pp=2, own_parts=own_parts, schedule=schedule, overlap=True, kv_tokens=2048) as other:
+    grammars = GrammarCompiler(tiny_llama, 258, 10.0, one.executor.eos_token_ids)
+    own_parts = {"jump_forward": make_jump_forward(tiny_llama, 258), "grammars": grammars}
+    with pipeline(tiny_llama, pp=2, own_parts=own_parts, schedule=schedule, overlap=True, kv_tokens=2048) as other:
         assert said(other.generate(PROMPTS, EACH)) == said(plain)
         assert other.load().accepted["inserted"] == one.load().accepted["inserted"]
 
 
-def test_the_parts_by_setting(folder: Path) -> None:
-    assert [drafter.name for drafter in make_drafters(folder, 258)] == ["suffix", "grammar"]
-    assert [drafter.name for drafter in make_drafters(folder, 258, grammar=False)] == ["suffix"]
-    assert make_jump_forward(folder / "nowhere", 258) is None
+def test_the_parts_by_setting(tiny_llama: Path) -> None:
+    assert [drafter.name for drafter in make_drafters(tiny_llama, 258)] == ["suffix", "grammar"]
+    assert [drafter.name for drafter in make_drafters(tiny_llama, 258, grammar=False)] == ["suffix"]
+    assert make_jump_forward(tiny_llama / "nowhere", 258) is None

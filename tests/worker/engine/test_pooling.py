@@ -3,6 +3,7 @@ and ranks."""
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from transformers import AutoModel
 from tests.worker.conftest import make_tiny, without_grammars
 from tests.worker.driver import Driver, prompt
 from tests.worker.engine.test_pipeline import pipeline
+from tests.worker.engines import checked_engines
 from worker.config import WorkerConfig
-from worker.engine.engine import Engine, Finished
+from worker.engine.engine import Components, Engine, Finished
 from worker.executor.model_runner import ModelRunner
 from worker.messages import Generate, Grammar, Output, Outputs, SamplingParams, decode_from_replica, encode
 from worker.step import Chunk, Plan, PooledChunks
@@ -59,24 +61,11 @@ def states(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
 
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
+    def load(model_dir: Path, config: WorkerConfig) -> Components:
+        return without_grammars(model_dir, config, ModelRunner(model_dir, config))
 
-    def make(**config: object) -> Engine:
-        settings = {"device": "cpu", "dtype": "float32", "kv_tokens": 2048, **config}
-        engines.append(
-            Engine(
-                folder,
-                WorkerConfig.model_validate(settings),
-                load=lambda model, config: without_grammars(model, config, ModelRunner(model, config)),
-            )
-        )
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.check_integrity()
-        assert len(one.scheduler) == 0
-        one.close()
+    with checked_engines(folder, kv_tokens=2048) as make:
+        yield partial(make, load)
 
 
 def check(finished: list[Finished], states: list[np.ndarray], sampling: list[SamplingParams]) -> None:
