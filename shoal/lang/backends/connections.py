@@ -2,7 +2,6 @@
 
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 from typing import cast
 
 import httpx
@@ -28,7 +27,7 @@ class Connections(httpx.AsyncBaseTransport):
         except BaseException:
             await transport.aclose()
             raise
-        body = _Body(cast(httpx.AsyncByteStream, response.stream), partial(self._release, transport))
+        body = _Body(cast(httpx.AsyncByteStream, response.stream), transport, self._release)
         return httpx.Response(
             response.status_code, headers=response.headers, stream=body, extensions=response.extensions
         )
@@ -53,18 +52,35 @@ class Connections(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """A response's body. `release` is called when it is closed."""
+    """A response's body, which came by `transport`. `release` takes the transport back when the whole body was read.
 
-    def __init__(self, stream: httpx.AsyncByteStream, release: Callable[[], Awaitable[None]]) -> None:
+    Any other transport is closed: what is left of the body cannot be skipped. A read or a close that was cancelled
+    leaves httpcore's connection busy for good, and the next request on it would wait for ever.
+    """
+
+    def __init__(
+        self,
+        stream: httpx.AsyncByteStream,
+        transport: httpx.AsyncHTTPTransport,
+        release: Callable[[httpx.AsyncHTTPTransport], Awaitable[None]],
+    ) -> None:
         self._stream = stream
+        self._transport = transport
         self._release = release
+        self._is_whole = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._stream:
             yield part
+        self._is_whole = True
 
     async def aclose(self) -> None:
         try:
             await self._stream.aclose()
-        finally:
-            await self._release()
+        except BaseException:
+            await self._transport.aclose()
+            raise
+        if self._is_whole:
+            await self._release(self._transport)
+        else:
+            await self._transport.aclose()

@@ -22,12 +22,14 @@ Many = Callable[[Sequence[Call], str, Body], AsyncGenerator[tuple[int, Generated
 
 class ForkBatches:
     """Gathers calls that begin branches. `one` runs a call by itself; `many` runs calls whose new texts begin with a
-    common one, and yields their numbers and results as they end."""
+    common one, and yields their numbers and results as they end. `tasks` are those of the batches that run; a batch
+    ends a little later than its last answer."""
 
     def __init__(self, one: One, many: Many) -> None:
         self._one = one
         self._many = many
         self._open: dict[Any, _ForkBatch] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, call: Call, body: Body) -> Generated:
         """The result of a call that begins a branch: one without earlier text, or the first after a fork. `body`: its
@@ -44,12 +46,17 @@ class ForkBatches:
         try:
             return await answer
         finally:
-            if batch.task is not None and all(other.done() for other in batch.answers):
-                batch.task.cancel()  # no caller waits any more; does nothing to one that has ended
+            # A batch whose answers have all come is left alone: the end of its stream frees the connection.
+            if answer.cancelled() and batch.is_over and batch.task is not None:
+                batch.task.cancel()
 
     def _close(self, key: Any) -> None:
         batch = self._open.pop(key)
+        if batch.is_over:
+            return
         batch.task = asyncio.ensure_future(self._run(batch))
+        self.tasks.add(batch.task)
+        batch.task.add_done_callback(self.tasks.discard)
 
     async def _run(self, batch: "_ForkBatch") -> None:
         try:
@@ -88,6 +95,11 @@ class _ForkBatch:
         self.calls: list[Call] = []
         self.answers: list[asyncio.Future[Generated]] = []
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no caller waits any more."""
+        return all(answer.done() for answer in self.answers)
 
     def resolve(self, number: int, result: Generated) -> None:
         if not self.answers[number].done():

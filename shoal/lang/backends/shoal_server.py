@@ -162,8 +162,10 @@ class ShoalServer(Backend):
 
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
-        await asyncio.gather(*self._endings, return_exceptions=True)
-        client = self._clients.pop(asyncio.get_running_loop(), None)
+        loop = asyncio.get_running_loop()
+        ours = [task for task in (*self._endings, *self._forks.tasks) if task.get_loop() is loop]
+        await asyncio.gather(*ours, return_exceptions=True)
+        client = self._clients.pop(loop, None)
         if client is not None:
             await client.aclose()
 
@@ -267,22 +269,26 @@ class ShoalServer(Backend):
         """The events of a stream. A stream that has not begun is tried again as `_asked` does."""
         patience = _Patience(self.base_url)
         while True:
-            begun = False
+            begun = done = False
             try:
                 async with self._client().stream("POST", "/v1/completions", json=body) as response:
                     if response.is_success:
-                        async for line in _lines(response):
+                        async for line in _lines(response):  # to the end, so that the connection is used again
                             begun = True
                             if line == b"data: [DONE]":
-                                return
-                            if line.startswith(b"data: "):
+                                done = True
+                            elif line.startswith(b"data: "):
                                 event = json.loads(line[6:])
                                 if "error" in event:
                                     raise BackendError(str(event["error"].get("message")), None)
                                 yield event
+                        if done:
+                            return
                         raise BackendError(f"{self.base_url}: the stream ended before its answer did")
                     content = await response.aread()
             except httpx.TransportError as error:
+                if done:
+                    return
                 if begun:
                     raise BackendError(f"{self.base_url}: the stream broke off: {error}") from error
                 await patience.unreachable(error)

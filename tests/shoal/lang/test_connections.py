@@ -89,3 +89,18 @@ def test_a_cancelled_call_takes_its_connection_along() -> None:
             assert (await client.get("/second")).text == "/second"
 
     asyncio.run(run())
+
+
+def test_a_close_that_is_cancelled_holds_up_no_later_request() -> None:
+    async def run() -> None:
+        async with serving() as (server, client):
+            for turns in range(4):  # of the event loop, before the close is cancelled
+                async with client.stream("GET", "/long") as response:
+                    closing = asyncio.create_task(response.aclose())
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    closing.cancel()
+                    await asyncio.wait([closing])
+                assert (await asyncio.wait_for(client.get("/next"), 10)).text == "/next"
+
+    asyncio.run(run())
