@@ -39,6 +39,9 @@ PLACE_TRIES = 200
 PLACE_RETRY_S = 0.05
 # The text after an answer is computed with one token of output, the least there is, when nothing else waits.
 PREFETCH = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
+# A shorter text is computed with the next request. A request of its own costs up to a page and one token more, and the
+# time between two requests does not make up for that.
+LEAST_PREFETCHED = 256  # characters
 LOWEST_PRIORITY = -(1 << 31)
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
@@ -219,9 +222,10 @@ class Service:
         self.replicas.tell_all(Release([program]))
 
     def prefetch(self, request_id: str, branch: BranchText, call: BranchCall) -> None:
-        """Lets the home of a branch compute the constant text that will follow it, unless it is full or gone."""
+        """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
+        full or gone."""
         home = self.programs.home(call)
-        if home is not None and call.then:
+        if home is not None and call.then is not None and len(call.then) >= LEAST_PREFETCHED:
             task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then))
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)

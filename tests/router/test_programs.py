@@ -614,12 +614,13 @@ def test_a_lost_home_costs_nothing_but_time(make_stack: Any, make_replica: Any, 
 
 
 def test_the_text_that_follows_is_computed(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
-    client.text("Hello", program={"then": " Next:", "lease_s": 5}, max_tokens=1)
+    then = " Next:" * 50
+    client.text("Hello", program={"then": then, "lease_s": 5}, max_tokens=1)
     fake = stack.fakes["r0"]
     fake.wait_for(lambda: len(fake.requests()) == 2)
     first, second = fake.requests()
     said = tokenizer.encode("The quick")[:1]
-    assert second.prompt_ids == first.prompt_ids + said + tokenizer.encode(" Next:")
+    assert second.prompt_ids == first.prompt_ids + said + tokenizer.encode(then)
     assert (second.sampling.max_tokens, second.priority, second.lease) == (1, -(1 << 31), None)
     client.text(" Next: go", program=NEXT, max_tokens=1)  # the branch did not take it for its own
     assert prompts(stack)[2] == first.prompt_ids + said + tokenizer.encode(" Next: go")
@@ -635,16 +636,23 @@ def test_the_text_that_follows_may_be_dropped(client: Client, stack: Any) -> Non
         if request.request_id.endswith("-then")
         else None
     )
-    client.text("Hello", program={"then": " Next:"}, max_tokens=1)
+    client.text("Hello", program={"then": " Next:" * 50}, max_tokens=1)
     fake.wait_for(lambda: len(fake.requests()) == 2)
     stack.until(lambda: not stack.service._prefetches)
     assert client.text(" Next:", program=NEXT, max_tokens=1) == "The"
 
 
+def test_a_short_text_that_follows_is_left_to_the_next_request(client: Client, stack: Any) -> None:
+    client.text("Hello", program={"then": "x" * 255}, max_tokens=1)
+    assert not stack.service._prefetches
+    client.text("Next:", program=NEXT, max_tokens=1)
+    assert len(stack.fakes["r0"].requests()) == 2
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/choices"])
 def test_only_completions_compute_the_text_that_follows(stack: Any, path: str) -> None:
     """It is a hint: what cannot use it takes it."""
-    body = {"model": "tiny", "program": {"id": "p", "branch": "b", "then": "x"}}
+    body = {"model": "tiny", "program": {"id": "p", "branch": "b", "then": "x" * 256}}
     chat = {"messages": [{"role": "user", "content": "a"}]}
     scored = {"prompt": "a", "choices": ["x"]}
     assert httpx.post(f"{stack.url}{path}", json=body | (chat if "chat" in path else scored)).status_code == 200
