@@ -62,9 +62,7 @@ def allow_connections(number: int) -> None:
     wanted = number + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise ValueError(
-                f"{number} connections need {wanted} open files; raise `ulimit -n`, which is {hard}"
-            )
+            raise ValueError(f"{number} connections need {wanted} open files; raise `ulimit -n`, which is {hard}")
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

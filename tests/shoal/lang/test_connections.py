@@ -93,7 +93,7 @@ def test_a_cancelled_call_takes_its_connection_along() -> None:
 
 def test_a_close_that_is_cancelled_holds_up_no_later_request() -> None:
     async def run() -> None:
-        async with serving() as (server, client):
+        async with serving() as (_server, client):
             for turns in range(4):  # of the event loop, before the close is cancelled
                 async with client.stream("GET", "/long") as response:
                     closing = asyncio.create_task(response.aclose())
