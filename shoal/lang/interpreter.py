@@ -179,7 +179,7 @@ class Interpreter:
         if params.n is not None and params.n > 1 and (self._run.stream or params.stop_regex):
             raise NotSupported("n > 1 cannot be streamed, nor ended by stop_regex")
         self._run.backend.check(GenParams(stop_regex=()).over(params))
-        self._check_place()
+        self._check_place("gen")
         call = self._call(params)
         if self._run.stream or params.stop_regex:
             return await self._generate_stream(expr, call)
@@ -225,19 +225,20 @@ class Interpreter:
             self._branch.held = len(self._branch.text)
             self._branch.parent = None
 
-    def _check_place(self) -> None:
-        """Raises NotSupported where a conversation's backend cannot generate."""
+    def _check_place(self, what: str) -> None:
+        """Raises NotSupported where a conversation's backend cannot generate. `what`: the expression's name."""
         backend, message = self._run.backend, self._message
         if not backend.is_chat_model:
             return
         if message is None or message.role != "assistant":
-            raise NotSupported(f"{backend.name} takes conversations: gen must be within assistant(...)")
+            raise NotSupported(f"{backend.name} takes conversations: {what} must be within assistant(...)")
         if len(self._branch.text) > message.start:
             backend.check_feature("prefill")
 
     async def _select(self, expr: Select) -> Any:
         """Chooses. Returns details of the choice."""
         self._run.backend.check_feature("select")
+        self._check_place("select")
         call = self._call(self._run.defaults)
         scores = await self._run.backend.score(call, expr.choices, expr.method.needs_unconditional)
         values = expr.method.values(scores)

@@ -3,6 +3,7 @@
 import json
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -346,11 +347,17 @@ def test_each_fork_is_sent_as_it_ends(client: Client, stack: Any, tokenizer: Tok
     short = tokenizer.encode("The quick")[:1]
     long = short * 30
     longer = tokenizer.encode("Hello b")
-    stack.fakes["r0"].script = lambda request: long if request.prompt_ids == longer else short
+    fake = stack.fakes["r0"]
+    fake.script = lambda request: long if request.prompt_ids == longer else short
+    fake.allow(0)  # until both have come; then each gets a token a step
     forks = [{"branch": "2", "prompt": " b"}, {"branch": "1", "prompt": " a"}]
     body = {"model": "tiny", "prompt": "Hello", "program": {"id": "p", "forks": forks}, "max_tokens": 40}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
-    answer = client.http.post(f"{client.url}/v1/completions", json=body)
+    with ThreadPoolExecutor(1) as thread:
+        posted = thread.submit(client.http.post, f"{client.url}/v1/completions", json=body)
+        fake.wait_for(lambda: len(fake.requests()) == 2)
+        fake.allow(None)
+        answer = posted.result()
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []], answer.text
     sizes = [event["usage"]["completion_tokens"] for event in events]
