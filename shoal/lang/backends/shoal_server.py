@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import time
 import urllib.request
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -22,16 +20,13 @@ import httpx
 from shoal.lang.backend import Backend, Call, Generated, OutputPiece, RoleFormat
 from shoal.lang.backends.connections import Connections
 from shoal.lang.backends.fork_batches import ForkBatches
+from shoal.lang.backends.patience import Patience
 from shoal.lang.backends.role_format import derive_roles
 from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import BackendError
 from shoal.lang.ir import GenParams
 
 LEASE_S = 60.0  # how long the KV of a program that thinks between two calls stays, unless memory is short
-FULL_S = 600.0  # how long a call that a full server refuses is tried again
-DOWN_S = 60.0  # the same for a server that cannot be reached, or has no replica
-RETRY_S = 0.2  # before the first of these tries; doubled with each, up to RETRY_MAX_S. Retry-After goes first
-RETRY_MAX_S = 5.0
 UNKNOWN_PROGRAM = "program_unknown"
 
 
@@ -254,7 +249,7 @@ class ShoalServer(Backend):
         return await self._asked("POST", path, body)
 
     async def _asked(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        patience = _Patience(self.base_url)
+        patience = Patience(self.base_url)
         while True:
             try:
                 response = await self._client().request(method, path, json=body)
@@ -267,7 +262,7 @@ class ShoalServer(Backend):
 
     async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream. A stream that has not begun is tried again as `_asked` does."""
-        patience = _Patience(self.base_url)
+        patience = Patience(self.base_url)
         while True:
             begun = done = False
             try:
@@ -294,32 +289,6 @@ class ShoalServer(Backend):
                 await patience.unreachable(error)
                 continue
             await patience.refused(response.status_code, content, response.headers)
-
-
-class _Patience:
-    """Waits between tries of one request, and raises when there is no use in another."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._begun_s = time.monotonic()
-        self._pause_s = RETRY_S
-
-    async def unreachable(self, error: Exception) -> None:
-        if time.monotonic() - self._begun_s > DOWN_S:
-            raise BackendError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
-        await self._sleep(None)
-
-    async def refused(self, status: int, content: bytes, headers: httpx.Headers) -> None:
-        limit_s = {429: FULL_S, 503: DOWN_S}.get(status, 0.0)
-        if time.monotonic() - self._begun_s > limit_s or limit_s == 0:
-            message, code = _error(content)
-            raise BackendError(f"{self._url} answers {status}: {message}", status, code)
-        await self._sleep(headers.get("Retry-After"))
-
-    async def _sleep(self, retry_after: str | None) -> None:
-        pause_s = float(retry_after) if retry_after and retry_after.isdigit() else self._pause_s
-        self._pause_s = min(RETRY_MAX_S, self._pause_s * 2)
-        await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # so that many do not come back at once
 
 
 async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
@@ -402,15 +371,6 @@ def _meta(answer: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
             [(value, None, text) for text, value in (top or {}).items()] for top in logprobs["top_logprobs"] or []
         ]
     return meta
-
-
-def _error(content: bytes) -> tuple[str, str | None]:
-    """The message and code of an error's body."""
-    try:
-        error = json.loads(content)["error"]
-        return str(error["message"]), error.get("code")
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode(errors="replace"), None
 
 
 RuntimeEndpoint = ShoalServer  # SGLang's name

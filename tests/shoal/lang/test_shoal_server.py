@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import shoal
-from shoal.lang.backends import shoal_server
+from shoal.lang.backends import patience
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 
@@ -105,8 +105,8 @@ class FakeServer:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal_server, "RETRY_S", 0.0)
-    monkeypatch.setattr(shoal_server, "RETRY_MAX_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_MAX_S", 0.0)
 
 
 @shoal.function
@@ -307,7 +307,7 @@ def test_errors_are_the_servers_words(stream: bool) -> None:
 
 
 def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal_server, "DOWN_S", 0.0)
+    monkeypatch.setattr(patience, "DOWN_S", 0.0)
 
     def broken(request: httpx.Request) -> None:
         raise httpx.ConnectError("no route")
