@@ -57,7 +57,7 @@ class GatedEndpoint:
 
 
 def allow_connections(number: int) -> None:
-    """Allows this process so many open connections. Raises ValueError if the system does not."""
+    """Raises this process's limit of open files for `number` connections. Raises ValueError if the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:

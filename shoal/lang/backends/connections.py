@@ -27,7 +27,7 @@ class Connections(httpx.AsyncBaseTransport):
     """
 
     def __init__(self) -> None:
-        self._idle: list[_Connection] = []
+        self._idle: list[_ClientConnection] = []
         self._ssl: ssl.SSLContext | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -47,7 +47,7 @@ class Connections(httpx.AsyncBaseTransport):
         while self._idle:
             self._idle.pop().close()
 
-    def _reusable(self) -> "_Connection | None":
+    def _reusable(self) -> "_ClientConnection | None":
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -55,7 +55,7 @@ class Connections(httpx.AsyncBaseTransport):
             connection.close()  # the server has closed it
         return None
 
-    async def _opened(self, request: httpx.Request) -> "_Connection":
+    async def _opened(self, request: httpx.Request) -> "_ClientConnection":
         url = request.url
         secure = url.scheme == "https"
         if self._ssl is None and secure:
@@ -68,16 +68,16 @@ class Connections(httpx.AsyncBaseTransport):
             raise httpx.ConnectTimeout(f"no connection to {url.host}:{port} in time", request=request) from error
         except OSError as error:
             raise httpx.ConnectError(str(error), request=request) from error
-        return _Connection(reader, writer)
+        return _ClientConnection(reader, writer)
 
-    def _release(self, connection: "_Connection") -> None:
+    def _release(self, connection: "_ClientConnection") -> None:
         if len(self._idle) < MOST_IDLE and connection.is_open:
             self._idle.append(connection)
         else:
             connection.close()
 
 
-class _Connection:
+class _ClientConnection:
     """A connection, with one request at a time. After an exception, it can only be closed."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -161,9 +161,9 @@ class _Body(httpx.AsyncByteStream):
     again."""
 
     def __init__(
-        self, connection: _Connection, pieces: AsyncIterator[bytes], release: Callable[[_Connection], None]
+        self, connection: _ClientConnection, pieces: AsyncIterator[bytes], release: Callable[[_ClientConnection], None]
     ) -> None:
-        self._connection: _Connection | None = connection
+        self._connection: _ClientConnection | None = connection
         self._pieces = pieces
         self._release = release
 
