@@ -20,6 +20,10 @@ In the file: `agreement` is the share of programs whose answers are equal in the
 same texts. The two cut a text into tokens differently where generated text meets constant text, so it may be below 1.
 `cached` is the share of prompt tokens that the server had, by form.
 
+The server computes a prefix once that plain calls of the same moment share. So the model's work for `forks`, `tree`,
+`skeleton`, `chat` and `rag` is the same in both forms, unless the cache is too small for all programs: there, the
+figures show what a call costs beyond the model. `vs_serial` compares with a client that blocks.
+
 Settings of `shoal serve` are flags. With `--shape`, the model has random weights.
 """
 
