@@ -9,6 +9,7 @@
 | `placement/` | `router` | placement policies, on a trace with shared prefixes |
 | `protocols/` | `parser` | what it costs a router to parse answers with thinking and calls |
 | `programs/` | `against_raw`, `speculation` | programs of the language, against the same by plain calls |
+| | `states`, `lost_replica` | thousands of programs in one process, and programs whose replica is killed |
 | `correctness/` | `exactness`, `quality` | whether outputs equal those of transformers, and their quality |
 | | `clients` | what works of the clients that others wrote |
 

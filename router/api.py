@@ -31,12 +31,13 @@ from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
 from router.embedding_routes import embedding_routes
-from router.errors import ApiError, invalid, program_unknown
+from router.errors import ApiError, invalid
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
 from router.models import ListedModel, Models
 from router.prepared_request import PreparedRequest, chat_job, completion_job
-from router.programs import BranchCall, BranchText, BranchUnknown, Held
+from router.program_calls import branch_call, continued_branches, held_branch, program_key
+from router.programs import BranchText
 from router.protocols.chat_reader import tokenized_conversation
 from router.protocols.chat_writer import ChatFormat
 from router.protocols.completion_writer import CompletionFormat
@@ -50,7 +51,6 @@ from router.requests import (
     ChoicesRequest,
     CompletionRequest,
     DetokenizeRequest,
-    ProgramCall,
     TokenizeRequest,
 )
 from router.responses import (
@@ -69,7 +69,6 @@ from router.responses import (
 from router.sampling import check_token_ids
 from router.service import Service
 from router.sse import ClientGone, EventStream, unless_gone
-from worker.messages import Lease
 
 PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight
 
@@ -153,7 +152,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
             service.context_length,
             service.config.max_prompts,
             arrived,
-            _call(body.program, keys.tenant(request)),
+            branch_call(body.program, keys.tenant(request)),
         )
         return await answer(request, service, bool(body.stream), job, ChatFormat(job, service.model, service.tokenizer))
 
@@ -169,8 +168,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
         service, body, size = await models.read(request, CompletionRequest)
         service.check_priority(body.priority)
         body = service.defaults.complete(body)
-        call = _call(body.program, keys.tenant(request))
-        held = None if body.program is None else _held(service, body.program, keys.tenant(request))
+        branches = continued_branches(service.programs, body, keys.tenant(request))
         job = await service.in_thread(
             size,
             completion_job,
@@ -179,8 +177,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
             service.context_length,
             service.config.max_prompts,
             arrived,
-            call,
-            held,
+            branches,
         )
         return await answer(
             request, service, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer)
@@ -196,8 +193,9 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
         """Scores choices: the log probabilities of their tokens after the prompt."""
         arrived = perf_counter()
         service, body, size = await models.read(request, ChoicesRequest)
-        held = None if body.program is None else _held(service, body.program, keys.tenant(request))
-        branch = BranchText() if held is None else held.branch
+        branch = BranchText()
+        if body.program is not None:
+            branch = held_branch(service.programs, body.program, keys.tenant(request)).branch
         job = await service.in_thread(
             size * len(body.choices),
             choices_job,
@@ -206,7 +204,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
             service.context_length,
             service.config.max_prompts,
             arrived,
-            _call(body.program, keys.tenant(request)),
+            branch_call(body.program, keys.tenant(request)),
             branch,
         )
         return await answer(request, service, False, job.prepared, ChoicesFormat(job, service.model))
@@ -217,7 +215,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
     async def end_program(request: Request, program_id: str) -> Response:
         """Ends a program: what its branches hold is forgotten, and its leases end."""
         for service in models.services:
-            service.end_program(_program_key(keys.tenant(request), program_id))
+            service.end_program(program_key(keys.tenant(request), program_id))
         return Response(status_code=204)
 
     return routes
@@ -345,27 +343,6 @@ def _anthropic_card(listed: ListedModel, created: int) -> AnthropicModel:
 
 def _json(answer: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(answer), status, media_type="application/json")
-
-
-def _program_key(tenant: str, program_id: str) -> str:
-    """The program's name in the router: clients with different keys never share a program."""
-    return f"{tenant}/{program_id}"
-
-
-def _call(call: ProgramCall | None, tenant: str) -> BranchCall | None:
-    if call is None:
-        return None
-    lease = Lease(_program_key(tenant, call.id), call.branch, call.lease_s or 0.0)
-    return BranchCall(lease, call.parent, call.then, call.remaining, call.deadline_s)
-
-
-def _held(service: Service, call: ProgramCall, tenant: str) -> Held:
-    try:
-        return service.programs.look(
-            _program_key(tenant, call.id), call.branch, call.parent, bool(call.continues), call.held
-        )
-    except BranchUnknown as error:
-        raise program_unknown(str(error)) from None
 
 
 def _tokens(service: Service, body: TokenizeRequest) -> list[int]:

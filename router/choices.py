@@ -12,8 +12,9 @@ import msgspec
 from router.errors import invalid
 from router.generation import WholeFormat
 from router.output_text import Piece, TokenText
-from router.prepared_request import Choice, PreparedRequest, Prompt, context_room, encode_prompt
+from router.prepared_request import Choice, PreparedRequest
 from router.programs import BranchCall, BranchText
+from router.prompts import Prompt, context_room, encode_prompt
 from router.requests import ChoicesRequest
 from router.responses import ScoredChoice, ScoredChoices, Usage, finite
 from router.tokenizer import Tokenizer
@@ -85,6 +86,7 @@ def choices_job(
         prompt_param="prompt",
         grammar_param=None,
         discard=True,
+        together=True,
         arrived=arrived,
     )
     return ChoicesJob(prepared, len(request.choices), unconditional)

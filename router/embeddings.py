@@ -11,8 +11,9 @@ from router.errors import invalid
 from router.generation import WholeFormat
 from router.output_text import Piece
 from router.pooling import Pooling
-from router.prepared_request import Choice, PreparedRequest, Prompt, context_room, encode_prompt, separate_prompts
+from router.prepared_request import Choice, PreparedRequest
 from router.programs import BranchText
+from router.prompts import Prompt, context_room, encode_prompt, separate_prompts
 from router.requests import EmbeddingsRequest
 from router.responses import Embedding, Embeddings, PromptUsage, Usage
 from router.sampling import check_token_ids

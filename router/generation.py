@@ -13,7 +13,7 @@ from router.output_text import OutputText, Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest
 from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
 from router.responses import CompletionTokensDetails, PromptTokensDetails, Usage
-from router.service import Service
+from router.service import Service, SharedReplica
 from router.sse import Emit
 from router.structure import STRUCTURE
 from router.tokenizer import Tokenizer
@@ -71,11 +71,15 @@ class Generation:
         self._form = form
         self._name = name
         self._answers: list[Answer] = []
-        self._cached_tokens = 0
-        self._num_drafted = self._num_accepted = 0
+        self._shared = SharedReplica() if job.together else None
 
     async def stream(self, emit: Emit) -> None:
         """Emits server-sent events: chunks of all choices as they come. Raises ApiError."""
+
+        async def follow_whole(sequence: Choice) -> None:
+            answer = self._answer(sequence)
+            whole = await self._collected(sequence, answer)
+            await emit(self._form.chunk(sequence.index, whole, self._usage(answer)))
 
         async def follow(sequence: Choice) -> None:
             begun = False
@@ -90,9 +94,10 @@ class Generation:
                 if data:
                     await emit(data)
 
-            await self._follow(sequence, on_piece)
+            await self._follow(sequence, self._answer(sequence), on_piece)
 
-        await _together([follow(sequence) for sequence in self._job.sequences])
+        one = follow_whole if self._job.whole_choices else follow
+        await _together([one(sequence) for sequence in self._job.sequences])
         await emit(self._form.closing(self._usage()))
 
     async def whole(self) -> bytes:
@@ -100,34 +105,44 @@ class Generation:
         answers = [Piece() for _ in self._job.sequences]
 
         async def follow(sequence: Choice) -> None:
-            answer = answers[sequence.index]
-            text: list[str] = []
-            deltas: list[Delta] = []
-
-            async def on_piece(piece: Piece) -> None:
-                text.append(piece.text)
-                answer.tokens += piece.tokens
-                answer.token_ids += piece.token_ids
-                answer.finish_reason, answer.stop = piece.finish_reason, piece.stop
-                if piece.deltas is not None:
-                    deltas.extend(piece.deltas)
-                    answer.deltas = deltas
-                answer.embedding = piece.embedding
-
-            await self._follow(sequence, on_piece)
-            answer.text = "".join(text)
+            answers[sequence.index] = await self._collected(sequence, self._answer(sequence))
 
         await _together([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
 
-    async def _follow(self, sequence: Choice, on_piece: OnPiece) -> None:
-        """Runs one sequence, and passes each piece of its text to `on_piece`."""
-        if self._job.held is None:
-            await self._run(sequence, on_piece)
-        else:
-            await self._continue(self._job.held, sequence, on_piece)
+    async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
+        """Runs one sequence. Returns all of its text as one piece."""
+        whole = Piece()
+        text: list[str] = []
+        deltas: list[Delta] = []
 
-    async def _continue(self, held: Held, sequence: Choice, on_piece: OnPiece) -> None:
+        async def on_piece(piece: Piece) -> None:
+            text.append(piece.text)
+            whole.tokens += piece.tokens
+            whole.token_ids += piece.token_ids
+            whole.finish_reason, whole.stop = piece.finish_reason, piece.stop
+            if piece.deltas is not None:
+                deltas.extend(piece.deltas)
+                whole.deltas = deltas
+            whole.embedding = piece.embedding
+
+        await self._follow(sequence, answer, on_piece)
+        whole.text = "".join(text)
+        return whole
+
+    def _answer(self, sequence: Choice) -> "Answer":
+        answer = Answer(self._service.tokenizer, self._job, sequence, self._form.continues and not self._job.echo)
+        self._answers.append(answer)
+        return answer
+
+    async def _follow(self, sequence: Choice, answer: "Answer", on_piece: OnPiece) -> None:
+        """Runs one sequence, and passes each piece of its text to `on_piece`."""
+        if sequence.held is None:
+            await self._run(sequence, answer, on_piece)
+        else:
+            await self._continue(sequence.held, sequence, answer, on_piece)
+
+    async def _continue(self, held: Held, sequence: Choice, running: "Answer", on_piece: OnPiece) -> None:
         """Runs the sequence of a request that continues a branch. The branch holds its text before the client has the
         end of it."""
         programs, prompt = self._service.programs, sequence.prompt
@@ -137,23 +152,20 @@ class Generation:
             turn.previous = None  # from now on, the client may have text
             text.append(piece.text)
             if piece.finish_reason is not None:
-                (running,) = self._answers
                 transcript = running.text
                 answer = "".join(text)
                 kept = kept_tokens(transcript.token_ids, transcript.ends, answer, transcript.is_cut)
                 branch = held.branch.extended(prompt.text or "", prompt.token_ids, answer, *kept)
                 programs.end(turn, branch)
                 if sequence.call is not None and sequence.call.then:
-                    self._service.prefetch(f"{self._name}-then", branch, sequence.call)
+                    self._service.prefetch(f"{self._name}-{sequence.index}-then", branch, sequence.call)
             await on_piece(piece)
 
         with turn_on(programs, held) as turn:
-            await self._run(sequence, keep)
+            await self._run(sequence, running, keep)
 
-    async def _run(self, sequence: Choice, on_piece: OnPiece) -> None:
+    async def _run(self, sequence: Choice, answer: "Answer", on_piece: OnPiece) -> None:
         job = self._job
-        answer = Answer(self._service.tokenizer, job, sequence, self._form.continues and not job.echo)
-        self._answers.append(answer)
         begun = False
         ending = "abandoned"
         try:
@@ -162,7 +174,7 @@ class Generation:
                     if not begun:
                         begun = True
                         if sequence.first:
-                            self._cached_tokens += output.cached_tokens or 0
+                            answer.cached_tokens = output.cached_tokens or 0
                         if job.echo:
                             prompt = sequence.prompt
                             await on_piece(answer.text.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
@@ -170,8 +182,8 @@ class Generation:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
-                    self._num_drafted += output.num_drafted
-                    self._num_accepted += output.num_accepted
+                    answer.num_drafted += output.num_drafted
+                    answer.num_accepted += output.num_accepted
                     piece = answer.push(_without_tokens(output) if job.discard else output)
                     if piece.finish_reason is not None:
                         ending = piece.finish_reason
@@ -242,18 +254,24 @@ class Generation:
             sequence.call,
             produced,
             job.prediction_ids,
+            self._shared,
         )
 
-    def _usage(self) -> Usage:
-        prompt, completion = self._job.prompt_tokens, sum(answer.text.num_tokens for answer in self._answers)
-        usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(self._cached_tokens))
+    def _usage(self, only: "Answer | None" = None) -> Usage:
+        """The tokens of all choices so far, or of one."""
+        answers = self._answers if only is None else [only]
+        prompt = self._job.prompt_tokens if only is None else only.prompt_tokens
+        completion = sum(answer.text.num_tokens for answer in answers)
+        cached = sum(answer.cached_tokens for answer in answers)
+        usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
         if self._job.syntax is not None and self._job.syntax.may_think:
-            thinking = sum(answer.thinking_tokens for answer in self._answers)
+            thinking = sum(answer.thinking_tokens for answer in answers)
             usage.completion_tokens_details = CompletionTokensDetails(thinking)
-        if self._num_drafted:
+        if drafted := sum(answer.num_drafted for answer in answers):
+            accepted = sum(answer.num_accepted for answer in answers)
             details = usage.completion_tokens_details or CompletionTokensDetails()
-            details.accepted_prediction_tokens = self._num_accepted
-            details.rejected_prediction_tokens = self._num_drafted - self._num_accepted
+            details.accepted_prediction_tokens = accepted
+            details.rejected_prediction_tokens = drafted - accepted
             usage.completion_tokens_details = details
         return usage
 
@@ -266,6 +284,9 @@ class Answer:
     | `text` | the text, before the lexer |
     | `is_thinking` | whether the text so far ends while the model thinks |
     | `thinking_tokens` | number of tokens with which it thought |
+    | `prompt_tokens` | tokens of its prompt |
+    | `cached_tokens` | how many of them a replica had; 0 unless it is the first choice of its prompt |
+    | `num_drafted`, `num_accepted` | tokens that were drafted; how many of them were right |
     """
 
     def __init__(self, tokenizer: Tokenizer, job: PreparedRequest, sequence: Choice, continues: bool) -> None:
@@ -278,13 +299,15 @@ class Answer:
             skip_special_tokens=job.skip_special_tokens,
             continues=continues,
             wants_logprobs=job.wants_logprobs,
-            wants_ends=job.held is not None,
+            wants_ends=sequence.held is not None,
             marker_ids=frozenset() if syntax is None else syntax.marker_ids,
         )
         self._lexer = None if syntax is None else syntax.lexer()
         self._syntax = syntax
         self._one_call = syntax is not None and not syntax.parallel
         self._has_calls = False
+        self.prompt_tokens = len(sequence.prompt.token_ids)
+        self.cached_tokens = self.num_drafted = self.num_accepted = 0
 
     @property
     def is_thinking(self) -> bool:

@@ -24,6 +24,7 @@ _TYPES = (
     requests.StreamOptions,
     requests.StructuredOutputs,
     requests.ProgramCall,
+    requests.ProgramFork,
     requests.DetokenizeRequest,
     messages_types.MessagesRequest,
     messages_types.CountTokensRequest,

@@ -2,8 +2,8 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from time import perf_counter
 
 import msgspec
@@ -12,12 +12,14 @@ from router.answer_syntax import AnswerSyntax
 from router.chat_prompt import chat_prompt, check_arguments
 from router.chat_template import TemplateError
 from router.conversation import Conversation
-from router.errors import ApiError, invalid
+from router.errors import invalid
 from router.formats.format import OutputFormat
-from router.programs import BranchCall, BranchText, Held
+from router.program_calls import ContinuedBranch
+from router.programs import BranchCall, Held
+from router.prompts import Prompt, branch_prompts, context_room, separate_prompts, tokenized_prompt, too_long
 from router.protocols.chat_reader import chat_conversation
 from router.requests import ChatRequest, CompletionRequest, GenerationRequest, Prediction
-from router.sampling import check_token_ids, sampling_params, sequence_seed
+from router.sampling import sampling_params, sequence_seed
 from router.structure import constrained, structure
 from router.tokenizer import PromptTooLong, Tokenizer
 from worker.messages import SamplingParams
@@ -27,23 +29,16 @@ MAX_LOGPROBS_HELD = 8 << 20  # in one answer that is not streamed: about 1 GB of
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt. `text` is what was sent: `echo` repeats it, a branch keeps it; None for a prompt sent as tokens."""
-
-    token_ids: list[int]
-    text: str | None = None
-
-
-@dataclass(frozen=True)
 class Choice:
     """A choice of the answer: one sequence. `first`: whether it is the first choice of its prompt. `call`: the program
-    that it belongs to."""
+    that it belongs to. `held`: the branch that it continues, whose text begins the prompt."""
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
     first: bool
     call: BranchCall | None = None
+    held: Held | None = None
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,13 @@ class PreparedRequest:
     | --- | --- |
     | `prompt_tokens` | tokens of all prompts, each prompt counted once |
     | `include_stop` | whether the stop string or token that ends the text is part of it |
-    | `include_usage`, `usage_so_far` | whether a stream ends with the usage; whether every chunk has the usage so far |
+    | `include_usage`, `usage_so_far` | whether a stream ends with the usage; whether every chunk has a usage |
     | `names_tier` | the client named a service tier, so the answer names one too |
     | `prompt_param`, `grammar_param` | the client's parameter names, for a replica's errors about prompt and grammar |
     | `wants_token_ids` | whether every choice has its `token_ids` |
     | `discard` | `max_tokens` is 0: the one token that the replica makes nevertheless is dropped |
-    | `held` | the branch of a program that the request continues; its text begins the only prompt |
+    | `whole_choices` | each choice of a stream is one event, with its own usage if the usage is wanted |
+    | `together` | the sequences share their context, and start on one replica |
     | `syntax` | how answers are read: thinking, calls; None if they are text and nothing else |
     | `thinking_budget` | most tokens of thinking; None if it has no limit of its own |
     | `prediction_ids` | tokens of the client's guess at the answer |
@@ -82,7 +78,8 @@ class PreparedRequest:
     wants_token_ids: bool = False
     echo: bool = False
     discard: bool = False
-    held: Held | None = None
+    whole_choices: bool = False
+    together: bool = False
     syntax: AnswerSyntax | None = None
     thinking_budget: int | None = None
     prediction_ids: list[int] = field(default_factory=list)
@@ -207,7 +204,7 @@ def conversation_prompt(
         param = messages_param if error.param == "messages" else error.param
         raise invalid(f"The chat template refuses these messages: {error}.", param) from None
     except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length or 0, messages_param, "at least ") from None
+        raise too_long(error.tokens, context_length or 0, messages_param, "at least ") from None
 
 
 def _syntax(conversation: Conversation, format: OutputFormat, tokenizer: Tokenizer, prompt: str) -> AnswerSyntax | None:
@@ -234,11 +231,10 @@ def completion_job(
     context_length: int,
     max_sequences: int,
     arrived: float,
-    call: BranchCall | None = None,
-    held: Held | None = None,
+    branches: Sequence[ContinuedBranch] = (),
 ) -> PreparedRequest:
-    """Prepares a request for completions: tokenises its prompts. `call` and `held`: the program that it belongs to, and
-    the branch that it continues. Slow: run it in a thread. Raises ApiError."""
+    """Prepares a request for completions: tokenises its prompts. `branches`: those of a program that it continues.
+    Slow: run it in a thread. Raises ApiError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("'best_of' is not supported unless it equals 'n'.", "best_of", "unsupported_parameter")
     grammar_param, grammar = structure(request)
@@ -249,16 +245,25 @@ def completion_job(
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
     )
-    inputs = separate_prompts(request.prompt)
+    inputs = [branch.text for branch in branches] or separate_prompts(request.prompt)
     _check_request(request, len(inputs), max_sequences)
-    if held is not None:
-        _check_program(request)
-    prompts, max_tokens = [], []
-    for entry in inputs:
-        prompts.append(_prompt(entry, tokenizer, context_length, BranchText() if held is None else held.branch))
-        room = context_room(prompts[-1].token_ids, context_length, "prompt")
+    if branches:
+        assert isinstance(request.prompt, str)
+        prompts = branch_prompts(request.prompt, branches, tokenizer, context_length)
+    else:
+        prompts = [tokenized_prompt(entry, tokenizer, context_length) for entry in inputs]
+    max_tokens = []
+    for prompt in prompts:
+        room = context_room(prompt.token_ids, context_length, "prompt")
         max_tokens.append(_max_tokens(request.max_tokens, DEFAULT_COMPLETION_TOKENS, room, "max_tokens"))
-    return _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, call, held)
+    job = _job(request, "cmpl-", prompts, sampling, max_tokens, arrived, grammar_param, None)
+    if not branches:
+        return job
+    sequences = [
+        replace(sequence, call=branch.call, held=branch.held)
+        for sequence, branch in zip(job.sequences, branches, strict=True)
+    ]
+    return replace(job, sequences=sequences, together=len(branches) > 1)
 
 
 def _job(
@@ -270,7 +275,6 @@ def _job(
     arrived: float,
     grammar_param: str | None,
     call: BranchCall | None,
-    held: Held | None = None,
 ) -> PreparedRequest:
     n = request.n or 1
     options = request.stream_options
@@ -296,7 +300,7 @@ def _job(
         skip_special_tokens=request.skip_special_tokens is not False,
         priority=request.priority or 0,
         include_usage=include_usage,
-        usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
+        usage_so_far=include_usage and bool(options and (options.continuous_usage_stats or options.whole_choices)),
         names_tier=False,
         prompt_param="prompt",
         grammar_param=grammar_param,
@@ -304,7 +308,7 @@ def _job(
         wants_token_ids=bool(request.return_token_ids),
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         discard=isinstance(request, CompletionRequest) and request.max_tokens == 0,
-        held=held,
+        whole_choices=bool(options and options.whole_choices),
         arrived=arrived,
     )
 
@@ -312,6 +316,9 @@ def _job(
 def _check_request(request: GenerationRequest, num_prompts: int, max_sequences: int) -> None:
     if request.stream_options is not None and not request.stream:
         raise invalid("'stream_options' is for streams only: set 'stream' to true.", "stream_options")
+    whole_choices = request.stream_options is not None and request.stream_options.whole_choices
+    if whole_choices and not isinstance(request, CompletionRequest):
+        raise invalid("'whole_choices' is for completions only.", "stream_options.whole_choices")
     asked = num_prompts * (request.n or 1)
     if asked > max_sequences:
         param = "n" if num_prompts <= max_sequences else "prompt"
@@ -326,75 +333,6 @@ def _check_logprobs(request: GenerationRequest, sampling: SamplingParams, tokens
             "Lower 'max_tokens', 'n' or the number of log probabilities.",
             "logprobs",
         )
-
-
-def separate_prompts(prompt: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
-    """The prompts of a request as a list: each a text, or token ids. Raises ApiError about `param`."""
-    if isinstance(prompt, str):
-        return [prompt]
-    texts = [entry for entry in prompt if isinstance(entry, str)]
-    token_ids = [entry for entry in prompt if isinstance(entry, int)]
-    lists = [entry for entry in prompt if isinstance(entry, list)]
-    if len(token_ids) == len(prompt):
-        return [token_ids]
-    if len(texts) == len(prompt):
-        return list(texts)
-    if len(lists) == len(prompt):
-        return list(lists)
-    raise invalid(f"{param!r} mixes texts, token ids and lists: a list must be all of one kind.", param)
-
-
-def _check_program(request: CompletionRequest) -> None:
-    if not isinstance(request.prompt, str):
-        raise invalid("With 'program', 'prompt' must be one text.", "prompt")
-    if (request.n or 1) != 1:
-        raise invalid("With 'program', 'n' must be 1: a branch has one text. Fork branches by 'program.parent'.", "n")
-    if request.echo:
-        raise invalid("With 'program', 'echo' must be false.", "echo")
-
-
-def _prompt(entry: str | list[int], tokenizer: Tokenizer, context_length: int, branch: BranchText) -> Prompt:
-    if isinstance(entry, list):
-        check_token_ids(entry, tokenizer.vocab_size, "prompt")
-        return Prompt(entry)
-    return Prompt(encode_prompt(entry, tokenizer, context_length, branch), entry)
-
-
-def encode_prompt(
-    text: str, tokenizer: Tokenizer, context_length: int, branch: BranchText, param: str = "prompt"
-) -> list[int]:
-    """The tokens of a branch with `text` after it. Raises ApiError if they are too many, or none."""
-    try:
-        token_ids = branch.prompt(text, partial(tokenizer.encode_part, context_length=context_length))
-    except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length, param, "at least ") from None
-    if not token_ids:
-        raise invalid(f"{param!r} is empty: this model needs at least one token to begin with.", param)
-    return token_ids
-
-
-def encode_inside(text: str, tokenizer: Tokenizer, context_length: int, param: str) -> list[int]:
-    """The tokens of a text inside a prompt. Raises ApiError if they are too many."""
-    try:
-        return tokenizer.encode_continuation(text, context_length)
-    except PromptTooLong as error:
-        raise _too_long(error.tokens, context_length, param, "at least ") from None
-
-
-def context_room(token_ids: list[int], context_length: int, param: str) -> int:
-    """The number of tokens that fit into the context after the prompt."""
-    room = context_length - len(token_ids)
-    if room < 1:
-        raise _too_long(len(token_ids), context_length, param)
-    return room
-
-
-def _too_long(tokens: int, context_length: int, param: str, about: str = "") -> ApiError:
-    return invalid(
-        f"The prompt has {about}{tokens} tokens; prompt and answer together may have {context_length}.",
-        param,
-        "context_length_exceeded",
-    )
 
 
 def _max_tokens(asked: int | None, default: int, room: int, param: str) -> int:

@@ -42,6 +42,13 @@ class StreamOptions(Body, frozen=True):
     continuous_usage_stats: Annotated[
         Flag, Meta(description="with include_usage: every chunk counts the tokens so far")
     ] = None
+    whole_choices: Annotated[
+        Flag,
+        Meta(
+            description="each choice is one event, sent when it has ended; with include_usage, it has its own usage; "
+            "only for completions"
+        ),
+    ] = None
     include_obfuscation: Annotated[Flag, Meta(description="not supported: false")] = None
 
 
@@ -100,11 +107,31 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
 ProgramName = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
+class ProgramFork(Body, frozen=True, kw_only=True):
+    """A branch that a request begins, together with others."""
+
+    branch: Annotated[ProgramName, Meta(description="the new branch")]
+    prompt: Annotated[str, Meta(description="the branch's own text, after the request's prompt")]
+    then: Annotated[str | None, Meta(description="constant text that will follow the answer: computed as it ends")] = (
+        None
+    )
+    remaining: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None,
+        Meta(description="calls that the program still has after this one on its longest path"),
+    ] = None
+
+
 class ProgramCall(Body, frozen=True, kw_only=True):
     """The program of calls that a request belongs to, and what it says about the calls to come."""
 
     id: Annotated[ProgramName, Meta(description="the program's run")]
-    branch: Annotated[ProgramName, Meta(description="the branch whose text this request continues")]
+    branch: Annotated[
+        ProgramName | None, Meta(description="the branch whose text this request continues; needed without forks")
+    ] = None
+    forks: Annotated[
+        Annotated[list[ProgramFork], Meta(min_length=1, max_length=MAX_CHOICES)] | None,
+        Meta(description="new branches, each with a choice of the answer; prompt is the text that all begin with"),
+    ] = None
     parent: Annotated[
         ProgramName | None,
         Meta(description="with the first request of a branch: the branch whose text, as it is now, it begins with"),

@@ -12,7 +12,8 @@ from functools import partial
 from router.embeddings import pooled, prompt_tokens, without_text
 from router.output_text import Piece
 from router.pooling import Pooling, normalised
-from router.prepared_request import Choice, PreparedRequest, Prompt, context_room, encode_inside
+from router.prepared_request import Choice, PreparedRequest
+from router.prompts import Prompt, context_room, encode_inside
 from router.responses import finite
 from router.tokenizer import Tokenizer
 from worker.messages import SamplingParams

@@ -39,6 +39,9 @@ PLACE_TRIES = 200
 PLACE_RETRY_S = 0.05
 # The text after an answer is computed with one token of output, the least there is, when nothing else waits.
 PREFETCH = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
+# A shorter text is computed with the next request. A request of its own costs up to a page and one token more, and the
+# time between two requests does not make up for that.
+LEAST_PREFETCHED = 256  # characters
 LOWEST_PRIORITY = -(1 << 31)
 LONG_TEXT_BYTES = 256 << 10  # takes about 0.1 s to tokenise
 
@@ -67,6 +70,15 @@ class _Refused(Exception):
         super().__init__(failure.message)
         self.replica_id = replica_id
         self.failure = failure
+
+
+class SharedReplica:
+    """The replica on which sequences start that share their context: that of the first of them. It computes the context
+    once, and starts those that are sent at the same time in one step."""
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        self.choosing = asyncio.Lock()
 
 
 class Service:
@@ -148,10 +160,12 @@ class Service:
         call: BranchCall | None = None,
         output_ids: Sequence[int] = (),
         prediction_ids: Sequence[int] = (),
+        shared: SharedReplica | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
-        its output already, which are not yielded. `prediction_ids`: the client's guess at the output. Raises ApiError.
+        its output already, which are not yielded. `prediction_ids`: the client's guess at the output. `shared`: the
+        replica of the sequences that share its context. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
@@ -175,7 +189,8 @@ class Service:
                 lease=None if call is None else call.lease,
             )
             try:
-                async with contextlib.aclosing(self._run(request, lost, frozenset(refused), arrived, call)) as outputs:
+                run_on_one = self._run(request, lost, frozenset(refused), arrived, call, shared)
+                async with contextlib.aclosing(run_on_one) as outputs:
                     async for output in outputs:
                         produced += output.token_ids
                         yield output
@@ -207,9 +222,10 @@ class Service:
         self.replicas.tell_all(Release([program]))
 
     def prefetch(self, request_id: str, branch: BranchText, call: BranchCall) -> None:
-        """Lets the home of a branch compute the constant text that will follow it, unless it is full or gone."""
+        """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
+        full or gone."""
         home = self.programs.home(call)
-        if home is not None and call.then:
+        if home is not None and call.then is not None and len(call.then) >= LEAST_PREFETCHED:
             task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then))
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
@@ -226,12 +242,18 @@ class Service:
                 stream.close()
 
     async def _run(
-        self, request: Generate, lost: list[str], refused: frozenset[str], arrived: float, call: BranchCall | None
+        self,
+        request: Generate,
+        lost: list[str],
+        refused: frozenset[str],
+        arrived: float,
+        call: BranchCall | None,
+        shared: SharedReplica | None,
     ) -> AsyncGenerator[Output, None]:
         """Runs the sequence on one replica. Raises ReplicaLost, ReaderTooSlow, _Refused, ApiError."""
         try:
             home = None if call is None else self.programs.home(call)
-            replica_id, stream = await self._send(request, lost, refused, home)
+            replica_id, stream = await self._send(request, lost, refused, home, shared)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
@@ -252,14 +274,22 @@ class Service:
             self._fleet.release(request.request_id)
 
     async def _send(
-        self, request: Generate, lost: list[str], refused: frozenset[str], home: Home | None
+        self,
+        request: Generate,
+        lost: list[str],
+        refused: frozenset[str],
+        home: Home | None,
+        shared: SharedReplica | None,
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
         token_ids = request.prompt_ids + request.output_ids
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
-            replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home)
+            if shared is None:
+                replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home)
+            else:
+                replica_id = await self._place_on_shared(shared, request.request_id, token_ids, exclude, refused, home)
             booking = self._fleet.booking(request.request_id)
             request.booking = 0 if booking is None else booking.number
             try:
@@ -270,6 +300,23 @@ class Service:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.replicas.changed(), PLACE_RETRY_S)
         raise NoReplica()
+
+    async def _place_on_shared(
+        self,
+        shared: SharedReplica,
+        request_id: str,
+        token_ids: list[int],
+        exclude: frozenset[str],
+        refused: frozenset[str],
+        home: Home | None,
+    ) -> str:
+        """Books the sequence on the replica of the others, or where the placer says if that one is gone or full."""
+        async with shared.choosing:
+            if shared.id in self.replicas.ready - exclude - refused:
+                with contextlib.suppress(NoReplica):
+                    return self._fleet.place(request_id, token_ids, [shared.id]).replica_id
+            shared.id = await self._placer.place(request_id, token_ids, exclude, refused, home)
+            return shared.id
 
 
 class _Clock:

@@ -20,6 +20,10 @@ In the file: `agreement` is the share of programs whose answers are equal in the
 same texts. The two cut a text into tokens differently where generated text meets constant text, so it may be below 1.
 `cached` is the share of prompt tokens that the server had, by form.
 
+The server computes a prefix once that plain calls of the same moment share. So the model's work for `forks`, `tree`,
+`skeleton`, `chat` and `rag` is the same in both forms, unless the cache is too small for all programs: there, the
+figures show what a call costs beyond the model. `vs_serial` compares with a client that blocks.
+
 Settings of `shoal serve` are flags. With `--shape`, the model has random weights.
 """
 
@@ -40,7 +44,7 @@ import shoal
 from bench import results
 from bench.load.options import count, positive
 from bench.programs.raw_client import RawClient
-from bench.programs.workloads import AGENTS, WORKLOADS, ProgramWorkload, text
+from bench.programs.workloads import AGENTS, MANY_FORKS, WORKLOADS, ProgramWorkload, text
 from bench.replica import dummy_models
 from bench.replica.over_http import flags as as_flags
 from bench.replica.server_process import server
@@ -50,8 +54,8 @@ from shoal import flags
 from shoal.help import Parser
 
 FORMS = ("language", "raw", "serial", "no_cache")
-NAMES = WORKLOADS | {AGENTS.name: AGENTS}
-PARALLEL = ("forks", "tree", "skeleton", "vote")  # workloads with calls that do not depend on each other
+NAMES = WORKLOADS | {AGENTS.name: AGENTS, MANY_FORKS.name: MANY_FORKS}
+PARALLEL = ("forks", "forks_16", "tree", "skeleton", "vote")  # workloads with calls that do not depend on each other
 OURS = ("model", "load_format", "host", "port", "address")  # settings that this command chooses itself
 SINGLE_WORDS, SINGLE_TOKENS = 80, 32  # a single request's prompt and answer
 

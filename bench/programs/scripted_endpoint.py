@@ -56,12 +56,14 @@ class ScriptedEndpoint:
     | --- | --- |
     | `answer` | the text that follows a prompt, up to the end of the answer |
     | `refused` | parameters that the endpoint answers with status 400 |
+    | `alternatives` | log probabilities of other tokens that chat completions name with each token, if asked for any |
     | `failures` | (status, headers) of the next requests, one after the other |
     | `requests` | (path, body) of all others |
     """
 
     answer: Callable[[str], str]
     refused: frozenset[str] = frozenset()
+    alternatives: Mapping[str, float] = field(default_factory=dict)
     failures: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     requests: list[tuple[str, Json]] = field(default_factory=list)
 
@@ -140,14 +142,19 @@ def _completion_logprobs(tokens: list[str], body: Json) -> Json | None:
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": []}
 
 
-def _chat_logprobs(tokens: list[str], body: Json) -> Json | None:
+def _chat_logprobs(tokens: list[str], body: Json, alternatives: Mapping[str, float]) -> Json | None:
     if not body.get("logprobs"):
         return None
     entries = []
+    others = [_token_entry(token, value) for token, value in alternatives.items()]
     for token, value in zip(tokens, _token_logprobs(tokens), strict=True):
-        own = {"token": token, "logprob": value, "bytes": list(token.encode())}
-        entries.append(own | {"top_logprobs": [own] if body.get("top_logprobs") else []})
+        own = _token_entry(token, value)
+        entries.append(own | {"top_logprobs": [own, *others] if body.get("top_logprobs") else []})
     return {"content": entries, "refusal": None}
+
+
+def _token_entry(token: str, logprob: float) -> Json:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 def _completions(endpoint: ScriptedEndpoint, body: Json) -> Json:
@@ -184,7 +191,7 @@ def _chat(endpoint: ScriptedEndpoint, body: Json) -> Json:
             "index": number,
             "message": {"role": "assistant", "content": output.text},
             "finish_reason": output.finish_reason,
-            "logprobs": _chat_logprobs(output.tokens, body),
+            "logprobs": _chat_logprobs(output.tokens, body, endpoint.alternatives),
         }
         for number, output in enumerate(outputs)
     ]
@@ -215,7 +222,7 @@ def _openai_events(endpoint: ScriptedEndpoint, body: Json, chat: bool) -> Iterat
     base = {"id": "stream-1", "object": "chat.completion.chunk" if chat else "text_completion", "created": 0}
     for text, tokens in [*_pieces(output.text, output.tokens), ("", [])]:
         own = {"delta": {"content": text}} if chat else {"text": text}
-        logprobs = _chat_logprobs(tokens, body) if chat else _completion_logprobs(tokens, body)
+        logprobs = _chat_logprobs(tokens, body, endpoint.alternatives) if chat else _completion_logprobs(tokens, body)
         reason = None if tokens else output.finish_reason
         choice = {"index": 0, **own, "finish_reason": reason, "logprobs": logprobs if tokens else None}
         yield f"data: {json.dumps(base | {'choices': [choice]})}\n\n"

@@ -2,7 +2,8 @@
 
 The kinds are those of the SGLang paper (arXiv 2312.07104, section 6). Texts are made up, of words from a fixed list:
 their lengths can be chosen, and no data set is needed. Both forms make the same calls with the same parameters: what
-a programmer would write with the `openai` package. An eleventh, `agents`, waits for tools, and is run by name.
+a programmer would write with the `openai` package. Two more are run by name: `agents` waits for tools, and `forks_16`
+is `forks` with 16 judgements instead of 4.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import shoal
@@ -76,26 +78,31 @@ async def ending_raw(client: RawClient, shots: str, context: str, endings: Seque
 
 # ---------------------------------------------------------------- judging along dimensions, and a summary (forks)
 
-DIMENSIONS = ("clarity", "style", "evidence", "order")
+DIMENSIONS = (
+    *("clarity", "style", "evidence", "order", "grammar", "rhythm", "wit", "depth"),
+    *("tone", "focus", "length", "opening", "ending", "sources", "balance", "title"),
+)
 
 
 @shoal.function
-def judge(s: Any, essay: str) -> Any:
+def judge(s: Any, essay: str, dimensions: int = 4) -> Any:
     s += "Judge this essay.\n\n" + essay + "\n\n"
-    forks = s.fork(len(DIMENSIONS))
-    forks += lambda i: f"The {DIMENSIONS[i]} of the essay:" + shoal.gen("judgement", max_tokens=16, ignore_eos=True)
+    names = DIMENSIONS[:dimensions]
+    forks = s.fork(len(names))
+    forks += lambda i: f"The {names[i]} of the essay:" + shoal.gen("judgement", max_tokens=16, ignore_eos=True)
     forks.join()
-    s += "".join(f"The {name}:{said}\n" for name, said in zip(DIMENSIONS, s["judgement"], strict=True))
+    s += "".join(f"The {name}:{said}\n" for name, said in zip(names, s["judgement"], strict=True))
     s += "In sum:" + shoal.gen("sum", max_tokens=16, ignore_eos=True)
     return s["sum"]
 
 
-async def judge_raw(client: RawClient, essay: str) -> Any:
+async def judge_raw(client: RawClient, essay: str, dimensions: int = 4) -> Any:
     start = "Judge this essay.\n\n" + essay + "\n\n"
+    names = DIMENSIONS[:dimensions]
     judgements = await client.all(
-        *(client.complete(start + f"The {name} of the essay:", max_tokens=16) for name in DIMENSIONS)
+        *(client.complete(start + f"The {name} of the essay:", max_tokens=16) for name in names)
     )
-    start += "".join(f"The {name}:{said}\n" for name, said in zip(DIMENSIONS, judgements, strict=True))
+    start += "".join(f"The {name}:{said}\n" for name, said in zip(names, judgements, strict=True))
     return await client.complete(start + "In sum:", max_tokens=16)
 
 
@@ -301,6 +308,12 @@ async def tool_user_raw(client: RawClient, task: str) -> Any:
 
 
 AGENTS = ProgramWorkload("agents", tool_user, tool_user_raw, lambda i, n: {"task": text(f"task {i}", n)})
+MANY_FORKS = ProgramWorkload(
+    "forks_16",
+    judge.bind(dimensions=16),
+    partial(judge_raw, dimensions=16),
+    lambda i, n: {"essay": text(f"essay {i}", n)},
+)
 WORKLOADS = {
     workload.name: workload
     for workload in (

@@ -6,6 +6,7 @@
 | the constant prefix of a batch | it is computed once, as the first of all |
 | the text before each program's first call | programs that share most of it start next to each other |
 | parts of `unordered(...)` | those that most programs of a batch share go first: shared prefixes are longer |
+| texts before the first call | a model may propose an order, which the author accepts (`propose_order`) |
 
 Where tracing ended, the function itself goes on: it is run from its beginning, and its statements up to that point are
 those that run already. A function that takes another way than it did when it was traced is refused.
@@ -15,14 +16,15 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from shoal.lang.backend import Backend
+from shoal.lang.branch import Branch, ProgramRun
 from shoal.lang.drawing import graph_svg, graph_text
 from shoal.lang.errors import BackendError, ProgramError
-from shoal.lang.interpreter import Branch, ProgramRun
 from shoal.lang.ir import ConstantText, Expr, ExprList, Unordered
-from shoal.lang.program import BatchPlan, Program
+from shoal.lang.program import BatchPlan, Program, resolved_backend, waited
+from shoal.lang.reordering import Reordering, proposal, reordered
 from shoal.lang.state import ProgramState
 from shoal.lang.statements import ForkPoint, JoinPoint, VariableRef
 from shoal.lang.tracer import Placeholder, ProgramGraph, TracedFork, TracedJoin, TracedStatement, flat, trace
@@ -53,15 +55,42 @@ class CompiledProgram(Program):
     """A program that runs by its graph. It is run, batched and bound as any other."""
 
     def __init__(
-        self, func: Callable[..., Any], num_api_spec_tokens: int | None = None, bound: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        num_api_spec_tokens: int | None = None,
+        bound: Mapping[str, Any] | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
+        """`order`: that of the program's first texts, by their numbers from 0; None: as they are written."""
         super().__init__(func, num_api_spec_tokens, bound)
         self.graph = trace(func, self.bound)
+        self._order = order
+        if order is not None:
+            self.graph.nodes = reordered(self.graph, order)
         self._prefetching: asyncio.Future[None] | None = None
 
     def explain(self) -> Explanation:
         """The graph: what depends on what, what is shared, and where the function itself goes on."""
         return Explanation(self.__name__, self.graph)
+
+    def bind(self, **arguments: Any) -> Self:
+        bound = super().bind(**arguments).bound
+        return type(self)(self.func, self.num_api_spec_tokens, bound, self._order)
+
+    def propose_order(self, backend: Any = None) -> Reordering:
+        """Asks a model in which order the texts that the program begins with share the longest prefixes. Nothing
+        changes: print the answer, and call its `accept()` for the program in that order. Raises ValueError if the
+        program does not begin with several texts, and ProgramError if the model gives no order."""
+        return waited(self.propose_order_async(backend))
+
+    async def propose_order_async(self, backend: Any = None) -> Reordering:
+        """As `propose_order`, in the caller's event loop."""
+        written = trace(self.func, self.bound)
+        return await proposal(
+            written,
+            resolved_backend(backend),
+            lambda order: type(self)(self.func, self.num_api_spec_tokens, self.bound, order),
+        )
 
     async def _plan_batch(self, calls: Sequence[Mapping[str, Any]], backend: Backend) -> BatchPlan:
         shared: Counter[tuple[int, str]] = Counter()

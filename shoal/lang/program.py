@@ -5,19 +5,22 @@ import dataclasses
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from shoal.lang import loop
 from shoal.lang.backend import Backend
-from shoal.lang.interpreter import ProgramRun
+from shoal.lang.branch import ProgramRun
+from shoal.lang.interpreter import Interpreter
 from shoal.lang.ir import GenParams, gen_params
 from shoal.lang.state import ProgramState
 from shoal.lang.tracer import ProgramGraph, trace
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 AUTO_STATES = 256  # programs of a batch at once, by default: as many as keep a replica's batch full
 
@@ -98,7 +101,7 @@ class Program:
         Keyword arguments that are sampling parameters (see `SAMPLING`) are the defaults of the program's calls; the
         others are the program's own. `stream`: returns at once; read the state's `text_iter`.
         """
-        return loop.wait(self.run_async(*args, stream=stream, backend=backend, **kwargs), _loop())
+        return waited(self.run_async(*args, stream=stream, backend=backend, **kwargs))
 
     async def run_async(self, *args: Any, stream: bool = False, backend: Any = None, **kwargs: Any) -> ProgramState:
         """As `run`, in the caller's event loop."""
@@ -125,7 +128,7 @@ class Program:
         states = self._batch(batch_kwargs, num_threads, progress_bar, backend, sampling)
         if generator_style:
             return _iterated(states)
-        return loop.wait(_listed(states), _loop())
+        return waited(_listed(states))
 
     async def run_batch_async(
         self,
@@ -148,7 +151,7 @@ class Program:
         """Computes the constant text with which every run begins, so that the backend has it in its cache."""
         prefix = self.trace().prefix()
         if prefix:
-            loop.wait(resolved_backend(backend).prefetch("", prefix), _loop())
+            waited(resolved_backend(backend).prefetch("", prefix))
 
     # ------------------------------------------------------------ inside
 
@@ -184,7 +187,7 @@ class Program:
         where.check(defaults)
         if self.num_api_spec_tokens is not None:
             where = where.speculating(self.num_api_spec_tokens)
-        run = ProgramRun(where, defaults, arguments, stream)
+        run = ProgramRun(where, defaults, arguments, stream, Interpreter)
         state = ProgramState(run.new_branch(), is_outside=True)
         run.task = asyncio.create_task(self._run(run, state, plan))
         return state
@@ -281,6 +284,11 @@ SAMPLING = frozenset(field.name for field in dataclasses.fields(GenParams)) - {"
 def _defaults(sampling: dict[str, Any]) -> GenParams:
     given = {name: value for name, value in sampling.items() if value is not None}
     return gen_params(**({"max_new_tokens": 128, "temperature": 1.0, "top_p": 1.0} | given))
+
+
+def waited(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine, for callers that cannot await. Raises RuntimeError in a coroutine on its loop."""
+    return loop.wait(work, _loop())
 
 
 def _loop() -> asyncio.AbstractEventLoop:

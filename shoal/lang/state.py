@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from shoal.lang import loop, timeline
-from shoal.lang.interpreter import Branch
+from shoal.lang.branch import Branch
 from shoal.lang.ir import Expr, ExprList, RoleBegin, RoleEnd, VarScopeBegin, VarScopeEnd, parts_of
 from shoal.lang.statements import JoinPoint, Segment
 from shoal.lang.timeline import CallRecord

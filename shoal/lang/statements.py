@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shoal.lang.ir import Expr
 
-Branch = Any  # `shoal.lang.interpreter.Branch`, which imports this module
+Branch = Any  # `shoal.lang.branch.Branch`, which imports this module
 
 _OWN = (__name__.rpartition(".")[0] + ".", "contextlib")  # modules whose lines are not the program's
 

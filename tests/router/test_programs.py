@@ -1,7 +1,9 @@
 """Programs: what branches hold, whatever the cuts, forks, failures and limits."""
 
+import json
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -324,6 +326,65 @@ def test_forks(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
     assert prompts(stack)[-1] == start + tokenizer.encode(" b")
 
 
+def test_one_request_begins_several_branches(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    client.text("Hello", max_tokens=1)
+    start = tokenizer.encode("Hello") + tokenizer.encode("The quick")[:1]
+    forks = [{"branch": name, "prompt": f" {name}", "then": " x"} for name in ("c", "d", "e")]
+    call = {"id": "p", "parent": "b", "continues": True, "held": 8, "forks": forks}
+    body = {"model": "tiny", "prompt": " the", "program": call, "max_tokens": 1}
+    answer = client.http.post(f"{client.url}/v1/completions", json=body)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["The"] * 3, answer.text
+    assert [p for p in prompts(stack) if len(p) > 6][:3] == [
+        start + tokenizer.encode(f" the {name}") for name in ("c", "d", "e")
+    ]
+    for name in ("d", "e", "c"):
+        client.text("!", name, program=NEXT | {"held": 8 + 6 + 3}, max_tokens=1)
+        said = tokenizer.encode("The quick")[:1]
+        assert prompts(stack)[-1] == start + tokenizer.encode(f" the {name}") + said + tokenizer.encode("!")
+
+
+def test_each_fork_is_sent_as_it_ends(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+    short = tokenizer.encode("The quick")[:1]
+    long = short * 30
+    longer = tokenizer.encode("Hello b")
+    fake = stack.fakes["r0"]
+    fake.script = lambda request: long if request.prompt_ids == longer else short
+    fake.allow(0)  # until both have come; then each gets a token a step
+    forks = [{"branch": "2", "prompt": " b"}, {"branch": "1", "prompt": " a"}]
+    body = {"model": "tiny", "prompt": "Hello", "program": {"id": "p", "forks": forks}, "max_tokens": 40}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
+    with ThreadPoolExecutor(1) as thread:
+        posted = thread.submit(client.http.post, f"{client.url}/v1/completions", json=body)
+        fake.wait_for(lambda: len(fake.requests()) == 2)
+        fake.allow(None)
+        answer = posted.result()
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []], answer.text
+    sizes = [event["usage"]["completion_tokens"] for event in events]
+    assert sizes[2] == sizes[0] + sizes[1] and sizes[0] < sizes[1]
+    prompt_tokens = [event["usage"]["prompt_tokens"] for event in events]
+    assert prompt_tokens[:2] == [len(tokenizer.encode("Hello a")), len(tokenizer.encode("Hello b"))]
+    assert prompt_tokens[2] == sum(prompt_tokens[:2])
+
+
+@pytest.mark.parametrize(
+    ("program", "param"),
+    [
+        ({"branch": "b", "forks": [{"branch": "c", "prompt": ""}]}, "program.branch"),
+        ({"remaining": 1, "forks": [{"branch": "c", "prompt": ""}]}, "program.remaining"),
+        ({"continues": True, "forks": [{"branch": "c", "prompt": ""}]}, "program.parent"),
+        ({"forks": [{"branch": "c", "prompt": "a"}, {"branch": "c", "prompt": "b"}]}, "program.forks"),
+        ({}, "program.branch"),
+    ],
+)
+def test_forks_that_make_no_sense_are_refused(client: Client, program: Any, param: str) -> None:
+    body = {"model": "tiny", "prompt": "Hello", "program": {"id": "p"} | program}
+    answer = client.http.post(f"{client.url}/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "program": {"id": "p"} | program}
+    assert client.http.post(f"{client.url}/v1/chat/completions", json=chat).status_code == 400
+
+
 def test_the_stop_token_is_the_branchs_only_if_it_is_the_texts(
     client: Client, stack: Any, tokenizer: Tokenizer
 ) -> None:
@@ -561,12 +622,13 @@ def test_a_lost_home_costs_nothing_but_time(make_stack: Any, make_replica: Any, 
 
 
 def test_the_text_that_follows_is_computed(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
-    client.text("Hello", program={"then": " Next:", "lease_s": 5}, max_tokens=1)
+    then = " Next:" * 50
+    client.text("Hello", program={"then": then, "lease_s": 5}, max_tokens=1)
     fake = stack.fakes["r0"]
     fake.wait_for(lambda: len(fake.requests()) == 2)
     first, second = fake.requests()
     said = tokenizer.encode("The quick")[:1]
-    assert second.prompt_ids == first.prompt_ids + said + tokenizer.encode(" Next:")
+    assert second.prompt_ids == first.prompt_ids + said + tokenizer.encode(then)
     assert (second.sampling.max_tokens, second.priority, second.lease) == (1, -(1 << 31), None)
     client.text(" Next: go", program=NEXT, max_tokens=1)  # the branch did not take it for its own
     assert prompts(stack)[2] == first.prompt_ids + said + tokenizer.encode(" Next: go")
@@ -582,16 +644,23 @@ def test_the_text_that_follows_may_be_dropped(client: Client, stack: Any) -> Non
         if request.request_id.endswith("-then")
         else None
     )
-    client.text("Hello", program={"then": " Next:"}, max_tokens=1)
+    client.text("Hello", program={"then": " Next:" * 50}, max_tokens=1)
     fake.wait_for(lambda: len(fake.requests()) == 2)
     stack.until(lambda: not stack.service._prefetches)
     assert client.text(" Next:", program=NEXT, max_tokens=1) == "The"
 
 
+def test_a_short_text_that_follows_is_left_to_the_next_request(client: Client, stack: Any) -> None:
+    client.text("Hello", program={"then": "x" * 255}, max_tokens=1)
+    assert not stack.service._prefetches
+    client.text("Next:", program=NEXT, max_tokens=1)
+    assert len(stack.fakes["r0"].requests()) == 2
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/choices"])
 def test_only_completions_compute_the_text_that_follows(stack: Any, path: str) -> None:
     """It is a hint: what cannot use it takes it."""
-    body = {"model": "tiny", "program": {"id": "p", "branch": "b", "then": "x"}}
+    body = {"model": "tiny", "program": {"id": "p", "branch": "b", "then": "x" * 256}}
     chat = {"messages": [{"role": "user", "content": "a"}]}
     scored = {"prompt": "a", "choices": ["x"]}
     assert httpx.post(f"{stack.url}{path}", json=body | (chat if "chat" in path else scored)).status_code == 200

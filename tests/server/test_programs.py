@@ -61,6 +61,24 @@ def test_forks_say_what_plain_requests_say_and_find_their_parent_cached(whole: W
     assert leased(whole) >= len(parent) // PAGE * PAGE
 
 
+def test_forks_of_one_request_share_a_context_that_is_computed_once(whole: Whole) -> None:
+    essay = PROMPT * 2
+    forks = [{"branch": str(number), "prompt": f"Fork {number}: "} for number in range(4)]
+    body = {"model": MODEL, "prompt": essay, "max_tokens": 20, "temperature": 0}
+    before = whole.engine.load()
+    program = {"id": "p", "lease_s": 60, "forks": forks}
+    answer = httpx.post(f"{whole.url}/v1/completions", json=body | {"program": program}, timeout=WAIT_S).json()
+    whole.settled()
+    after = whole.engine.load()
+    computed = after.prompt_tokens - after.cached_tokens - (before.prompt_tokens - before.cached_tokens)
+    tokenizer = whole.service.tokenizer
+    assert computed < len(tokenizer.encode(essay)) + 4 * (PAGE + len(tokenizer.encode("Fork 0: ")))
+    for number, choice in enumerate(answer["choices"]):
+        prompt = tokenizer.encode(f"{essay}Fork {number}: ")
+        assert ask(whole, prompt)[0] == choice["text"]
+        assert held(whole, str(number))[: len(prompt)] == prompt
+
+
 @pytest.mark.slow
 def test_a_leased_branch_is_there_after_others_have_filled_the_cache(whole: Whole) -> None:
     ask(whole, PROMPT * 2, program=call("leased"))
@@ -74,8 +92,9 @@ def test_a_leased_branch_is_there_after_others_have_filled_the_cache(whole: Whol
 
 
 def test_the_text_that_follows_is_cached(whole: Whole) -> None:
-    follows = "\nThe next question is constant, and long enough for some pages of tokens: "
-    ask(whole, PROMPT, program=call("a", then=follows), max_tokens=5)
+    follows = "\nThe next question is constant, and long enough for some pages of tokens: " * 4
+    follows = follows[:256]  # the shortest that is computed ahead
+    ask(whole, "A program", program=call("a", then=follows), max_tokens=5)
     size = len(held(whole, "a")) + len(whole.service.tokenizer.encode(follows))
     until(lambda: not whole.service._prefetches, lambda: "it is still computed")
     whole.settled()

@@ -8,10 +8,14 @@ by their dialect:
 | openai | OpenAI, Azure, and those that take no more | |
 | vllm | vLLM; a Shoal server, but for prefill and films | `structured_outputs`, sampling, prefill, films, select |
 | sglang | SGLang | `regex`, `json_schema`, sampling, prefill, films, select |
+
+Chat completions of any dialect tell how likely the first token of an answer is. So there `select` takes choices of one
+token each.
 """
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from shoal.lang.backend import PLAIN_ROLES, Backend, Call, Generated, OutputPiece, RoleFormat
@@ -29,6 +33,7 @@ _EVERYWHERE = frozenset(
     "max_new_tokens n stop stop_regex temperature top_p frequency_penalty presence_penalty return_logprob "
     "top_logprobs_num return_text_in_logprobs".split()
 )
+MOST_LIKELY = 20  # tokens of which OpenAI tells the log probability
 _OPEN = frozenset("min_new_tokens stop_token_ids top_k min_p ignore_eos dtype regex json_schema".split())
 
 
@@ -76,7 +81,7 @@ class OpenAI(Backend):
         self.params = _EVERYWHERE | (_OPEN if dialect != "openai" else frozenset())
         if self.is_chat_model:
             self.params |= {"json_schema"}
-            self.features = frozenset({"stream", "images"})
+            self.features = frozenset({"stream", "images", "select"})
             if dialect != "openai":
                 self.features |= {"prefill", "video"}
         else:
@@ -128,6 +133,8 @@ class OpenAI(Backend):
                 self.token_usage.add(meta)
 
     async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
+        if self.is_chat_model:
+            return await self._scored_by_first_token(call, choices, unconditional)
         scored = await self._echoed([call.text + choice for choice in choices], choices)
         if any(value is None for _, values in scored for value in values):
             raise BackendError("select needs a text before it: nothing tells how likely the first token of a text is")
@@ -142,6 +149,33 @@ class OpenAI(Backend):
                 raise BackendError(f"{choice!r} has other tokens with the prompt than without it")
             no_ids = (None,) * len(tokens)
             found.append(ChoiceScore(no_ids, tuple(values), None if other is None else tuple(other[1])))
+        return found
+
+    async def _scored_by_first_token(
+        self, call: Call, choices: Sequence[str], unconditional: bool
+    ) -> list[ChoiceScore]:
+        """The scores of choices that are one token each, from the likeliest first tokens of an answer."""
+        if unconditional:
+            raise NotSupported(
+                "conversations do not tell how likely a text is without them: use another choices_method"
+            )
+        params = GenParams(max_new_tokens=1, temperature=0.0, return_logprob=True, top_logprobs_num=MOST_LIKELY)
+        create, body = self._request(replace(call, params=params))
+        with self._clients.errors():
+            answer = await create(**body)
+        self.token_usage.add(_usage(answer))
+        told = _logprobs(answer.choices[0].logprobs)
+        first = [*told.get("output_token_logprobs", [])[:1], *(told.get("output_top_logprobs") or [[]])[0]]
+        known = {text: value for value, _, text in first}
+        found = []
+        for choice in choices:
+            token = choice if call.partial else choice.lstrip()  # a message begins without white space
+            if token not in known:
+                raise BackendError(
+                    f"{self._clients.url} does not tell how likely {choice!r} is: in a conversation, select takes "
+                    f"choices of one token that are among the {MOST_LIKELY} likeliest"
+                )
+            found.append(ChoiceScore((None,), (known[token],)))
         return found
 
     async def _echoed(self, prompts: Sequence[str], endings: Sequence[str]) -> list[tuple[list[str], list[Any]]]:

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import time
 import urllib.request
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -21,16 +19,14 @@ import httpx
 
 from shoal.lang.backend import Backend, Call, Generated, OutputPiece, RoleFormat
 from shoal.lang.backends.connections import Connections
+from shoal.lang.backends.fork_batches import ForkBatches
+from shoal.lang.backends.patience import Patience
 from shoal.lang.backends.role_format import derive_roles
 from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import BackendError
 from shoal.lang.ir import GenParams
 
 LEASE_S = 60.0  # how long the KV of a program that thinks between two calls stays, unless memory is short
-FULL_S = 600.0  # how long a call that a full server refuses is tried again
-DOWN_S = 60.0  # the same for a server that cannot be reached, or has no replica
-RETRY_S = 0.2  # before the first of these tries; doubled with each, up to RETRY_MAX_S. Retry-After goes first
-RETRY_MAX_S = 5.0
 UNKNOWN_PROGRAM = "program_unknown"
 
 
@@ -63,11 +59,18 @@ class ShoalServer(Backend):
         self._model: str | None = None
         self._roles: RoleFormat | None = None
         self._endings: set[asyncio.Task[Any]] = set()
+        self._forks = ForkBatches(self._generate, self._generate_forks)
 
     # ------------------------------------------------------------ calls
 
     async def generate(self, call: Call) -> Generated:
-        answer = await self._continued("/v1/completions", call, await self._completion(call))
+        body = await self._completion(call)
+        if not _several(call) and (call.parent is not None or call.held == 0):
+            return await self._forks.generate(call, body)
+        return await self._generate(call, body)
+
+    async def _generate(self, call: Call, body: dict[str, Any]) -> Generated:
+        answer = await self._continued("/v1/completions", call, body)
         metas = [_meta(answer, choice) for choice in answer["choices"]]
         self.token_usage.add(metas[0])
         return Generated([choice["text"] for choice in answer["choices"]], metas, held=not _several(call))
@@ -92,6 +95,24 @@ class ShoalServer(Backend):
                 if whole or error.code != UNKNOWN_PROGRAM:
                     raise
         self.token_usage.add(meta)
+
+    async def _generate_forks(
+        self, calls: Sequence[Call], common: str, body: dict[str, Any]
+    ) -> AsyncGenerator[tuple[int, Generated], None]:
+        """Runs calls that begin branches with a common text as one request. Yields their numbers and results."""
+        body = body | {"stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
+        for whole in (False, True):
+            try:
+                async with aclosing(self._events(body | _where_forks(calls, common, whole, self.lease_s))) as events:
+                    async for event in events:
+                        for choice in event["choices"]:
+                            meta = _meta(event, choice)
+                            self.token_usage.add(meta)
+                            yield choice["index"], Generated([choice["text"]], [meta], held=True)
+                return
+            except BackendError as error:
+                if whole or error.code != UNKNOWN_PROGRAM:
+                    raise
 
     async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
         body = {"model": await self._name(), "choices": list(choices), "unconditional": unconditional}
@@ -136,8 +157,10 @@ class ShoalServer(Backend):
 
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
-        await asyncio.gather(*self._endings, return_exceptions=True)
-        client = self._clients.pop(asyncio.get_running_loop(), None)
+        loop = asyncio.get_running_loop()
+        ours = [task for task in (*self._endings, *self._forks.tasks) if task.get_loop() is loop]
+        await asyncio.gather(*ours, return_exceptions=True)
+        client = self._clients.pop(loop, None)
         if client is not None:
             await client.aclose()
 
@@ -226,7 +249,7 @@ class ShoalServer(Backend):
         return await self._asked("POST", path, body)
 
     async def _asked(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        patience = _Patience(self.base_url)
+        patience = Patience(self.base_url)
         while True:
             try:
                 response = await self._client().request(method, path, json=body)
@@ -239,55 +262,33 @@ class ShoalServer(Backend):
 
     async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream. A stream that has not begun is tried again as `_asked` does."""
-        patience = _Patience(self.base_url)
+        patience = Patience(self.base_url)
         while True:
-            begun = False
+            begun = done = False
             try:
                 async with self._client().stream("POST", "/v1/completions", json=body) as response:
                     if response.is_success:
-                        async for line in _lines(response):
+                        async for line in _lines(response):  # to the end, so that the connection is used again
                             begun = True
                             if line == b"data: [DONE]":
-                                return
-                            if line.startswith(b"data: "):
+                                done = True
+                            elif line.startswith(b"data: "):
                                 event = json.loads(line[6:])
                                 if "error" in event:
                                     raise BackendError(str(event["error"].get("message")), None)
                                 yield event
+                        if done:
+                            return
                         raise BackendError(f"{self.base_url}: the stream ended before its answer did")
                     content = await response.aread()
             except httpx.TransportError as error:
+                if done:
+                    return
                 if begun:
                     raise BackendError(f"{self.base_url}: the stream broke off: {error}") from error
                 await patience.unreachable(error)
                 continue
             await patience.refused(response.status_code, content, response.headers)
-
-
-class _Patience:
-    """Waits between tries of one request, and raises when there is no use in another."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._begun_s = time.monotonic()
-        self._pause_s = RETRY_S
-
-    async def unreachable(self, error: Exception) -> None:
-        if time.monotonic() - self._begun_s > DOWN_S:
-            raise BackendError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
-        await self._sleep(None)
-
-    async def refused(self, status: int, content: bytes, headers: httpx.Headers) -> None:
-        limit_s = {429: FULL_S, 503: DOWN_S}.get(status, 0.0)
-        if time.monotonic() - self._begun_s > limit_s or limit_s == 0:
-            message, code = _error(content)
-            raise BackendError(f"{self._url} answers {status}: {message}", status, code)
-        await self._sleep(headers.get("Retry-After"))
-
-    async def _sleep(self, retry_after: str | None) -> None:
-        pause_s = float(retry_after) if retry_after and retry_after.isdigit() else self._pause_s
-        self._pause_s = min(RETRY_MAX_S, self._pause_s * 2)
-        await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))  # so that many do not come back at once
 
 
 async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
@@ -326,6 +327,28 @@ def _where(call: Call, whole: bool, lease_s: float) -> dict[str, Any]:
     return {"prompt": call.text[call.held :] if continues else call.text, "program": program}
 
 
+def _where_forks(calls: Sequence[Call], common: str, whole: bool, lease_s: float) -> dict[str, Any]:
+    """The prompt and the `program` of calls whose new texts begin with `common`. `whole`: as in `_where`."""
+    first = calls[0]
+    continues = not whole and first.held > 0
+    if whole:
+        common = first.text[: first.held] + common
+    beginning = len(common) + (first.held if continues else 0)
+    program: dict[str, Any] = {
+        "id": first.program,
+        "continues": continues,
+        "lease_s": lease_s,
+        "forks": [
+            {"branch": call.branch, "prompt": call.text[beginning:], "remaining": call.remaining}
+            | ({"then": call.then} if call.then else {})
+            for call in calls
+        ],
+    }
+    if continues:
+        program |= {"held": first.held, "parent": first.parent}
+    return {"prompt": common, "program": program}
+
+
 def _usage(answer: dict[str, Any]) -> dict[str, Any]:
     usage = answer.get("usage") or {}
     return {
@@ -348,15 +371,6 @@ def _meta(answer: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
             [(value, None, text) for text, value in (top or {}).items()] for top in logprobs["top_logprobs"] or []
         ]
     return meta
-
-
-def _error(content: bytes) -> tuple[str, str | None]:
-    """The message and code of an error's body."""
-    try:
-        error = json.loads(content)["error"]
-        return str(error["message"]), error.get("code")
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode(errors="replace"), None
 
 
 RuntimeEndpoint = ShoalServer  # SGLang's name

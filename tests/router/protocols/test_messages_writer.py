@@ -8,7 +8,8 @@ import pytest
 
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta
 from router.output_text import Piece
-from router.prepared_request import Choice, PreparedRequest, Prompt
+from router.prepared_request import Choice, PreparedRequest
+from router.prompts import Prompt
 from router.protocols.messages_writer import MessagesFormat
 from router.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from worker.messages import SamplingParams

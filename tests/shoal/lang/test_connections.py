@@ -89,3 +89,73 @@ def test_a_cancelled_call_takes_its_connection_along() -> None:
             assert (await client.get("/second")).text == "/second"
 
     asyncio.run(run())
+
+
+def test_a_close_that_is_cancelled_holds_up_no_later_request() -> None:
+    async def run() -> None:
+        async with serving() as (_server, client):
+            for turns in range(4):  # of the event loop, before the close is cancelled
+                async with client.stream("GET", "/long") as response:
+                    closing = asyncio.create_task(response.aclose())
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    closing.cancel()
+                    await asyncio.wait([closing])
+                assert (await asyncio.wait_for(client.get("/next"), 10)).text == "/next"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("sent", "body", "reused"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nA;x=1\r\n0123456789\r\n0\r\nx: y\r\n\r\n",
+         b"abc0123456789", True),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nab", b"ab", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nab", b"ab", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab", b"ab", False),
+        (b"HTTP/1.1 200 OK\r\n\r\nto the end", b"to the end", False),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", None, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", None, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n", None, False),
+        (b"nonsense\r\n\r\n", None, False),
+        (b"", None, False),
+    ],
+)  # fmt: skip
+def test_bodies_and_their_ends(sent: bytes, body: bytes | None, reused: bool) -> None:
+    """A body that is whole, or an error of the transport."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        for _ in range(2 if reused else 1):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(sent)
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/a?b=c"
+            async with httpx.AsyncClient(transport=Connections()) as client:
+                if body is None:
+                    with pytest.raises(httpx.TransportError):
+                        await client.get(url)
+                    return
+                for _ in range(2):
+                    assert (await client.get(url)).content == body
+        assert connections == (1 if reused else 2)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_there_is_an_error_of_connecting() -> None:
+    async def run() -> None:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+        async with httpx.AsyncClient(transport=Connections()) as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(f"http://127.0.0.1:{port}/")
+
+    asyncio.run(run())

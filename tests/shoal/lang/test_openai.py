@@ -146,7 +146,14 @@ def test_what_openai_has_no_parameter_for_is_refused_by_name(endpoint, asked, na
     [
         (shoal.assistant("It is " + shoal.gen("answer")), "text before gen"),
         (shoal.user(shoal.video(b"....ftyp", 4)), "does not support video"),
-        (shoal.assistant(shoal.select("answer", ["yes", "no"])), "does not support select"),
+        (shoal.assistant("It is " + shoal.select("answer", ["yes", "no"])), "text before gen"),
+        (shoal.select("answer", ["yes", "no"]), "select must be within assistant"),
+        (
+            shoal.assistant(
+                shoal.select("answer", ["a", "b"], choices_method=shoal.unconditional_likelihood_normalized)
+            ),
+            "use another choices_method",
+        ),
     ],
 )
 def test_what_a_plain_chat_endpoint_cannot_do_is_refused_by_name(endpoint, part, message):
@@ -233,6 +240,21 @@ def test_select_scores_the_tokens_that_reach_into_a_choice(endpoint):
     assert body["prompt"] == ["Q\nA: certainly", "Q\nA: no", "Q\nA: yes"]
     assert body["echo"] and body["max_tokens"] == 0
     assert backend.token_usage.calls == 1
+
+
+@pytest.mark.parametrize(("dialect", "before"), [("openai", ""), ("vllm", "It is")])
+def test_select_in_a_conversation_takes_choices_of_one_token(endpoint, dialect, before):
+    endpoint.answer = lambda prompt: " yes" if before else "yes"
+    endpoint.alternatives = {"no": -0.5, " no": -0.5, "maybe": -9.0}
+    backend = chat(endpoint, dialect=dialect)
+    choices = shoal.select("answer", [" yes", " no"])
+    state = program(shoal.user("Is it?"), shoal.assistant(before + choices)).run(backend=backend)
+    assert state["answer"] == " no" and state.messages()[1]["content"] == (before + " no").lstrip()
+    assert state.get_meta_info("answer")["values"] == [-4.0 if before else -3.0, -0.5]
+    (body,) = endpoint.bodies
+    assert (body["max_tokens"], body["logprobs"], body["top_logprobs"], body["temperature"]) == (1, True, 20, 0)
+    with pytest.raises(shoal.ProgramError, match="does not tell how likely 'never' is"):
+        program(shoal.user("Is it?"), shoal.assistant(shoal.select("answer", ["no", "never"]))).run(backend=backend)
 
 
 def test_select_by_what_the_prompt_gains(endpoint):

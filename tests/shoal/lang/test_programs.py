@@ -95,6 +95,36 @@ def test_select_gives_the_probabilities_of_the_text() -> None:
     assert state["a"] == " four" and scores[0][0][0] > scores[1][0][0] and state["b"]
 
 
+ENDINGS = (  # everyday scenes in the manner of HellaSwag, the right ending first
+    ("The man puts the bread into the toaster and pushes the lever down. He", "waits until the toast pops up.",
+     "paints the toaster with a tall ladder.", "reads the ocean to his left shoe."),
+    ("The girl climbs to the top of the slide in the playground. She", "sits down and slides to the bottom.",
+     "plugs the slide into her bank account.", "boils the slide with two onions."),
+    ("The woman fills the kettle with water and turns on the stove. She", "makes a cup of tea.",
+     "drives the kettle to the moon by mail.", "combs the window into small letters."),
+    ("The dog sees the ball fly across the lawn. It", "runs after the ball and brings it back.",
+     "signs the ball with a blue mortgage.", "divides the lawn by seven violins."),
+    ("It starts to rain while they walk home. They", "open an umbrella and walk faster.",
+     "fold the street into a salad.", "translate the rain to their elbows."),
+)  # fmt: skip
+
+
+def test_the_likeliest_ending_of_a_scene() -> None:
+    """Few shots, then a select of whole sentences, in a batch; each program says what it says alone."""
+
+    @shoal.function
+    def ending(s: Any, scene: str, endings: list[str]) -> None:
+        s += "The boy gets onto his bike. He rides down the street.\n\n" + scene + shoal.select("ending", endings)
+
+    given = []
+    for number, (scene, *endings) in enumerate(ENDINGS):
+        turned = endings[number % 3 :] + endings[: number % 3]
+        given.append({"scene": scene, "endings": [f" {text}" for text in turned]})
+    states = ending.run_batch(given, temperature=0)
+    assert [state["ending"] for state in states] == [f" {right}" for _, right, *_ in ENDINGS]
+    assert ending.run(**given[0], temperature=0)["ending"] == states[0]["ending"]
+
+
 def test_numbers_and_types() -> None:
     @shoal.function
     def typed(s: Any) -> None:

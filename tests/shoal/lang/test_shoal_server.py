@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import shoal
-from shoal.lang.backends import shoal_server
+from shoal.lang.backends import patience
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 
@@ -23,6 +23,7 @@ class FakeServer:
         self.prompts: list[str] = []  # as the server puts them together
         self.branches: dict[str, str] = {}
         self.ended: list[str] = []
+        self.breaks = False  # whether the next stream of forks breaks off after the first choice
 
     def backend(self) -> shoal.ShoalServer:
         return shoal.ShoalServer("http://server/v1", transport=httpx.MockTransport(self.answer))
@@ -58,11 +59,14 @@ class FakeServer:
         held = ""
         if program.get("continues"):
             name = program.get("parent") or program["branch"]
+            assert name is not None
             if len(self.branches.get(name, "")) != program["held"]:
                 error = {"message": "not known", "code": "program_unknown"}
                 return httpx.Response(409, json={"error": error})
             held = self.branches[name]
         prompt = held + body["prompt"]
+        if forks := program.get("forks"):
+            return self._forked(prompt, forks)
         self.prompts.append(prompt)
         if path == "/v1/choices":
             choices = [
@@ -83,11 +87,26 @@ class FakeServer:
         choices = [{**choice, "index": i} for i in range(body.get("n", 1))]
         return httpx.Response(200, json={"id": "c", "choices": choices, "usage": USAGE})
 
+    def _forked(self, prompt: str, forks: list[dict[str, Any]]) -> httpx.Response:
+        """The last of the forks ends first."""
+        events = ""
+        for index, fork in reversed(list(enumerate(forks))):
+            whole = prompt + fork["prompt"]
+            self.prompts.append(whole)
+            text = f"<{len(whole)}>"
+            self.branches[fork["branch"]] = whole + text
+            choice = {"index": index, "text": text, "finish_reason": "length", "logprobs": None}
+            events += f"data: {json.dumps({'id': 'c', 'choices': [choice], 'usage': USAGE})}\n\n"
+            if self.breaks:
+                self.breaks = False
+                return httpx.Response(200, text=events)
+        return httpx.Response(200, text=events + "data: [DONE]\n\n")
+
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal_server, "RETRY_S", 0.0)
-    monkeypatch.setattr(shoal_server, "RETRY_MAX_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_MAX_S", 0.0)
 
 
 @shoal.function
@@ -125,7 +144,69 @@ def test_forks_continue_what_their_parent_held_then() -> None:
     assert sorted(server.prompts[1:4]) == ["a<1>0", "a<1>1", "a<1>parent"]
     assert server.prompts[4] == "a<1>parent<10>end"
     assert all(len(body["prompt"]) < 8 for body in server.bodies)  # only what is new
+    assert len(server.bodies) == 3  # the forks, and the branch that goes on, are one request
     assert state.text() == "a<1>parent<10>end<17>"
+
+
+@shoal.function
+def judged(s: Any, essay: str, forgets: Callable[[], None] = lambda: None, given: bool = False) -> None:
+    s += essay
+    if given:
+        s += shoal.gen("before")
+        s["before"]
+        forgets()
+    forks = s.fork(3)
+    forks += lambda i: f"part {i}:" + shoal.gen("judgement") + "; "
+    forks += shoal.gen("why")
+    forks.join()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_forks_of_a_text_that_no_call_has_sent_are_one_request(broken: bool) -> None:
+    server = FakeServer()
+    server.breaks = broken
+    state = judged.run("An essay. ", backend=server.backend())
+    assert state["judgement"] == ["<17>"] * 3 and state["why"] == ["<23>"] * 3
+    forks = [{"prompt": f"{i}:", "then": "; ", "remaining": 1} for i in range(3)]
+    sent = [{name: fork[name] for name in forks[0]} for fork in server.bodies[0]["program"]["forks"]]
+    assert sent == forks and server.bodies[0]["prompt"] == "An essay. part "
+    alone = [body["prompt"] for body in server.bodies[1:]]
+    again = ["An essay. part 0:", "An essay. part 1:"] if broken else []
+    assert sorted(alone) == sorted([*again, "; ", "; ", "; "])
+
+
+def test_forks_of_a_branch_that_the_server_forgot_are_sent_whole() -> None:
+    server = FakeServer()
+    backend = server.backend()
+    state = judged.run("An essay. ", forgets=server.branches.clear, given=True, backend=backend)
+    assert state["judgement"] == ["<21>"] * 3
+    assert [body["program"]["continues"] for body in server.bodies[1:3]] == [True, False]
+    assert [body["prompt"] for body in server.bodies[1:3]] == ["part ", "An essay. <10>part "]
+    assert backend.token_usage.calls == 7
+
+
+def test_forks_with_other_parameters_or_other_texts_are_requests_of_their_own() -> None:
+    @shoal.function
+    def program(s: Any) -> None:
+        forks = s.fork(3)
+        forks[0] += "the same text " + shoal.gen("x")
+        forks[1] += "the same text " + shoal.gen("x", max_tokens=3)
+        forks[2] += "another one" + shoal.gen("x")
+        forks.join()
+
+    server = FakeServer()
+    assert program.run(backend=server.backend())["x"] == ["<14>", "<14>", "<11>"]
+    assert len(server.bodies) == 3 and not any("forks" in body["program"] for body in server.bodies)
+
+
+def test_a_refusal_of_forks_is_each_one_s() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response | None:
+        if b"forks" in request.content:
+            return httpx.Response(400, json={"error": {"message": "the text is too long"}})
+        return None
+
+    with pytest.raises(shoal.ProgramError, match="too long"):
+        judged.run("An essay. ", backend=FakeServer(refuse).backend())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -226,7 +307,7 @@ def test_errors_are_the_servers_words(stream: bool) -> None:
 
 
 def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal_server, "DOWN_S", 0.0)
+    monkeypatch.setattr(patience, "DOWN_S", 0.0)
 
     def broken(request: httpx.Request) -> None:
         raise httpx.ConnectError("no route")
