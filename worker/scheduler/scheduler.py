@@ -461,7 +461,9 @@ class Scheduler:
         if not len(rows):
             return
         candidates = table.sequences_at(rows)
-        for i, drafts in self._speculation.choose(candidates, builder.budget.shape, room).items():
+        for i, drafts in self._speculation.choose(
+            candidates, builder.budget.shape, room, self._preemption.make_room
+        ).items():
             seq = candidates[i]
             fitting = self._preemption.make_room(seq, 1 + len(drafts)) - 1
             if fitting > 0:
