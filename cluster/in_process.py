@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from cluster.config import Config, ConfigError, load
-from cluster.models import resolve
+from cluster.models import resolve, with_draft_folder
 from cluster.replica_process import ReplicaProcess
 from cluster.service import open_models, open_service
 from router.api import create_app
@@ -99,7 +99,7 @@ class InProcessServer:
         a broken file of the model."""
         folder = resolve(config.model, weights=config.load_format != "dummy")
         (named,) = config.deployments
-        self.config = deployment = named.model_copy(update={"model": str(folder)})
+        self.config = deployment = with_draft_folder(named.model_copy(update={"model": str(folder)}))
         metrics = Metrics()
 
         def make_placer(fleet: Fleet, replicas: Replicas) -> OneReplicaPlacer:

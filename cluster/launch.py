@@ -26,7 +26,7 @@ from cluster import local
 from cluster.app import APP, DRAIN_S, application, settle
 from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
-from cluster.models import resolve
+from cluster.models import resolve, with_draft_folder
 from router.auth import Keys
 from router.defaults import FILE, SamplingDefaults
 
@@ -151,6 +151,8 @@ class _Launch:
             self._tell_defaults(folder, deployment)
             if deployment.num_ranks > 1:
                 _check_cut(folder, deployment)
+            if deployment.draft_model is not None:
+                _check_draft(folder, with_draft_folder(deployment, self._print))
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
@@ -276,6 +278,16 @@ def _check_cut(folder: Path, config: DeploymentConfig) -> None:
 
     try:
         Shard(decoder_config(read_config(folder)), size=config.tp, stages=config.pp, cut=config.cut)
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _check_draft(folder: Path, config: DeploymentConfig) -> None:
+    """Raises LaunchError for a draft model of another vocabulary: the replicas would fail on it too, but later."""
+    from worker.models.draft_vocabulary import check_draft_model
+
+    try:
+        check_draft_model(Path(str(config.draft_model)), folder)
     except ValueError as error:
         raise LaunchError(str(error)) from None
 

@@ -39,16 +39,21 @@ def fit(config: Config) -> Config:
     share = max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks(config)))
 
     def fitted(deployment: DeploymentConfig) -> DeploymentConfig:
-        path = Path(deployment.model).expanduser()
         return deployment.model_copy(
             update={
                 "cpus_per_rank": deployment.cpus_per_rank or share,
                 "replica_host": deployment.replica_host or "127.0.0.1",
-                "model": str(path.resolve()) if path.exists() else deployment.model,
+                "model": _whole_path(deployment.model),
+                "draft_model": deployment.draft_model and _whole_path(deployment.draft_model),
             }
         )
 
     return config.changed(fitted)
+
+
+def _whole_path(model: str) -> str:
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
 
 
 def num_ranks(config: Config, device: str | None = None) -> int:

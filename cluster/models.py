@@ -15,9 +15,12 @@ import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.conversion import Conversion, ModelError, Progress
+from worker.config import WorkerConfig
+
+C = TypeVar("C", bound=WorkerConfig)
 
 _HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _HUB_FILES = ["*.jinja", "tokenizer.model", "merges.txt", "config.json", "generation_config.json"]
@@ -77,6 +80,15 @@ def resolve(model: str, pull: bool = True, progress: Progress = say_on_stderr, w
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith((".", "/")):
         return _from_hub(model, pull, weights)
     raise ModelError(f"no model {model!r}: {_possible(model)}")
+
+
+def with_draft_folder(config: C, progress: Progress = say_on_stderr) -> C:
+    """Returns the configuration with the folder of its draft model, if it has one, fetched if it is missing. Raises
+    ModelError."""
+    if config.draft_model is None:
+        return config
+    folder = resolve(config.draft_model, progress=progress, weights=config.load_format != "dummy")
+    return config.model_copy(update={"draft_model": str(folder)})
 
 
 def pull(name: str, progress: Progress = say_on_stderr) -> Path:

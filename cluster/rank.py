@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from cluster.config import ReplicaConfig
-from cluster.models import resolve
+from cluster.models import resolve, with_draft_folder
 from worker.folders import cache_folder
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Rank:
         from worker.executor.multi_rank import Follower, find_store
 
         folder: Path = resolve(config.model, weights=config.load_format != "dummy")
+        config = with_draft_folder(config)
         if rank != config.leading_rank:
             assert meeting is not None
             self._loop = Follower(folder, config, rank, find_store(meeting), gemm_folder=cache_folder() / "gemm")

@@ -91,6 +91,13 @@ class WorkerConfig(BaseModel):
     num_speculative_tokens: int = Field(
         32, ge=1, description="most drafts of one sequence in a step; fewer are taken where fewer pay"
     )
+    draft_model: str | None = Field(
+        None,
+        min_length=1,
+        description="a smaller model of the same vocabulary, named as a model is, whose greedy tokens are drafts, with "
+        "its own time counted; no output changes by it. Needs speculation auto, and pp 1; with tp it runs on the first "
+        "rank alone. Its KV cache has the same pages, so fewer fit into the memory",
+    )
     max_waiting: int = Field(
         4096,
         ge=1,
@@ -123,6 +130,17 @@ class WorkerConfig(BaseModel):
     def _schedule_fits(self) -> Self:
         if self.tbt_slo and self.schedule not in (None, "uniform"):
             raise ValueError(f"tbt_slo={self.tbt_slo} needs schedule uniform: {self.schedule} keeps to no time")
+        return self
+
+    @model_validator(mode="after")
+    def _draft_model_fits(self) -> Self:
+        if self.draft_model is not None and self.pp > 1:
+            raise ValueError(
+                f"draft_model needs pp=1, not pp={self.pp}: in a pipeline, the tokens that its drafts would follow are "
+                "not known in time"
+            )
+        if self.draft_model is not None and not self.speculates:
+            raise ValueError("draft_model needs speculation auto: with speculation off, no drafts are verified")
         return self
 
     @model_validator(mode="after")

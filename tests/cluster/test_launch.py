@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import signal
@@ -203,6 +204,17 @@ def test_a_model_that_cannot_be_cut_so_is_an_error_before_anything_starts(
     launch._check_cut(folder, Config(pp=2, stage_layers="1,1").deployments[0])
     with pytest.raises(launch.LaunchError, match=f"^{wrong}$"):
         launch._check_cut(folder, Config(**settings).deployments[0])
+
+
+def test_a_draft_model_of_another_vocabulary_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    folder, draft = (dummy_models.write("tiny", tmp_path / name) for name in ("tiny", "draft"))
+    config = Config(speculation="auto", draft_model=str(draft)).deployments[0]
+    for one, tokens in ((folder, "ab"), (draft, "ba")):
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        (one / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    launch._check_draft(folder, config.model_copy(update={"draft_model": str(folder)}))
+    with pytest.raises(launch.LaunchError, match="a draft model needs the same vocabulary"):
+        launch._check_draft(folder, config)
 
 
 def test_a_file_without_keys_is_an_error_before_anything_starts(tmp_path: Path, free_port: int) -> None:

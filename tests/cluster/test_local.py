@@ -80,6 +80,9 @@ def test_a_path_holds_in_every_process(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert one(local.fit(load(overrides={"model": "./mine"}))).model == str(tmp_path / "mine")
     assert one(local.fit(load(overrides={"model": "org/name"}))).model == "org/name"
+    drafted = load(overrides={"model": "org/name", "speculation": "auto", "draft_model": "./mine"})
+    assert one(local.fit(drafted)).draft_model == str(tmp_path / "mine")
+    assert one(local.fit(load())).draft_model is None
 
 
 def test_a_free_port_and_a_taken_one(free_port: int) -> None:

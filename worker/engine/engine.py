@@ -22,14 +22,17 @@ from radix.pages import PagePool
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
+from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import ENDS_S, CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
 from worker.engine.stage_timeline import StageTimeline
 from worker.engine.steps import Steps
+from worker.executor.draft_model import DraftModel
 from worker.executor.executor import Executor
 from worker.executor.gpu_defaults import with_gpu_defaults
 from worker.executor.launch import open_executor
 from worker.messages import Failure, Generate, Output, ReplicaLoad, SamplingParams, TokenLogprobs
+from worker.models.draft_vocabulary import check_draft_model
 from worker.sampling.sampler import Sampler
 from worker.scheduler.scheduler import Scheduler
 from worker.structured_output import GrammarCompiler, GrammarQueue
@@ -51,6 +54,7 @@ class Components(NamedTuple):
     costs: CostStore = CostStore()
     drafters: Sequence[Drafter] = ()
     jump_forward: "JumpForward | None" = None
+    draft_model: DraftModel | None = None
 
 
 def load_components(
@@ -61,18 +65,24 @@ def load_components(
 ) -> Components:
     """Loads the model of a folder. What steps cost is learned, where it matters, and kept in `cost_folder`. Raises
     whatever the model's files or the device have to complain about."""
+    if config.draft_model is not None:
+        check_draft_model(Path(config.draft_model), model_dir)
     executor = make_executor(model_dir, config)
     sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
     grammars = GrammarCompiler(model_dir, executor.vocab_size, config.grammar_timeout_s, executor.eos_token_ids)
     costs = CostStore()
     if needs_costs(config):
         costs = CostStore.load(model_dir, config, executor.device, cost_folder)
-    drafters: Sequence[Drafter] = ()
+    drafters, draft_model = list[Drafter](), None
     if config.speculates:
         drafters = make_drafters(model_dir, executor.vocab_size, grammar=config.jump_forward != "off")
+    if config.draft_model is not None:
+        draft_model = DraftModel(Path(config.draft_model), config, executor)
+        passes = CostStore.load(Path(config.draft_model), draft_model.config, executor.device)
+        drafters.append(ModelDrafter(draft_model, passes))
     inserts = config.jump_forward == "insert"
     jump_forward = make_jump_forward(model_dir, executor.vocab_size) if inserts else None
-    return Components(executor, sampler, grammars, costs, drafters, jump_forward)
+    return Components(executor, sampler, grammars, costs, drafters, jump_forward, draft_model)
 
 
 @dataclass
@@ -118,7 +128,8 @@ class Engine:
         """`on_event` is called with every change of the radix tree. `on_ready` is called, from any thread, when a
         request whose grammar has compiled wants a `step`. `load` makes the components."""
         config = with_gpu_defaults(config, Path(model_dir))
-        self.executor, self.sampler, self.grammars, self.costs, drafters, jump_forward = load(Path(model_dir), config)
+        parts = load(Path(model_dir), config)
+        self.executor, self.sampler, self.grammars, self.costs, drafters, jump_forward, self._draft_model = parts
         self.tree = Tree(config.page_size, PagePool(self.executor.num_pages, config.page_size), on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
@@ -271,6 +282,8 @@ class Engine:
         """Ends the compiler's thread and the other ranks. The engine is of no use afterwards."""
         self.costs.save()
         self.grammars.close()
+        if self._draft_model is not None:
+            self._draft_model.close()
         self.executor.close()
 
     def _rest(self) -> None:

@@ -19,12 +19,14 @@ def token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-def num_pages(tokens: int, page_size: int) -> int:
-    """Returns the number of whole pages in `tokens` tokens. Raises ValueError if there is none."""
+def num_pages(tokens: int, page_size: int, next_to: str = "") -> int:
+    """Returns the number of whole pages in `tokens` tokens. Raises ValueError if there is none. `next_to`: what else
+    the memory holds, for the error."""
     pages = tokens // page_size
     if pages < 1:
         raise ValueError(
-            f"a KV cache of {tokens} tokens does not hold one page of {page_size}: free memory or set kv_tokens"
+            f"a KV cache of {tokens} tokens{next_to} does not hold one page of {page_size}: free memory or set "
+            "kv_tokens"
         )
     return pages
 
@@ -44,15 +46,18 @@ def context_length(configured: int | None, model: int, capacity: int) -> int:
     return configured
 
 
-def cpu_tokens(bytes_per_token: int, fraction: float | None = None) -> int:
+def cpu_tokens(bytes_per_token: int, fraction: float | None = None, reserved_bytes: int = 0) -> int:
     """Returns the default capacity of the KV cache on a CPU, in tokens. `fraction` is the part of the available memory
-    that it may take, by default `CPU_MEMORY_FRACTION`; at most `CPU_MAX_TOKENS`."""
+    that it may take, by default `CPU_MEMORY_FRACTION`; at most `CPU_MAX_TOKENS`. `reserved_bytes` stay free."""
     fraction = fraction or CPU_MEMORY_FRACTION
-    return min(CPU_MAX_TOKENS, int(available_memory_bytes() * fraction) // bytes_per_token)
+    available = max(0, available_memory_bytes() - reserved_bytes)
+    return min(CPU_MAX_TOKENS, int(available * fraction) // bytes_per_token)
 
 
-def gpu_tokens(bytes_per_token: int, device: torch.device, fraction: float | None = None) -> int:
-    """Returns the default capacity of the KV cache on a GPU, in tokens.
+def gpu_tokens(
+    bytes_per_token: int, device: torch.device, fraction: float | None = None, reserved_bytes: int = 0
+) -> int:
+    """Returns the default capacity of the KV cache on a GPU, in tokens. `reserved_bytes` stay free.
 
     Weights, activations, CUDA graphs and KV cache together take `fraction` of the GPU's memory, by default
     `GPU_MEMORY_FRACTION`. The largest step must have run already: the peak memory of weights and activations is read
@@ -61,7 +66,8 @@ def gpu_tokens(bytes_per_token: int, device: torch.device, fraction: float | Non
     free, total = torch.cuda.mem_get_info(device)
     peak = torch.cuda.max_memory_allocated(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    return max(0, int(total * (fraction or GPU_MEMORY_FRACTION) - others - peak - GRAPHS_BYTES)) // bytes_per_token
+    usable = int(total * (fraction or GPU_MEMORY_FRACTION)) - others - peak - GRAPHS_BYTES - reserved_bytes
+    return max(0, usable) // bytes_per_token
 
 
 def allocate(

@@ -17,6 +17,7 @@ from worker.config import WorkerConfig
 from worker.executor import kv_cache
 from worker.executor.attention_selector import AttentionChoice, AttentionLimits, build_attention, choose_attention
 from worker.executor.cuda_graphs import CudaGraphRunner, product_sizes
+from worker.executor.draft_memory import DraftBytes
 from worker.executor.executor import Executor, ForwardOutput
 from worker.executor.gpu_defaults import resolve_device, with_gpu_defaults
 from worker.executor.page_table import PageTable
@@ -300,17 +301,21 @@ class ModelRunner(Executor):
         """Returns the number of pages that fits on every rank, because all ranks have the same page tables."""
         tokens = config.kv_tokens
         if tokens is None:
-            tokens = self.stage.rendezvous.all_reduce_min(self._fitting_tokens(config.kv_memory_fraction))
-        return kv_cache.num_pages(tokens, self.page_size)
+            tokens = self.stage.rendezvous.all_reduce_min(self._fitting_tokens(config))
+        next_to = "" if config.draft_model is None else f" next to draft_model {config.draft_model}"
+        return kv_cache.num_pages(tokens, self.page_size, next_to)
 
-    def _fitting_tokens(self, fraction: float | None) -> int:
-        """Returns the KV cache's default capacity on this rank, in tokens. `fraction` is the configured part of the
-        memory."""
-        bytes_per_token = kv_cache.token_bytes(self.model_config, self.dtype)
+    def _fitting_tokens(self, config: WorkerConfig) -> int:
+        """Returns the KV cache's default capacity on this rank, in tokens, next to a draft model's if there is one."""
+        draft = DraftBytes()
+        if config.draft_model is not None:
+            draft = DraftBytes.of(Path(config.draft_model), self.dtype, self.device, self._max_running)
+        bytes_per_token = kv_cache.token_bytes(self.model_config, self.dtype) + draft.per_token
+        fraction = config.kv_memory_fraction
         if self.device.type == "cpu":
-            return kv_cache.cpu_tokens(bytes_per_token, fraction)
+            return kv_cache.cpu_tokens(bytes_per_token, fraction, draft.fixed)
         self._working_bytes = self._profile()
-        return kv_cache.gpu_tokens(bytes_per_token, self.device, fraction)
+        return kv_cache.gpu_tokens(bytes_per_token, self.device, fraction, draft.fixed)
 
     @torch.inference_mode()
     def _profile(self) -> int:

@@ -462,7 +462,8 @@ class Scheduler:
             return
         candidates = table.sequences_at(rows)
         drafted: dict[Sequence, list[int]] = {}
-        for i, drafts in self._speculation.choose(candidates, builder.budget.shape, room).items():
+        chosen = self._speculation.choose(candidates, builder.budget.shape, room, self._preemption.make_room)
+        for i, drafts in chosen.items():
             seq = candidates[i]
             fitting = self._preemption.make_room(seq, 1 + len(drafts)) - 1
             if fitting > 0:

@@ -282,10 +282,15 @@ def test_a_cut_that_does_not_fit(tiny_model: Callable[[str], Path]) -> None:
 
 @contextmanager
 def pipeline(
-    folder: Path, *, fails: bool = False, own_parts: Mapping[str, object] = MappingProxyType({}), **changes: object
+    folder: Path,
+    *,
+    fails: bool = False,
+    own_parts: Mapping[str, object] = MappingProxyType({}),
+    change: Callable[[Components, WorkerConfig], Components] = lambda parts, config: parts,
+    **changes: object,
 ) -> Iterator[Engine]:
     """An engine whose other ranks are threads, and stay when they have ended, as the actors around them do. `own_parts`
-    are fields of `Components` in place of the usual ones."""
+    are fields of `Components` in place of the usual ones; `change` makes others of those."""
     config = settings(**changes)
     store, address = open_store()
     kept: list[Follower] = []
@@ -297,7 +302,7 @@ def pipeline(
 
     def parts(model: Path, own: WorkerConfig) -> Components:
         executor = leading.enter_context(closing(MultiRankExecutor(model, own, store)))
-        return without_grammars(model, own, executor)._replace(**own_parts)
+        return change(without_grammars(model, own, executor)._replace(**own_parts), own)
 
     others = other_ranks(config)
     with ThreadPoolExecutor(len(others)) as threads, ExitStack() as leading:
