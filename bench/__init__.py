@@ -7,6 +7,7 @@
 | | `compare` | any of these in this checkout and in an older one |
 | `pipeline/` | `pipeline` | pipelines of several stages, measured and simulated |
 | `placement/` | `router` | placement policies, on a trace with shared prefixes |
+| `fleet/` | `fleet` | placement rules, ours and other systems', on a simulated fleet |
 | `protocols/` | `parser` | what it costs a router to parse answers with thinking and calls |
 | `programs/` | `against_raw`, `speculation` | programs of the language, against the same by plain calls |
 | | `states`, `lost_replica` | thousands of programs in one process, and programs whose replica is killed |

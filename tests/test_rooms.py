@@ -45,6 +45,7 @@ ALLOWED = {
     "bench.load": {"bench:", "shoal", "worker"},
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
+    "bench.fleet": {"bench:", "bench.load", "shoal", "router", "worker", "pipeline", "radix"},
     "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
     "bench.correctness.clients": {"bench:", "shoal"},

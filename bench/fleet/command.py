@@ -1,0 +1,183 @@
+"""Placement rules on a simulated fleet: the router's own code and other systems' rules, on the same requests.
+
+    shoal bench fleet --load zipf --replicas 64
+    shoal bench fleet --load mooncake --trace mooncake_conversation.jsonl --levels 0.95 1.1
+    shoal bench fleet --load zipf --routers 32 --rules shoal --levels 0.8 --name fleet.sim.routers32
+    shoal bench fleet --summary
+
+Every replica is an 8B model on an H200. Levels are fractions of the rate that the fleet can just serve if each prompt
+has as much cached as one cache of all pages would have (`capacity.py`).
+
+slowdown                time to first token, divided by that on an idle replica which has what one cache would have
+slowdown_vs_best_other  99th percentile of our slowdown, divided by that of the best of all other rules
+tpot_vs_least_load      median time between tokens, divided by that of our placement least_load
+hit_rate_vs_one_cache   hit rate, divided by that of one cache of all pages
+replicas_used           fraction of the replicas that got a request
+routers_vs_1            99th percentile of our TTFT with --routers, divided by that with one router
+
+Requests of the first third warm the fleet up and do not count. --summary writes fleet.sim, with the worst and the
+median of slowdown_vs_best_other over the results of all loads.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench import results
+from bench.fleet.capacity import capacity
+from bench.fleet.hardware import ReplicaHardware
+from bench.fleet.other_rules import OTHER_RULES
+from bench.fleet.shoal_router import ShoalRule
+from bench.fleet.simulation import FleetSimulation, PlacementRule
+from bench.fleet.workloads import LOADS, MADE, FleetRequest, at_rate, from_trace
+from bench.load import trace
+from bench.results import Figure
+from shoal.help import Parser
+
+OURS, LEAST, ONE_ROUTER = "shoal", "least_load", "shoal_one_router"
+BETTER = "slowdown_vs_best_other"
+# Requests for each replica: enough that the run lasts for some seconds after the caches are warm.
+REQUESTS = {"zipf": 100, "hot_prefix": 100, "bursts": 120, "agents": 150}
+RULES: dict[str, Callable[..., PlacementRule]] = {
+    OURS: ShoalRule,
+    LEAST: lambda num_replicas, **options: ShoalRule(num_replicas, "least_load", **options),
+    **OTHER_RULES,
+}
+
+
+def make_requests(args: argparse.Namespace) -> list[FleetRequest]:
+    """The requests of a load. Raises ValueError or OSError if the trace cannot be used."""
+    if args.load == "mooncake":
+        if args.trace is None:
+            raise ValueError("load mooncake needs --trace, the file of Mooncake's conversations")
+        return from_trace(trace.read(args.trace, args.requests and args.requests * args.replicas))
+    count = (args.requests or REQUESTS[args.load]) * args.replicas
+    return MADE[args.load](np.random.default_rng(args.seed), count, args.replicas)
+
+
+def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The summaries of all runs, by level and rule."""
+    hardware = ReplicaHardware(kv_tokens=args.kv_tokens)
+    requests = make_requests(args)
+    rate_s = capacity(requests, hardware, args.replicas)
+    print(f"{args.load}: {args.replicas} replicas can serve {rate_s:.1f} requests/s", flush=True)
+    runs: dict[str, dict[str, Any]] = {}
+    for level in args.levels:
+        timed = at_rate(requests, level * rate_s)
+        more = [ONE_ROUTER] if args.routers > 1 and OURS in args.rules else []
+        for rule in [*args.rules, *more]:
+            began_s, routers = time.monotonic(), 1 if rule == ONE_ROUTER else args.routers
+            make = RULES[OURS if rule == ONE_ROUTER else rule]
+            rules = [make(args.replicas, seed=args.seed + router) for router in range(routers)]
+            outcome = FleetSimulation(timed, rules, [hardware] * args.replicas, args.seed).run().summary()
+            runs.setdefault(f"{level:g}", {})[rule] = outcome
+            print(
+                f"  {level:4.0%} {rule:20} slowdown {outcome['slowdown_p50']:6.2f}, P99 {outcome['slowdown_p99']:7.2f}"
+                f"  TTFT P99 {1e3 * outcome['ttft_p99_s']:8.0f} ms  TPOT P50 {1e3 * outcome['tpot_p50_s']:5.1f} ms"
+                f"  hit rate {outcome['hit_rate']:.3f} of {outcome['ideal_hit_rate']:.3f}"
+                f"  held {outcome['imbalance']:.2f}  used {outcome['replicas_used']:.2f}"
+                f"  ({time.monotonic() - began_s:.0f} s)",
+                flush=True,
+            )
+    return runs
+
+
+def figures(load: str, runs: dict[str, dict[str, Any]]) -> list[Figure]:
+    """The figures of one load, for the levels at which our rule ran."""
+    made = []
+    for level, by_rule in runs.items():
+        if OURS not in by_rule:
+            continue
+        name, ours = f"fleet.sim.{load}.{float(level):.0%}".rstrip("%"), by_rule[OURS]
+        others = [by_rule[rule]["slowdown_p99"] for rule in by_rule if rule in OTHER_RULES or rule == LEAST]
+        if others:
+            made.append(Figure(f"{name}.{BETTER}", ours["slowdown_p99"] / min(others), "ratio", False))
+        if ONE_ROUTER in by_rule:
+            ratio = ours["ttft_p99_s"] / by_rule[ONE_ROUTER]["ttft_p99_s"]
+            made.append(Figure(f"{name}.routers_vs_1", ratio, "ratio", False))
+        if LEAST in by_rule:
+            ratio = ours["tpot_p50_s"] / by_rule[LEAST]["tpot_p50_s"]
+            made.append(Figure(f"{name}.tpot_vs_least_load", ratio, "ratio", False))
+        hits = ours["hit_rate"] / ours["ideal_hit_rate"]
+        made.append(Figure(f"{name}.hit_rate_vs_one_cache", hits, "ratio", True))
+        made.append(Figure(f"{name}.slowdown_p99", ours["slowdown_p99"], "ratio", False))
+        made.append(Figure(f"{name}.replicas_used", ours["replicas_used"], "ratio", True))
+    return made
+
+
+def summary(folder: Path) -> list[Figure]:
+    """The figures over all loads that have a result in the folder. Raises ValueError if there is none."""
+    paths = [folder / f"fleet.sim.{load}.json" for load in LOADS]
+    found = [json.loads(path.read_text())["runs"] for path in paths if path.exists()]
+    ratios = [figure.value for runs in found for figure in figures("any", runs) if figure.name.endswith(BETTER)]
+    if not ratios:
+        raise ValueError(f"{folder} has no result of a load with rule {OURS} and others: measure the loads first")
+    return [
+        Figure("fleet.sim.worst_vs_best_other", max(ratios), "ratio", False),
+        Figure("fleet.sim.median_vs_best_other", median(ratios), "ratio", False),
+    ]
+
+
+def merged(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The runs, with those of other levels and rules that the result at `path` has already."""
+    known: dict[str, dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    for level, by_rule in runs.items():
+        known.setdefault(level, {}).update(by_rule)
+    return dict(sorted(known.items(), key=lambda entry: float(entry[0])))
+
+
+def parser() -> Parser:
+    p = Parser("shoal bench fleet", __doc__)
+    p.add_argument("--load", choices=LOADS, default="zipf", help="the requests (default zipf)")
+    p.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines, for load mooncake")
+    p.add_argument("--replicas", type=int, default=64, metavar="N", help="number of replicas (default 64)")
+    p.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default 1)")
+    p.add_argument(
+        "--levels",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.8, 0.95, 1.1],
+        metavar="F",
+        help="fractions of capacity (default 0.5 0.8 0.95 1.1)",
+    )
+    p.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="placement rules (default: all)")
+    p.add_argument("--requests", type=int, metavar="N", help="requests for each replica (default: by load)")
+    p.add_argument("--kv-tokens", type=int, metavar="N", help="tokens in a replica's cache (default: what fits)")
+    p.add_argument("--seed", type=int, default=0, help="seed of requests and ties (default 0)")
+    p.add_argument("--name", help="name of the result (default fleet.sim.LOAD; none: no result)")
+    p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
+    p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
+    p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    name = args.name or f"fleet.sim.{args.load}"
+    try:
+        results.check_name(name)
+        if args.summary:
+            print(f"written: {results.write('fleet.sim', summary(args.out), {}, folder=args.out).name}")
+            return 0
+        runs = run(args)
+    except (ValueError, OSError) as error:
+        print(f"shoal bench fleet: {error}", file=sys.stderr)
+        return 1
+    if name != "none":
+        if args.add:
+            runs = merged(args.out / f"{name}.json", runs)
+        about = {key: getattr(args, key) for key in ("load", "replicas", "routers", "kv_tokens", "requests", "seed")}
+        path = results.write(name, figures(args.load, runs), {"about": about, "runs": runs}, folder=args.out)
+        print(f"written: {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
