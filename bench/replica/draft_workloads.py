@@ -1,4 +1,4 @@
-"""What drafts are for, as requests to a chat model: forms, schemas, edits, and open chat.
+"""Requests to a chat model that are what drafts are for: forms, schemas, edits, and open chat.
 
 Each round has requests of its own, so no drafter knows an answer from a round before. What rounds have in common is
 what requests of one user have in common: a form's keys, an instruction.
@@ -52,7 +52,7 @@ FORM = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A chat request.
 
     | field | meaning |
@@ -72,23 +72,23 @@ class Asked:
     top_p: float = 1.0
 
 
-def forms(number: int, count: int) -> list[Asked]:
+def forms(number: int, count: int) -> list[ChatRequest]:
     """Messages of customers, each to be entered in one form of eight fields with short values."""
     rng, asked = random.Random(f"forms {number}"), []
     for _ in range(count):
         name, thing, fault, wish = (rng.choice(each) for each in (NAMES, THINGS, FAULTS, WISHES))
         said = f"Hello, {name} here. The {thing} that I ordered {fault}. {wish.capitalize()}."
-        asked.append(Asked(f"Fill in the form for this message as JSON.\n\n{said}", 128, schema=FORM))
+        asked.append(ChatRequest(f"Fill in the form for this message as JSON.\n\n{said}", 128, schema=FORM))
     return asked
 
 
-def schemas(number: int, count: int) -> list[Asked]:
+def schemas(number: int, count: int) -> list[ChatRequest]:
     """Examples of objects by the schemas of public packages. Raises ImportError if a package is not installed."""
     asked = []
     for module, name in SCHEMAS[:count]:
         schema, place = schema_of(module, name), random.Random(f"schemas {name} {number}").choice(PLACES)
         text = f"Write an example of {name} as JSON, for a company in {place}, by this schema.\n\n{json.dumps(schema)}"
-        asked.append(Asked(text[:3000], 96, schema=schema))
+        asked.append(ChatRequest(text[:3000], 96, schema=schema))
     return asked
 
 
@@ -99,7 +99,7 @@ def schema_of(module: str, name: str) -> dict[str, Any]:
     return pydantic.TypeAdapter(getattr(importlib.import_module(module), name)).json_schema()
 
 
-def edits(number: int, count: int, predicted: bool) -> list[Asked]:
+def edits(number: int, count: int, predicted: bool) -> list[ChatRequest]:
     """Texts in which a name is to be replaced. `predicted`: the text is given as the prediction of the answer."""
     rng, asked = random.Random(f"edits {number}"), []
     for _ in range(count):
@@ -117,19 +117,19 @@ def edits(number: int, count: int, predicted: bool) -> list[Asked]:
             f"    return sent\n"
         )
         wanted = f"Repeat this code, with {other} in place of {name}. Write nothing else.\n\n```python\n{text}```"
-        asked.append(Asked(wanted, 160, prediction=f"```python\n{text}```" if predicted else ""))
+        asked.append(ChatRequest(wanted, 160, prediction=f"```python\n{text}```" if predicted else ""))
     return asked
 
 
-def chats(number: int, count: int) -> list[Asked]:
+def chats(number: int, count: int) -> list[ChatRequest]:
     """Open questions, sampled at temperature 0.7 and top-p 0.9."""
     rng = random.Random(f"chats {number}")
     texts = [rng.choice(ASKS).format(rng.choice(TOPICS)) for _ in range(count)]
-    return [Asked(text, 96, temperature=0.7, top_p=0.9) for text in texts]
+    return [ChatRequest(text, 96, temperature=0.7, top_p=0.9) for text in texts]
 
 
 @dataclass(frozen=True)
-class Workload:
+class DraftWorkload:
     """Requests, and how they are sent.
 
     | field | meaning |
@@ -140,23 +140,23 @@ class Workload:
     """
 
     figure: str
-    requests: Callable[[int], list[Asked]]
+    requests: Callable[[int], list[ChatRequest]]
     at_once: bool = False
 
 
-WORKLOADS: dict[str, list[Workload]] = {
+WORKLOADS: dict[str, list[DraftWorkload]] = {
     "form": [
-        Workload("form.latency_vs_off", lambda number: forms(number, 4)),
-        Workload("form.throughput_vs_off", lambda number: forms(1_000 + number, 4), at_once=True),
+        DraftWorkload("form.latency_vs_off", lambda number: forms(number, 4)),
+        DraftWorkload("form.throughput_vs_off", lambda number: forms(1_000 + number, 4), at_once=True),
     ],
-    "schemas": [Workload("schemas.vs_off", lambda number: schemas(number, len(SCHEMAS)))],
+    "schemas": [DraftWorkload("schemas.vs_off", lambda number: schemas(number, len(SCHEMAS)))],
     "edit": [
-        Workload("edit.predicted.vs_off", lambda number: edits(number, 2, predicted=True)),
-        Workload("edit.unpredicted.vs_off", lambda number: edits(1_000 + number, 2, predicted=False)),
+        DraftWorkload("edit.predicted.vs_off", lambda number: edits(number, 2, predicted=True)),
+        DraftWorkload("edit.unpredicted.vs_off", lambda number: edits(1_000 + number, 2, predicted=False)),
     ],
     "chat": [
-        Workload("chat.vs_off", lambda number: chats(number, 4)),
-        Workload("chat.throughput_vs_off", lambda number: chats(1_000 + number, 4), at_once=True),
+        DraftWorkload("chat.vs_off", lambda number: chats(number, 4)),
+        DraftWorkload("chat.throughput_vs_off", lambda number: chats(1_000 + number, 4), at_once=True),
     ],
 }
 """The workloads of each name."""

@@ -1,4 +1,4 @@
-"""What drafts bring on a real model: the same requests with `speculation: auto` and with `off`, side by side.
+"""Drafts on a real model: the same requests with `speculation: auto` and with `off`, side by side.
 
     shoal bench drafts
     shoal bench drafts --workloads form,chat --rounds 1
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import results
 from bench.load.options import count
-from bench.replica.draft_workloads import WORKLOADS, Asked, Workload
+from bench.replica.draft_workloads import WORKLOADS, ChatRequest, DraftWorkload
 from bench.results import Figure
 from bench.targets import print_table
 from shoal.help import Parser
@@ -41,8 +41,8 @@ SIDES = ("off", "auto")
 
 
 @dataclass
-class Run:
-    """One side of a round: seconds, output tokens, steps, and drafts by drafter: verified, and right."""
+class SideRun:
+    """Measurements of one side of a round: seconds, output tokens, steps, and drafts by drafter: verified, right."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -63,13 +63,13 @@ class Chat:
         if not self._tokenizer.chat_template:
             raise ValueError(f"{model_dir.name} has no chat template: name a chat model with --model")
 
-    def prompt(self, asked: Asked) -> list[int]:
+    def prompt(self, asked: ChatRequest) -> list[int]:
         """The tokens of the prompt."""
         messages = [{"role": "user", "content": asked.text}]
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self._ids(text)
+        return self._ids(str(text))
 
-    def prediction(self, asked: Asked) -> list[int]:
+    def prediction(self, asked: ChatRequest) -> list[int]:
         """The tokens of the client's guess at the answer."""
         return self._ids(asked.prediction)
 
@@ -88,7 +88,7 @@ class Side:
         config = WorkerConfig.model_validate({**settings, "speculation": speculation})
         self.engine: Engine = Engine(model_dir, config)
 
-    def add(self, run: Run, prompts: Sequence[list[int]], predictions: Sequence[list[int]], sampling: Any) -> None:
+    def add(self, run: SideRun, prompts: Sequence[list[int]], predictions: Sequence[list[int]], sampling: Any) -> None:
         """Runs requests at once, from an empty cache, and adds them to `run`. Raises RuntimeError if one fails."""
         self.engine.reset_cache()
         before, begun_s = self.engine.load(), time.perf_counter()
@@ -108,13 +108,14 @@ class Side:
                 counted[name] = counted.get(name, 0) + number - old.get(name, 0)
 
 
-def sampling_of(asked: Asked, seed: int) -> "SamplingParams":
+def sampling_of(asked: ChatRequest, seed: int) -> "SamplingParams":
     """The sampling parameters of a request."""
     from worker.messages import Grammar, SamplingParams
 
     grammar = None if asked.schema is None else Grammar("json_schema", json.dumps(asked.schema))
-    drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "seed": seed}
-    return SamplingParams(max_tokens=asked.max_tokens, grammar=grammar, **drawn)
+    return SamplingParams(
+        max_tokens=asked.max_tokens, temperature=asked.temperature, top_p=asked.top_p, seed=seed, grammar=grammar
+    )
 
 
 class Comparison:
@@ -122,12 +123,12 @@ class Comparison:
 
     def __init__(self, sides: dict[str, Side], chat: Chat) -> None:
         self._sides, self._chat = sides, chat
-        self.rounds: dict[str, list[dict[str, Run]]] = {}
+        self.rounds: dict[str, list[dict[str, SideRun]]] = {}
         """By figure, the rounds that count."""
         self.num_different = 0
         """Outputs that differ, of all rounds."""
 
-    def compare(self, workload: Workload, rounds: int) -> None:
+    def compare(self, workload: DraftWorkload, rounds: int) -> None:
         """Runs the rounds of a workload, after one that does not count."""
         found = self.rounds[workload.figure] = []
         for number in range(rounds + 1):
@@ -159,12 +160,12 @@ class Comparison:
             for figure, rounds in self.rounds.items()
         }
 
-    def _round(self, workload: Workload, number: int) -> dict[str, Run]:
+    def _round(self, workload: DraftWorkload, number: int) -> dict[str, SideRun]:
         asked = workload.requests(number)
         prompts = [self._chat.prompt(each) for each in asked]
         predictions = [self._chat.prediction(each) for each in asked]
         sampling = [sampling_of(each, seed) for seed, each in enumerate(asked)]
-        runs = {side: Run() for side in SIDES}
+        runs = {side: SideRun() for side in SIDES}
         groups = [slice(None)] if workload.at_once else [slice(i, i + 1) for i in range(len(asked))]
         for turn, group in enumerate(groups, number):
             for side in SIDES if turn % 2 else SIDES[::-1]:
@@ -172,7 +173,7 @@ class Comparison:
         return runs
 
 
-def line(runs: dict[str, Run]) -> str:
+def line(runs: dict[str, SideRun]) -> str:
     """A round for the terminal."""
     off, auto = runs["off"], runs["auto"]
     drafts = ", ".join(f"{name} {auto.accepted[name]}/{auto.drafted[name]}" for name in auto.drafted)
@@ -182,7 +183,7 @@ def line(runs: dict[str, Run]) -> str:
     )
 
 
-def differences(runs: dict[str, Run]) -> list[tuple[int, int]]:
+def differences(runs: dict[str, SideRun]) -> list[tuple[int, int]]:
     """The outputs that differ, by number, and the first token of each that does."""
     found = []
     for place, both in enumerate(zip(*(runs[side].outputs for side in SIDES), strict=True)):
@@ -192,7 +193,7 @@ def differences(runs: dict[str, Run]) -> list[tuple[int, int]]:
     return found
 
 
-def _without_outputs(run: Run) -> dict[str, Any]:
+def _without_outputs(run: SideRun) -> dict[str, Any]:
     return {name: value for name, value in asdict(run).items() if name != "outputs"}
 
 

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from bench.replica import drafts
-from bench.replica.draft_workloads import WORKLOADS, Asked, Workload, edits, forms, schemas
-from bench.replica.drafts import SIDES, Comparison, Run, differences, sampling_of
+from bench.replica.draft_workloads import WORKLOADS, ChatRequest, DraftWorkload, edits, forms, schemas
+from bench.replica.drafts import SIDES, Comparison, SideRun, differences, sampling_of
 from bench.targets import TARGETS
 
 
 class Letters:
     """Every letter is a token."""
 
-    def prompt(self, asked: Asked) -> list[int]:
+    def prompt(self, asked: ChatRequest) -> list[int]:
         return list(asked.text.encode())
 
-    def prediction(self, asked: Asked) -> list[int]:
+    def prediction(self, asked: ChatRequest) -> list[int]:
         return list(asked.prediction.encode())
 
 
@@ -28,7 +28,7 @@ class Timed:
     def __init__(self, name: str, calls: list[str], seconds: float, wrong: str = "") -> None:
         self._name, self._calls, self._seconds, self._wrong = name, calls, seconds, wrong
 
-    def add(self, run: Run, prompts: Any, predictions: Any, sampling: Any) -> None:
+    def add(self, run: SideRun, prompts: Any, predictions: Any, sampling: Any) -> None:
         assert len(prompts) == len(predictions) == len(sampling)
         self._calls.append(self._name)
         for prompt in prompts:
@@ -43,7 +43,9 @@ def test_sides_take_turns_and_outputs_are_compared(wrong: str, different: int) -
     calls: list[str] = []
     sides: dict[str, Any] = {"off": Timed("off", calls, 3.0), "auto": Timed("auto", calls, 2.0, wrong)}
     comparison = Comparison(sides, Letters())  # type: ignore[arg-type]
-    comparison.compare(Workload("some.vs_off", lambda number: [Asked(f"{each}{number}", 4) for each in "abc"]), 2)
+    comparison.compare(
+        DraftWorkload("some.vs_off", lambda number: [ChatRequest(f"{each}{number}", 4) for each in "abc"]), 2
+    )
     assert calls[:6] == ["auto", "off", "off", "auto", "auto", "off"], "one request after another, in changing order"
     assert calls.count("off") == calls.count("auto") == 9
     assert len(comparison.rounds["some.vs_off"]) == 2, "the first round does not count"
@@ -51,13 +53,15 @@ def test_sides_take_turns_and_outputs_are_compared(wrong: str, different: int) -
     (figure,) = comparison.figures("drafts.cpu")
     assert (figure.name, figure.value) == ("drafts.cpu.some.vs_off", 1.5)
     calls.clear()
-    comparison.compare(Workload("all.vs_off", lambda number: [Asked("a", 4), Asked("b", 4)], at_once=True), 1)
+    comparison.compare(
+        DraftWorkload("all.vs_off", lambda number: [ChatRequest("a", 4), ChatRequest("b", 4)], at_once=True), 1
+    )
     assert len(calls) == 4, "both requests at once"
     assert json.loads(json.dumps(comparison.raw()))["all.vs_off"][0]["auto"]["tokens"] == 8
 
 
 def test_where_outputs_differ() -> None:
-    runs = {side: Run() for side in SIDES}
+    runs = {side: SideRun() for side in SIDES}
     runs["off"].outputs, runs["auto"].outputs = [[1, 2], [1, 2, 3], [4]], [[1, 2], [1, 5, 3], [4, 4]]
     assert differences(runs) == [(1, 1), (2, 1)]
 
@@ -65,7 +69,7 @@ def test_where_outputs_differ() -> None:
 def test_the_lower_figure_of_the_edits_counts() -> None:
     comparison = Comparison({}, Letters())  # type: ignore[arg-type]
     for name, seconds in (("edit.predicted.vs_off", 4.0), ("edit.unpredicted.vs_off", 2.0)):
-        comparison.rounds[name] = [{"off": Run(seconds), "auto": Run(1.0)}]
+        comparison.rounds[name] = [{"off": SideRun(seconds), "auto": SideRun(1.0)}]
     assert {figure.name: figure.value for figure in comparison.figures("x")}["x.edit.vs_off"] == 2.0
 
 
