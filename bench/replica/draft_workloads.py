@@ -52,7 +52,7 @@ FORM = {
 
 
 @dataclass(frozen=True)
-class ChatRequest:
+class DraftRequest:
     """A chat request.
 
     | field | meaning |
@@ -72,23 +72,23 @@ class ChatRequest:
     top_p: float = 1.0
 
 
-def forms(number: int, count: int) -> list[ChatRequest]:
+def forms(number: int, count: int) -> list[DraftRequest]:
     """Messages of customers, each to be entered in one form of eight fields with short values."""
     rng, asked = random.Random(f"forms {number}"), []
     for _ in range(count):
         name, thing, fault, wish = (rng.choice(each) for each in (NAMES, THINGS, FAULTS, WISHES))
         said = f"Hello, {name} here. The {thing} that I ordered {fault}. {wish.capitalize()}."
-        asked.append(ChatRequest(f"Fill in the form for this message as JSON.\n\n{said}", 128, schema=FORM))
+        asked.append(DraftRequest(f"Fill in the form for this message as JSON.\n\n{said}", 128, schema=FORM))
     return asked
 
 
-def schemas(number: int, count: int) -> list[ChatRequest]:
+def schemas(number: int, count: int) -> list[DraftRequest]:
     """Examples of objects by the schemas of public packages. Raises ImportError if a package is not installed."""
     asked = []
     for module, name in SCHEMAS[:count]:
         schema, place = schema_of(module, name), random.Random(f"schemas {name} {number}").choice(PLACES)
         text = f"Write an example of {name} as JSON, for a company in {place}, by this schema.\n\n{json.dumps(schema)}"
-        asked.append(ChatRequest(text[:3000], 96, schema=schema))
+        asked.append(DraftRequest(text[:3000], 96, schema=schema))
     return asked
 
 
@@ -99,7 +99,7 @@ def schema_of(module: str, name: str) -> dict[str, Any]:
     return pydantic.TypeAdapter(getattr(importlib.import_module(module), name)).json_schema()
 
 
-def edits(number: int, count: int, predicted: bool) -> list[ChatRequest]:
+def edits(number: int, count: int, predicted: bool) -> list[DraftRequest]:
     """Texts in which a name is to be replaced. `predicted`: the text is given as the prediction of the answer."""
     rng, asked = random.Random(f"edits {number}"), []
     for _ in range(count):
@@ -117,15 +117,15 @@ def edits(number: int, count: int, predicted: bool) -> list[ChatRequest]:
             f"    return sent\n"
         )
         wanted = f"Repeat this code, with {other} in place of {name}. Write nothing else.\n\n```python\n{text}```"
-        asked.append(ChatRequest(wanted, 160, prediction=f"```python\n{text}```" if predicted else ""))
+        asked.append(DraftRequest(wanted, 160, prediction=f"```python\n{text}```" if predicted else ""))
     return asked
 
 
-def chats(number: int, count: int) -> list[ChatRequest]:
+def chats(number: int, count: int) -> list[DraftRequest]:
     """Open questions, sampled at temperature 0.7 and top-p 0.9."""
     rng = random.Random(f"chats {number}")
     texts = [rng.choice(ASKS).format(rng.choice(TOPICS)) for _ in range(count)]
-    return [ChatRequest(text, 96, temperature=0.7, top_p=0.9) for text in texts]
+    return [DraftRequest(text, 96, temperature=0.7, top_p=0.9) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class DraftWorkload:
     """
 
     figure: str
-    requests: Callable[[int], list[ChatRequest]]
+    requests: Callable[[int], list[DraftRequest]]
     at_once: bool = False
 
 

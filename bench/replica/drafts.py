@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import results
 from bench.load.options import count
-from bench.replica.draft_workloads import WORKLOADS, ChatRequest, DraftWorkload
+from bench.replica.draft_workloads import WORKLOADS, DraftRequest, DraftWorkload
 from bench.results import Figure
 from bench.targets import print_table
 from shoal.help import Parser
@@ -63,13 +63,13 @@ class Chat:
         if not self._tokenizer.chat_template:
             raise ValueError(f"{model_dir.name} has no chat template: name a chat model with --model")
 
-    def prompt(self, asked: ChatRequest) -> list[int]:
+    def prompt(self, asked: DraftRequest) -> list[int]:
         """The tokens of the prompt."""
         messages = [{"role": "user", "content": asked.text}]
         text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return self._ids(str(text))
 
-    def prediction(self, asked: ChatRequest) -> list[int]:
+    def prediction(self, asked: DraftRequest) -> list[int]:
         """The tokens of the client's guess at the answer."""
         return self._ids(asked.prediction)
 
@@ -108,7 +108,7 @@ class Side:
                 counted[name] = counted.get(name, 0) + number - old.get(name, 0)
 
 
-def sampling_of(asked: ChatRequest, seed: int) -> "SamplingParams":
+def sampling_of(asked: DraftRequest, seed: int) -> "SamplingParams":
     """The sampling parameters of a request."""
     from worker.messages import Grammar, SamplingParams
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.replica import drafts
-from bench.replica.draft_workloads import WORKLOADS, ChatRequest, DraftWorkload, edits, forms, schemas
+from bench.replica.draft_workloads import WORKLOADS, DraftRequest, DraftWorkload, edits, forms, schemas
 from bench.replica.drafts import SIDES, Comparison, SideRun, differences, sampling_of
 from bench.targets import TARGETS
 
@@ -15,10 +15,10 @@ from bench.targets import TARGETS
 class Letters:
     """Every letter is a token."""
 
-    def prompt(self, asked: ChatRequest) -> list[int]:
+    def prompt(self, asked: DraftRequest) -> list[int]:
         return list(asked.text.encode())
 
-    def prediction(self, asked: ChatRequest) -> list[int]:
+    def prediction(self, asked: DraftRequest) -> list[int]:
         return list(asked.prediction.encode())
 
 
@@ -44,7 +44,7 @@ def test_sides_take_turns_and_outputs_are_compared(wrong: str, different: int) -
     sides: dict[str, Any] = {"off": Timed("off", calls, 3.0), "auto": Timed("auto", calls, 2.0, wrong)}
     comparison = Comparison(sides, Letters())  # type: ignore[arg-type]
     comparison.compare(
-        DraftWorkload("some.vs_off", lambda number: [ChatRequest(f"{each}{number}", 4) for each in "abc"]), 2
+        DraftWorkload("some.vs_off", lambda number: [DraftRequest(f"{each}{number}", 4) for each in "abc"]), 2
     )
     assert calls[:6] == ["auto", "off", "off", "auto", "auto", "off"], "one request after another, in changing order"
     assert calls.count("off") == calls.count("auto") == 9
@@ -54,7 +54,7 @@ def test_sides_take_turns_and_outputs_are_compared(wrong: str, different: int) -
     assert (figure.name, figure.value) == ("drafts.cpu.some.vs_off", 1.5)
     calls.clear()
     comparison.compare(
-        DraftWorkload("all.vs_off", lambda number: [ChatRequest("a", 4), ChatRequest("b", 4)], at_once=True), 1
+        DraftWorkload("all.vs_off", lambda number: [DraftRequest("a", 4), DraftRequest("b", 4)], at_once=True), 1
     )
     assert len(calls) == 4, "both requests at once"
     assert json.loads(json.dumps(comparison.raw()))["all.vs_off"][0]["auto"]["tokens"] == 8
