@@ -3,11 +3,13 @@
     shoal bench drafts
     shoal bench drafts --workloads form,chat --rounds 1
 
-form     messages to be entered in one form of eight fields with short values: one after another (latency), and four
-         at once (throughput)
+All of it takes about ten minutes on two cores.
+
+form     messages to be entered in one form of eight fields with short values: one after another (latency), and
+         twelve of which four run at once (throughput)
 schemas  examples of objects by the schemas of public packages, one after another
 edit     a given text with a name replaced, one after another: with the text as OpenAI's `prediction`, and without
-chat     open questions at temperature 0.7: one after another, and four at once
+chat     open questions at temperature 0.7: one after another, and eight of which four run at once
 
 Two engines in this process take turns, request by request, or batch by batch. A round has requests of its own; one
 round of each workload comes first and does not count. A figure is the time without drafts divided by that with them,
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import results
 from bench.load.options import count
-from bench.replica.draft_workloads import WORKLOADS, DraftRequest, DraftWorkload
+from bench.replica.draft_workloads import AT_ONCE, WORKLOADS, DraftRequest, DraftWorkload
 from bench.results import Figure
 from bench.targets import print_table
 from shoal.help import Parser
@@ -202,7 +204,7 @@ def parser() -> Parser:
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="a known name, a folder, a .gguf file, or a hub id")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of weights and KV cache")
     p.add_argument("--workloads", default=",".join(WORKLOADS), help=f"default {','.join(WORKLOADS)}")
-    p.add_argument("--rounds", type=count, default=3, help="rounds of each workload that count (default 3)")
+    p.add_argument("--rounds", type=count, default=2, help="rounds of each workload that count (default 2)")
     p.add_argument("--kv-tokens", type=count, default=16384, help="KV cache of each engine, in tokens (default 16384)")
     p.add_argument("--name", default="drafts.cpu", help="name of the result, and of its figures (default drafts.cpu)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="default: bench/results")
@@ -226,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     import torch
 
-    settings = {"dtype": args.dtype, "kv_tokens": args.kv_tokens}
+    settings = {"dtype": args.dtype, "kv_tokens": args.kv_tokens, "max_running": AT_ONCE}
     comparison = Comparison({side: Side(model_dir, side, settings) for side in SIDES}, chat)
     try:
         for name in names:

@@ -86,7 +86,9 @@ def test_all_ranks_have_the_pages_of_the_poorest(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has = iter([640, 320, 480])
-    monkeypatch.setattr("worker.executor.kv_cache.cpu_tokens", lambda bytes_per_token, fraction, reserved_bytes: next(has))
+    monkeypatch.setattr(
+        "worker.executor.kv_cache.cpu_tokens", lambda bytes_per_token, fraction, reserved_bytes: next(has)
+    )
     folder, config = tiny_model("llama"), settings(tp=3, kv_tokens=None)
     pages = together(3, lambda group: ModelRunner(folder, config, stage=PipelineStage.only(group)).num_pages)
     assert pages == [20, 20, 20]
