@@ -343,24 +343,25 @@ def test_one_request_begins_several_branches(client: Client, stack: Any, tokeniz
         assert prompts(stack)[-1] == start + tokenizer.encode(f" the {name}") + said + tokenizer.encode("!")
 
 
-def test_each_fork_is_an_event_of_its_own(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
+def test_each_fork_is_sent_as_it_ends(client: Client, stack: Any, tokenizer: Tokenizer) -> None:
     short = tokenizer.encode("The quick")[:1]
     long = short * 30
     longer = tokenizer.encode("Hello b")
     fake = stack.fakes["r0"]
     fake.script = lambda request: long if request.prompt_ids == longer else short
-    fake.allow(0)  # until both have come; then each gets a token a step
+    fake.allow(0)  # until both have come; then one token each, which ends the short one
     forks = [{"branch": "2", "prompt": " b"}, {"branch": "1", "prompt": " a"}]
     body = {"model": "tiny", "prompt": "Hello", "program": {"id": "p", "forks": forks}, "max_tokens": 40}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
     with ThreadPoolExecutor(1) as thread:
-        posted = thread.submit(client.http.post, f"{client.url}/v1/completions", json=body)
-        fake.wait_for(lambda: len(fake.requests()) == 2)
-        fake.allow(None)
-        answer = posted.result()
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    events[:2] = sorted(events[:2], key=lambda event: -event["choices"][0]["index"])  # which comes first is a race
-    assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []], answer.text
+        thread.submit(lambda: [fake.wait_for(lambda: len(fake.requests()) == 2), fake.allow(2)])
+        with client.http.stream("POST", f"{client.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            said = [next(line for line in lines if line.startswith("data: {"))]  # the long one cannot have ended
+            fake.allow(None)
+            said += [line for line in lines if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in said]
+    assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []], said
     sizes = [event["usage"]["completion_tokens"] for event in events]
     assert sizes[2] == sizes[0] + sizes[1] and sizes[0] < sizes[1]
     prompt_tokens = [event["usage"]["prompt_tokens"] for event in events]

@@ -16,6 +16,7 @@ for none.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ class SpeculativeDecoding:
         if room <= 0 or not self._may_look(step_s):
             return {}
         began_s = self._clock()
-        rates = self._rates(shape, room)
+        rates = self._rates(shape, step_s, room)
         guesses = {i: guess for i, seq in enumerate(candidates) if (guess := self._guess(seq)) is not None}
         was_asked = [self._ask(index, candidates, guesses, rates, make_room) for index in self._batched]
         known = _chances(guesses)
@@ -144,7 +145,7 @@ class SpeculativeDecoding:
             return False
         began_s = self._clock()
         most = self._most * len(candidates)
-        rates = self._rates(shape, most if room is None else min(room, most))
+        rates = self._rates(shape, step_s, most if room is None else min(room, most))
         guesses = {i: guess for i, seq in enumerate(candidates) if (guess := self._guess(seq)) is not None}
         self._pays = rates.best(_chances(guesses))[0] > 0 or any(
             self._length(index, candidates, guesses, rates)[0] for index in self._batched
@@ -184,7 +185,7 @@ class SpeculativeDecoding:
                 drafter.extend(slot, news)
             self._num_told[slot] = known
         pending = seq.num_tokens - known  # 0 or 1
-        most = min(self._most, seq.token_limit - seq.num_tokens - 1) + pending
+        most = self._limit(seq) + pending
         best: _Guess | None = None
         for index, (drafter, acceptance) in enumerate(zip(self._drafters, self._acceptance, strict=True)):
             if drafter.is_batched:
@@ -252,8 +253,8 @@ class SpeculativeDecoding:
                 break
         return best
 
-    def _rates(self, shape: BatchShape, room: int) -> "_Rates":
-        return _Rates(self._seconds, shape, room, self._exposed_s, self._rows)
+    def _rates(self, shape: BatchShape, step_s: float, room: int) -> "_Rates":
+        return _Rates(self._seconds, shape, step_s, room, self._exposed_s, self._rows)
 
     def _limit(self, seq: Draftable) -> int:
         """Most drafts of a sequence: after them comes one more token."""
@@ -267,15 +268,16 @@ class _Rates:
         self,
         seconds: Callable[[BatchShape], float],
         shape: BatchShape,
+        step_s: float,
         room: int,
         exposed_s: float,
         rows: PaddedSizes,
     ) -> None:
-        """As `SpeculativeDecoding` has them. `shape`: the step without drafts. `room`: most drafts of it."""
+        """As `SpeculativeDecoding` has them. `shape`: the step without drafts, which takes `step_s`. `room`: most
+        drafts of it."""
         self._seconds, self._shape, self._room, self._exposed_s = seconds, shape, room, exposed_s
-        tokens = shape.tokens
-        self._numbers = sorted({*COUNTS, *(rows.mixed(tokens + count) - tokens for count in COUNTS)})
-        self._known_s: dict[int, float] = {0: seconds(shape)}  # by number of drafts
+        self._rows = rows
+        self._known_s: dict[int, float] = {0: step_s}  # by number of drafts
 
     def falling(self, chances: np.ndarray) -> np.ndarray:
         """The probabilities of the step's drafts, falling, as many as it has room for. `chances`: of any shape; 0 is no
@@ -297,6 +299,13 @@ class _Rates:
             if rate > most:
                 best, most = count, rate
         return best, most
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """`COUNTS`, and with each the number that fills its padding, ascending. Most steps have no drafts: theirs are
+        not made."""
+        tokens = self._shape.tokens
+        return sorted({*COUNTS, *(self._rows.mixed(tokens + count) - tokens for count in COUNTS)})
 
     def _counts(self, most: int) -> list[int]:
         """The numbers of drafts that are tried, up to `most`."""
