@@ -294,8 +294,11 @@ class FlashInferAttention(GraphAttention):
         self._ranges.plan_graph(batch, size, shared, chunks=True, first=singles)
         self.slots, self._ours = self._ranges.slots, [(size, self._ranges.attend_into)]
         if self._stream is not None:
-            work = self._stream.work(batch.part(0, singles), None)
-            _, arrays = self._stream.fill(work, np.empty(0, dtype=np.int64))
+            if singles:
+                work = self._stream.work(batch.part(0, singles), None)
+                _, arrays = self._stream.fill(work, np.empty(0, dtype=np.int64))
+            else:
+                arrays = self._stream.fill_empty()
             self._ours.append((size, partial(self._stream.attend_into, arrays)))
 
     def _stream_for(self, singles: int, shared: SharedPrefixes | None) -> "StreamKAttention | None":

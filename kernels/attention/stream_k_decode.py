@@ -167,6 +167,7 @@ class StreamKAttention:
         self._static = GraphInputs(
             kv.device, {name: (torch.int64 if name == "rows" else torch.int32, size) for name, size in layout.items()}
         )
+        self._is_empty = False  # whether the tensors that graphs read hold a plan without sequences
 
     def _parts(self, count: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = count * self._shape.num_kv_heads, rows
@@ -204,9 +205,19 @@ class StreamKAttention:
 
     def fill(self, work: StreamKWork, rows: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Copies `rows` and the arrays of `work` to the tensors that graphs read, and returns these tensors."""
+        self._is_empty = False
         arrays = dict(zip(_ARRAYS, (array.ravel() for array in self.arrays(work)), strict=False))
         self._static.fill({"rows": rows, **dict.fromkeys(_ARRAYS, work.members[:0]), **arrays})
         return self._static["rows"][: len(rows)], [self._static[name] for name in arrays]
+
+    def fill_empty(self) -> list[torch.Tensor]:
+        """As `fill` for a step whose tokens all have another kernel. Copies nothing if the last call did the same."""
+        if not self._is_empty:
+            nothing = np.zeros(0, dtype=np.int32)
+            plan = _cut(_columns(0), _OWN, self._programs[_OWN])
+            self.fill(StreamKWork(plan, None, nothing, nothing), np.zeros(0, dtype=np.int64))
+            self._is_empty = True
+        return [self._static[name] for name in _ARRAYS[:3]]
 
     @staticmethod
     def arrays(work: StreamKWork) -> list[np.ndarray]:

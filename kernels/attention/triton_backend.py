@@ -68,25 +68,26 @@ class TritonAttention(GraphAttention):
         self._windows = set(shape.windows)
         # Layers with a window do not see the prefix of a long context.
         self._shares_prefixes = None in self._windows
+        # One set of tensors, so that one copy a step fills it: each further copy takes the host some 20 us, in which a
+        # step with drafts keeps the device waiting.
+        views = {
+            name: (torch.int32, length)
+            for window in self._windows
+            for name, length in zip(
+                _names(window),
+                (split_kv_plan.FIELDS * self._most_items(max_tokens), max_tokens, max_tokens),
+                strict=True,
+            )
+        }
         self._static = GraphInputs(
             self.device,
             {
                 "rows": (torch.int64, max_tokens),
                 "members": (torch.int32, max_sequences),
+                **views,
                 "pages": (torch.int32, max_pages + 1),
             },
         )
-        self._static_views = {
-            window: GraphInputs(
-                self.device,
-                {
-                    "slots": (torch.int32, max_tokens),
-                    "counts": (torch.int32, max_tokens),
-                    "items": (torch.int32, split_kv_plan.FIELDS * self._most_items(max_tokens)),
-                },
-            )
-            for window in self._windows
-        }
         self._views: dict[int | None, _WindowView] = {}
         self._members = self._pages = torch.empty(0, dtype=torch.int32, device=self.device)
 
@@ -129,21 +130,18 @@ class TritonAttention(GraphAttention):
         tables, works = self._work(rest, shared or SharedPrefixes.none(), size - batch.num_tokens, least)
         members = shared.members if shared is not None else np.zeros(0, dtype=np.int32)
         rows = self._rows(batch, size - batch.num_tokens)
-        self._static.fill({"rows": rows, "members": members, "pages": tables.pages})
-        self.slots, self._members, self._pages = (
-            self._static["rows"][:size],
-            self._static["members"],
-            self._static["pages"],
-        )
+        arrays = {"rows": rows, "members": members, "pages": tables.pages}
         for window, own in works.items():
             work = own.behind(first)
-            static, most = self._static_views[window], self._most_items(size)
+            arrays |= zip(_names(window), (work.items.ravel(), work.slots, work.counts), strict=True)
+        static = self._static
+        static.fill(arrays)
+        self.slots, self._members, self._pages = static["rows"][:size], static["members"], static["pages"]
+        for window in works:
+            items, slots, counts = (static[name] for name in _names(window))
             # The kernels of a graph run over all items that there is room for. Unused items have no queries.
-            items = np.zeros((most, split_kv_plan.FIELDS), dtype=np.int32)
-            items[: len(work.items)] = work.items
-            static.fill({"slots": work.slots, "counts": work.counts, "items": items.ravel()})
-            on_device = static["items"].view(-1, split_kv_plan.FIELDS)[:most]
-            self._views[window] = _WindowView(on_device, static["slots"][:size], static["counts"][:size], True)
+            items = items.view(-1, split_kv_plan.FIELDS)[: self._most_items(size)]
+            self._views[window] = _WindowView(items, slots[:size], counts[:size], True)
 
     def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         window = self.shape.windows[layer]
@@ -197,6 +195,11 @@ class TritonAttention(GraphAttention):
         """Most items of a graph of `tokens` tokens. Each token may be a block; each two may be a group, whose prefix is
         one more block, or two if a tile has room for one token only."""
         return self._most + tokens + (tokens // 2 if self._tile_tokens > 1 else tokens)
+
+
+def _names(window: int | None) -> tuple[str, str, str]:
+    """Names of the tensors that hold the items, slots and counts of the layers of a window."""
+    return f"items {window}", f"slots {window}", f"counts {window}"
 
 
 def multiprocessors(device: torch.device) -> int:

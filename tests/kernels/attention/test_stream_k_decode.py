@@ -153,6 +153,20 @@ def test_room_for_parts(size: int, group: int) -> None:
     tested.fill(work, np.arange(n))
 
 
+def test_empty_plan_is_copied_once() -> None:
+    """And again after another plan: the tensors hold what a step without sequences would have filled them with."""
+    batch, num_pages = decodes([20, 40], 16)
+    tested = StreamKAttention(torch.empty(1, 2, num_pages + 1, 2, 16, 64), PLAIN, 2, num_pages, 4)
+    nothing, none = tested.work(batch.part(0, 0), None), np.zeros(0, dtype=np.int64)
+    wanted = [array.clone() for array in tested.fill(nothing, none)[1]]
+    for _ in range(2):
+        _, filled = tested.fill(tested.work(batch, None), np.arange(2))
+        assert not torch.equal(filled[0], wanted[0])
+        for _ in range(2):
+            got = tested.fill_empty()
+            assert all(torch.equal(mine[: len(its)], its) for mine, its in zip(got[:2], wanted[:2], strict=True))
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "can"),
     [
