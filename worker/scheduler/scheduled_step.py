@@ -52,7 +52,7 @@ class ScheduledStep:
     def drop(self, row: int) -> None:
         """Throws away what this step gives the sequence of `row`, which has ended or was preempted."""
         self.dropped |= self.rows == row
-        self.has_dropped = np.count_nonzero(self.dropped) > 0
+        self.has_dropped = bool(np.count_nonzero(self.dropped))
 
     def compact(self) -> None:
         """Removes the chunks of dropped sequences from the plan, before it runs."""
