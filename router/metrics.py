@@ -25,6 +25,12 @@ _GAUGES = {
     "kv_tokens_used": ("shoal_kv_tokens_used", "KV tokens held by running requests"),
     "kv_tokens_leased": ("shoal_kv_tokens_leased", "Cached KV tokens of living programs, which are evicted last"),
     "kv_tokens_cached": ("shoal_kv_tokens_cached", "KV tokens of past requests, kept for reuse"),
+    "length_tau": (
+        "shoal_output_length_tau",
+        "Kendall's tau between the predicted and the real lengths of the newest outputs: 1 if the order is right, 0 if "
+        "it is as good as random",
+    ),
+    "length_ratio": ("shoal_output_length_ratio", "Tokens of the newest outputs, divided by those predicted"),
 }
 _COUNTERS = {
     "steps": ("shoal_steps", "Steps that the scheduler made"),

@@ -24,9 +24,12 @@ ALLOWED = {
     "worker": {"pipeline:", "radix"},
     "worker.engine": {
         "worker:", "worker.scheduler", "worker.executor", "worker.models", "worker.sampling", "worker.parallel",
-        "worker.structured_output", "worker.drafts", "pipeline", "radix",
+        "worker.structured_output", "worker.drafts", "worker.lengths", "pipeline", "radix",
     },
-    "worker.scheduler": {"worker:", "worker.structured_output", "worker.drafts", "pipeline", "radix"},
+    "worker.scheduler": {
+        "worker:", "worker.structured_output", "worker.drafts", "worker.lengths", "pipeline", "radix",
+    },
+    "worker.lengths": {"worker:"},
     "worker.drafts": {"worker:", "worker.structured_output", "pipeline"},
     "worker.executor": {"worker:", "worker.models", "worker.parallel", "pipeline", "kernels"},
     "worker.models": {"worker:", "worker.parallel", "pipeline", "kernels"},
@@ -46,6 +49,7 @@ ALLOWED = {
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.fleet": {"bench:", "bench.load", "shoal", "router", "worker", "pipeline", "radix"},
+    "bench.lengths": {"bench:", "bench.load", "bench.pipeline", "shoal", "cluster", "worker", "pipeline"},
     "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},
     "bench.correctness.clients": {"bench:", "shoal"},

@@ -104,10 +104,18 @@ class WorkerConfig(BaseModel):
         description="most requests that may wait at one replica; further ones are offered to two other replicas, and "
         "refused with 429 if those are full too",
     )
+    scheduling_policy: Literal["shortest", "fcfs"] = Field(
+        "shortest",
+        description="which of the waiting requests of equal priority starts next. shortest: the one with the fewest "
+        "prompt tokens to compute; while slots or pages are short, the one that has waited the longest in proportion "
+        "to its expected work, with the length of its output predicted from what the replica has served. fcfs: the "
+        "one that came first. With schedule offline, jobs have an order of their own",
+    )
     starvation_s: float = Field(
         5.0,
         ge=0,
-        description="seconds after which a waiting request goes before requests with fewer tokens left to prefill; "
+        description="seconds after which a waiting request goes before requests with fewer tokens left to prefill, "
+        "while there are slots and pages for all; "
         "with schedule offline, requests that arrive within this time are one job, and jobs run one after the other",
     )
     step_timeout_s: float | None = Field(

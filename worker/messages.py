@@ -10,6 +10,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 | replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad` |
 """
 
+import math
 from typing import Literal
 
 import msgspec
@@ -234,6 +235,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `context_tokens` | KV tokens that running requests hold |
     | `proposals` | how often drafts of one sequence were verified in a step, by drafter |
     | `drafted`, `accepted` | drafts that were verified, and those that were right, by drafter |
+    | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; NaN while unknown |
+    | `length_ratio` | tokens of the newest outputs over those that were predicted; NaN while unknown |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     """
 
@@ -258,6 +261,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     proposals: dict[str, int] = {}
     drafted: dict[str, int] = {}
     accepted: dict[str, int] = {}
+    length_tau: float = math.nan
+    length_ratio: float = math.nan
     stage_seconds: list[dict[str, float]] = []
 
 

@@ -4,7 +4,7 @@ All decisions are made by the real code: scheduler, policy, admission, forecast,
 computed: all sampled tokens are the same.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.stage_timeline import LEADS_S
+from worker.lengths import OutputLengthPredictor
 from worker.messages import Generate, SamplingParams
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.scheduler.scheduler import Scheduler
@@ -28,10 +29,17 @@ class SimulatedReplica:
     """Implements `bench.pipeline.simulator.SimulatedScheduler`."""
 
     def __init__(
-        self, config: WorkerConfig, costs: CostStore, clock: SimulatedClock, prompt_ids: Callable[[Request], list[int]]
+        self,
+        config: WorkerConfig,
+        costs: CostStore,
+        clock: SimulatedClock,
+        prompt_ids: Callable[[Request], list[int]],
+        eos_token_ids: Collection[int] = (),
+        lengths: OutputLengthPredictor | None = None,
     ) -> None:
         """`costs`: cost models of all stages, which learn as in a real replica. `prompt_ids`: returns a request's
-        prompt, of ids below VOCAB_SIZE. `config` must have `kv_tokens` and `context_length`."""
+        prompt, of ids below VOCAB_SIZE. `eos_token_ids`, `lengths`: the scheduler's. `config` must have `kv_tokens` and
+        `context_length`."""
         assert config.kv_tokens is not None and config.context_length is not None
         self._costs, self._clock, self._prompt_ids = costs, clock, prompt_ids
         self._ahead = StageBacklog(config.pp)
@@ -42,11 +50,12 @@ class SimulatedReplica:
             Tree(config.page_size, PagePool(config.kv_tokens // config.page_size, config.page_size)),
             vocab_size=VOCAB_SIZE,
             context_length=config.context_length,
-            eos_token_ids=(),
+            eos_token_ids=eos_token_ids,
             policy=costs.policy(config, overlap=config.overlap is not False),
             ahead_s=lambda: self._ahead.free_s(clock()),
             returning_s=self._returning_s,
             clock=clock,
+            lengths=lengths,
         )
 
     def arrive(self, request: Request) -> None:

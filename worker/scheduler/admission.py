@@ -13,8 +13,10 @@ from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.step_builder import StepBuilder
 from worker.scheduler.waiting_queue import QueueOrder, WaitingQueue
 
-# Steps after which admission is tried again even if no sequence has arrived or left.
+# Steps after which admission is tried again even if no sequence has arrived or left. For as many steps after one found
+# no pages, pages count as short.
 RETRY_STEPS = 16
+SPARE = 4  # candidates beyond the free slots: some may wait for a prefix that another sequence computes
 
 
 class Admission:
@@ -32,7 +34,7 @@ class Admission:
         table: SequenceTable[Sequence],
         order: QueueOrder,
     ) -> None:
-        self.queue = WaitingQueue(config.starvation_s, kv_cache.cached_tokens, order)
+        self.queue = WaitingQueue(config.starvation_s, kv_cache.cached_tokens, order, table)
         self.held: dict[str, Sequence] = {}  # by request id
         self.kv_demand = PeakKVEstimator(kv_cache.page_size)
         self._running = running
@@ -41,6 +43,7 @@ class Admission:
         self._table = table
         self._num_changes = 0  # how often a sequence was added or left
         self._blocked_at: tuple[int, int] | None = None  # `_comings` when a sequence last found no room
+        self._blocked_step = -RETRY_STEPS  # the step for which that was
         self._builder: StepBuilder  # of the step that is built
         self._step = 0
         self._is_closed = True  # whether no sequence may start in this step any more
@@ -62,8 +65,7 @@ class Admission:
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
         self._num_changes += 1
-        if self.queue.order is QueueOrder.LONGEST_OUTPUT:
-            seq.expected_tokens = seq.num_tokens + self.kv_demand.expected_tokens(seq)
+        seq.expected_tokens = seq.num_tokens + self.kv_demand.expected_tokens(seq)
         if ready:
             self.queue.add(seq, step)
         else:
@@ -100,9 +102,13 @@ class Admission:
         self._is_closed = self.is_blocked(step)
         self._has_forecast = False
 
-    def candidates(self) -> list[Sequence]:
-        """The waiting sequences of which some may start in this step, in no particular order."""
-        return self.queue.window(self._step) if self._is_open else []
+    def candidates(self, now_s: float) -> list[Sequence]:
+        """The waiting sequences of which some may start in this step, those that should start first at the front."""
+        if not self._is_open:
+            return []
+        if self._is_short and self.queue.order in (QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX):
+            return self.queue.most_due(self._running.num_free + SPARE, self._step, now_s)
+        return self.queue.by_urgency(self.queue.window(self._step), now_s)
 
     def admit(self, seq: Sequence) -> bool:
         """Lets a waiting sequence start if there are a slot, tokens and pages for it. Returns whether it does.
@@ -121,6 +127,7 @@ class Admission:
             return False  # also a starved one: it is next anyway, and then has less to compute
         if not self._open(seq):
             self._blocked_at = self._comings(self._step)
+            self._blocked_step = self._step
             self._is_closed = True
             return False
         self.queue.remove(seq)
@@ -145,6 +152,11 @@ class Admission:
             and self._running.has_room
             and self._builder.budget.tokens_left > 0
         )
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether slots or pages are short: not all waiting sequences can start now."""
+        return len(self.queue) > self._running.num_free or self._step < self._blocked_step + RETRY_STEPS
 
     def _comings(self, step: int) -> tuple[int, int]:
         """A value that changes whenever a sequence that found no room should try again."""

@@ -172,7 +172,10 @@ class PeakKVEstimator:
         return peak_pages([*claims, claim_of(seq, self._outputs)], self._page_size) <= available
 
     def expected_tokens(self, seq: Sequence) -> int:
-        """Expected further output tokens of a sequence."""
+        """Expected further output tokens of a sequence: as `worker.lengths` predicts, or else as recent outputs say."""
+        if seq.length is not None and (estimate := seq.length.estimate) is not None:
+            produced = seq.num_tokens - seq.num_prompt
+            return math.ceil(estimate.to_come(produced, seq.token_limit - seq.num_prompt))
         return tokens_to_come(seq, self._outputs)
 
     def start(self, seq: Sequence) -> None:

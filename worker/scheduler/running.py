@@ -33,6 +33,11 @@ class RunningSequences:
         return self._rows
 
     @property
+    def num_free(self) -> int:
+        """Number of free slots."""
+        return len(self._free_slots)
+
+    @property
     def has_room(self) -> bool:
         """Whether a slot is free."""
         return bool(self._free_slots)

@@ -42,6 +42,7 @@ from radix.leases import Leases
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.drafts.speculative_decoding import SpeculativeDecoding
+from worker.lengths import OutputLengthPredictor
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
 from worker.scheduler.admission import Admission
 from worker.scheduler.integrity import check_sequences
@@ -85,6 +86,7 @@ class Scheduler:
         returning_s: Callable[[ScheduledStep], float] = lambda step: math.inf,
         clock: Callable[[], float] = time.monotonic,
         speculation: SpeculativeDecoding | None = None,
+        lengths: OutputLengthPredictor | None = None,
     ) -> None:
         """Times are in seconds.
 
@@ -93,8 +95,10 @@ class Scheduler:
           are on the last stage's device for the next step to read; infinite if the next step may not read them there.
         - `clock`: the current time; a simulator passes virtual time.
         - `speculation`: proposes drafts; None for a replica without.
+        - `lengths`: predicts output lengths; None for one that has learned nothing yet.
         """
         self._speculation = speculation
+        self._lengths = OutputLengthPredictor() if lengths is None else lengths
         self._inserts = config.jump_forward == "insert"  # whether any sequence may insert tokens
         self.config = config
         self.policy = policy
@@ -121,6 +125,8 @@ class Scheduler:
         else:
             self._in_flight = PipelineStepsInFlight(ahead_s, returning_s, self._table, policy)
             order = QueueOrder.LONGEST_PREFIX
+        if config.scheduling_policy == "fcfs":
+            order = QueueOrder.ARRIVAL
         if policy.longest_first:
             order = QueueOrder.LONGEST_OUTPUT
         self._waiting = Admission(config, self.running, self.kv_cache, self._table, order)
@@ -180,6 +186,8 @@ class Scheduler:
             token_limit=limit,
             eos_token_ids=self.eos_token_ids,
         )
+        if not seq.ends_at_limit:
+            seq.length = self._lengths.arrived(request)
         if request.output_ids and self._finish_complete(seq):
             return False
         if seq.lease is not None:
@@ -329,6 +337,7 @@ class Scheduler:
         load.waiting = len(self._waiting)
         load.output_tokens = self._outputs.num_tokens
         load.preemptions = self._preemption.num_preempted
+        load.length_tau, load.length_ratio = self._lengths.accuracy()
         rows, waiting, table = self.running.rows, self._waiting.rows, self._table
         load.context_tokens = int(table.num_computed[rows].sum())
         load.waiting_tokens = int(np.maximum(table.num_prompt[rows] - table.num_computed[rows], 0).sum())
@@ -485,12 +494,18 @@ class Scheduler:
     def _in_chunk_order(self, prefills: list[Sequence]) -> Iterator[Sequence]:
         """Running prefills and waiting sequences, in the order in which they may have chunks: running ones first, or
         all by urgency, so that short prompts overtake a long one."""
-        queue = self._waiting.queue
-        if queue.order is QueueOrder.SHORTEST_PREFILL:
-            yield from queue.by_urgency([*prefills, *self._waiting.candidates()], self.clock())
-        else:
+        queue, now_s = self._waiting.queue, self.clock()
+        waiting = self._waiting.candidates(now_s)
+        if queue.order is not QueueOrder.SHORTEST_PREFILL:
             yield from prefills
-            yield from queue.by_urgency(self._waiting.candidates(), self.clock())
+            yield from waiting
+            return
+        prefills = queue.by_urgency(prefills, now_s)
+        for seq in waiting:
+            while prefills and queue.is_before(prefills[0], seq, now_s):
+                yield prefills.pop(0)
+            yield seq
+        yield from prefills
 
     def _schedule_chunk(self, seq: Sequence) -> None:
         """Adds the next chunk of a running sequence to the step, unless there are no tokens or pages for it now."""
@@ -557,6 +572,9 @@ class Scheduler:
                     self._speculation.verified(seq, start, len(step.drafts[chunk]), accepted)
         for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
+            if seq.length is not None:
+                produced = seq.num_known - seq.num_prompt
+                self._lengths.ended(seq.length, produced, was_cut=seq.num_known >= seq.token_limit)
             self._forget(seq, keep=True)
             self.counters.finished += 1
 

@@ -10,6 +10,7 @@ from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
 if TYPE_CHECKING:
     from radix.tree import PagedNode
+    from worker.lengths import PredictedLength
     from worker.structured_output import GrammarState
 
 
@@ -79,6 +80,7 @@ class Sequence:
         "head_start_s",
         "job",
         "lease",
+        "length",
         "new_token_ids",
         "node",
         "num_shared",
@@ -125,6 +127,7 @@ class Sequence:
         self.pool = None if pooling is None else Pool(pooling, len(request.prompt_ids))
         no_stop = not self.stop_ids and self.sampling.grammar is None
         self.ends_at_limit = no_stop or self.pool is not None  # nothing else can end it
+        self.length: PredictedLength | None = None  # of the output, if that is not known
         self.job = 0  # see `WaitingQueue`
         self.grammar: GrammarState | None = None
 

