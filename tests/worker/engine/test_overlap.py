@@ -36,8 +36,8 @@ def test_nothing_is_planned_beyond_the_limit_and_one_step_beyond_a_stop(overlapp
 def test_a_slot_that_has_a_new_owner_does_not_get_the_old_ones_token(overlapped):
     d = overlapped(max_running=1)
     d.add("old", prompt(8, seed=1), max_tokens=30)
-    d.add("new", prompt(8, seed=2), max_tokens=3)
     d.step()
+    d.add("new", prompt(8, seed=2), max_tokens=3)
     d.step()
     assert d.flight is not None
     d.scheduler.abort(["old"])
