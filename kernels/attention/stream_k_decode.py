@@ -191,11 +191,12 @@ class StreamKAttention:
             own[:n, _KEYS] -= skipped * self._page_size
             own[:n, _PAGE] += skipped
             blocks = split_kv_plan.of_groups(shared, tables.groups, self._page_size, self._members)
-            groups = _columns(len(blocks.counts))
-            groups[:, _PAGE], groups[:, _KEYS] = blocks.pages, blocks.last_keys
-            groups[:, _WHICH], groups[:, _MEMBER] = ~blocks.firsts, blocks.counts
+            counts = blocks[:, split_kv_plan.COUNT]
+            groups = _columns(len(blocks))
+            groups[:, _PAGE], groups[:, _KEYS] = blocks[:, split_kv_plan.PAGE], blocks[:, split_kv_plan.LAST_KEY]
+            groups[:, _WHICH], groups[:, _MEMBER] = ~blocks[:, split_kv_plan.FIRST], counts
             cut_groups = _cut(groups, _SHARED, self._programs[_SHARED])
-            block = np.repeat(np.arange(len(groups)), blocks.counts)
+            block = np.repeat(np.arange(len(groups)), counts)
             own[shared.members, _WHICH] = block
             own[shared.members, _MEMBER] = np.arange(len(block)) - groups[block, _WHICH]
             own[shared.members, _SHARED_FIRST] = groups[block, _FIRST]

@@ -19,8 +19,6 @@ from kernels.attention.interface import (
     AttentionShape,
     GraphAttention,
     SharedPrefixes,
-    slot_mapping,
-    token_positions,
 )
 from kernels.attention.shared_prefix import SharedPrefixFinder
 from kernels.attention.split_kv_kernel import PROGRAMS, PartialOutputs
@@ -58,7 +56,7 @@ class TritonAttention(GraphAttention):
         self._tile_tokens = self._tiles.wide * shape.num_kv_heads // shape.num_heads
         self._most = -(-PROGRAMS * multiprocessors(self.device) // shape.num_kv_heads)
         self._finder = SharedPrefixFinder(self.page_size, shape, kv.dtype.itemsize)
-        # Parts of blocks that are cut (see `split_kv_plan.cut`). A block that is not cut leaves at most two parts a
+        # Parts of blocks that are cut (see `split_kv_plan.work`). A block that is not cut leaves at most two parts a
         # sequence: one of its group's prefix, and one of its own keys.
         most_parts = 2 * self._tile_tokens * self._most + 2 * max_sequences
         self._part_out = torch.empty(
@@ -127,12 +125,11 @@ class TritonAttention(GraphAttention):
         another kernel attends."""
         rest = batch.part(first, len(batch.rows))
         least = _LEAST_KEYS if chunks else 1
-        tables, works = self._work(rest, shared or SharedPrefixes.none(), size - batch.num_tokens, least)
+        tables, works = self._work(rest, shared or SharedPrefixes.none(), size - batch.num_tokens, least, first)
         members = shared.members if shared is not None else np.zeros(0, dtype=np.int32)
         rows = self._rows(batch, size - batch.num_tokens)
         arrays = {"rows": rows, "members": members, "pages": tables.pages}
-        for window, own in works.items():
-            work = own.behind(first)
+        for window, work in works.items():
             arrays |= zip(_names(window), (work.items.ravel(), work.slots, work.counts), strict=True)
         static = self._static
         static.fill(arrays)
@@ -154,38 +151,41 @@ class TritonAttention(GraphAttention):
             split_kv_kernel.merge(out, parts)
 
     def _work(
-        self, batch: AttentionBatch, shared: SharedPrefixes, padding: int, least: int = 1
+        self, batch: AttentionBatch, shared: SharedPrefixes, padding: int, least: int = 1, behind: int = 0
     ) -> tuple[split_kv_plan.PageLists, dict[int | None, split_kv_plan.SplitKVPlan]]:
         """The pages that the batch reads, and a plan for the layers of each window.
 
-        `padding` tokens are added after the batch. Ranges have about `least` keys or more.
+        `padding` tokens are added after the batch, and `behind` in front of it, for which there is nothing to do.
+        Ranges have about `least` keys or more.
         """
         # Layers with a window read a chunk's keys from its own pages, also those that the group's prefix has.
-        tables = split_kv_plan.tables(batch, shared, self.page_size, repeat=len(self._windows) > 1)
-        starts, lengths, places = batch.starts, batch.lengths, tables.chunks
-        seen = shared.pages_of(len(starts)) * self.page_size
-        if padding:
-            # Padding tokens see one token of the last page, which stands at the end of the list.
-            zeros = np.zeros(padding, dtype=np.int32)
-            starts, lengths, seen = (
-                np.concatenate(pair) for pair in ((starts, zeros), (lengths, zeros + 1), (seen, zeros))
-            )
-            places = np.concatenate((places, np.full(padding, len(tables.pages))))
-            pages = np.append(tables.pages, np.int32(self._scratch))
-            tables = split_kv_plan.PageLists(pages, tables.groups, tables.chunks)
+        tables = split_kv_plan.tables(batch, shared, self.page_size, repeat=len(self._windows) > 1, spare=1)
+        # Padding tokens see one token of the last page, which stands at the end of the list.
+        tables.pages[-1] = self._scratch
+        seen = shared.pages_of(len(batch.rows)).astype(np.int64) * self.page_size
         works = {}
         for window in self._windows:
             together = shared if window is None else SharedPrefixes.none()
-            groups = split_kv_plan.of_groups(together, tables.groups, self.page_size, self._tile_tokens)
-            chunks = split_kv_plan.of_chunks(starts, lengths, places, seen, window, self._tile_tokens)
-            works[window] = split_kv_plan.work(together, groups, chunks, self._most, self._tiles.keys, least)
+            works[window] = split_kv_plan.work(
+                batch,
+                together,
+                split_kv_plan.of_groups(together, tables.groups, self.page_size, self._tile_tokens),
+                tables.chunks,
+                seen,
+                window,
+                tile_tokens=self._tile_tokens,
+                most=self._most,
+                step=self._tiles.keys,
+                least=least,
+                behind=behind,
+                padding=padding,
+                scratch=len(tables.pages) - 1,
+            )
         return tables, works
 
     def _rows(self, batch: AttentionBatch, padding: int) -> np.ndarray:
         """The slots of the batch's tokens, and those of `padding` tokens after it, which are in the last page."""
-        chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
-        rows = slot_mapping(batch, chunk_of_token, token_positions(batch), self.shape.num_kv_heads, self.page_size)
-        return np.concatenate((rows, np.full(padding, self._scratch * self.shape.num_kv_heads * self.page_size)))
+        return split_kv_plan.token_rows(batch, self.shape.num_kv_heads, self.page_size, padding, self._scratch)
 
     @property
     def _scratch(self) -> int:

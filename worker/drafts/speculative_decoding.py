@@ -14,9 +14,9 @@ for none.
 """
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -300,16 +300,13 @@ class _Rates:
                 best, most = count, rate
         return best, most
 
-    @cached_property
-    def _numbers(self) -> list[int]:
-        """`COUNTS`, and with each the number that fills its padding, ascending. Most steps have no drafts: theirs are
-        not made."""
-        tokens = self._shape.tokens
-        return sorted({*COUNTS, *(self._rows.mixed(tokens + count) - tokens for count in COUNTS)})
-
     def _counts(self, most: int) -> list[int]:
-        """The numbers of drafts that are tried, up to `most`."""
-        return [*(count for count in self._numbers if count < most), most] if most else []
+        """The numbers of drafts that are tried, ascending: `COUNTS` up to `most`, with each the number that fills its
+        padding, and `most` itself."""
+        tokens, counts = self._shape.tokens, {most} if most else set[int]()
+        for count in COUNTS[: bisect_left(COUNTS, most)]:
+            counts |= {count, min(self._rows.mixed(tokens + count) - tokens, most)}
+        return sorted(counts)
 
     def _step_s(self, count: int) -> float:
         if count not in self._known_s:

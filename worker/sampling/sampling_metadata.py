@@ -135,6 +135,7 @@ _ADJUSTED, _CONSTRAINED, _RANDOM, _FILTERED = (
     int(SamplingNeeds.RANDOM),
     int(SamplingNeeds.FILTERED),
 )
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 class SamplingMetadata:
@@ -182,6 +183,17 @@ class SamplingMetadata:
         kinds = needs[self.slots]
         if (kinds & _FREE).any():
             raise ValueError(f"slot {self.slots[(kinds & _FREE) > 0][0]} is free")
+        if np.count_nonzero(kinds):
+            self._group(kinds)
+        else:  # all take the argmax, as in most steps with drafts, each of which is grouped anew
+            self.constrained, self.custom, self.logprobs = list[int](), list[int](), list[int]()
+            self.constrained_states, self.custom_states = list[SlotState](), list[SlotState]()
+            self.greedy = self.unfiltered = self.filtered = self.custom_slots = _NO_ROWS
+            self.is_adjusted, self.min_tokens_slots = False, list[int]()
+            self.stateful, self.logprob_states = list[tuple[int, SlotState]](), list[SlotState]()
+
+    def _group(self, kinds: np.ndarray) -> None:
+        """Groups the sampled rows by their needs, `kinds`."""
         how = kinds & (_RANDOM | _ADJUSTED | _CONSTRAINED)
         constrained, custom = np.flatnonzero(how == _CONSTRAINED), np.flatnonzero(how & ~_CONSTRAINED)
         self.constrained, self.custom = constrained.tolist(), custom.tolist()
