@@ -1,0 +1,54 @@
+"""The share of recent requests that begin with a prefix, and from that how many copies of it a fleet can use.
+
+A prefix that a share p of all requests has is a share p of the work. On n replicas it is worth p n copies, so that no
+holder gets more than its part; `SPARE` times as many leave placement a choice.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+WINDOW = 1024  # requests
+SPARE = 2.0
+LEAST = 4  # requests for each replica that the first ones count as: a prefix of one or two requests is wanted nowhere
+
+
+class Popularity:
+    """Counts the prefixes of the newest `WINDOW` requests."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._window: deque[Sequence[int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._window)
+
+    def add(self, hashes: Sequence[int]) -> None:
+        """Counts a request with these `prefix_hashes`."""
+        self._window.append(hashes)
+        self._counts.update(hashes)
+        if len(self._window) > WINDOW:
+            for prefix in self._window.popleft():
+                left = self._counts[prefix] - 1
+                if left:
+                    self._counts[prefix] = left
+                else:
+                    del self._counts[prefix]
+
+    def wanted_tokens(
+        self, hashes: Sequence[int], ends: Sequence[int], cached: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """For each replica, how many of a prompt's tokens that it has not cached are worth a copy there, [replicas].
+
+        `hashes`, `ends`: the prompt's `prefix_hashes` and their lengths. `cached` [replicas]: tokens that each has.
+        """
+        num_replicas, counts = len(cached), self._counts
+        if not ends:
+            return np.zeros(num_replicas)
+        shares = np.array([counts[prefix] for prefix in hashes]) / max(LEAST * num_replicas, len(self._window))
+        copies = num_replicas - np.searchsorted(np.sort(cached), ends)  # replicas that have each prefix
+        wanted = np.clip(SPARE * shares * num_replicas / np.maximum(1, copies) - 1, 0, 1)
+        sums = np.concatenate([[0.0], np.cumsum(wanted * np.diff(ends, prepend=0))])
+        return sums[-1] - np.interp(cached, np.concatenate([[0], ends]), sums)
