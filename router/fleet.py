@@ -14,6 +14,7 @@ import logging
 import random
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -143,7 +144,7 @@ class Fleet:
             if not names:
                 raise NoReplica()
             choices = self._candidates(names)
-            choices["cached_tokens"] = cached = self._cached(names, prompt, hashes, [0, *ends], home)
+            choices["cached_tokens"] = cached = self._cached(names, prompt, hashes, ends, home)
             choices["wanted_tokens"] = self._popularity.wanted_tokens(hashes, ends, cached)
             self._popularity.add(hashes)
             best = int(self._rank(choices, num_tokens, WEIGHTS, self._turn)[0])
@@ -205,9 +206,11 @@ class Fleet:
         for index, replica_id in enumerate(names):
             replica = self._replicas[replica_id]
             known = 0 if replica.mirror is None else replica.mirror.match_packed(prompt)
-            cached[index] = max(known, ends[replica.expected.match(hashes, now_s)])
             if home is not None and replica_id == home.replica_id:
-                cached[index] = max(cached[index], home.num_tokens)
+                known = max(known, home.num_tokens)
+            marked = bisect_right(ends, known)
+            found = replica.expected.match(hashes, now_s, marked)
+            cached[index] = known if found == marked else ends[found - 1]
         # The last token is always computed: its logits give the answer's first token.
         return np.minimum(cached, max(0, len(prompt) // np.dtype(np.int32).itemsize - 1))
 

@@ -117,7 +117,7 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     | later ones | its own computing w is work that a queue with V seconds of work has more. Arrivals at rate r to replicas that are busy for a part b of the time lose r w (V + w / 2) / (1 - b) by it: the value function of a queue with Poisson arrivals (Hyytiä, Penttinen, Aalto 2012, "Size- and state-aware dispatching problem with queue-specific job sizes") |
     | decodes | its own prompt stops those that run; then each of its own steps is as long as all decodes make it, and the others' are longer by its own |
     """  # noqa: E501
-    c = candidates
+    c = {name: candidates[name] for name in CANDIDATE.names or ()}
     decoding_s = c["step_s"] + c["decode_s"] * c["running"] + c["context_s"] * c["context_tokens"]
     share = np.maximum(LEAST_SHARE, 1 - decoding_s / c["full_s"])
     waiting_s = c["waiting_tokens"] * c["token_s"] + c["waiting_products"] * c["product_s"]
@@ -130,8 +130,9 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     generation_s = c["output_tokens"] * decoding_s
     over = np.maximum(0.0, c["context_tokens"] + c["waiting_tokens"] + context - c["kv_tokens"])
     room_s = np.where(c["kv_tokens"] > 0, over / np.maximum(1.0, c["context_tokens"]) * generation_s, 0.0)
-    busy = np.minimum(MOST_BUSY, (c["tokens_s"] * c["token_s"] / share).mean()) if len(c) else 0.0
-    later_s = c["requests_s"].mean() / (1 - busy) * work_s * (ahead_s + work_s / 2) if len(c) else 0.0
+    count = max(1, len(candidates))
+    busy = min(MOST_BUSY, float((c["tokens_s"] * c["token_s"] / share).sum()) / count)
+    later_s = float(c["requests_s"].sum()) / count / (1 - busy) * work_s * (ahead_s + work_s / 2)
     slower_s = c["output_tokens"] * (c["decode_s"] + c["context_s"] * context) * (1 + c["running"])
     return (
         first_s
@@ -144,5 +145,5 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
 
 def _order(cost: Floats, turn: int) -> NDArray[np.intp]:
     """Indices by ascending cost; equal ones in their order from `turn` on."""
-    order = np.roll(np.arange(len(cost)), -(turn % max(1, len(cost))))
+    order = (np.arange(len(cost)) + turn) % max(1, len(cost))
     return order[np.argsort(cost[order], kind="stable")]

@@ -4,6 +4,7 @@ A prefix that a share p of all requests has is a share p of the work. On n repli
 holder gets more than its part; `SPARE` times as many leave placement a choice.
 """
 
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -45,10 +46,14 @@ class Popularity:
         `hashes`, `ends`: the prompt's `prefix_hashes` and their lengths. `cached` [replicas]: tokens that each has.
         """
         num_replicas, counts = len(cached), self._counts
-        if not ends:
+        scale = SPARE * num_replicas / max(LEAST * num_replicas, len(self._window))
+        if not hashes or scale * counts[hashes[0]] <= 1:
             return np.zeros(num_replicas)
-        shares = np.array([counts[prefix] for prefix in hashes]) / max(LEAST * num_replicas, len(self._window))
-        copies = num_replicas - np.searchsorted(np.sort(cached), ends)  # replicas that have each prefix
-        wanted = np.clip(SPARE * shares * num_replicas / np.maximum(1, copies) - 1, 0, 1)
-        sums = np.concatenate([[0.0], np.cumsum(wanted * np.diff(ends, prepend=0))])
-        return sums[-1] - np.interp(cached, np.concatenate([[0], ends]), sums)
+        popular = bisect_left(hashes, True, key=lambda prefix: scale * counts[prefix] <= 1)  # shares only fall
+        shares = np.array([scale * counts[prefix] for prefix in hashes[:popular]])
+        lengths = np.array([0, *ends[:popular]])
+        copies = num_replicas - np.searchsorted(np.sort(cached), lengths[1:])  # replicas that have each prefix
+        wanted = np.minimum(1, np.maximum(0, shares / np.maximum(1, copies) - 1))
+        sums = np.zeros(popular + 1)
+        np.cumsum(wanted * (lengths[1:] - lengths[:-1]), out=sums[1:])
+        return sums[-1] - np.interp(cached, lengths, sums)
