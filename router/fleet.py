@@ -24,7 +24,7 @@ import numpy as np
 
 from radix.node import pack
 from router.errors import NoReplica
-from router.known_replica import Booked, Booking, KnownReplica, mirror_of
+from router.known_replica import Booked, Booking, KnownReplica, mirror_of, pace_left
 from router.optimistic_prefixes import marks, prefix_hashes
 from router.placement import CANDIDATE, Placement, Weights, least_load, rank, round_robin
 from router.popularity import Popularity
@@ -76,6 +76,7 @@ class Fleet:
         self._replicas: dict[str, KnownReplica] = {}
         # A row for each replica, without what depends on the prompt. `_stale` are those that have changed since.
         self._table = np.zeros(0, dtype=CANDIDATE)
+        self._heard = np.zeros((0, 2))  # of each row, `Pace.seconds` and `Pace.heard_s`
         self._rows: dict[str, int] = {}
         self._stale: set[str] = set()
         self._booked: dict[str, Booked] = {}
@@ -192,11 +193,18 @@ class Fleet:
     def _candidates(self, names: Sequence[str]) -> np.ndarray:
         """The replicas of these names as placement sees them, without what depends on the prompt."""
         for replica_id in self._stale:
-            self._table[self._rows[replica_id]] = _row(self._replicas[replica_id].candidate())
+            row, replica = self._rows[replica_id], self._replicas[replica_id]
+            self._table[row] = _row(replica.candidate())
+            self._heard[row] = replica.pace.seconds, replica.pace.heard_s
         self._stale.clear()
+        candidates = self._table.copy()
+        seconds, heard_s = self._heard.T
+        left = pace_left(seconds, np.maximum(0.0, self._clock() - heard_s))
+        candidates["requests_s"] *= left
+        candidates["tokens_s"] *= left
         if len(names) == len(self._rows):  # rows are in the order of the names
-            return self._table.copy()
-        return self._table[[self._rows[name] for name in names]]
+            return candidates
+        return candidates[[self._rows[name] for name in names]]
 
     def _cached(
         self, names: Sequence[str], prompt: bytes, hashes: Sequence[int], ends: Sequence[int], home: Home | None
@@ -241,5 +249,6 @@ class Fleet:
     def _make_table(self) -> None:
         names = sorted(self._replicas)
         self._table = np.zeros(len(names), dtype=CANDIDATE)
+        self._heard = np.zeros((len(names), 2))
         self._rows = {name: row for row, name in enumerate(names)}
         self._stale = set(names)

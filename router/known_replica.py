@@ -4,6 +4,9 @@ import logging
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from radix.mirror import Mirror
 from router.optimistic_prefixes import OptimisticPrefixes
 from router.placement import Candidate
@@ -39,26 +42,39 @@ class Booked:
 
 class Pace:
     """Requests and uncached prompt tokens that come to a replica in a second, from all routers: averages that forget
-    with a time constant of `PACE_S`."""
+    with a time constant of `PACE_S`. `heard_s`: when the last load came. `seconds`: of lately, older ones counting
+    less."""
 
-    __slots__ = ("_at_s", "_load", "requests_s", "tokens_s")
+    __slots__ = ("_load", "_requests", "_tokens", "heard_s", "seconds")
 
     def __init__(self) -> None:
-        self.requests_s = self.tokens_s = 0.0
+        self._requests = self._tokens = self.seconds = self.heard_s = 0.0
         self._load: ReplicaLoad | None = None
-        self._at_s = 0.0
+
+    @property
+    def requests_s(self) -> float:
+        return self._requests / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_s(self) -> float:
+        return self._tokens / self.seconds if self.seconds else 0.0
 
     def follow(self, load: ReplicaLoad, now_s: float) -> None:
         """Learns from the counters of a load that has come at `now_s` (seconds)."""
-        old, passed_s = self._load, now_s - self._at_s
+        old, passed_s = self._load, now_s - self.heard_s
         if old is not None and old.incarnation == load.incarnation:
-            if passed_s <= 0.0:
-                return
-            part = -math.expm1(-passed_s / PACE_S)
-            requests, tokens = _requests(load) - _requests(old), _computed(load) - _computed(old)
-            self.requests_s += part * (max(0, requests) / passed_s - self.requests_s)
-            self.tokens_s += part * (max(0, tokens) / passed_s - self.tokens_s)
-        self._load, self._at_s = load, now_s
+            left = math.exp(-passed_s / PACE_S)
+            self._requests = left * self._requests + max(0, _requests(load) - _requests(old))
+            self._tokens = left * self._tokens + max(0, _computed(load) - _computed(old))
+            self.seconds = left * self.seconds + passed_s
+        self._load, self.heard_s = load, now_s
+
+
+def pace_left(seconds: NDArray[np.float64], silent_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The part of each replica's pace that is left after `silent_s` seconds without a load: an idle replica tells
+    none."""
+    left = seconds * np.exp(silent_s / -PACE_S)
+    return left / np.maximum(1e-9, left + silent_s)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,9 @@ def decision_cpu_s(num_replicas: int, cached_tokens: int, count: int, seed: int 
     names = [f"{index:03d}" for index in range(num_replicas)]
     for name in names:
         fleet.join(name)
-        fleet.apply_events(name, CacheEvents("", 0, _cache(rng, shared, cached_tokens // num_replicas), PAGE_SIZE, True))
+        fleet.apply_events(
+            name, CacheEvents("", 0, _cache(rng, shared, cached_tokens // num_replicas), PAGE_SIZE, True)
+        )
         fleet.apply_load(name, ReplicaLoad(incarnation="", kv_tokens_total=800_000))
     spent_s, most = np.empty(count), 8 * num_replicas
     for number in range(count):

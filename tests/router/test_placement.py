@@ -30,7 +30,7 @@ def test_goes_where_the_prefix_is():
     [
         {"waiting_tokens": 900},
         {"waiting_products": 3 * 10**7},
-        {"context_tokens": 100_000, "running": 20},
+        {"context_tokens": 50_000, "running": 10},
         {"waiting": 9},
     ],
 )
@@ -48,6 +48,11 @@ def test_on_a_busy_fleet_a_prompt_waits_for_its_prefix_that_an_idle_fleet_comput
     assert order(replace(holder, **busy), replace(other, **busy, waiting_tokens=2000, waiting=2), tokens=4000) == [0, 1]
 
 
+def test_a_replica_to_which_more_requests_come_counts_as_busier_than_it_is_now():
+    assert order(Candidate(requests_s=5.0, tokens_s=10_000.0), IDLE) == [1, 0]
+    assert order(Candidate(requests_s=5.0, tokens_s=1e9), Candidate(requests_s=50.0, tokens_s=10_000.0)) == [0, 1]
+
+
 def test_a_wanted_copy_costs_no_more_than_one_that_is_there():
     loaded = Candidate(cached_tokens=900, waiting_tokens=100, waiting=1)
     assert order(loaded, IDLE) == [0, 1]
@@ -57,7 +62,7 @@ def test_a_wanted_copy_costs_no_more_than_one_that_is_there():
 def test_a_slow_replica_counts_as_what_it_is():
     slow = Candidate(step_s=1e-2, token_s=4.8e-5, product_s=2e-9, decode_s=2e-5, context_s=7e-8, full_s=0.046)
     assert order(slow, IDLE) == [1, 0]
-    work = {"waiting_tokens": 2000, "waiting": 2}
+    work = {"waiting_tokens": 9000, "waiting": 3}
     assert order(slow, replace(IDLE, **work)) == [0, 1]
     assert order(replace(slow, **work), replace(IDLE, **work)) == [1, 0]
     decodes = {"running": 100, "context_tokens": 200_000}
