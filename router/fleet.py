@@ -76,7 +76,7 @@ class Fleet:
         self._replicas: dict[str, KnownReplica] = {}
         # A row for each replica, without what depends on the prompt. `_stale` are those that have changed since.
         self._table = np.zeros(0, dtype=CANDIDATE)
-        self._heard = np.zeros((0, 2))  # of each row, `Pace.seconds` and `Pace.heard_s`
+        self._heard = np.zeros((0, 2))  # of each row, `ArrivalPace.seconds` and `ArrivalPace.heard_s`
         self._rows: dict[str, int] = {}
         self._stale: set[str] = set()
         self._booked: dict[str, Booked] = {}

@@ -1,4 +1,4 @@
-"""What a router knows of one replica: its cache, its load, its pace, and this router's own bookings there."""
+"""A router's knowledge of one replica: its cache, its load, its pace, and this router's own bookings there."""
 
 import logging
 import math
@@ -14,8 +14,8 @@ from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
 
-PACE_S = 5.0  # time constant of `Pace`
-# Outputs count as this long before a replica has finished any, and these as so many finished ones.
+PACE_S = 5.0  # time constant of `ArrivalPace`
+# A replica's mean output before its first one: the length, and the number of outputs that it counts as.
 FIRST_OUTPUT_TOKENS, FIRST_OUTPUTS = 200, 8
 NO_LOAD = ReplicaLoad(incarnation="")
 
@@ -40,7 +40,7 @@ class Booked:
     has_first_token: bool = False
 
 
-class Pace:
+class ArrivalPace:
     """Requests and uncached prompt tokens that come to a replica in a second, from all routers: averages that forget
     with a time constant of `PACE_S`. `heard_s`: when the last load came. `seconds`: of lately, older ones counting
     less."""
@@ -79,7 +79,7 @@ def pace_left(seconds: NDArray[np.float64], silent_s: NDArray[np.float64]) -> ND
 
 @dataclass(slots=True)
 class KnownReplica:
-    """One replica.
+    """A replica with all that the router knows of it.
 
     | field | meaning |
     | --- | --- |
@@ -97,7 +97,7 @@ class KnownReplica:
     num_bookings: int = 0
     unseen: dict[str, Booked] = field(default_factory=dict)
     expected: OptimisticPrefixes = field(default_factory=OptimisticPrefixes)
-    pace: Pace = field(default_factory=Pace)
+    pace: ArrivalPace = field(default_factory=ArrivalPace)
 
     def candidate(self) -> Candidate:
         """The replica as placement sees it, without what it has of a prompt."""

@@ -71,7 +71,7 @@ def candidates_of(candidates: Iterable[Candidate]) -> Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a second is worth, relative to a second that this request waits for its first token.
+    """The worth of a second, relative to a second that this request waits for its first token.
 
     | weight | meaning |
     | --- | --- |
@@ -115,8 +115,8 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
 
     | cost | seconds |
     | --- | --- |
-    | its own first token | the step that runs, the prompts that wait ahead, its own; beside the decodes, which come first |
-    | room | until so many running requests have ended that its KV fits in |
+    | its own first token | the step that runs, the prompts that wait ahead, its own; decodes come first in each step |
+    | room | until enough running requests have ended for its KV to fit in |
     | others that wait | its own computing for each |
     | later ones | its own computing w is work that a queue with V seconds of work has more. Arrivals at rate r to a replica that is busy for a part b of the time lose r w (V + w / 2) / (1 - b) by it: the value function of a queue with Poisson arrivals (Hyytiä, Penttinen, Aalto 2012, "Size- and state-aware dispatching problem with queue-specific job sizes") |
     | decodes | its own prompt stops those that run; then each of its own steps is as long as all decodes make it, and the others' are longer by its own |

@@ -235,7 +235,7 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
     | `product_s` | a prompt token's attention to one token before it |
     | `decode_s` | a decode |
     | `context_s` | a decode's attention to one token |
-    | `full_s` | a step that is as long as it may be, with prompts beside the decodes |
+    | `full_s` | the longest step, with prompts and decodes |
 
     With a pipeline of n stages, a step is a round: as many micro-batches as there are stages.
     """

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from router.known_replica import PACE_S, KnownReplica, Pace, pace_left
+from router.known_replica import PACE_S, ArrivalPace, KnownReplica, pace_left
 from worker.messages import ReplicaLoad, StepCosts
 
 
@@ -12,7 +12,7 @@ def load(requests: int, tokens: int = 0, incarnation: str = "a") -> ReplicaLoad:
 
 
 def test_pace_is_right_from_the_second_load_on_and_follows_changes():
-    pace = Pace()
+    pace = ArrivalPace()
     pace.follow(load(1000, 10**6), 5.0)
     assert (pace.requests_s, pace.tokens_s) == (0.0, 0.0)
     for step in range(1, 11):
@@ -23,7 +23,7 @@ def test_pace_is_right_from_the_second_load_on_and_follows_changes():
 
 
 def test_a_restart_is_no_request():
-    pace = Pace()
+    pace = ArrivalPace()
     pace.follow(load(0), 0.0)
     pace.follow(load(10), 1.0)
     before = pace.requests_s
@@ -33,7 +33,7 @@ def test_a_restart_is_no_request():
 
 
 def test_waiting_and_running_requests_have_come_too():
-    pace = Pace()
+    pace = ArrivalPace()
     pace.follow(ReplicaLoad(incarnation="a"), 0.0)
     pace.follow(ReplicaLoad(incarnation="a", finished=1, failed=1, aborts=1, running=2, waiting=3), 1.0)
     assert pace.requests_s == pytest.approx(8)
