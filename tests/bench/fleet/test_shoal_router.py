@@ -26,7 +26,7 @@ def serve(load: str, level: float, placement: str = "cache_aware", slower: float
 @pytest.mark.parametrize("level", [0.3, 0.9])
 def test_a_prefix_that_all_share_is_served_by_all_replicas(level: float):
     ours, least = serve("hot_prefix", level), serve("hot_prefix", level, "least_load")
-    assert ours.replicas_used == 1.0 and ours.imbalance < 1.5
+    assert ours.replicas_used == 1.0 and ours.imbalance < 2.0
     assert ours.tpot_s(0.5) < 1.1 * least.tpot_s(0.5) and ours.slowdown(0.99) < 1.2 * least.slowdown(0.99)
 
 
