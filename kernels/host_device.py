@@ -81,18 +81,41 @@ class PinnedRing:
 
     def __init__(self, device: torch.device, size: int, count: int = 3) -> None:
         on_gpu = device.type == "cuda"
-        self._turns = []
+        self.buffers: list[PinnedBuffer] = []
         for _ in range(count):
             bytes_ = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-            self._turns.append(PinnedBuffer(bytes_, bytes_.numpy(), torch.cuda.Event() if on_gpu else None))
+            self.buffers.append(PinnedBuffer(bytes_, bytes_.numpy(), torch.cuda.Event() if on_gpu else None))
         self._next = 0
 
     def next(self) -> PinnedBuffer:
         """The buffer whose last copy began longest ago, after that copy has ended."""
-        turn = self._turns[self._next]
-        self._next = (self._next + 1) % len(self._turns)
-        turn.wait()
-        return turn
+        return self.buffers[self.next_index()]
+
+    def next_index(self) -> int:
+        """As `next`: which of `buffers` it is."""
+        index = self._next
+        self._next = (index + 1) % len(self.buffers)
+        self.buffers[index].wait()
+        return index
+
+
+class _HostPart:
+    """A tensor's part of a host buffer, and how much of it the last array took."""
+
+    __slots__ = ("first", "used", "values")
+
+    def __init__(self, values: np.ndarray, first: int) -> None:
+        """`first`: where it begins in the buffer, in bytes. The values are set to zero."""
+        self.values, self.first, self.used = values, first, 0
+        values[:] = 0
+
+    def write(self, array: np.ndarray) -> None:
+        """Sets the values to those of `array`, and zeros after them."""
+        length = len(array)
+        self.values[:length] = array
+        if length < self.used:
+            self.values[length : self.used] = 0
+        self.used = length
 
 
 class GraphInputs:
@@ -103,7 +126,7 @@ class GraphInputs:
     """
 
     def __init__(self, device: torch.device, layout: dict[str, tuple[torch.dtype, int]]) -> None:
-        self._places: dict[str, tuple[int, int, np.dtype]] = {}
+        places: dict[str, tuple[int, int, np.dtype]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         size = sum(_aligned(dtype.itemsize * length) for dtype, length in layout.values())
         self._device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -111,10 +134,18 @@ class GraphInputs:
         for name, (dtype, length) in layout.items():
             size = dtype.itemsize * length
             self._tensors[name] = self._device_bytes[at : at + size].view(dtype)
-            self._places[name] = at, at + size, np.dtype(str(dtype).removeprefix("torch."))
+            places[name] = at, at + size, np.dtype(str(dtype).removeprefix("torch."))
             at += _aligned(size)
         self._last = list(layout)[-1]
         self._turns = PinnedRing(device, at)
+        # By buffer. Views of a buffer would take longer to make in each step than to fill.
+        self._parts = [
+            {
+                name: _HostPart(turn.array[first:last].view(dtype), first)
+                for name, (first, last, dtype) in places.items()
+            }
+            for turn in self._turns.buffers
+        ]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -122,15 +153,12 @@ class GraphInputs:
     def fill(self, arrays: dict[str, np.ndarray]) -> None:
         """Sets the values of all tensors. An array may be shorter than its tensor: the rest becomes zeros, except in
         the last tensor, where it stays as it was."""
-        turn = self._turns.next()
-        end = 0
-        for name, (first, last, dtype) in self._places.items():
-            part, array = turn.array[first:last].view(dtype), arrays[name]
-            part[: len(array)] = array
-            if name == self._last:
-                end = first + len(array) * dtype.itemsize
-            elif len(array) < len(part):
-                part[len(array) :] = 0
+        index = self._turns.next_index()
+        turn, parts = self._turns.buffers[index], self._parts[index]
+        for name, part in parts.items():
+            part.write(arrays[name])
+        last = parts[self._last]
+        end = last.first + last.used * last.values.itemsize
         self._device_bytes[:end].copy_(turn.bytes_[:end], non_blocking=True)
         turn.begun()
 

@@ -22,7 +22,6 @@ held imbalance  the same for the tokens that a replica holds, waiting or as cont
 import argparse
 import asyncio
 import re
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -254,9 +253,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"shoal bench router: {error}", file=sys.stderr)
         return 2
     print(", ".join(f"{key} {value}" for key, value in work.about.items()), flush=True)
-    signal.signal(
-        signal.SIGTERM, lambda _signal, _frame: sys.exit(143)
-    )  # an exception, so that the server is ended too
     try:
         placements = {}
         for placement in PLACEMENTS:

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -25,13 +27,13 @@ class ServerFailed(RuntimeError):
 @contextlib.contextmanager
 def server(arguments: Sequence[str], checkout: Path | None = None) -> Iterator[str]:
     """Runs `shoal serve` with these arguments on a free port, as a child process, and yields its URL once it is ready.
-    At the end, also after an exception, the server and all its processes are ended. `checkout`: the folder of another
-    checkout of Shoal, whose server is run. Raises ServerFailed if the server does not start."""
+    At the end, also after an exception or SIGTERM, the server and all its processes are ended. `checkout`: the folder
+    of another checkout of Shoal, whose server is run. Raises ServerFailed if the server does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "shoal.cli", "serve", "--host", "127.0.0.1", "--port", str(port), *arguments]
     environment = None if checkout is None else environment_of(checkout)
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as said, sigterm_raises():
         # In a session of its own: Ctrl-C reaches only this process, which then ends the server properly.
         child = subprocess.Popen(
             command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, env=environment, cwd=checkout
@@ -42,6 +44,20 @@ def server(arguments: Sequence[str], checkout: Path | None = None) -> Iterator[s
             yield url
         finally:
             end(child)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises SystemExit within this context, so that `finally` runs. Python handles signals in the main thread
+    alone: in another thread the context changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def environment_of(checkout: Path) -> dict[str, str]:

@@ -120,5 +120,5 @@ class _ReplayedSample(PendingSample):
 
     def result(self) -> SampledTokens:
         self._landing.wait()
-        self._tokens.numpy()[self._metadata.sampled_rows] = self._recorded
+        self._tokens[self._metadata.sampled_rows] = self._recorded
         return super().result()

@@ -162,6 +162,7 @@ class FlashInferAttention(GraphAttention):
                 "pages": (torch.int32, max_pages + max_sequences),
             },
         )
+        self._views: dict[int, tuple[torch.Tensor, np.ndarray, list[torch.Tensor]]] = {}  # of `_static`, by size
         self._parts: list[_Part] = []
         self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens)
         # Our own kernels for the planned batch, each with the number of tokens, from the first on, that it is given.
@@ -247,17 +248,9 @@ class FlashInferAttention(GraphAttention):
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
             "pages": np.append(pages, np.full(size - own, scratch, dtype=np.int32)) if size > own else pages,
         }
-        static = self._static
-        static.fill(arrays)
-        self.slots = static["rows"][:size]
-        host = [self._host_range[: size + 1].numpy(), arrays["page_ends"]]
-        device = [
-            self._device_range[: size + 1],
-            static["page_ends"][: size + 1],
-            static["last_page_tokens"][:size],
-            static["pages"],
-        ]
-        self._parts = [self._planned(host, device, contexts, 0, size, graph=True)]
+        self._static.fill(arrays)
+        self.slots, query_ends, device = self._views_of(size)
+        self._parts = [self._planned([query_ends, arrays["page_ends"]], device, contexts, 0, size, graph=True)]
 
     def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         for end, attend_into in self._ours:
@@ -283,6 +276,19 @@ class FlashInferAttention(GraphAttention):
                 True,  # may start while the kernel before it ends
                 *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
             )
+
+    def _views_of(self, size: int) -> tuple[torch.Tensor, np.ndarray, list[torch.Tensor]]:
+        """For a graph of `size` tokens: `slots`, the ends of queries on the host, and the arrays of `_Part`. Made once,
+        since that takes the host longer than filling them."""
+        if size not in self._views:
+            static, ends = self._static, slice(size + 1)
+            device = [static["page_ends"][ends], static["last_page_tokens"][:size], static["pages"]]
+            self._views[size] = (
+                static["rows"][:size],
+                self._host_range[ends].numpy(),
+                [self._device_range[ends], *device],
+            )
+        return self._views[size]
 
     def _plan_chunks(self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None) -> None:
         """Plans a graph of chunks. Split-KV ranges attend for chunks, and a stream for the single tokens if these are

@@ -40,6 +40,13 @@ def test_static_arrays_keep_their_addresses_and_are_cleared_beyond_what_is_given
     assert static["ids"].data_ptr() == address
 
 
+def test_each_buffer_of_static_arrays_is_cleared_beyond_what_is_given_whatever_it_held_before():
+    static = GraphInputs(torch.device("cpu"), {"ids": (torch.int64, 6), "pages": (torch.int32, 1)})
+    for turn, length in enumerate([6, 1, 4, 2, 3, 6, 0, 5, 1, 0], start=1):
+        static.fill({"ids": np.full(length, turn), "pages": np.zeros(1, dtype=np.int32)})
+        assert static["ids"].tolist() == [turn] * length + [0] * (6 - length)
+
+
 def test_pinned_memory_of_every_size_is_kept(monkeypatch):
     asked = []
     empty = torch.empty

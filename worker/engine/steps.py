@@ -157,9 +157,12 @@ class Steps:
                 self._speculation.remove(slot)
 
     def _sample(self, step: ScheduledStep, launched: ForwardOutput) -> InFlightStep:
-        plan, logits = step.plan, launched.logits
-        ends = np.cumsum(plan.num_logits)
+        plan, logits, chosen = step.plan, launched.logits, step.sampled
+        num_rows = logits.shape[0]
         prompts: dict[int, PendingLogprobs] = {}
+        if num_rows == len(chosen) == len(plan) and not step.prompted:  # each chunk has a row, as in most steps
+            return self._launch_sampling(step, launched, chosen, plan.slots.astype(np.int64), None, prompts)
+        ends = np.cumsum(plan.num_logits)
         for chunk in step.prompted:
             if step.dropped[chunk]:
                 continue  # the sequence ended with the step before
@@ -169,24 +172,37 @@ class Steps:
                 prompts[chunk] = _prompt_logprobs(seq, last, logits[end - int(plan.num_logits[chunk]) : end])
             except Exception as error:
                 self._fail([seq], "log probabilities of the prompt failed", error)
-        chosen = np.flatnonzero(step.samples & ~step.dropped)
+            chosen = step.sampled  # without a sequence that failed
         if not len(chosen):
             return InFlightStep(step, chosen, None, prompts)
-        slots = np.full(len(logits), -1, dtype=np.int64)  # by row of logits; -1 for rows that are not sampled
+        slots = np.full(num_rows, -1, dtype=np.int64)  # by row of logits; -1 for rows that are not sampled
         slots[ends[chosen] - 1] = plan.slots[chosen]
         draft_ids = None
         if step.drafts:
-            draft_ids = np.full(len(logits), -1, dtype=np.int64)
+            draft_ids = np.full(num_rows, -1, dtype=np.int64)
             for chunk, drafts in step.drafts.items():
                 if not step.dropped[chunk]:
                     draft_ids[ends[chunk] - len(drafts) - 1 : ends[chunk] - 1] = drafts
                     slots[ends[chunk] - len(drafts) - 1 : ends[chunk]] = plan.slots[chunk]
+        return self._launch_sampling(step, launched, chosen, slots, draft_ids, prompts)
+
+    def _launch_sampling(
+        self,
+        step: ScheduledStep,
+        launched: ForwardOutput,
+        chosen: np.ndarray,
+        slots: np.ndarray,
+        draft_ids: np.ndarray | None,
+        prompts: dict[int, PendingLogprobs],
+    ) -> InFlightStep:
+        """Launches sampling for the `chosen` chunks; `slots` and `draft_ids` are as in `Sampler.launch`. An error fails
+        their sequences. Raises DeviceLost."""
         try:
-            pending = self._sampler.launch(logits, slots, launched.greedy_tokens, draft_ids)
+            pending = self._sampler.launch(launched.logits, slots, launched.greedy_tokens, draft_ids)
             return InFlightStep(step, chosen, pending, prompts)
         except Exception as error:  # errors of single rows are in the result
-            self._raise_if_lost(plan, error)
-            self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {plan.step}", error)
+            self._raise_if_lost(step.plan, error)
+            self._fail([step.sequences[chunk] for chunk in chosen], f"sampling failed in step {step.plan.step}", error)
             return InFlightStep(step, chosen, None, prompts)
 
     def _insert_forced(self, step: ScheduledStep, chosen: np.ndarray, jump_forward: "JumpForward") -> None:

@@ -19,6 +19,7 @@ Progress = Callable[[int, int], None]
 """Called with (graphs captured so far, number of graphs) after each capture."""
 
 _LOGITS_STRIDE = 64  # logits between two graphs of the same size
+_NONE = np.empty(0, dtype=np.int64)
 
 
 class GraphKind(Enum):
@@ -204,16 +205,21 @@ class CudaGraphRunner:
         # Padding writes its keys and values to the last page and its token to the last entry of `last_tokens`, which no
         # sequence uses. Its logits are not read.
         padding_slot = len(self._last_tokens) - 1
-        slots, greedy_slots = np.full(size, padding_slot), np.full(size, padding_slot)
-        slots[: len(token_ids)] = np.repeat(batch.rows, batch.lengths)
-        if logit_slots is not None:
-            greedy_slots[: len(logit_slots)] = np.where(logit_slots < 0, padding_slot, logit_slots)
+        slots = np.full(size, padding_slot)
+        if kind is GraphKind.MIXED:
+            slots[: len(token_ids)] = np.repeat(batch.rows, batch.lengths)
+            positions, greedy_slots = token_positions(batch), np.full(size, padding_slot)
+            if logit_slots is not None:
+                greedy_slots[: len(logit_slots)] = np.where(logit_slots < 0, padding_slot, logit_slots)
+        else:  # of one token each; its graph reads no `logit_slots`
+            slots[: len(token_ids)] = batch.rows
+            positions, greedy_slots = batch.starts, _NONE
         self._inputs.fill(
             {
-                "logit_indices": np.zeros(0, dtype=np.int64) if logit_indices is None else logit_indices,
+                "logit_indices": _NONE if logit_indices is None else logit_indices,
                 "logit_slots": greedy_slots,
                 "token_ids": token_ids,
-                "positions": token_positions(batch),
+                "positions": positions,
                 "slots": slots,
             }
         )

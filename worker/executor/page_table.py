@@ -23,7 +23,7 @@ class PageTable:
             self._extend(plan)
         ends = plan.starts + plan.lengths
         outside = ends > self._num_pages[plan.slots] * self.page_size
-        if outside.any():
+        if np.count_nonzero(outside):
             first = int(np.flatnonzero(outside)[0])
             slot = int(plan.slots[first])
             raise ValueError(
@@ -32,7 +32,7 @@ class PageTable:
             )
 
     def _extend(self, plan: Plan) -> None:
-        changed = np.flatnonzero(plan.num_pages)
+        changed = plan.num_pages.nonzero()[0]
         slots, counts = plan.slots[changed], plan.num_pages[changed]
         ends = plan.num_kept_pages[changed] + counts
         if (ends > self.rows.shape[1]).any():

@@ -48,18 +48,18 @@ class PendingSample:
         self._logprobs = logprobs
         self._failures = failures
         self._landing = landing
-        self._tokens = landing.bytes_[: tokens.nbytes].view(tokens.dtype)
-        self._tokens.copy_(tokens, non_blocking=True)
+        self._tokens = landing.array[: tokens.nbytes].view(np.int64)
+        landing.bytes_[: tokens.nbytes].view(tokens.dtype).copy_(tokens, non_blocking=True)
         landing.begun()
 
     def result(self) -> SampledTokens:
         """Waits for the device, and lets the slots' states take in their tokens. To be called once."""
         self._landing.wait()
         metadata, failures = self._metadata, self._failures
-        token_ids = self._tokens.numpy()[metadata.sampled_rows]
+        token_ids = self._tokens[metadata.sampled_rows]
         if self._drafts is not None:
             return self._verify(token_ids, self._drafts)
-        for i in np.flatnonzero(token_ids < 0).tolist():
+        for i in (token_ids < 0).nonzero()[0].tolist():
             failures.setdefault(i, Failure("internal", "the model's output is not a number"))
         complete = []
         for i, row in metadata.stateful:
@@ -212,7 +212,7 @@ class Sampler:
             drafts = DraftRows(draft_ids[slots >= 0])
             owners, after = self._after_drafts(drafts, slots[slots >= 0])
             metadata = SamplingMetadata(slots, self._needs, self._states, self.device, after)
-        elif metadata is None or not np.array_equal(metadata.key, slots):
+        elif metadata is None or metadata.key.tobytes() != slots.tobytes():  # several times as fast as `array_equal`
             metadata = self._metadata = SamplingMetadata(slots, self._needs, self._states, self.device)
         plain = tokens = _likeliest(logits) if likeliest is None else likeliest
         failures: dict[int, Failure] = {}

@@ -62,8 +62,10 @@ class OutputQueue:
         """Appends the tokens of a step to its sequences, and adds an output for each. Returns the sequences that these
         tokens end. Arguments are as in `Scheduler.update`; `now_s` is the time by the scheduler's clock."""
         table = self._table
-        kept = np.flatnonzero(~step.dropped[chosen])
-        chunks, token_ids = chosen[kept], sampled.token_ids[kept]
+        kept, chunks, token_ids = np.arange(len(chosen)), chosen, sampled.token_ids
+        if step.has_dropped:
+            kept = (~step.dropped[chosen]).nonzero()[0]
+            chunks, token_ids = chosen[kept], token_ids[kept]
         rows = step.rows[chunks]
         sequences = [step.sequences[chunk] for chunk in chunks.tolist()]
         outputs = []
@@ -72,15 +74,17 @@ class OutputQueue:
             outputs.append(Output(request_id=seq.request_id, token_ids=[token_id]))
         self.num_tokens += len(outputs)
         table.num_pending[rows] -= 1
-        table.last_token[rows] = token_ids
+        table.last_token[rows] = token_ids.astype(np.int32)
         table.last_output_s[rows] = now_s
         if sampled.logprobs:
             for output, i in zip(outputs, kept.tolist(), strict=True):
                 if i in sampled.logprobs:
                     output.logprobs = sampled.logprobs[i]
-        for i in np.flatnonzero(~table.announced[rows]).tolist():
-            _announce(sequences[i], outputs[i])
-        table.announced[rows] = True
+        is_new = ~table.announced[rows]
+        if np.count_nonzero(is_new):
+            for i in is_new.nonzero()[0].tolist():
+                _announce(sequences[i], outputs[i])
+            table.announced[rows] = True
         may_stop = self._stop_checker.may_stop(table, rows, token_ids)
         if sampled.complete:
             may_stop |= np.isin(kept, sampled.complete)
@@ -91,7 +95,7 @@ class OutputQueue:
             members = [(sequences[i], outputs[i], len(drafts)) for i, drafts in drafted]
             self._add_following(members, rows[[i for i, _ in drafted]], following)
         ended = []
-        for i in np.flatnonzero(may_stop).tolist():
+        for i in may_stop.nonzero()[0].tolist():
             if outputs[i].finish_reason is None:
                 self._stop_checker.check(sequences[i], outputs[i], int(kept[i]) in sampled.complete)
             if outputs[i].finish_reason is not None:

@@ -21,6 +21,7 @@ class ScheduledStep:
     | `sequences` | the sequence |
     | `samples` | whether the next token is sampled: the chunk ends at the last token or its drafts, bool |
     | `dropped` | whether the sequence has ended or was preempted since, so that its token is thrown away, bool |
+    | `has_dropped` | whether any chunk is `dropped`; most steps have none |
     | `prompted` | chunks that return log probabilities of their prompt, by index |
     | `shape` | the chunks as policies and cost models see them |
     | `drafts` | the drafts that a chunk ends with, by index |
@@ -36,6 +37,12 @@ class ScheduledStep:
     shape: BatchShape
     tokens_from_step: int | None = None
     drafts: dict[int, list[int]] = field(default_factory=dict)
+    has_dropped: bool = False
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """The chunks whose next token is sampled and whose sequence was not dropped, by index: int64."""
+        return (self.samples & ~self.dropped if self.has_dropped else self.samples).nonzero()[0]
 
     @property
     def sequences_left(self) -> list[Sequence]:
@@ -44,7 +51,8 @@ class ScheduledStep:
 
     def drop(self, row: int) -> None:
         """Throws away what this step gives the sequence of `row`, which has ended or was preempted."""
-        self.dropped[self.rows == row] = True
+        self.dropped |= self.rows == row
+        self.has_dropped = bool(np.count_nonzero(self.dropped))
 
     def compact(self) -> None:
         """Removes the chunks of dropped sequences from the plan, before it runs."""
@@ -57,6 +65,7 @@ class ScheduledStep:
         self.drafts = {int(new_index[i]): drafts for i, drafts in self.drafts.items() if kept[i]}
         self.sequences = self.sequences_left
         self.rows, self.samples, self.dropped = self.rows[kept], self.samples[kept], self.dropped[kept]
+        self.has_dropped = False
 
 
 class SchedulerOutput(NamedTuple):

@@ -95,6 +95,7 @@ class Scheduler:
         - `speculation`: proposes drafts; None for a replica without.
         """
         self._speculation = speculation
+        self._inserts = config.jump_forward == "insert"  # whether any sequence may insert tokens
         self.config = config
         self.policy = policy
         self.num_pages = tree.pool.num_pages
@@ -248,9 +249,11 @@ class Scheduler:
     def drafts_may_follow(self) -> bool:
         """Whether the next `schedule` should come after the `update` of the newest step: because drafts are likely to
         follow its tokens, or because forced tokens may be inserted after them."""
+        if self._speculation is None and not self._inserts:
+            return False
         step = self._in_flight.newest
-        rows = step.rows[step.samples & ~step.dropped]
-        if self._table.inserts[rows].any():
+        rows = step.rows[step.sampled]
+        if self._inserts and self._table.inserts[rows].any():
             return True
         if self._speculation is None:
             return False
@@ -283,14 +286,19 @@ class Scheduler:
         a slot may have another owner by now.
         """
         assert self._in_flight.oldest is step, "updates come in the order of the steps"
-        now_s = self.clock()
-        is_decode = step.samples & (step.plan.lengths == 1)
-        is_decode[list(step.drafts)] = True
-        is_decode &= step.plan.starts >= self._table.num_prompt[step.rows]
-        decodes = step.rows[is_decode & ~step.dropped]
+        now_s, plan, table = self.clock(), step.plan, self._table
+        is_past_prompt = plan.starts >= table.num_prompt[step.rows]
+        is_decode = step.samples & is_past_prompt
+        if plan.num_tokens > len(plan):
+            is_single = plan.lengths == 1
+            is_single[list(step.drafts)] = True
+            is_decode &= is_single
+        if step.has_dropped:
+            is_decode &= ~step.dropped
+        decodes = step.rows[is_decode]
         if len(decodes):
-            self.policy.finished(now_s - float(self._table.last_output_s[decodes].min()))
-        self._confirm(step)
+            self.policy.finished(now_s - float(np.minimum.reduce(table.last_output_s[decodes])))
+        self._confirm(step, is_past_prompt)
         for chunk, logprobs in prompt_logprobs.items():
             known = step.sequences[chunk].prompt_logprobs
             if known is not None and not step.dropped[chunk]:
@@ -402,8 +410,11 @@ class Scheduler:
             self._builder.watch(seq)
         decode, chunked = self._in_flight.schedulable(running)
         self._schedule_decodes(running.rows[decode])
-        self._schedule_chunks(self._sequences_at(running.rows, chunked))
-        self._schedule_drafts()
+        prefills = self._sequences_at(running.rows, chunked)
+        if prefills or len(self._waiting.queue):
+            self._schedule_chunks(prefills)
+        if self._speculation is not None:
+            self._schedule_drafts(self._speculation)
         if not self._builder:
             return None
         self._step += 1
@@ -450,11 +461,11 @@ class Scheduler:
                 self._schedule_chunk(seq)
                 self._waiting.started(seq)
 
-    def _schedule_drafts(self) -> None:
+    def _schedule_drafts(self, speculation: SpeculativeDecoding) -> None:
         """Adds drafts to the decodes of the step, as many as pay. Nothing is preempted for them."""
         builder, table = self._builder, self._table
         room = builder.draft_room
-        if self._speculation is None or room <= 0 or not len(builder.decodes):
+        if room <= 0 or not len(builder.decodes):
             return
         rows = builder.decodes
         # After the drafts comes one more token. With one stage, it pays to wait for a pending token (`may_follow`).
@@ -464,7 +475,7 @@ class Scheduler:
             return
         candidates = table.sequences_at(rows)
         drafted: dict[Sequence, list[int]] = {}
-        chosen = self._speculation.choose(candidates, builder.budget.shape, room, self._preemption.make_room)
+        chosen = speculation.choose(candidates, builder.budget.shape, room, self._preemption.make_room)
         for i, drafts in chosen.items():
             seq = candidates[i]
             fitting = self._preemption.make_room(seq, 1 + len(drafts)) - 1
@@ -520,16 +531,19 @@ class Scheduler:
         self._in_flight.drop(seq)
         self._table.remove(seq.row)
 
-    def _confirm(self, step: ScheduledStep) -> None:
-        """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree."""
+    def _confirm(self, step: ScheduledStep, is_past_prompt: np.ndarray) -> None:
+        """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree. `is_past_prompt`:
+        bool [chunks], whether a chunk starts after its sequence's prompt."""
         table, plan = self._table, step.plan
-        kept = np.flatnonzero(~step.dropped)
-        kept = kept[table.slot[step.rows[kept]] >= 0]  # without preempted sequences
-        rows, starts = step.rows[kept], plan.starts[kept]
-        lengths = plan.lengths.copy()
-        lengths[list(step.drafts)] = 1  # which drafts are right is not known here
-        table.num_confirmed[rows] = starts + lengths[kept]
-        for chunk in kept[starts < table.num_prompt[rows]].tolist():
+        is_kept = table.slot[step.rows] >= 0  # without preempted sequences
+        if step.has_dropped:
+            is_kept &= ~step.dropped
+        ends = plan.starts + plan.lengths
+        if step.drafts:  # which drafts are right is not known here
+            drafted = list(step.drafts)
+            ends[drafted] = plan.starts[drafted] + 1
+        table.num_confirmed[step.rows[is_kept]] = ends[is_kept]
+        for chunk in (is_kept & ~is_past_prompt).nonzero()[0].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:

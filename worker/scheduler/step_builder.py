@@ -1,6 +1,7 @@
 """A step while it is built: its sequences and the sizes of their chunks, within its budget."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,25 @@ from worker.scheduler.sequence_table import SequenceTable
 from worker.step import HIDDEN_ROWS, PENDING, PROMPT_LOGIT_ROWS, Plan
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+class _Others(NamedTuple):
+    """The results of a step's chunks, by index of the chunk.
+
+    | field | meaning |
+    | --- | --- |
+    | `sampled` | number of tokens that the sequence may get, int32 |
+    | `samples`, `drafts`, `prompted` | as in `ScheduledStep` |
+    | `num_logits` | as in `Plan` |
+    | `hidden` | `Plan.hidden`, None without pooled prompts |
+    """
+
+    sampled: np.ndarray
+    samples: np.ndarray
+    num_logits: np.ndarray
+    drafts: dict[int, list[int]]
+    prompted: list[int]
+    hidden: np.ndarray | None = None
 
 
 class StepBuilder:
@@ -119,22 +139,49 @@ class StepBuilder:
         """Builds step `number`. Its tokens count as computed from now on. A sequence without remaining tokens gets one
         more pending token. `after`: with pipeline parallelism, the step in flight that samples the tokens that are
         pending now."""
-        table, others = self._table, list(self._sizes)
-        rows = self._decodes
-        if others:
-            rows = np.concatenate((rows, np.array([seq.row for seq in others], dtype=np.int64)))
-        lengths = np.ones(len(rows), dtype=np.int32)
-        lengths[len(self._decodes) :] = list(self._sizes.values())
+        table, rows = self._table, self._decodes
+        if self._sizes:
+            rows = np.concatenate((rows, np.array([seq.row for seq in self._sizes], dtype=np.int64)))
         starts, tokens, pending = table.num_computed[rows], table.num_tokens[rows], table.num_pending[rows]
+        num_pending = np.count_nonzero(pending)
+        token_ids = table.last_token[rows]
+        if num_pending:
+            token_ids[pending > 0] = PENDING
+        # Most steps have decodes alone: chunks of one token that give the next one.
+        sampled = num_logits = lengths = np.ones(len(rows), dtype=np.int32)
+        samples = lengths > 0
+        drafts, prompted, hidden = dict[int, list[int]](), list[int](), None
+        if self._sizes:
+            lengths[len(self._decodes) :] = list(self._sizes.values())
+            others = self._others(starts, lengths, tokens)
+            sampled, samples, num_logits, drafts, prompted, hidden = others
+            token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(list(self._sizes))))
+        num_kept, num_pages, pages = self._pages(rows)
+        table.num_computed[rows] = starts + lengths
+        # With drafts: as many as there will be at most. `OutputQueue` corrects this.
+        table.num_tokens[rows] = tokens + sampled
+        table.num_pending[rows] = pending + sampled
+        plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
+        if hidden is not None:
+            plan.hidden = hidden
+        dropped = np.zeros(len(rows), dtype=bool)
+        after = after if num_pending else None
+        sequences = table.sequences_at(rows)
+        return ScheduledStep(plan, rows, sequences, samples, dropped, prompted, self.budget.shape, after, drafts)
+
+    def _others(self, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> _Others:
+        """The results of a step that has more than decodes, which come first. Arguments are int32 [chunks]: each
+        chunk's start and length, and the tokens of its sequence."""
         ends = starts + lengths
         sampled = (ends == tokens).astype(np.int32)
-        drafts = {i: self._drafts[seq] for i, seq in enumerate(others, len(self._decodes)) if seq in self._drafts}
+        others = list(enumerate(self._sizes, len(self._decodes)))
+        drafts = {i: self._drafts[seq] for i, seq in others if seq in self._drafts}
         for i in drafts:
             sampled[i] = lengths[i]
         samples = sampled > 0
         num_logits = sampled.copy()
         prompted, hidden = [], []
-        for i, seq in enumerate(others, len(self._decodes)):
+        for i, seq in others:
             if seq.wants_prompt_logits:
                 num_logits[i] = max(samples[i], ends[i] - max(starts[i], seq.reusable_tokens))
                 if num_logits[i]:
@@ -142,23 +189,11 @@ class StepBuilder:
             if seq.pool is not None:
                 num_logits[i] = 0
                 hidden.append((i, seq.pool.num_hidden(int(starts[i]), int(ends[i]))))
-        token_ids = np.where(pending > 0, PENDING, table.last_token[rows])
-        if others:
-            token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(others)))
-        num_kept, num_pages, pages = self._pages(rows)
-        table.num_computed[rows] = ends
-        # With drafts: as many as there will be at most. `OutputQueue` corrects this.
-        table.num_tokens[rows] = tokens + sampled
-        table.num_pending[rows] = pending + sampled
-        plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
-        if hidden:
-            # What is counted as the next token is the embedding.
-            samples = samples & (num_logits > 0)
-            plan.hidden = np.array([pair for pair in hidden if pair[1]], dtype=np.int32).reshape(-1, 2)
-        dropped = np.zeros(len(rows), dtype=bool)
-        after = after if np.count_nonzero(pending) else None
-        sequences = table.sequences_at(rows)
-        return ScheduledStep(plan, rows, sequences, samples, dropped, prompted, self.budget.shape, after, drafts)
+        if not hidden:
+            return _Others(sampled, samples, num_logits, drafts, prompted)
+        pairs = np.array([pair for pair in hidden if pair[1]], dtype=np.int32).reshape(-1, 2)
+        # What is counted as the next token is the embedding.
+        return _Others(sampled, samples & (num_logits > 0), num_logits, drafts, prompted, pairs)
 
     def _next_page(self, seq: Sequence) -> tuple[int, bytes]:
         """The first page that ended steps have not filled: its first position, and its known tokens as int32 bytes."""
@@ -188,7 +223,7 @@ class StepBuilder:
         """
         table = self._table
         kept, held = table.num_sent_pages[rows], table.num_pages[rows]
-        changed = np.flatnonzero(kept != held)
+        changed = (kept != held).nonzero()[0]
         if not len(changed):
             return kept, kept - held, np.empty(0, dtype=np.int32)
         changes = zip(table.sequences_at(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)

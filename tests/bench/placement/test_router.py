@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,14 @@ def test_nothing_is_left_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         orphan.wait(10)
     assert process.returncode is not None and not orphan.is_running()
     server_process.end(process)  # and once more, to no harm
+
+
+def test_sigterm_ends_a_benchmark_by_an_exception() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, server_process.sigterm_raises():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_server_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
