@@ -147,7 +147,7 @@ class Fleet:
             choices = self._candidates(names)
             choices["cached_tokens"] = cached = self._cached(names, prompt, hashes, ends, home)
             choices["wanted_tokens"] = self._popularity.wanted_tokens(hashes, ends, cached)
-            self._popularity.add(hashes)
+            self._popularity.add(hashes, len(names))
             best = int(self._rank(choices, num_tokens, WEIGHTS, self._turn)[0])
             self._turn += 1
             booked = self._book(request_id, names[best], num_tokens, int(cached[best]))
