@@ -42,8 +42,9 @@ class Mirror:
 
     def match_packed(self, prompt: bytes) -> int:
         """Like `match`, for a prompt that `radix.node.pack` has packed: a caller with many mirrors packs it once."""
-        _, _, end = descend(self._root, whole_pages(prompt, self._page_bytes), self._page_bytes)
-        return end // TOKEN_BYTES
+        if self._root.children:
+            return descend(self._root, whole_pages(prompt, self._page_bytes), self._page_bytes)[2] // TOKEN_BYTES
+        return 0
 
     def snapshot(self) -> list[Stored]:
         """Events that build this mirror from an empty one, parents before children."""

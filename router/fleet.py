@@ -14,37 +14,28 @@ import logging
 import random
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
 
-from radix.mirror import Mirror
 from radix.node import pack
 from router.errors import NoReplica
-from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
-from router.placement import Candidate, Placement, Weights, least_load, rank, round_robin
+from router.known_replica import Booked, Booking, KnownReplica, mirror_of, pace_left
+from router.optimistic_prefixes import marks, prefix_hashes
+from router.placement import CANDIDATE, Placement, Weights, least_load, rank, round_robin
+from router.popularity import Popularity
 from router.programs import Home
 from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
 
 PLACEMENTS: dict[str, Placement] = {"cache_aware": rank, "least_load": least_load, "round_robin": round_robin}
-# `Candidate.recent_tokens` decays with each request placed, not with time, so that it means the same at any load.
-RECENT_REQUESTS = 64
 WEIGHTS = Weights()
-
-
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """The replica that a request was placed on. `number` goes into `Generate.booking`. `cached_tokens`: how much of the
-    prompt was expected to be cached there."""
-
-    request_id: str
-    replica_id: str
-    number: int
-    cached_tokens: int
+_row = attrgetter(*(CANDIDATE.names or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,44 +58,6 @@ class ReplicaView:
     bookings: int
 
 
-@dataclass(slots=True)
-class _Booked:
-    booking: Booking
-    prompt_tokens: int
-    has_first_token: bool = False
-
-
-@dataclass(slots=True)
-class _Replica:
-    """Everything known about one replica. `mirror` is None from a gap in the events (or the start) to the next
-    snapshot. `unseen` are the bookings that `load` does not count yet, in order of their numbers."""
-
-    recent_tokens: float
-    mirror: Mirror | None = None
-    incarnation: str = ""
-    next_seq: int = 0
-    load: ReplicaLoad | None = None
-    last_number: int = 0
-    num_bookings: int = 0
-    unseen: dict[str, _Booked] = field(default_factory=dict)
-    expected: OptimisticPrefixes = field(default_factory=OptimisticPrefixes)
-
-    def candidate(self, replica_id: str, cached_tokens: int) -> Candidate:
-        """The replica as placement sees it. `cached_tokens`: its longest cached prefix of the prompt to be placed."""
-        load = self.load or ReplicaLoad(incarnation="")
-        waiting = [b.prompt_tokens - b.booking.cached_tokens for b in self.unseen.values() if not b.has_first_token]
-        running = [b.prompt_tokens for b in self.unseen.values() if b.has_first_token]
-        return Candidate(
-            replica_id,
-            cached_tokens=cached_tokens,
-            waiting_tokens=load.waiting_tokens + sum(waiting),
-            context_tokens=load.context_tokens + sum(running),
-            running=load.running + len(running),
-            waiting=load.waiting + len(waiting),
-            recent_tokens=self.recent_tokens,
-        )
-
-
 class Fleet:
     """All replicas of one router. Every method may be called from any thread. Unknown replicas and requests without a
     booking are ignored, because messages cross on their way."""
@@ -120,8 +73,14 @@ class Fleet:
         self._rank = PLACEMENTS[placement]
         self._clock = clock
         self._lock = threading.Lock()
-        self._replicas: dict[str, _Replica] = {}
-        self._booked: dict[str, _Booked] = {}
+        self._replicas: dict[str, KnownReplica] = {}
+        # A row for each replica, without what depends on the prompt. `_stale` are those that have changed since.
+        self._table = np.zeros(0, dtype=CANDIDATE)
+        self._heard = np.zeros((0, 2))  # of each row, `ArrivalPace.seconds` and `ArrivalPace.heard_s`
+        self._rows: dict[str, int] = {}
+        self._stale: set[str] = set()
+        self._booked: dict[str, Booked] = {}
+        self._popularity = Popularity()
         self._turn = random.getrandbits(32) if turn is None else turn
 
     def join(self, replica_id: str) -> None:
@@ -130,21 +89,21 @@ class Fleet:
         forgotten."""
         with self._lock:
             self._forget(replica_id)
-            # Starts with the least recent work of all replicas: with none it would be flooded.
-            least = min((replica.recent_tokens for replica in self._replicas.values()), default=0.0)
-            self._replicas[replica_id] = _Replica(least)
+            self._replicas[replica_id] = KnownReplica(replica_id)
+            self._make_table()
 
     def leave(self, replica_id: str) -> None:
         """Forgets a replica that is gone: its cache, its load and all bookings on it."""
         with self._lock:
             self._forget(replica_id)
+            self._make_table()
 
     def apply_events(self, replica_id: str, events: CacheEvents) -> bool:
         """Updates the replica's mirror. Returns False exactly when the caller must send `Subscribe`: there was a gap in
         the events, or the scheduler is a new incarnation, so the mirror was dropped. Events before the new snapshot are
         then ignored."""
         if events.snapshot:
-            mirror = _mirror(replica_id, events)  # outside of the lock: a snapshot may be large
+            mirror = mirror_of(replica_id, events)  # outside of the lock: a snapshot may be large
             with self._lock:
                 replica = self._replicas.get(replica_id)
                 if replica is not None:
@@ -152,26 +111,18 @@ class Fleet:
             return True
         with self._lock:
             replica = self._replicas.get(replica_id)
-            if replica is None or replica.mirror is None:
-                return True
-            if _follow(replica, events):
+            if replica is None or replica.mirror is None or replica.take_events(events):
                 return True
             log.warning("replica %s: a gap in its cache events; asking for a snapshot", replica_id)
-            replica.mirror = None
             return False
 
     def apply_load(self, replica_id: str, load: ReplicaLoad) -> None:
-        """Stores the load that the replica has published, and drops the bookings that it counts from `unseen`."""
+        """Stores the load that the replica has published."""
         with self._lock:
             replica = self._replicas.get(replica_id)
-            if replica is None:
-                return
-            replica.load = load
-            while replica.unseen:
-                request_id, first = next(iter(replica.unseen.items()))
-                if first.booking.number > load.bookings_seen:
-                    break
-                del replica.unseen[request_id]
+            if replica is not None:
+                replica.take_load(load, self._clock())
+                self._stale.add(replica_id)
 
     def place(
         self,
@@ -186,29 +137,21 @@ class Fleet:
         Replaces an earlier booking of the same request. Raises NoReplica, with nothing booked, if no candidate is
         known, and ValueError for invalid token ids.
         """
-        prompt = pack(prompt_ids)
-        hashes = prefix_hashes(np.frombuffer(prompt, dtype=np.int32))
-        ends = [0, *marks(len(prompt_ids))]
+        prompt, num_tokens = pack(prompt_ids), len(prompt_ids)
+        hashes, ends = prefix_hashes(np.frombuffer(prompt, dtype=np.int32)), marks(num_tokens)
         with self._lock:
             self._release(request_id)
-            now = self._clock()
-            choices = []
-            for replica_id in sorted(self._replicas.keys() & set(candidates)):
-                replica = self._replicas[replica_id]
-                expected = ends[replica.expected.match(hashes, now)]
-                cached = 0 if replica.mirror is None else replica.mirror.match_packed(prompt)
-                if home is not None and replica_id == home.replica_id:
-                    cached = max(cached, home.num_tokens)
-                # The last token is always computed: its logits give the answer's first token.
-                cached = min(max(expected, cached), max(0, len(prompt_ids) - 1))
-                choices.append(replica.candidate(replica_id, cached))
-            if not choices:
+            names = sorted(self._replicas.keys() & set(candidates))
+            if not names:
                 raise NoReplica()
-            best = self._rank(choices, len(prompt_ids), WEIGHTS, self._turn)[0]
+            choices = self._candidates(names)
+            choices["cached_tokens"] = cached = self._cached(names, prompt, hashes, ends, home)
+            choices["wanted_tokens"] = self._popularity.wanted_tokens(hashes, ends, cached)
+            self._popularity.add(hashes, len(names))
+            best = int(self._rank(choices, num_tokens, WEIGHTS, self._turn)[0])
             self._turn += 1
-            cached_tokens = next(choice.cached_tokens for choice in choices if choice.replica_id == best)
-            booked = self._book(request_id, best, len(prompt_ids), cached_tokens)
-            self._replicas[best].expected.add(hashes, now)
+            booked = self._book(request_id, names[best], num_tokens, int(cached[best]))
+            self._replicas[names[best]].expected.add(hashes, self._clock())
             return booked.booking
 
     def booking(self, request_id: str) -> Booking | None:
@@ -223,6 +166,7 @@ class Fleet:
             booked = self._booked.get(request_id)
             if booked is not None:
                 booked.has_first_token = True
+                self._stale.add(booked.booking.replica_id)
 
     def release(self, request_id: str) -> None:
         """Drops the request's booking, however the request ended."""
@@ -232,29 +176,60 @@ class Fleet:
     def snapshot(self) -> list[ReplicaView]:
         """All replicas, sorted by id."""
         with self._lock:
-            return [self._view(replica_id, self._replicas[replica_id]) for replica_id in sorted(self._replicas)]
+            return [self._view(self._replicas[replica_id]) for replica_id in sorted(self._replicas)]
 
-    def _view(self, replica_id: str, replica: _Replica) -> ReplicaView:
-        seen = replica.candidate(replica_id, 0)
+    @staticmethod
+    def _view(replica: KnownReplica) -> ReplicaView:
+        seen = replica.candidate()
         return ReplicaView(
-            replica_id,
+            replica.replica_id,
             load=replica.load,
-            waiting_tokens=seen.waiting_tokens,
-            context_tokens=seen.context_tokens,
+            waiting_tokens=int(seen.waiting_tokens),
+            context_tokens=int(seen.context_tokens),
             mirror_tokens=None if replica.mirror is None else replica.mirror.num_tokens,
             bookings=replica.num_bookings,
         )
 
-    def _book(self, request_id: str, replica_id: str, prompt_tokens: int, cached_tokens: int) -> _Booked:
-        for replica in self._replicas.values():
-            replica.recent_tokens *= 1 - 1 / RECENT_REQUESTS
+    def _candidates(self, names: Sequence[str]) -> np.ndarray:
+        """The replicas of these names as placement sees them, without what depends on the prompt."""
+        for replica_id in self._stale:
+            row, replica = self._rows[replica_id], self._replicas[replica_id]
+            self._table[row] = _row(replica.candidate())
+            self._heard[row] = replica.pace.seconds, replica.pace.heard_s
+        self._stale.clear()
+        candidates = self._table.copy()
+        seconds, heard_s = self._heard.T
+        left = pace_left(seconds, np.maximum(0.0, self._clock() - heard_s))
+        candidates["requests_s"] *= left
+        candidates["tokens_s"] *= left
+        if len(names) == len(self._rows):  # rows are in the order of the names
+            return candidates
+        return candidates[[self._rows[name] for name in names]]
+
+    def _cached(
+        self, names: Sequence[str], prompt: bytes, hashes: Sequence[int], ends: Sequence[int], home: Home | None
+    ) -> np.ndarray:
+        """Tokens of the prompt that each replica has cached or will have soon, float64 [replicas]."""
+        now_s, cached = self._clock(), np.empty(len(names))
+        for index, replica_id in enumerate(names):
+            replica = self._replicas[replica_id]
+            known = 0 if replica.mirror is None else replica.mirror.match_packed(prompt)
+            if home is not None and replica_id == home.replica_id:
+                known = max(known, home.num_tokens)
+            marked = bisect_right(ends, known)
+            found = replica.expected.match(hashes, now_s, marked)
+            cached[index] = known if found == marked else ends[found - 1]
+        # The last token is always computed: its logits give the answer's first token.
+        return np.minimum(cached, max(0, len(prompt) // np.dtype(np.int32).itemsize - 1))
+
+    def _book(self, request_id: str, replica_id: str, prompt_tokens: int, cached_tokens: int) -> Booked:
         replica = self._replicas[replica_id]
-        replica.recent_tokens += prompt_tokens - cached_tokens
         replica.last_number += 1
         replica.num_bookings += 1
-        booked = _Booked(Booking(request_id, replica_id, replica.last_number, cached_tokens), prompt_tokens)
+        booked = Booked(Booking(request_id, replica_id, replica.last_number, cached_tokens), prompt_tokens)
         self._booked[request_id] = booked
         replica.unseen[request_id] = booked
+        self._stale.add(replica_id)
         return booked
 
     def _release(self, request_id: str) -> None:
@@ -263,6 +238,7 @@ class Fleet:
             replica = self._replicas[booked.booking.replica_id]
             replica.num_bookings -= 1
             replica.unseen.pop(request_id, None)
+            self._stale.add(replica.replica_id)
 
     def _forget(self, replica_id: str) -> None:
         if self._replicas.pop(replica_id, None) is not None:
@@ -270,32 +246,9 @@ class Fleet:
             for request_id in gone:
                 del self._booked[request_id]
 
-
-def _mirror(replica_id: str, snapshot: CacheEvents) -> Mirror | None:
-    """The mirror of a snapshot. None, as if the replica had no cache, for a snapshot that contradicts itself: another
-    snapshot would be the same."""
-    try:
-        mirror = Mirror(snapshot.page_size)
-        for event in snapshot.events:
-            mirror.apply(event)
-    except ValueError as error:
-        log.error("replica %s sent an invalid snapshot of its cache: %s", replica_id, error)
-        return None
-    return mirror
-
-
-def _follow(replica: _Replica, events: CacheEvents) -> bool:
-    """Applies the next events to the replica's mirror. Returns False, with the mirror spoilt, if these events are not
-    the next."""
-    mirror = replica.mirror
-    assert mirror is not None
-    known = (replica.incarnation, replica.next_seq, mirror.page_size)
-    if (events.incarnation, events.first_seq, events.page_size) != known:
-        return False
-    try:
-        for event in events.events:
-            mirror.apply(event)
-    except ValueError:
-        return False
-    replica.next_seq += len(events.events)
-    return True
+    def _make_table(self) -> None:
+        names = sorted(self._replicas)
+        self._table = np.zeros(len(names), dtype=CANDIDATE)
+        self._heard = np.zeros((len(names), 2))
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._stale = set(names)

@@ -60,12 +60,15 @@ class OptimisticPrefixes:
         while len(self._expiry) > MAX_ENTRIES:
             self._expiry.popitem(last=False)
 
-    def match(self, hashes: Sequence[int], now: float) -> int:
-        """How many of a prompt's `prefix_hashes`, counted from the shortest, the replica was recently given. Drops
-        expired entries."""
-        while self._expiry and next(iter(self._expiry.values())) <= now:
-            self._expiry.popitem(last=False)
-        return bisect.bisect_left(hashes, True, key=lambda prefix: prefix not in self._expiry)
+    def match(self, hashes: Sequence[int], now: float, known: int = 0) -> int:
+        """How many of a prompt's `prefix_hashes`, counted from the shortest, the replica was recently given; at least
+        the `known` ones that it has anyhow. Drops expired entries."""
+        expiry = self._expiry
+        while expiry and next(iter(expiry.values())) <= now:
+            expiry.popitem(last=False)
+        if known >= len(hashes) or hashes[known] not in expiry:
+            return known
+        return bisect.bisect_left(hashes, True, lo=known + 1, key=lambda prefix: prefix not in expiry)
 
 
 @functools.cache

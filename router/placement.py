@@ -1,15 +1,25 @@
-"""Placement policies: pure functions from what each replica has cached and carries, to replica ids with the best first.
+"""Placement policies: pure functions from what each replica has cached and carries, to the replicas with the best
+first.
 
-The cost of a replica is the work between this request and its answer there, in tokens of prefill: the part of the
-prompt that must be computed, the prefill that waits ahead, and the share of each step that running requests take. A
-cached prefix is worth the tokens that it saves. So cache affinity yields to load gradually and for each replica on its
-own: no threshold over the whole fleet turns it off. (The sum is that of NVIDIA Dynamo's router: prefill to do, plus
-decode context.)
+`rank` predicts seconds, from what each replica tells of its speed (`StepCosts`): when the request's first token would
+come, and what other requests lose by it. A cached prefix is worth the time that it saves. So cache affinity yields to
+load gradually and for each replica on its own: no threshold over the whole fleet turns it off.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import median_low
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.messages import StepCosts
+
+Floats = NDArray[np.float64]
+DEFAULT = StepCosts()
+# Prompts have at least this part of a step: a replica computes some tokens of a prompt however many sequences decode.
+LEAST_SHARE = 0.05
+# A busier replica counts as just so busy: what comes later would wait forever. Tuned with `Weights`.
+MOST_BUSY = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,103 +29,124 @@ class Candidate:
     | field | meaning |
     | --- | --- |
     | `cached_tokens` | longest cached prefix of this prompt |
+    | `wanted_tokens` | tokens of this prompt that it has not, and of which the fleet has fewer copies than it can use |
     | `waiting_tokens` | prompt tokens of all its requests that are neither cached nor computed |
+    | `waiting_products` | for each of these, the tokens before it in its prompt; their sum |
     | `context_tokens` | KV tokens that its running requests hold |
     | `running`, `waiting` | requests |
-    | `recent_tokens` | uncached prompt tokens that it was recently given, computed by now or not |
+    | `kv_tokens` | KV tokens that it has room for; 0: not known |
+    | `output_tokens` | mean length of its outputs |
+    | `requests_s`, `tokens_s` | requests and uncached prompt tokens that it was lately given in a second |
+    | others | as `StepCosts` has them |
     """
 
-    replica_id: str
-    cached_tokens: int = 0
-    waiting_tokens: int = 0
-    context_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    recent_tokens: float = 0
+    cached_tokens: float = 0
+    wanted_tokens: float = 0
+    waiting_tokens: float = 0
+    waiting_products: float = 0
+    context_tokens: float = 0
+    running: float = 0
+    waiting: float = 0
+    kv_tokens: float = 0
+    output_tokens: float = 200
+    requests_s: float = 0
+    tokens_s: float = 0
+    step_s: float = DEFAULT.step_s
+    token_s: float = DEFAULT.token_s
+    product_s: float = DEFAULT.product_s
+    decode_s: float = DEFAULT.decode_s
+    context_s: float = DEFAULT.context_s
+    full_s: float = DEFAULT.full_s
+
+
+# An array of candidates, one a replica, with the same fields.
+CANDIDATE = np.dtype([(field.name, np.float64) for field in fields(Candidate)])
+Candidates = np.ndarray
+
+
+def candidates_of(candidates: Iterable[Candidate]) -> Candidates:
+    """The array of candidates."""
+    return np.array([astuple(candidate) for candidate in candidates], dtype=CANDIDATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The terms of a replica's cost, in tokens of prefill that wait ahead of the request.
+    """The worth of a second, relative to a second that this request waits for its first token.
 
     | weight | meaning |
     | --- | --- |
-    | `uncached` | cost of a prompt token to be computed while little waits: it delays this request alone |
-    | `uncached_busy` | the same on a busy fleet, where the token delays all later requests as well |
-    | `busy_prompts` | the fleet is busy once this many prompts like this one wait at the median replica |
-    | `context` | cost of a token of decode context: it slows every step |
-    | `request` | cost of a request that is on the replica |
-    | `recent` | cost of a token of recent work |
+    | `others` | a second that a request which waits on the replica by now waits longer |
+    | `later` | the same for requests that will come |
+    | `decode` | a second of the time in which an output is made |
 
-    `recent` is small. It only keeps an idle fleet from sending every new conversation to the one replica that has the
-    prefix that all conversations share, until that replica's cache overflows while the others' are empty.
-
-    Tuned in simulation (`tests/router/simulated_fleet.py`):
-
-    - `uncached_busy`, `context`, `request` and `recent` on the Mooncake conversation trace: 4 replicas, finite caches,
-      from idle to overload. A factor of two in any of them changes little.
-    - `uncached` and `busy_prompts` on prefixes that many requests share: 8 and 64 replicas of an 8B model on H200, from
-      a tenth of their capacity to more than all of it. With a weight of 4 throughout, a hot prefix stayed on 13 of 64
-      replicas. With 1 throughout, a full fleet computed 1.1 to 1.6 times as many tokens.
+    Tuned by `shoal bench fleet` on its loads zipf, bursts and agents: 16 replicas, 50 to 110% of capacity, seeds 0 and
+    1; `later` on 64 replicas, too. Half of `later`: 99th percentiles of the slowdown +20% (zipf at half of the
+    capacity), bursts -10%. Half of `decode` and `others`: zipf +10%, bursts -10%.
     """
 
-    uncached: float = 1.0
-    uncached_busy: float = 4.0
-    busy_prompts: float = 0.5
-    context: float = 0.05
-    request: float = 64.0
-    recent: float = 0.05
+    others: float = 0.6
+    later: float = 2.0
+    decode: float = 0.1
 
 
-Placement = Callable[[Sequence[Candidate], int, Weights, int], list[str]]
+Placement = Callable[[Candidates, int, Weights, int], NDArray[np.intp]]
 
 
-def rank(candidates: Sequence[Candidate], num_prompt_tokens: int, weights: Weights, turn: int) -> list[str]:
-    """Cache-aware placement: replica ids, cheapest first. A prompt that is cached nowhere goes to the least load.
-    Replicas of equal cost take turns: `turn` is any number that grows by one with each request."""
-    weight = uncached_weight(candidates, num_prompt_tokens, weights)
-
-    def cost(candidate: Candidate) -> float:
-        uncached = max(0, num_prompt_tokens - candidate.cached_tokens)
-        return weight * uncached + _load(candidate, weights)
-
-    return _order(candidates, cost, turn)
+def rank(candidates: Candidates, num_prompt_tokens: int, weights: Weights, turn: int) -> NDArray[np.intp]:
+    """Cache-aware placement: the candidates' indices, cheapest first. A copy that the fleet wants counts as if it were
+    there. Replicas of equal cost take turns: `turn` is any number that grows by one with each request."""
+    cached = np.minimum(candidates["cached_tokens"] + candidates["wanted_tokens"], num_prompt_tokens)
+    return _order(cost_s(candidates, cached, num_prompt_tokens, weights), turn)
 
 
-def uncached_weight(candidates: Sequence[Candidate], num_prompt_tokens: int, weights: Weights) -> float:
-    """The cost of a token of this prompt that must be computed. Linear in the waiting tokens of the median replica:
-    from `weights.uncached` where half of the replicas have none, up to `weights.uncached_busy`.
-
-    While replicas are idle, computing a prefix twice costs nothing, and a prefix in demand must spread to more replicas
-    before the first ones are crowded. When all replicas are busy, every waiting request pays for it.
-    """
-    if not candidates:
-        return weights.uncached
-    queue = median_low(candidate.waiting_tokens for candidate in candidates)
-    busy = min(1.0, queue / (weights.busy_prompts * max(1, num_prompt_tokens)))
-    return weights.uncached + (weights.uncached_busy - weights.uncached) * busy
+def least_load(candidates: Candidates, num_prompt_tokens: int, weights: Weights, turn: int) -> NDArray[np.intp]:
+    """Least cost first, as if nothing were cached anywhere."""
+    return _order(cost_s(candidates, np.zeros(len(candidates)), num_prompt_tokens, weights), turn)
 
 
-def least_load(candidates: Sequence[Candidate], num_prompt_tokens: int, weights: Weights, turn: int) -> list[str]:
-    """Least load first, by the load of `rank`; ignores caches."""
-    return _order(candidates, lambda candidate: _load(candidate, weights), turn)
-
-
-def round_robin(candidates: Sequence[Candidate], num_prompt_tokens: int, weights: Weights, turn: int) -> list[str]:
+def round_robin(candidates: Candidates, num_prompt_tokens: int, weights: Weights, turn: int) -> NDArray[np.intp]:
     """Each replica in its turn; ignores caches and load."""
-    return _order(candidates, lambda candidate: 0.0, turn)
+    return _order(np.zeros(len(candidates)), turn)
 
 
-def _load(candidate: Candidate, weights: Weights) -> float:
+def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weights: Weights) -> Floats:
+    """The seconds that a request costs on each candidate, weighted, float64 [replicas]. `cached` [replicas]: tokens of
+    the prompt that need no computing there.
+
+    | cost | seconds |
+    | --- | --- |
+    | its own first token | the step that runs, the prompts that wait ahead, its own; decodes come first in each step |
+    | room | until enough running requests have ended for its KV to fit in |
+    | others that wait | its own computing for each |
+    | later ones | its own computing w is work that a queue with V seconds of work has more. Arrivals at rate r to a replica that is busy for a part b of the time lose r w (V + w / 2) / (1 - b) by it: the value function of a queue with Poisson arrivals (Hyytiä, Penttinen, Aalto 2012, "Size- and state-aware dispatching problem with queue-specific job sizes") |
+    | decodes | its own prompt stops those that run; then each of its own steps is as long as all decodes make it, and the others' are longer by its own |
+    """  # noqa: E501
+    c = {name: candidates[name] for name in CANDIDATE.names or ()}
+    decoding_s = c["step_s"] + c["decode_s"] * c["running"] + c["context_s"] * c["context_tokens"]
+    share = np.maximum(LEAST_SHARE, 1 - decoding_s / c["full_s"])
+    waiting_s = c["waiting_tokens"] * c["token_s"] + c["waiting_products"] * c["product_s"]
+    missing = num_prompt_tokens - cached
+    own_s = missing * (c["token_s"] + c["product_s"] * (cached + missing / 2))
+    ahead_s, work_s = waiting_s / share, own_s / share
+    running_s = np.where(c["running"] + c["waiting"] > 0, np.minimum(c["full_s"], decoding_s + waiting_s), 0.0)
+    first_s = running_s / 2 + np.maximum(decoding_s + waiting_s + own_s, ahead_s + work_s)
+    context = num_prompt_tokens + c["output_tokens"] / 2
+    generation_s = c["output_tokens"] * decoding_s
+    over = np.maximum(0.0, c["context_tokens"] + c["waiting_tokens"] + context - c["kv_tokens"])
+    room_s = np.where(c["kv_tokens"] > 0, over / np.maximum(1.0, c["context_tokens"]) * generation_s, 0.0)
+    busy = np.minimum(MOST_BUSY, c["tokens_s"] * c["token_s"] / share)
+    later_s = c["requests_s"] / (1 - busy) * work_s * (ahead_s + work_s / 2)
+    slower_s = c["output_tokens"] * (c["decode_s"] + c["context_s"] * context) * (1 + c["running"])
     return (
-        candidate.waiting_tokens
-        + weights.context * candidate.context_tokens
-        + weights.request * (candidate.running + candidate.waiting)
-        + weights.recent * candidate.recent_tokens
+        first_s
+        + room_s
+        + weights.others * work_s * c["waiting"]
+        + weights.later * later_s
+        + weights.decode * (own_s * c["running"] + generation_s + slower_s)
     )
 
 
-def _order(candidates: Sequence[Candidate], cost: Callable[[Candidate], float], turn: int) -> list[str]:
-    count = len(candidates)
-    order = sorted(range(count), key=lambda index: (cost(candidates[index]), (index - turn) % count))
-    return [candidates[index].replica_id for index in order]
+def _order(cost: Floats, turn: int) -> NDArray[np.intp]:
+    """Indices by ascending cost; equal ones in their order from `turn` on."""
+    order = (np.arange(len(cost)) + turn) % max(1, len(cost))
+    return order[np.argsort(cost[order], kind="stable")]

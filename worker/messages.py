@@ -225,6 +225,30 @@ class CacheEvents(msgspec.Struct, tag=True):
     snapshot: bool = False
 
 
+class StepCosts(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that a replica takes for its work, linear in what a step holds. The defaults, an 8B model on an H200,
+    stand for a replica that tells none: relative costs are what matters.
+
+    | field | seconds of |
+    | --- | --- |
+    | `step_s` | a step, whatever it holds: each sequence that decodes gets one token in it |
+    | `token_s` | a prompt token that is computed |
+    | `product_s` | a prompt token's attention to one token before it |
+    | `decode_s` | a decode |
+    | `context_s` | a decode's attention to one token |
+    | `full_s` | the longest step, with prompts and decodes |
+
+    With a pipeline of n stages, a step is a round: as many micro-batches as there are stages.
+    """
+
+    step_s: float = 5e-3
+    token_s: float = 2.4e-5
+    product_s: float = 1e-9
+    decode_s: float = 6e-6
+    context_s: float = 3.5e-8
+    full_s: float = 0.046
+
+
 class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     """The replica's current load, in tokens, and its counters since start.
 
@@ -232,17 +256,20 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | --- | --- |
     | `bookings_seen` | the highest `Generate.booking` received from the router that gets this message |
     | `waiting_tokens` | prompt tokens of waiting and running requests that are neither computed nor cached |
+    | `waiting_products` | for each of these tokens, the tokens before it in its prompt; their sum |
     | `context_tokens` | KV tokens that running requests hold |
     | `proposals` | how often drafts of one sequence were verified in a step, by drafter |
     | `drafted`, `accepted` | drafts that were verified, and those that were right, by drafter |
     | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; NaN while unknown |
     | `length_ratio` | tokens of the newest outputs over those that were predicted; NaN while unknown |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
+    | `costs` | as the replica's fitted cost models predict them now |
     """
 
     incarnation: str
     bookings_seen: int = 0
     waiting_tokens: int = 0
+    waiting_products: int = 0
     context_tokens: int = 0
     running: int = 0
     waiting: int = 0
@@ -264,6 +291,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     length_tau: float = math.nan
     length_ratio: float = math.nan
     stage_seconds: list[dict[str, float]] = []
+    costs: StepCosts = StepCosts()
 
 
 FromReplica = Outputs | CacheEvents | ReplicaLoad

@@ -4,6 +4,7 @@
     shoal bench fleet --load mooncake --trace mooncake_conversation.jsonl --levels 0.95 1.1
     shoal bench fleet --load zipf --routers 32 --rules shoal --levels 0.8 --name fleet.sim.routers32
     shoal bench fleet --summary
+    shoal bench fleet --decision --replicas 64
 
 Every replica is an 8B model on an H200. Levels are fractions of the rate that the fleet can just serve if each prompt
 has as much cached as one cache of all pages would have (`capacity.py`).
@@ -16,7 +17,8 @@ replicas_used           fraction of the replicas that got a request
 routers_vs_1            99th percentile of our TTFT with --routers, divided by that with one router
 
 Requests of the first third warm the fleet up and do not count. --summary writes fleet.sim, with the worst and the
-median of slowdown_vs_best_other over the results of all loads.
+median of slowdown_vs_best_other over the results of all loads. --decision writes fleet.decision: the CPU time of a
+placement, with prompts of 4,096 tokens and caches of 10 million tokens together.
 """
 
 import argparse
@@ -32,6 +34,7 @@ import numpy as np
 
 from bench import results
 from bench.fleet.capacity import capacity
+from bench.fleet.decision import decision_cpu_s
 from bench.fleet.hardware import ReplicaHardware
 from bench.fleet.other_rules import OTHER_RULES
 from bench.fleet.shoal_router import ShoalRule
@@ -45,6 +48,7 @@ OURS, LEAST, ONE_ROUTER = "shoal", "least_load", "shoal_one_router"
 BETTER = "slowdown_vs_best_other"
 # Requests for each replica: enough that the run lasts for some seconds after the caches are warm.
 REQUESTS = {"zipf": 100, "hot_prefix": 100, "bursts": 120, "agents": 150}
+CACHED_TOKENS, DECISIONS = 10_000_000, 4000
 RULES: dict[str, Callable[..., PlacementRule]] = {
     OURS: ShoalRule,
     LEAST: lambda num_replicas, **options: ShoalRule(num_replicas, "least_load", **options),
@@ -125,6 +129,15 @@ def summary(folder: Path) -> list[Figure]:
     ]
 
 
+def decision_figures(num_replicas: int, seed: int) -> list[Figure]:
+    """The CPU time of a placement, in milliseconds."""
+    spent_ms = 1e3 * decision_cpu_s(num_replicas, CACHED_TOKENS, DECISIONS, seed)[DECISIONS // 4 :]
+    return [
+        Figure("fleet.decision.cpu_p50_ms", float(np.quantile(spent_ms, 0.5)), "ms", False),
+        Figure("fleet.decision.cpu_p99_ms", float(np.quantile(spent_ms, 0.99)), "ms", False),
+    ]
+
+
 def merged(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The runs, with those of other levels and rules that the result at `path` has already."""
     known: dict[str, dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else {}
@@ -154,6 +167,7 @@ def parser() -> Parser:
     p.add_argument("--name", help="name of the result (default fleet.sim.LOAD; none: no result)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
     p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
+    p.add_argument("--decision", action="store_true", help="measure the CPU time of a placement, and nothing else")
     p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
     return p
 
@@ -165,6 +179,13 @@ def main(argv: list[str] | None = None) -> int:
         results.check_name(name)
         if args.summary:
             print(f"written: {results.write('fleet.sim', summary(args.out), {}, folder=args.out).name}")
+            return 0
+        if args.decision:
+            figures_made = decision_figures(args.replicas, args.seed)
+            for figure in figures_made:
+                print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
+            if args.name != "none":
+                results.write("fleet.decision", figures_made, {"about": {"replicas": args.replicas}}, folder=args.out)
             return 0
         runs = run(args)
     except (ValueError, OSError) as error:

@@ -15,7 +15,7 @@ from itertools import count
 
 import numpy as np
 
-from bench.fleet.hardware import MOST_RUNNING, ReplicaHardware
+from bench.fleet.hardware import MOST_RUNNING, OBJECTIVE, TOKEN_BUDGET, ReplicaHardware
 from bench.fleet.workloads import FleetRequest, common_tokens, token_ids
 from pipeline.budget import Budget
 from pipeline.policy import SchedulerView
@@ -24,6 +24,7 @@ from radix.events import Event
 from radix.node import PagedNode
 from radix.pages import PagePool
 from radix.tree import Match, Tree
+from worker.engine.step_costs import step_costs
 from worker.messages import CacheEvents, ReplicaLoad
 from worker.scheduler.admission import RETRY_STEPS
 from worker.scheduler.waiting_queue import AGEING_TOKENS_S, LOOKUP_EVERY_STEPS, LOOKUPS_A_STEP, WINDOW
@@ -80,12 +81,14 @@ class FleetReplica:
 
     def __init__(self, hardware: ReplicaHardware, num_routers: int = 1) -> None:
         self.costs, self.policy, self.page_size = hardware.costs, hardware.policy(), hardware.page_size
+        self.step_costs = step_costs([hardware.cost_model], OBJECTIVE, TOKEN_BUDGET)
         self.events: list[Event] = []
         self.pool = PagePool(hardware.num_pages, hardware.page_size)
         self.tree = Tree(hardware.page_size, self.pool, on_event=self.events.append)
         self.busy_until_s = math.inf
         self.load_due, self.published_s = False, -math.inf
         self.preemptions = self.computed_tokens = self.finished = self.output_tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0  # of requests that began
         self.seen = [0] * num_routers  # highest booking of each router
         self._next_event = 0
         self._waiting: list[SimulatedSequence] = []
@@ -139,10 +142,13 @@ class FleetReplica:
 
     def load(self) -> ReplicaLoad:
         """The load as the scheduler publishes it."""
-        waiting = sum(len(seq.tokens) - seq.cached for seq in self._waiting)
+        rest = [(seq.cached, len(seq.tokens) - seq.cached) for seq in self._waiting]
+        rest += [(seq.computed, seq.missing) for seq in self._prefilling]
         return ReplicaLoad(
             incarnation="",
-            waiting_tokens=waiting + sum(seq.missing for seq in self._prefilling),
+            costs=self.step_costs,
+            waiting_tokens=sum(missing for _, missing in rest),
+            waiting_products=sum(missing * (done + missing // 2) for done, missing in rest),
             context_tokens=self._context + sum(seq.computed for seq in self._prefilling),
             running=len(self._prefilling) + len(self._decoding),
             waiting=len(self._waiting),
@@ -151,6 +157,8 @@ class FleetReplica:
             kv_tokens_cached=self.tree.num_evictable * self.page_size,
             output_tokens=self.output_tokens,
             finished=self.finished,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
         )
 
     # ------------------------------------------------------------ steps
@@ -234,6 +242,8 @@ class FleetReplica:
                     continue
                 if not seq.was_preempted:
                     result.began.append((seq.request, seq.cached))
+                    self.prompt_tokens += len(seq.tokens)
+                    self.cached_tokens += seq.cached
             self._add_chunk(seq, budget)
 
     def _add_chunk(self, seq: SimulatedSequence, budget: Budget) -> None:

@@ -57,6 +57,7 @@ def test_entries_expire_unless_renewed():
     assert entries.match(long, now=EXPIRES_S - 0.1) == 4
     assert entries.match(long, now=EXPIRES_S) == 2
     assert entries.match(hashes([9] * 64), now=EXPIRES_S) == 0
+    assert [entries.match(long, EXPIRES_S, known) for known in range(5)] == [2, 2, 2, 3, 4]
     assert entries.match(long, now=EXPIRES_S + 1.0) == 0
     assert len(entries) == 0
 

@@ -21,7 +21,9 @@ from pipeline.roofline import DEVICES, LINKS, DeviceSpec, StageSpec
 from pipeline.schedule import make_policy, policy_class
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
+from worker.engine.step_costs import step_costs
 from worker.executor.gpu_defaults import roofline_model
+from worker.messages import StepCosts
 from worker.models.config import decoder_config, read_config
 from worker.models.sharding import Shard
 
@@ -93,6 +95,10 @@ class CostStore:
     def seconds(self, shape: BatchShape) -> float:
         """Predicted seconds of a step on the slowest stage; 1 without models."""
         return slowest_s(self.models, shape) if self.models else 1.0
+
+    def step_costs(self, config: WorkerConfig) -> StepCosts:
+        """The costs that routers are told."""
+        return step_costs(self.models, self.objective(config), config.token_budget)
 
     @property
     def rows(self) -> PaddedSizes:

@@ -249,6 +249,7 @@ class Engine:
         """The replica's load. The caller fills in `incarnation` and `bookings_seen`."""
         load = self.scheduler.load()
         load.stage_seconds = self.timeline.spent()
+        load.costs = self.costs.step_costs(self.scheduler.config)
         return load
 
     def meter(self) -> Meter:

@@ -340,8 +340,10 @@ class Scheduler:
         load.length_tau, load.length_ratio = self._lengths.accuracy()
         rows, waiting, table = self.running.rows, self._waiting.rows, self._table
         load.context_tokens = int(table.num_computed[rows].sum())
-        load.waiting_tokens = int(np.maximum(table.num_prompt[rows] - table.num_computed[rows], 0).sum())
-        load.waiting_tokens += int(np.maximum(table.num_prompt[waiting] - table.cached_estimate[waiting], 0).sum())
+        done = np.concatenate([table.num_computed[rows], table.cached_estimate[waiting]])
+        missing = np.maximum(table.num_prompt[np.concatenate([rows, waiting])] - done, 0)
+        load.waiting_tokens = int(missing.sum())
+        load.waiting_products = int((missing * (done + missing // 2)).sum())
         load.kv_tokens_cached = self.kv_cache.tree.num_evictable * self.page_size
         load.kv_tokens_leased = self.kv_cache.tree.num_leased * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size

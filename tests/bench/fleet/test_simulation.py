@@ -48,7 +48,7 @@ def test_a_trace_keeps_its_shared_blocks():
         from_trace([TraceRequest(700, 5, 0.0)])
 
 
-def test_the_command_writes_what_it_measured(tmp_path, capsys):
+def test_the_command_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     line = ["--load", "zipf", "--replicas", "2", "--requests", "10", "--levels", "0.5"]
     assert command.main([*line, "--rules", "shoal", "least_load", "--out", str(tmp_path)]) == 0
     assert command.main([*line, "--rules", "dynamo", "--out", str(tmp_path), "--add"]) == 0
@@ -63,5 +63,9 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys):
     ratio = next(figure.value for figure in command.figures("zipf", runs) if figure.name.endswith("vs_best_other"))
     assert {figure.value for figure in command.summary(tmp_path)} == {ratio}
     assert command.main(["--summary", "--out", str(tmp_path / "none")]) == 1
+    monkeypatch.setattr(command, "CACHED_TOKENS", 600_000)
+    monkeypatch.setattr(command, "DECISIONS", 40)
+    assert command.main(["--decision", "--replicas", "3", "--out", str(tmp_path)]) == 0
+    assert "fleet.decision.cpu_p99_ms" in (tmp_path / "fleet.decision.json").read_text()
     assert command.main(["--load", "mooncake"]) == 1
     assert "needs --trace" in capsys.readouterr().err

@@ -260,9 +260,11 @@ def test_load_counts_tokens(drive):
     d.add("b", prompt(50, seed=1), max_tokens=3)
     load = d.scheduler.load()
     assert (load.waiting, load.running, load.waiting_tokens, load.context_tokens) == (2, 0, 90, 0)
+    assert load.waiting_products == 40 * 20 + 50 * 25
     d.step()
     load = d.scheduler.load()
     assert (load.waiting, load.running, load.waiting_tokens, load.context_tokens) == (1, 1, 74, 16)
+    assert load.waiting_products == 24 * (16 + 12) + 50 * 25
     assert (load.kv_tokens_total, load.kv_tokens_used) == (256, 16)
     d.run()
     load = d.scheduler.load()

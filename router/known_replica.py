@@ -1,0 +1,186 @@
+"""A router's knowledge of one replica: its cache, its load, its pace, and this router's own bookings there."""
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radix.mirror import Mirror
+from router.optimistic_prefixes import OptimisticPrefixes
+from router.placement import Candidate
+from worker.messages import CacheEvents, ReplicaLoad
+
+log = logging.getLogger(__name__)
+
+PACE_S = 5.0  # time constant of `ArrivalPace`
+# A replica's mean output before its first one: the length, and the number of outputs that it counts as.
+FIRST_OUTPUT_TOKENS, FIRST_OUTPUTS = 200, 8
+NO_LOAD = ReplicaLoad(incarnation="")
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """The replica that a request was placed on. `number` goes into `Generate.booking`. `cached_tokens`: how much of the
+    prompt was expected to be cached there."""
+
+    request_id: str
+    replica_id: str
+    number: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Booked:
+    """A booking with what the router knows of the request."""
+
+    booking: Booking
+    prompt_tokens: int
+    has_first_token: bool = False
+
+
+class ArrivalPace:
+    """Requests and uncached prompt tokens that come to a replica in a second, from all routers: averages that forget
+    with a time constant of `PACE_S`. `heard_s`: when the last load came. `seconds`: of lately, older ones counting
+    less."""
+
+    __slots__ = ("_load", "_requests", "_tokens", "heard_s", "seconds")
+
+    def __init__(self) -> None:
+        self._requests = self._tokens = self.seconds = self.heard_s = 0.0
+        self._load: ReplicaLoad | None = None
+
+    @property
+    def requests_s(self) -> float:
+        return self._requests / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_s(self) -> float:
+        return self._tokens / self.seconds if self.seconds else 0.0
+
+    def follow(self, load: ReplicaLoad, now_s: float) -> None:
+        """Learns from the counters of a load that has come at `now_s` (seconds)."""
+        old, passed_s = self._load, now_s - self.heard_s
+        if old is not None and old.incarnation == load.incarnation:
+            left = math.exp(-passed_s / PACE_S)
+            self._requests = left * self._requests + max(0, _requests(load) - _requests(old))
+            self._tokens = left * self._tokens + max(0, _computed(load) - _computed(old))
+            self.seconds = left * self.seconds + passed_s
+        self._load, self.heard_s = load, now_s
+
+
+def pace_left(seconds: NDArray[np.float64], silent_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The part of each replica's pace that is left after `silent_s` seconds without a load: an idle replica tells
+    none."""
+    left = seconds * np.exp(silent_s / -PACE_S)
+    return left / np.maximum(1e-9, left + silent_s)
+
+
+@dataclass(slots=True)
+class KnownReplica:
+    """A replica with all that the router knows of it.
+
+    | field | meaning |
+    | --- | --- |
+    | `mirror` | its cache; None from a gap in the events (or the start) to the next snapshot |
+    | `unseen` | the bookings that `load` does not count yet, in order of their numbers |
+    | `expected` | prefixes of prompts that it was just given |
+    """
+
+    replica_id: str
+    mirror: Mirror | None = None
+    incarnation: str = ""
+    next_seq: int = 0
+    load: ReplicaLoad | None = None
+    last_number: int = 0
+    num_bookings: int = 0
+    unseen: dict[str, Booked] = field(default_factory=dict)
+    expected: OptimisticPrefixes = field(default_factory=OptimisticPrefixes)
+    pace: ArrivalPace = field(default_factory=ArrivalPace)
+
+    def candidate(self) -> Candidate:
+        """The replica as placement sees it, without what it has of a prompt."""
+        load, costs = self.load or NO_LOAD, (self.load or NO_LOAD).costs
+        waiting_tokens, waiting_products, context_tokens = (
+            load.waiting_tokens,
+            load.waiting_products,
+            load.context_tokens,
+        )
+        decoding = 0
+        for booked in self.unseen.values():
+            prompt, cached = booked.prompt_tokens, booked.booking.cached_tokens
+            if booked.has_first_token:
+                decoding += 1
+                context_tokens += prompt
+            else:
+                waiting_tokens += prompt - cached
+                waiting_products += (prompt - cached) * (prompt + cached) // 2
+        outputs = FIRST_OUTPUT_TOKENS * FIRST_OUTPUTS + load.output_tokens
+        return Candidate(
+            waiting_tokens=waiting_tokens,
+            waiting_products=waiting_products,
+            context_tokens=context_tokens,
+            running=load.running + decoding,
+            waiting=load.waiting + len(self.unseen) - decoding,
+            kv_tokens=load.kv_tokens_total,
+            output_tokens=outputs / (FIRST_OUTPUTS + load.finished),
+            requests_s=self.pace.requests_s,
+            tokens_s=self.pace.tokens_s,
+            step_s=costs.step_s,
+            token_s=costs.token_s,
+            product_s=costs.product_s,
+            decode_s=costs.decode_s,
+            context_s=costs.context_s,
+            full_s=costs.full_s,
+        )
+
+    def take_load(self, load: ReplicaLoad, now_s: float) -> None:
+        """Stores the load that has come at `now_s`, and drops the bookings that it counts from `unseen`."""
+        self.pace.follow(load, now_s)
+        self.load = load
+        while self.unseen:
+            request_id, first = next(iter(self.unseen.items()))
+            if first.booking.number > load.bookings_seen:
+                break
+            del self.unseen[request_id]
+
+    def take_events(self, events: CacheEvents) -> bool:
+        """Applies the next events to the mirror, which must be there. Returns False, without a mirror any more, if
+        these events are not the next."""
+        mirror = self.mirror
+        assert mirror is not None
+        known = (self.incarnation, self.next_seq, mirror.page_size)
+        try:
+            if (events.incarnation, events.first_seq, events.page_size) != known:
+                raise ValueError("a gap")
+            for event in events.events:
+                mirror.apply(event)
+        except ValueError:
+            self.mirror = None
+            return False
+        self.next_seq += len(events.events)
+        return True
+
+
+def mirror_of(replica_id: str, snapshot: CacheEvents) -> Mirror | None:
+    """The mirror of a snapshot. None, as if the replica had no cache, for a snapshot that contradicts itself: another
+    snapshot would be the same."""
+    try:
+        mirror = Mirror(snapshot.page_size)
+        for event in snapshot.events:
+            mirror.apply(event)
+    except ValueError as error:
+        log.error("replica %s sent an invalid snapshot of its cache: %s", replica_id, error)
+        return None
+    return mirror
+
+
+def _requests(load: ReplicaLoad) -> int:
+    """Requests that have come since the replica's start."""
+    return load.finished + load.failed + load.aborts + load.running + load.waiting
+
+
+def _computed(load: ReplicaLoad) -> int:
+    """Uncached prompt tokens of the requests that have begun since the replica's start."""
+    return load.prompt_tokens - load.cached_tokens
