@@ -13,6 +13,7 @@ tokens cheap. Cost per token inside a string, measured with SmolLM2's vocabulary
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+START = "start"  # the rule that a grammar begins with
 _UNROLLED = 128
 
 
@@ -78,7 +79,22 @@ class FreeText:
     loops: bool = True
 
 
-Node = Terminal | Regex | Ref | Seq | Alt | Repeat | Token | FreeText
+@dataclass(frozen=True, slots=True)
+class Intersection:
+    """Matches what every part matches. The parts are regular: no `Ref`, `Token` or `FreeText` is in them. At least one
+    text matches. xgrammar has nothing like it."""
+
+    parts: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Complement:
+    """Matches what the part does not match, which is regular. Stands inside of an `Intersection`."""
+
+    part: "Node"
+
+
+Node = Terminal | Regex | Ref | Seq | Alt | Repeat | Token | FreeText | Intersection | Complement
 
 NEVER = Alt(())
 EMPTY = Terminal("")
@@ -236,6 +252,8 @@ class _Writer:
             case Repeat(part, least, most):
                 inner = self.expression(part)
                 return self._times(lambda n, m: f"({inner}){_bounds(n, m)}", least, most)
+            case Intersection() | Complement():
+                raise ValueError("xgrammar's notation has neither intersections nor complements")
 
     def _times(self, piece: Piece, least: int, most: int | None) -> str:
         """Repetition from `least` to `most` times, in pieces that xgrammar unrolls: `piece(n, m)` repeats n to m times.

@@ -29,6 +29,7 @@ from worker.structured_output.conjunction import Schema, conjoin
 from worker.structured_output.ebnf import (
     EMPTY,
     NEVER,
+    START,
     Alt,
     Node,
     Ref,
@@ -62,7 +63,6 @@ _KEYWORDS_OF = {
 }
 # All other keywords say nothing about a value, or are refused.
 _ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in _KEYWORDS_OF.values() for k in keys)))
-START = "start"  # the rule that a grammar begins with
 _MOST_RULES = 5_000
 _MOST_ALTERNATIVES = 256
 
