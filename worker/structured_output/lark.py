@@ -79,7 +79,7 @@ def _regular(node: Node) -> str:
             return "(" + " | ".join(map(_regular, choices)) + ")"
         case Repeat(part, least, most):
             return f"({_regular(part)}){_times(least, most)}"
-        case Intersection(parts):
+        case Intersection(parts, _):
             return "(" + " & ".join(f"({_regular(part)})" for part in parts) + ")"
         case Complement(part):
             return f"(~({_regular(part)}))"
@@ -109,7 +109,9 @@ def _times(least: int, most: int | None) -> str:
 
 def _children(node: Node) -> Iterable[Node]:
     match node:
-        case Seq(parts) | Alt(parts) | Intersection(parts):
+        case Seq(parts) | Alt(parts):
+            return parts
+        case Intersection(parts, _):
             return parts
         case Repeat(part, _, _) | Complement(part):
             return (part,)
@@ -136,7 +138,9 @@ def _may_be_empty(node: Node) -> bool:
             return not text
         case Regex(pattern):
             return re.fullmatch(pattern, "") is not None
-        case Seq(parts) | Intersection(parts):
+        case Intersection(parts, _):
+            return all(map(_may_be_empty, parts))
+        case Seq(parts):
             return all(map(_may_be_empty, parts))
         case Alt(choices):
             return any(map(_may_be_empty, choices))

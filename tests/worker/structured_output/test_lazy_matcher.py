@@ -94,7 +94,8 @@ def test_the_forced_text_may_end_within_a_character(walker: Walker, vocabulary: 
 
 
 def test_intersections_and_complements_are_for_llguidance(walker: Walker, vocabulary: LazyVocabulary) -> None:
-    some = Intersection((Regex("[a-d]{1,9}"), Complement(Regex("[a-d]*b[a-d]*")), Complement(Terminal("ac"))))
+    parts = (Regex("[a-d]{1,9}"), Complement(Regex("[a-d]*b[a-d]*")), Complement(Terminal("ac")))
+    some = Intersection(parts, "not at #")
     rules = {START: Seq((Terminal("<"), some, Terminal(">")))}
     assert engine_for(rules) == (LLGUIDANCE,)
     assert engine_for(schema_rules('{"type": "null"}')) == (XGRAMMAR, LLGUIDANCE)
@@ -102,13 +103,38 @@ def test_intersections_and_complements_are_for_llguidance(walker: Walker, vocabu
     for text, is_right in [("<a>", 1), ("<acd>", 1), ("<ac>", 0), ("<abd>", 0), ("<>", 0), ("<aaaaaaaaaa>", 0)]:
         matcher = grammar.matcher()
         assert (matcher.accept_string(text) and matcher.is_completed()) == bool(is_right), text
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(GrammarError, match="not at #: not supported in calls"):
         to_text(rules, START)
 
 
 def test_a_large_grammar_is_for_llguidance() -> None:
     names = [f"name_{i}" for i in range(100)]
     assert engine_for(schema_rules(json.dumps({"properties": dict.fromkeys(names, True)}))) == (LLGUIDANCE,)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"pattern": "^a.*z$", "minLength": 3, "maxLength": 5}, ["abz", "a.z"], ["az", "abbbbz", "abb"]),
+        ({"pattern": "^20", "format": "date"}, ["2024-02-29"], ["2023-02-29", "1999-01-01", "20"]),
+        ({"format": "uri-reference", "maxLength": 4}, ["/a?b", "", "a/b"], ["/aaaa", "a b", "//a"]),
+        ({"format": "json-pointer"}, ["", "/a~1b/~0"], ["a", "/~2"]),
+        ({"format": "relative-json-pointer"}, ["1/a", "0#"], ["a", "01"]),
+        ({"format": "uri-template"}, ["/a/{b}", "https://a.de/{x}?q={y}"], ["/{", "a b"]),
+        ({"format": "regex"}, ["^a+(b|[0-9]c)?$", "\\\\d*"], ["(", "a**", "["]),
+        ({"format": "idn-email"}, ["a@b.de"], ["a"]),
+        ({"format": "idn-hostname"}, ["a.de"], ["a b"]),
+        ({"format": "iri"}, ["https://a.de/b"], ["/b"]),
+        ({"format": "iri-reference"}, ["https://a.de/b", "/b"], ["<"]),
+    ],
+)
+def test_formats_and_patterns_together(
+    vocabulary: LazyVocabulary, schema: Any, right: list[str], wrong: list[str]
+) -> None:
+    grammar = LazyGrammar(to_lark(schema_rules(json.dumps({"type": "string", **schema})), START), vocabulary)
+    for text in [*right, *wrong]:
+        matcher = grammar.matcher()
+        assert (matcher.accept_string(f'"{text}"') and matcher.is_completed()) == (text in right), text
 
 
 @pytest.mark.parametrize("threads", [1, 2])
