@@ -1,4 +1,4 @@
-"""Published schemas as structured output: how many are accepted, whether the masks are right, and what they cost.
+"""PublishedSchema schemas as structured output: how many are accepted, whether the masks are right, and what they cost.
 
     shoal bench schemas
     shoal bench schemas --limit 50 --plain
@@ -40,9 +40,9 @@ from tokenizers import Tokenizer
 from bench import results
 from bench.load.options import count
 from bench.results import Figure
-from bench.schemas.gather import Published, corpus
+from bench.schemas.gather import PublishedSchema, corpus
 from bench.schemas.instances import Instances, instances, judge
-from bench.schemas.plain import PLAIN, Verdict
+from bench.schemas.plain import PLAIN, GrammarVerdict
 from bench.targets import print_table
 from cluster.models import resolve
 from shoal.help import Parser
@@ -65,7 +65,7 @@ _SHOWN = 12
 class Corpus:
     """Schemas with their instances, the texts of these in a model's tokens."""
 
-    def __init__(self, schemas: Sequence[Published], model_dir: Path) -> None:
+    def __init__(self, schemas: Sequence[PublishedSchema], model_dir: Path) -> None:
         self.tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         config = json.loads((model_dir / "config.json").read_text())
         self.vocab_size, end = config["vocab_size"], config["eos_token_id"]
@@ -87,7 +87,7 @@ class Tally:
         self.valid_refused: list[tuple[str, str]] = []
         self.invalid_accepted: list[tuple[str, str]] = []
 
-    def add(self, name: str, found: Instances, verdict: Verdict) -> None:
+    def add(self, name: str, found: Instances, verdict: GrammarVerdict) -> None:
         """Counts one schema."""
         self.schemas += 1
         if verdict.refusal is not None:
@@ -129,8 +129,8 @@ def allows(compiled: CompiledGrammar, token_ids: Iterable[int]) -> bool:
 
 
 def masks_us(compiled: Sequence[tuple[CompiledGrammar, list[list[int]]]], vocab_size: int, steps: int) -> float:
-    """Microseconds for a mask, in batches of `BATCH` outputs along tokens that their grammars allow. Each output begins
-    anew when it ends. An output's first round is not counted."""
+    """Microseconds for a mask, in batches of `BATCH` outputs along tokens that their grammars allow. An output that
+    ends begins again. An output's first round is not counted."""
     bitmask = new_bitmask(BATCH, vocab_size)
     choose = random.Random(0)
     chosen = (
@@ -166,14 +166,14 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
             wait([future])
             made = found.instances[each.name]
             if (error := future.exception()) is not None:
-                tally.add(each.name, made, Verdict(str(error), frozenset()))
+                tally.add(each.name, made, GrammarVerdict(str(error), frozenset()))
                 continue
             compiled = future.result()
             cpu_ms[each.name] = 1e3 * compiled.cpu_s
             engines[compiled.engine] += 1
             ways = {text: found.tokens(text) for text in (*made.valid, *made.invalid)}
             accepted = frozenset(text for text, way in ways.items() if allows(compiled, way))
-            tally.add(each.name, made, Verdict(None, accepted))
+            tally.add(each.name, made, GrammarVerdict(None, accepted))
             growth = max(growth, (psutil.Process().memory_info().rss - before) / 2**20)
             good = [ways[text] for text in made.valid if text in accepted]
             if good and len(walked) < 2 * BATCH:
@@ -196,7 +196,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-def plain(found: Corpus, judged: Callable[..., Verdict], prefix: str) -> tuple[Tally, list[Figure]]:
+def plain(found: Corpus, judged: Callable[..., GrammarVerdict], prefix: str) -> tuple[Tally, list[Figure]]:
     """The figures of an engine's own conversion."""
     tally = Tally()
     for each in found.schemas:
@@ -206,7 +206,7 @@ def plain(found: Corpus, judged: Callable[..., Verdict], prefix: str) -> tuple[T
     return tally, tally.figures(prefix)
 
 
-def generated(found: Corpus, schemas: Sequence[Published], answers: int) -> tuple[list[Figure], list[str]]:
+def generated(found: Corpus, schemas: Sequence[PublishedSchema], answers: int) -> tuple[list[Figure], list[str]]:
     """The figures of a model's answers, and the answers that are wrong."""
     import shoal
 
@@ -231,9 +231,9 @@ def generated(found: Corpus, schemas: Sequence[Published], answers: int) -> tupl
 
 def parser() -> Parser:
     p = Parser("shoal bench schemas", __doc__)
-    p.add_argument("--limit", type=count, help="take only so many schemas")
+    p.add_argument("--limit", type=count, help="take N schemas only")
     p.add_argument("--plain", action="store_true", help="also xgrammar's and llguidance's own conversions")
-    p.add_argument("--generate", type=count, default=0, help="let the model write so many answers (default: none)")
+    p.add_argument("--generate", type=count, default=0, help="let the model write N answers (default: none)")
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="the model (default SmolLM2-135M-Instruct)")
     p.add_argument("--corpus", type=Path, help="folder of the corpus (default: in the cache)")
     p.add_argument("--name", default="schemas", help="name of the result (default schemas)")

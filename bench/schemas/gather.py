@@ -27,7 +27,7 @@ _COMPONENTS = "#/components/schemas/"
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSchema:
     """A published schema. `name`: package and file, and the component if there is one."""
 
     name: str
@@ -39,17 +39,17 @@ class Published:
         return json.dumps(self.schema)
 
 
-def corpus(folder: Path) -> list[Published]:
+def corpus(folder: Path) -> list[PublishedSchema]:
     """All schemas, from `corpus.json` in the folder; gathered first if that is not there. Raises OSError, and
     CalledProcessError if pip or npm fails."""
     path = folder / "corpus.json"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({each.name: each.schema for each in gathered(folder)}))
-    return [Published(name, schema) for name, schema in json.loads(path.read_text()).items()]
+    return [PublishedSchema(name, schema) for name, schema in json.loads(path.read_text()).items()]
 
 
-def gathered(folder: Path) -> Iterator[Published]:
+def gathered(folder: Path) -> Iterator[PublishedSchema]:
     """The schemas of all sources, each text once. Archives are kept in the folder."""
     seen: set[str] = set()
     for tool, sources in tomllib.loads(SOURCES.read_text()).items():
@@ -104,7 +104,7 @@ class _archive:
                     yield member.name, self._file.extractfile(member).read()
 
 
-def _schemas(archive: _archive, source: str) -> Iterator[Published]:
+def _schemas(archive: _archive, source: str) -> Iterator[PublishedSchema]:
     for name, data in archive.files():
         try:
             value = json.loads(data)
@@ -116,9 +116,9 @@ def _schemas(archive: _archive, source: str) -> Iterator[Published]:
         if isinstance(components, dict) and isinstance(components.get("schemas"), dict):
             for component in sorted(components["schemas"], key=_shuffled)[:MOST_COMPONENTS]:
                 schema = _closed(components["schemas"][component], components["schemas"])
-                yield Published(f"{source}:{name}:{component}", schema)
+                yield PublishedSchema(f"{source}:{name}:{component}", schema)
         elif _is_schema(value):
-            yield Published(f"{source}:{name}", value)
+            yield PublishedSchema(f"{source}:{name}", value)
 
 
 def _is_schema(value: dict[str, Any]) -> bool:

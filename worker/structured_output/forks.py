@@ -12,8 +12,9 @@ _WALL_PER_CPU_S = 60.0  # for a fork, whose parent has a limit itself
 
 
 def in_fork(work: Callable[[], bytes], cpu_s: float, memory_bytes: int) -> bytes | None:
-    """What `work` returns, in a fork of this process. None if it takes more than `cpu_s` of CPU time or `memory_bytes`
-    more memory than this process has, or raises GrammarError or MemoryError. This process must have one thread."""
+    """The result of `work`, computed in a fork of this process. None if it takes more than `cpu_s` of CPU time or
+    `memory_bytes` more memory than this process has, or raises GrammarError or MemoryError. This process must have one
+    thread."""
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:

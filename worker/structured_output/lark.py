@@ -30,19 +30,19 @@ def needs_lark(rules: dict[str, Node]) -> bool:
 
 def to_lark(rules: dict[str, Node], start: str) -> str:
     """The grammar in llguidance's Lark. Raises GrammarError if it has a token by its id, or free text."""
-    writer = _Writer()
+    writer = _LarkWriter()
     lines = [f"start: {writer.expression(Ref(start))}"] if start != "start" else []
     lines += [f"{name}: {writer.expression(node)}" for name, node in rules.items()]
     lines += [f"{name}: {expression}" for expression, name in writer.terminals.items()]
     return _HEAD + "\n".join(lines) + "\n"
 
 
-class _Writer:
+class _LarkWriter:
     def __init__(self) -> None:
         self.terminals: dict[str, str] = {}  # expression: its name
 
     def expression(self, node: Node) -> str:
-        """What matches the node, as a part of a rule."""
+        """The text of a node, as a part of a rule."""
         if node == Terminal("") or node == Seq(()):
             return '""'
         if _is_regular(node):
@@ -67,7 +67,7 @@ class _Writer:
 
 
 def _regular(node: Node) -> str:
-    """What matches a regular node, as a part of a terminal."""
+    """The text of a regular node, as a part of a terminal."""
     match node:
         case Terminal(text):
             return json.dumps(text, ensure_ascii=False)

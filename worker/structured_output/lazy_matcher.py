@@ -17,9 +17,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# An output may build automata of so many states, of 1 to 2 kB each (llguidance's default would be 250,000).
+# Most states of a grammar's automata, of 1 to 2 kB each. llguidance's default is 250,000.
 _MOST_STATES = 20_000
-# A grammar's automata begin anew after so many outputs, so that they do not grow without end.
+# Outputs after which a grammar's automata are dropped and built again, so that they do not grow without end.
 _OUTPUTS_A_MATCHER = 64
 # Memory of a grammar, roughly, by the size of its text.
 LAZY_BYTES, LAZY_BYTES_PER_BYTE = 2 << 20, 20
@@ -50,7 +50,8 @@ class LazyVocabulary:
 
 
 class _Bytes:
-    """What llguidance asks of a tokenizer. It would tokenise forced text, which is not asked for here."""
+    """The attributes that llguidance reads from a tokenizer. It would also call the tokenizer, for forced text, which is
+    not used here."""
 
     bos_token_id = None
     special_token_ids: Sequence[int] = ()

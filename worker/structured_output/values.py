@@ -121,7 +121,7 @@ def _matching(expression: str, least: int, most: int | None, at: str, spelling: 
 
 
 def _counted(least: int, most: int | None, spelling: Spelling) -> list[Node]:
-    """A string's inside of so many characters. Nothing if there are no limits."""
+    """A string's inside of `least` to `most` characters. Nothing if there are no limits."""
     one = f"(?:{pattern(spelling.plain)}|{spelling.escape})"
     return [Repeat(Regex(one), least, most)] if least or most is not None else []
 

@@ -14,7 +14,7 @@ import pytest
 from bench.schemas import gather
 from bench.schemas.command import Tally
 from bench.schemas.instances import Instances, instances, judge
-from bench.schemas.plain import Verdict
+from bench.schemas.plain import GrammarVerdict
 
 SCHEMAS: list[Any] = [
     {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x"]}}, "required": ["a"]},
@@ -70,9 +70,9 @@ def test_the_corpus_is_of_schemas_that_stand_by_themselves(tmp_path: Path, monke
 def test_what_is_wrongly_accepted_and_refused_is_counted() -> None:
     tally = Tally()
     made = Instances(("1", "2"), ("true", "null"))
-    tally.add("a", made, Verdict(None, frozenset(("1", "null"))))
-    tally.add("b", made, Verdict("not at #/x is not supported", frozenset()))
-    tally.add("c", made, Verdict("not at #/y is not supported", frozenset()))
+    tally.add("a", made, GrammarVerdict(None, frozenset(("1", "null"))))
+    tally.add("b", made, GrammarVerdict("not at #/x is not supported", frozenset()))
+    tally.add("c", made, GrammarVerdict("not at #/y is not supported", frozenset()))
     assert {figure.name: figure.value for figure in tally.figures("schemas")} == {
         "schemas.accepted": pytest.approx(1 / 3),
         "schemas.invalid_accepted": 1,
