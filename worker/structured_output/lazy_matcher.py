@@ -50,8 +50,8 @@ class LazyVocabulary:
 
 
 class _Bytes:
-    """The attributes that llguidance reads from a tokenizer. It would also call the tokenizer, for forced text, which is
-    not used here."""
+    """The attributes that llguidance reads from a tokenizer. Calls of the tokenizer are for forced text,
+    which is not used here."""
 
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
