@@ -86,7 +86,7 @@ def anchors(schema: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     twice: set[str] = set()
     for part in _parts(schema):
-        for name in {part.get("$anchor"), part.get("$dynamicAnchor")} - {None}:
+        for name in {part[key] for key in ("$anchor", "$dynamicAnchor") if isinstance(part.get(key), str)}:
             if name in found:
                 twice.add(name)
             found[name] = part

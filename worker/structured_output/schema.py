@@ -343,7 +343,7 @@ class SchemaConverter:
             taken = len(nodes) - size
             comma = (COMMA,) if taken else ()
             for left in combinations(range(len(nodes)), size):
-                choices = [EMPTY] if least <= taken <= most else []
+                choices: list[Node] = [EMPTY] if least <= taken <= most else []
                 if taken < most:
                     others = ((nodes[i], after[tuple(j for j in left if j != i)]) for i in left)
                     choices += [seq(*comma, node, later) for node, later in others]
@@ -410,7 +410,7 @@ class SchemaConverter:
         # Built from the last member to the first. `after[n]` matches members i and later where n have come before, n
         # being `least` for more: each is preceded by a comma. `first` matches them if there has been none.
         least = 0 if least <= sum(needed for _, needed in members) else least
-        more = Repeat(seq(COMMA, extra), 0, None) if extra is not None else EMPTY
+        more: Node = Repeat(seq(COMMA, extra), 0, None) if extra is not None else EMPTY
         after: list[Node] = [NEVER] * least + [more]
         first: Node = NEVER if least else EMPTY
         if extra is not None:
@@ -418,12 +418,10 @@ class SchemaConverter:
             first = optional(seq(extra, more)) if not least else seq(extra, more) if least == 1 else NEVER
         for member, needed in reversed(members):
             rules = [self._rule(each) for each in after]
-            here = [seq(member, rules[min(n + 1, least)]) for n in range(least + 1)]
+            here: list[Node] = [seq(member, rules[min(n + 1, least)]) for n in range(least + 1)]
             first = here[0] if needed else Alt((here[0], self._rule(first)))
-            after = [
-                seq(COMMA, one) if needed else Alt((seq(COMMA, one), later))
-                for one, later in zip(here, rules, strict=True)
-            ]
+            for n, (one, later) in enumerate(zip(here, rules, strict=True)):
+                after[n] = seq(COMMA, one) if needed else Alt((seq(COMMA, one), later))
         return first
 
     def _rule(self, node: Node) -> Node:
