@@ -13,6 +13,7 @@
 | | `states`, `lost_replica` | thousands of programs in one process, and programs whose replica is killed |
 | `correctness/` | `exactness`, `quality` | whether outputs equal those of transformers, and their quality |
 | | `clients` | what works of the clients that others wrote |
+| `schemas/` | `schemas` | structured output on schemas that people publish |
 
 Every benchmark writes `bench/results/NAME.json` through `results.py`. `python -m bench.results` makes `RESULTS.md` from
 these files. `targets.py` holds the target of each figure. Read `load/serve.py` first.

@@ -1,5 +1,5 @@
 """Reference values for the figures of one replica: vLLM's figure, the hardware's limit, and the target. All are on
-H200, but those with `cpu` in their name."""
+H200, but those with `cpu` in their name and those of schemas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +67,15 @@ TARGETS: dict[str, Target] = {
     "pipeline.nvlink.prefill_heavy.vs_tp4": Target(None, None, 1.0),
     "pipeline.cost_model.median_error": Target(None, 0, 0.05),
     "pipeline.simulator.throughput_error": Target(None, 0, 0.1),
+    # Published schemas as structured output, on a CPU.
+    "schemas.accepted": Target(None, 1, 0.95),
+    "schemas.invalid_accepted": Target(None, 0, 0),
+    "schemas.valid_refused": Target(None, 0, 0.05),
+    "schemas.compile.p50_ms": Target(None, None, 50),
+    "schemas.compile.p99_ms": Target(None, None, 2000),
+    "schemas.mask_us_per_sequence": Target(None, None, 60),
+    "schemas.rank_growth_mib": Target(None, None, 300),
+    "schemas.generated_valid": Target(None, 1, 1),
     "pipeline.meter.overhead": Target(None, 0, 0.01),
 }
 

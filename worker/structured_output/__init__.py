@@ -1,7 +1,9 @@
 """Structured output: from a JSON schema, a regular expression or a grammar to masks of allowed tokens.
 
-`schema.py` and `regex.py` convert what clients write into grammars (`ebnf.py`) that xgrammar follows exactly, and
-refuse what cannot be converted. `process.py` compiles grammars in processes that can be killed.
+`schema.py` and `regex.py` convert what clients write into rules (`ebnf.py`) and refuse what cannot be converted. Two
+engines follow the same rules: xgrammar, and llguidance where xgrammar cannot or would take too much (`engines.py` has
+the choice, `lark.py` and `lazy_matcher.py` the way to llguidance). `process.py` compiles grammars in processes that can
+be killed.
 
 Read `compiler.py` first, then `state.py`.
 """

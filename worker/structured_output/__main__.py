@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from worker.structured_output.compilation import Compilation
 from worker.structured_output.error import GrammarError
+from worker.structured_output.forks import cpu_time_s, limit_memory, limit_time
 from worker.structured_output.process import BROKEN, OK, REFUSED, TEXT_REFUSED, TOO_LARGE, Ending
 
 # A reply for a large schema has 9 MB with SmolLM2's vocabulary. Reading it takes ten times as much memory for a moment.
@@ -61,13 +61,13 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
     while data := connection.recv(1 << 20):
         request += data
     kind, text, after, begin, cpu_s, wall_s = json.loads(request)
-    _limit_time(cpu_s, wall_s)
-    _limit_memory(memory_bytes)
+    limit_time(cpu_s, wall_s)
+    limit_memory(memory_bytes)
     try:
-        reply = compilation.run(kind, text, after, begin)
+        engine, reply = compilation.run(kind, text, after, begin)
         if len(reply) > _REPLY_LIMIT_BYTES:
             raise GrammarError("the grammar is too large")
-        connection.sendall(OK + reply)
+        connection.sendall(OK + json.dumps([engine, cpu_time_s()]).encode() + b"\n" + reply)
     except GrammarError as error:
         connection.sendall((TEXT_REFUSED if error.of_text else REFUSED) + str(error).encode("utf-8", "replace"))
     except MemoryError:
@@ -75,35 +75,6 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
     except Exception as error:
         traceback.print_exc()
         connection.sendall(BROKEN + repr(error).encode("utf-8", "replace"))
-
-
-def _limit_time(cpu_s: float, wall_s: float) -> None:
-    """Lets the kernel end this process after `cpu_s` seconds of CPU time, all threads together, or after `wall_s`."""
-    for timer, alarm, seconds in (
-        (signal.ITIMER_PROF, signal.SIGPROF, cpu_s),
-        (signal.ITIMER_REAL, signal.SIGALRM, wall_s),
-    ):
-        signal.signal(alarm, signal.SIG_DFL)
-        signal.setitimer(timer, seconds)
-
-
-def _limit_memory(more_bytes: int) -> None:
-    """Limits this process to `more_bytes` more than it has now. If the machine itself runs out of memory, the kernel
-    kills this process before others."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")
-    limit, hard = _data_bytes() + more_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _data_bytes() -> int:
-    """Bytes of this process that RLIMIT_DATA counts."""
-    try:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-    except (OSError, StopIteration):
-        return 0
 
 
 def _end_with(parent: int) -> None:

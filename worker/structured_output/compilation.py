@@ -1,4 +1,4 @@
-"""Compilation of one grammar with xgrammar, inside the process that is made for it."""
+"""Compilation of one grammar, inside the process that is made for it, for the engine that suits it."""
 
 import importlib.util
 import os
@@ -13,17 +13,22 @@ from typing import Any
 import numpy as np
 
 from worker.structured_output.call_formats import MARKERS
-from worker.structured_output.ebnf import Ref, rule_text, seq, to_text
+from worker.structured_output.ebnf import START, Node, Ref, rule_text, seq, to_text
+from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, XGRAMMAR_BYTES, XGRAMMAR_CPU_S, engine_for
 from worker.structured_output.error import GrammarError
+from worker.structured_output.forks import in_fork
+from worker.structured_output.lark import to_lark
+from worker.structured_output.lazy_matcher import LazyGrammar, LazyMatcher, LazyVocabulary
 from worker.structured_output.markers import Speller
-from worker.structured_output.schema import START
 from worker.structured_output.serialised import serialised
 from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_calls_to_ebnf
 
 RAW_VOCABULARY = 0  # xgrammar.VocabType.RAW: tokens are given as bytes
+TEXT_KINDS = ("json_schema", "json_object", "regex", "choice")
 _TRIAL_TOKENS = 48
+_LAZY_TRIAL_TOKENS = 16  # each may take a millisecond
 SLOW_FILL_S = 0.25
 
 
@@ -74,24 +79,46 @@ class Compilation:
             )
             for texts in (kept_apart(""), kept_apart("tool_calls"))
         }
+        self._lazy = LazyVocabulary(self._vocabulary.token_bytes(kept_apart("")), eos_token_ids)
         self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
 
-    def run(self, kind: str, text: str, marker: str | None = None, begin: str | None = None) -> bytes:
-        """The compiled grammar, as `serialised` writes it. `marker` and `begin`: as `messages.Grammar.after` and
-        `begin`. Raises GrammarError or MemoryError."""
-        root = "root"
+    def run(self, kind: str, text: str, marker: str | None = None, begin: str | None = None) -> tuple[str, bytes]:
+        """The engine, and the compiled grammar for it, as `serialised` or `to_lark` writes it. `marker` and `begin`: as
+        `messages.Grammar.after` and `begin`. Raises GrammarError or MemoryError."""
         try:
-            ebnf = to_ebnf(kind, text, self._vocabulary)
+            if marker is None and kind in TEXT_KINDS:
+                return self._with_rules(text_rules(kind, text))
+            ebnf, root = to_ebnf(kind, text, self._vocabulary), "root"
             if marker is not None:
                 ebnf, root = after(marker, begin, ebnf, self._vocabulary)
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply") from None
+        return XGRAMMAR, self._with_xgrammar(kind, ebnf, root)
+
+    def _with_rules(self, rules: dict[str, Node]) -> tuple[str, bytes]:
+        """Compiles rules for the first engine that can follow them at a moderate cost."""
+        if XGRAMMAR in engine_for(rules):
+            ebnf = to_text(rules, START)
+            found = in_fork(lambda: self._with_xgrammar("", ebnf, "root"), XGRAMMAR_CPU_S, XGRAMMAR_BYTES)
+            if found is not None:
+                return XGRAMMAR, found
+        return LLGUIDANCE, self._with_llguidance(to_lark(rules, START))
+
+    def _with_llguidance(self, lark: str) -> bytes:
+        try:
+            matcher = LazyGrammar(lark, self._lazy).matcher()
+        except ValueError as error:
+            raise GrammarError(f"the grammar does not compile: {str(error)[:500]}") from None
+        self._try_out(matcher, _LAZY_TRIAL_TOKENS)
+        return lark.encode()
+
+    def _with_xgrammar(self, kind: str, ebnf: str, root: str) -> bytes:
         if "\0" in ebnf:
             raise GrammarError("a grammar cannot contain the character U+0000")
         compiler = self._core.GrammarCompiler(self._infos[kept_apart(kind)], self._threads, True, -1)
         try:
             compiled = compiler.compile_grammar_from_strings(ebnf, root)
-            self._try_out(compiled)
+            self._try_out(self._core.GrammarMatcher(compiled, None, False, -1, None), _TRIAL_TOKENS)
             return serialised(compiled)
         except RuntimeError as error:
             if "bad_alloc" in str(error):
@@ -100,21 +127,21 @@ class Compilation:
         except UnicodeDecodeError as error:  # xgrammar's message may contain a part of a character
             raise GrammarError(_readable(error.object.decode(errors="replace"))) from None
 
-    def _try_out(self, compiled: Any) -> None:
+    def _try_out(self, matcher: Any, tokens: int) -> None:
         """Follows the grammar along random tokens. Raises GrammarError if it allows no token, or is too slow for a
         server, which waits for it at every token."""
-        matcher = self._core.GrammarMatcher(compiled, None, False, -1, None)
         bitmask = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
         choose = random.Random(0)
-        for step in range(_TRIAL_TOKENS):
+        debug = () if isinstance(matcher, LazyMatcher) else (False,)  # xgrammar's classes have no defaults
+        for step in range(tokens):
             began = time.thread_time()
-            matcher.fill_next_token_bitmask(bitmask, 0, False)
+            matcher.fill_next_token_bitmask(bitmask, 0, *debug)
             if time.thread_time() - began > SLOW_FILL_S:
                 raise GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
             allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: self._vocab_size])
             if step == 0 and not len(allowed):
                 raise GrammarError("the grammar allows no token of this model to begin with")
-            if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed)), False):
+            if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed)), *debug):
                 return
             if matcher.is_terminated():
                 return

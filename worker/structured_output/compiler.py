@@ -2,23 +2,28 @@
 
 import contextlib
 import ctypes
+import logging
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from worker.messages import Grammar
 from worker.structured_output.compilation import kept_apart
+from worker.structured_output.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.error import CompilerUnavailable
+from worker.structured_output.lazy_matcher import LAZY_BYTES, LAZY_BYTES_PER_BYTE, LazyGrammar, LazyVocabulary
 from worker.structured_output.process import CompilerProcess
 from worker.structured_output.state import CompiledGrammar
 from worker.structured_output.tokens import GrammarVocabulary
 
 if TYPE_CHECKING:
     import xgrammar
+
+log = logging.getLogger(__name__)
 
 _MOST_ROOM_S = 60.0  # longest wait for memory, until requests with large grammars end
 _WORTH_A_TRIM_BYTES = 1 << 20
@@ -54,6 +59,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._info_lock = threading.Lock()
         self._vocabulary: GrammarVocabulary | None = None
+        self._lazy: LazyVocabulary | None = None
         self._infos: dict[tuple[str, ...], xgrammar.TokenizerInfo] = {}
         self._kept: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._reading = threading.Lock()
@@ -63,7 +69,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
             self._threads.submit(self._process.start)
-            self._threads.submit(self._tokenizer_info, "")
+            self._threads.submit(self._lazy_vocabulary)
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Compiles a grammar, or takes it from the cache. Raises RuntimeError after `close`.
@@ -100,15 +106,24 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
-        text = self._process.compile(grammar.kind, grammar.text, self._timeout_s, grammar.after, grammar.begin)
+        found = self._process.compile(grammar.kind, grammar.text, self._timeout_s, grammar.after, grammar.begin)
         with self._reading:
-            return self._read(text, grammar.kind, info)
+            compiled = self._read(found, grammar.kind, info)
+        log.info("a grammar (%s) is followed by %s: %.3f s of CPU", grammar.kind, found.engine, found.cpu_s)
+        return compiled
 
-    def _read(self, text: str, kind: str, info: "xgrammar.TokenizerInfo") -> CompiledGrammar:
+    def _read(self, found: CompiledText, kind: str, info: "xgrammar.TokenizerInfo") -> CompiledGrammar:
         import xgrammar
 
-        # The size that xgrammar reports leaves out the automata of rules, which may be most of it. The text has them.
-        compiled = CompiledGrammar(xgrammar.CompiledGrammar.deserialize_json(text, info), kind, len(text))
+        if found.engine == LLGUIDANCE:
+            handle: Any = LazyGrammar(found.text, self._lazy_vocabulary())
+            size_bytes = LAZY_BYTES + LAZY_BYTES_PER_BYTE * len(found.text)
+        else:
+            handle = xgrammar.CompiledGrammar.deserialize_json(found.text, info)
+            # The size that xgrammar reports leaves out the automata of rules, which may be most of it. The text has
+            # them.
+            size_bytes = len(found.text)
+        compiled = CompiledGrammar(handle, kind, size_bytes, engine=found.engine, cpu_s=found.cpu_s)
         with self._room:
             self._bytes += compiled.size_bytes
         weakref.finalize(compiled, self._gone, compiled.size_bytes).atexit = False
@@ -144,6 +159,15 @@ class GrammarCompiler:
                     stop_token_ids=self._eos_token_ids,
                 )
             return self._infos[apart]
+
+    def _lazy_vocabulary(self) -> LazyVocabulary:
+        """The vocabulary of llguidance's grammars."""
+        self._tokenizer_info("")  # makes the vocabulary
+        with self._info_lock:
+            if self._lazy is None:
+                assert self._vocabulary is not None
+                self._lazy = LazyVocabulary(self._vocabulary.token_bytes(kept_apart("")), self._eos_token_ids)
+            return self._lazy
 
     def _settle(self, grammar: Grammar, done: "Future[CompiledGrammar]") -> None:
         """Drops a grammar that failed. Otherwise evicts the least recently used while the cache is too large."""

@@ -51,14 +51,14 @@ _FORMER = {
     "$id": _Former(
         lambda value: isinstance(value, str) and value.startswith("#"),
         "an $id that names a part of a schema is of draft-06 and draft-07",
-        "leave it out, and refer to that part by its path, such as #/$defs/name",
+        "name that part with $anchor",
     ),
 }
 # Keywords that 2020-12 does not have at all. They are valid in a schema only because unknown keywords are.
 _GONE = {
     "dependencies": (
-        f"is of drafts up to draft-07, and {_READ_AS}, whose dependentRequired and dependentSchemas are not supported "
-        "either: write the cases as branches of anyOf"
+        f"is of drafts up to draft-07, and {_READ_AS}: write dependentRequired or dependentSchemas, or declare the "
+        "draft with $schema"
     ),
     "$recursiveRef": f"is of draft 2019-09, and {_READ_AS}: write $ref",
 }
@@ -84,8 +84,8 @@ def former(error: SchemaError) -> str | None:
 def named(ref: str) -> str:
     """The message for a reference by name, such as #address."""
     return (
-        f"{ref!r} is a name, which drafts up to draft-07 give with $id (draft-04 with id) and draft {DRAFT} with "
-        "$anchor; names are not supported: write the path of what is meant, such as #/$defs/name"
+        f"no part of the schema, or more than one, has the name {ref!r}, which drafts up to draft-07 give with $id "
+        f"(draft-04 with id) and draft {DRAFT} with $anchor"
     )
 
 

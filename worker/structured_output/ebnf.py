@@ -13,6 +13,9 @@ tokens cheap. Cost per token inside a string, measured with SmolLM2's vocabulary
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from worker.structured_output.error import GrammarError
+
+START = "start"  # the rule that a grammar begins with
 _UNROLLED = 128
 
 
@@ -78,7 +81,24 @@ class FreeText:
     loops: bool = True
 
 
-Node = Terminal | Regex | Ref | Seq | Alt | Repeat | Token | FreeText
+@dataclass(frozen=True, slots=True)
+class Intersection:
+    """Matches what every part matches. The parts are regular: no `Ref`, `Token` or `FreeText` is in them. At least one
+    text matches. xgrammar has nothing like it. `what`: keywords and their place, for the message where xgrammar must
+    follow the grammar."""
+
+    parts: tuple["Node", ...]
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complement:
+    """Matches what the part does not match, which is regular. Stands inside of an `Intersection`."""
+
+    part: "Node"
+
+
+Node = Terminal | Regex | Ref | Seq | Alt | Repeat | Token | FreeText | Intersection | Complement
 
 NEVER = Alt(())
 EMPTY = Terminal("")
@@ -195,7 +215,7 @@ def prefixed(rules: dict[str, Node], prefix: str) -> dict[str, Node]:
 
 
 def to_text(rules: dict[str, Node], root: str) -> str:
-    """The grammar in xgrammar's EBNF. Its first rule is called root."""
+    """The grammar in xgrammar's EBNF. Its first rule is called root. Raises GrammarError for intersections."""
     writer = _Writer()
     lines = [f"root ::= {root}"]
     lines += [f"{name} ::= {writer.expression(node)}" for name, node in rules.items()]
@@ -236,6 +256,10 @@ class _Writer:
             case Repeat(part, least, most):
                 inner = self.expression(part)
                 return self._times(lambda n, m: f"({inner}){_bounds(n, m)}", least, most)
+            case Intersection(_, what):
+                raise GrammarError(f"{what}: not supported in calls of tools, and after thinking")
+            case Complement():
+                raise ValueError("a complement outside of an intersection")
 
     def _times(self, piece: Piece, least: int, most: int | None) -> str:
         """Repetition from `least` to `most` times, in pieces that xgrammar unrolls: `piece(n, m)` repeats n to m times.

@@ -10,7 +10,21 @@ _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+\-](
 _LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9\-]{0,30}[a-zA-Z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,4}}"
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_NAME = r"[a-zA-Z0-9\-._~!$&'()*+,;=@]"  # of a relative reference's first segment: without a colon
 _SEGMENT = r"[a-zA-Z0-9\-._~!$&'()*+,;=:@]*"
+
+_QUERY = rf"(?:\?{_SEGMENT})?(?:#{_SEGMENT})?"
+_VARIABLES = rf"(?:{_SEGMENT[:-1]}|\{{[a-zA-Z_][a-zA-Z0-9_]{{0,30}}\}})*"
+_POINTER = "(?:/(?:[^/~]|~0|~1)*)*"
+# Of regular expressions: literal characters, escapes, simple classes, and groups of these, with quantifiers.
+_ATOM = r"(?:[a-zA-Z0-9_ \-/:,@=;]|\\[dDwWsS.+*?$^/()|\[\]{}]|\.|\[(?:a-z|A-Z|0-9|[a-zA-Z0-9_.:/])+\])[*+?]?"
+_EXPRESSION = rf"\^?(?:{_ATOM}|\((?:{_ATOM})+(?:\|(?:{_ATOM})+){{0,8}}\)[*+?]?)*\$?"
+_EMAIL = rf"[a-zA-Z0-9_+\-]{{1,40}}(?:\.[a-zA-Z0-9_+\-]{{1,20}}){{0,3}}@{_LABEL}(?:\.{_LABEL}){{1,3}}"
+_URI = (
+    rf"(?:https?|ftp|wss?)://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_SEGMENT})*{_QUERY}"
+    r"|mailto:[a-zA-Z0-9_+\-.]+@[a-zA-Z0-9\-.]+|urn:[a-z0-9][a-z0-9\-]{1,30}:[a-zA-Z0-9\-._~!$'()*+,;=:@]+"
+)
+_REFERENCE = rf"{_URI}|(?:/?{_NAME}+(?:/{_SEGMENT})*|/)?{_QUERY}"
 
 FORMATS: dict[str, str] = {
     "date": _DATE,
@@ -21,13 +35,19 @@ FORMATS: dict[str, str] = {
         r"(?:T(?:[0-9]{1,6}H(?:[0-9]{1,6}M(?:[0-9]{1,6}S)?)?|[0-9]{1,6}M(?:[0-9]{1,6}S)?|[0-9]{1,6}S))?"
         r"|T(?:[0-9]{1,6}H(?:[0-9]{1,6}M(?:[0-9]{1,6}S)?)?|[0-9]{1,6}M(?:[0-9]{1,6}S)?|[0-9]{1,6}S))"
     ),
-    "email": rf"[a-zA-Z0-9_+\-]{{1,40}}(?:\.[a-zA-Z0-9_+\-]{{1,20}}){{0,3}}@{_LABEL}(?:\.{_LABEL}){{1,3}}",
+    "email": _EMAIL,
+    "idn-email": _EMAIL,
     "hostname": _HOST,
+    "idn-hostname": _HOST,
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
     "ipv6": r"(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}",
     "uuid": r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-    "uri": (
-        rf"(?:https?|ftp|wss?)://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_SEGMENT})*(?:\?{_SEGMENT})?(?:#{_SEGMENT})?"
-        r"|mailto:[a-zA-Z0-9_+\-.]+@[a-zA-Z0-9\-.]+|urn:[a-z0-9][a-z0-9\-]{1,30}:[a-zA-Z0-9\-._~!$'()*+,;=:@]+"
-    ),
+    "uri": _URI,
+    "iri": _URI,
+    "uri-reference": _REFERENCE,
+    "iri-reference": _REFERENCE,
+    "uri-template": rf"(?:https?://{_HOST})?(?:/{_VARIABLES})+(?:\?{_VARIABLES})?",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": rf"(?:0|[1-9][0-9]{{0,5}})(?:#|{_POINTER})",
+    "regex": _EXPRESSION,
 }

@@ -30,12 +30,14 @@ import threading
 from enum import Enum
 from pathlib import Path
 
+from worker.structured_output.engines import CompiledText
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 
 _LEAST_WALL_S, _WALL_PER_CPU_S = 60.0, 6.0  # ten seconds of CPU may take two minutes
 _GRACE_S = 10.0  # for the process to start, and to report that a compilation has ended
 
-# A reply consists of a verdict (one byte), its text, and an `Ending`: how the process that gave the verdict ended.
+# A reply consists of a verdict (one byte), its text, and an `Ending`: how the process that gave the verdict ended. The
+# text of a grammar comes after a line with its engine and its cost.
 OK, REFUSED, TEXT_REFUSED, TOO_LARGE, BROKEN = b"+", b"-", b"t", b"m", b"!"
 
 
@@ -79,8 +81,10 @@ class CompilerProcess:
         with self._lock:
             self._start()
 
-    def compile(self, kind: str, text: str, cpu_s: float, after: str | None = None, begin: str | None = None) -> str:
-        """Compiles a `messages.Grammar`, to JSON that xgrammar deserialises.
+    def compile(
+        self, kind: str, text: str, cpu_s: float, after: str | None = None, begin: str | None = None
+    ) -> CompiledText:
+        """Compiles a `messages.Grammar`.
 
         Raises GrammarError if the grammar is at fault (`cpu_s` seconds of CPU time do not suffice, for example),
         CompilerUnavailable if the machine is, RuntimeError if the compiler is.
@@ -162,7 +166,7 @@ class CompilerProcess:
             self._process = None
 
 
-def _read(reply: bytearray, cpu_s: float) -> str:
+def _read(reply: bytearray, cpu_s: float) -> CompiledText:
     """The compiled grammar of a reply, or the error that its verdict or its ending stands for."""
     verdict, body, ending = bytes(reply[:1]), reply[1:-1], bytes(reply[-1:])
     if ending == Ending.TOO_SLOW:
@@ -172,7 +176,9 @@ def _read(reply: bytearray, cpu_s: float) -> str:
     if ending != Ending.BY_ITSELF:
         raise CompilerUnavailable("the process that compiled the grammar was killed, or got too little time")
     if verdict == OK:
-        return body.decode()
+        head, _, text = body.partition(b"\n")
+        engine, took_s = json.loads(head)
+        return CompiledText(engine, text.decode(), took_s)
     if verdict in (REFUSED, TEXT_REFUSED):
         raise GrammarError(body.decode(), of_text=verdict == TEXT_REFUSED)
     raise RuntimeError(f"the grammar's compiler failed: {body.decode()}")

@@ -39,6 +39,11 @@ _UNSUPPORTED = {
 }
 _JSON_ESCAPES = {0x08: "\\b", 0x09: "\\t", 0x0A: "\\n", 0x0C: "\\f", 0x0D: "\\r", 0x22: '\\"', 0x5C: "\\\\"}
 
+
+class LengthError(GrammarError):
+    """A pattern and limits of length that cannot be one pattern."""
+
+
 Spell = Callable[[Ranges], str | None]
 Items = list[tuple[Any, Any]]
 
@@ -50,8 +55,8 @@ def plain(pattern: str) -> str | None:
 
 def in_json(pattern: str, least: int = 0, most: int | None = None, plain: Ranges = charset.JSON_PLAIN) -> str | None:
     """The notation for the inside of JSON strings whose value matches `pattern` as a whole and has `least` to `most`
-    characters, or None if no string does. `plain`: characters that need no escape. Raises GrammarError, also if lengths
-    and pattern cannot be combined."""
+    characters, or None if no string does. `plain`: characters that need no escape. Raises GrammarError;
+    LengthError if lengths and pattern cannot be combined."""
     return _of_length(pattern, least, most, lambda ranges: _spell_json(ranges, plain))
 
 
@@ -95,7 +100,7 @@ def _bound(items: Items, least: int, most: int | None) -> Items:
             high = high if most is None else min(int(high), most)
             narrowed = [(op.MAX_REPEAT, (max(int(low), least), high, body))]
             return [item for item in items if item[0] is op.AT and _is_start(item)] + narrowed
-    raise GrammarError("a pattern cannot be combined with limits of length that it does not keep by itself")
+    raise LengthError("a pattern cannot be combined with limits of length that it does not keep by itself")
 
 
 def _is_start(item: tuple[Any, Any]) -> bool:

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -29,6 +30,7 @@ from worker.structured_output.conjunction import Schema, conjoin
 from worker.structured_output.ebnf import (
     EMPTY,
     NEVER,
+    START,
     Alt,
     Node,
     Ref,
@@ -43,28 +45,27 @@ from worker.structured_output.ebnf import (
 )
 from worker.structured_output.error import GrammarError
 from worker.structured_output.exclusion import Exclusion
+from worker.structured_output.modern import anchors, modern
 from worker.structured_output.spelling import JSON, Spelling
 from worker.structured_output.values import COLON, COMMA
 
-_COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
-_UNSUPPORTED = (
-    *("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "unevaluatedItems"),
-    *("$dynamicRef", "$recursiveRef"),
-)
+_COMBINED = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "dependentRequired", "dependentSchemas")
+_UNSUPPORTED = ("not", "if", "dependencies", "contains", "unevaluatedItems", "$recursiveRef")
 _KEYWORDS_OF = {
     "object": (
         *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
         *("minProperties", "maxProperties", "unevaluatedProperties"),
     ),
-    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 # All other keywords say nothing about a value, or are refused.
 _ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in _KEYWORDS_OF.values() for k in keys)))
-START = "start"  # the rule that a grammar begins with
 _MOST_RULES = 5_000
 _MOST_ALTERNATIVES = 256
+_MOST_MEMBERS_COUNTED = 8
+_MOST_SHUFFLED = 6  # values of which all orders have a rule: one for each set of them
 
 
 def schema_to_ebnf(text: str) -> str:
@@ -81,7 +82,7 @@ def schema_rules(text: str) -> dict[str, Node]:
     try:
         with refusals():
             converter = SchemaConverter(schema)
-            return converter.rules(converter.value(schema, "#"))
+            return converter.rules(converter.whole)
     except GrammarError as error:
         raise GrammarError(drafts.remark(schema, str(error))) from None
 
@@ -116,14 +117,26 @@ class SchemaConverter:
     ) -> None:
         """`rules`: those of a larger grammar, which get the new ones too. The names of these begin with `prefix`.
         Raises SchemaError (of jsonschema) if `root` is not a schema."""
+        root = modern(root)
         Draft202012Validator.check_schema(root)
         self._root = root
+        self._anchors = anchors(root)
         self._spelling = spelling
         self._prefix = prefix
         self._validator = Draft202012Validator(root)
         self._exclusion = Exclusion(self._validator, self.simple, generated_types)
         self._names: dict[str, str] = {}
         self._rules = values.common_rules(spelling) if rules is None else rules
+
+    @property
+    def root(self) -> Any:
+        """The whole schema, in the words of 2020-12."""
+        return self._root
+
+    @property
+    def whole(self) -> Node:
+        """The node for the whole schema."""
+        return self.value(self._root, "#")
 
     def rules(self, root: Node) -> dict[str, Node]:
         """All rules, from `START` on, which matches what `root` does. Raises GrammarError if nothing does."""
@@ -156,11 +169,11 @@ class SchemaConverter:
             return self._typed(own, at)
         if not own and len(combined) == 1:
             key = combined[0]
-            if key == "$ref":
-                return self.value(*self._resolve(schema["$ref"], at))
+            if key in ("$ref", "$dynamicRef"):
+                return self.value(*self._resolve(schema[key], at, key))
             if key == "oneOf":
                 self._check_one_of([self.simple(s, f"{at}/oneOf/{i}") for i, s in enumerate(schema["oneOf"])], at)
-            if key != "allOf" or len(schema["allOf"]) == 1:
+            if key in ("anyOf", "oneOf") or (key == "allOf" and len(schema[key]) == 1):
                 return alt(self.value(branch, f"{at}/{key}/{i}") for i, branch in enumerate(schema[key]))
         return alt(self._typed(simple, at) for simple in self.simple(schema, at))
 
@@ -172,8 +185,16 @@ class SchemaConverter:
             raise GrammarError(f"the schema at {at} refers to itself without end")
         self._refuse(schema, at)
         out: list[Schema] = [{k: v for k, v in schema.items() if k in _ASSERTIONS}]
-        if "$ref" in schema:
-            out = self._product(out, self.simple(*self._resolve(schema["$ref"], at), depth + 1), at)
+        for key in ("$ref", "$dynamicRef"):
+            if key in schema:
+                out = self._product(out, self.simple(*self._resolve(schema[key], at, key), depth + 1), at)
+        for name, others in schema.get("dependentRequired", {}).items():
+            there: list[Schema] = [{"required": [name, *(other for other in others if other != name)]}]
+            out = self._product(out, [{"properties": {name: False}}, *there], at)
+        for name, part in schema.get("dependentSchemas", {}).items():
+            there = self.simple(part, f"{at}/dependentSchemas/{name}", depth + 1)
+            there = self._product([{"required": [name]}], there, at)
+            out = self._product(out, [{"properties": {name: False}}, *there], at)
         for i, part in enumerate(schema.get("allOf", ())):
             out = self._product(out, self.simple(part, f"{at}/allOf/{i}", depth + 1), at)
         for key in ("anyOf", "oneOf"):
@@ -201,15 +222,21 @@ class SchemaConverter:
                         "grammar cannot rule out; use anyOf, or give each branch a required property of its own value"
                     )
 
-    def _resolve(self, ref: str, at: str) -> tuple[Any, str]:
-        """The schema that a reference points to, and its place."""
+    def _resolve(self, ref: str, at: str, key: str = "$ref") -> tuple[Any, str]:
+        """The schema that a reference points to, and its place. `$dynamicRef` is the same as `$ref`, since a schema has
+        no other schema in it."""
+        own = self._root.get("$id") if isinstance(self._root, dict) else None
+        if isinstance(own, str) and own.split("#")[0] and ref.split("#")[0] == own.split("#")[0]:
+            ref = "#" + ref.partition("#")[2]
         if ref == "#":
             return self._root, "#"
         if re.match("#[^/]", ref):
-            raise GrammarError(f"$ref at {at}: {drafts.named(ref)}")
+            if ref[1:] in self._anchors:
+                return self._anchors[ref[1:]], ref
+            raise GrammarError(f"{key} at {at}: {drafts.named(ref)}")
         if not ref.startswith("#/"):
             raise GrammarError(
-                f"$ref at {at}: only references into the schema itself (#/...) are supported, not {ref!r}"
+                f"{key} at {at}: only references into the schema itself (#/...) are supported, not {ref!r}"
             )
         target = self._root
         for part in unquote(ref[2:]).split("/"):
@@ -217,9 +244,9 @@ class SchemaConverter:
             try:
                 target = target[int(key)] if isinstance(target, list) else target[key]
             except (KeyError, IndexError, ValueError, TypeError):
-                raise GrammarError(f"$ref at {at}: there is no {ref!r} in the schema") from None
+                raise GrammarError(f"{key} at {at}: there is no {ref!r} in the schema") from None
         if not isinstance(target, bool | dict):
-            raise GrammarError(f"$ref at {at}: {ref!r} is not a schema")
+            raise GrammarError(f"{key} at {at}: {ref!r} is not a schema")
         return target, ref
 
     def _refuse(self, schema: Schema, at: str) -> None:
@@ -227,8 +254,6 @@ class SchemaConverter:
         for key in _UNSUPPORTED:
             if key in schema:
                 raise GrammarError(f"{key} at {at} {drafts.gone(key) or 'is not supported'}")
-        if schema.get("uniqueItems"):
-            raise GrammarError(f"uniqueItems at {at} is not supported")
         if not isinstance(schema.get("unevaluatedProperties", True), bool):
             raise GrammarError(f"unevaluatedProperties at {at} is supported as true or false only")
         if "$id" in schema and schema is not self._root:
@@ -273,12 +298,60 @@ class SchemaConverter:
         least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
         if most is not None and most < least:
             return NEVER
+        if schema.get("uniqueItems") and (most is None or most > 1):
+            if prefix:
+                raise GrammarError(f"uniqueItems at {at} is not supported together with prefixItems")
+            return self._unique(self._all_values(items, f"{at}/items"), least, most, at)
         shown = prefix if most is None else prefix[: int(most)]
         nodes = [self.value(s, f"{at}/prefixItems/{i}") for i, s in enumerate(shown)]
         return values.array(nodes, self.value(items, f"{at}/items"), least, None if most is None else int(most))
 
+    def _all_values(self, items: Any, at: str) -> list[Any]:
+        """All values that satisfy a schema, each once. Raises GrammarError unless the schema lists them."""
+        found: dict[str, Any] = {}
+        for simple in self.simple(items, at):
+            if "enum" in simple or "const" in simple:
+                listed = self.listed(simple)
+            elif simple.get("type") == "boolean":
+                listed = [False, True]
+            else:
+                raise GrammarError(f"uniqueItems at {at.removesuffix('/items')} is supported only for items of an enum")
+            if any(isinstance(each, list | dict | float) for each in listed):
+                raise GrammarError(f"uniqueItems at {at.removesuffix('/items')} is supported for simple values only")
+            found.update({json.dumps(each): each for each in listed})
+        return list(found.values())
+
+    def _unique(self, listed: list[Any], least: int, most: Any, at: str) -> Node:
+        """An array of `least` to `most` of these values, each at most once: in any order if there are few values, and
+        otherwise in theirs."""
+        nodes = [self.constant(each) for each in listed]
+        most = len(nodes) if most is None else min(int(most), len(nodes))
+        if least > most:
+            return NEVER
+        if len(nodes) > _MOST_SHUFFLED:
+            if most < len(nodes):
+                raise GrammarError(f"maxItems at {at} is not supported together with uniqueItems of many values")
+            body = self.members([(node, False) for node in nodes], None, least)
+        else:
+            body = self._shuffled(nodes, least, most)
+        return seq(Terminal("["), body, Terminal("]"))
+
+    def _shuffled(self, nodes: list[Node], least: int, most: int) -> Node:
+        """`least` to `most` of the nodes in any order, with commas."""
+        after: dict[tuple[int, ...], Node] = {}  # by the nodes that are left
+        for size in range(len(nodes) + 1):
+            taken = len(nodes) - size
+            comma = (COMMA,) if taken else ()
+            for left in combinations(range(len(nodes)), size):
+                choices: list[Node] = [EMPTY] if least <= taken <= most else []
+                if taken < most:
+                    others = ((nodes[i], after[tuple(j for j in left if j != i)]) for i in left)
+                    choices += [seq(*comma, node, later) for node, later in others]
+                after[left] = self._rule(alt(choices))
+        return after[tuple(range(len(nodes)))]
+
     def _object(self, schema: Schema, at: str) -> Node:
-        properties, needed, more = self.properties(schema, at)
+        properties, needed, more = self.properties(schema, at, counts=True)
         if not properties:
             return self._map(schema, more, at)
         extra = self._extra(properties, more, at) if more not in (None, False) else None
@@ -286,11 +359,12 @@ class SchemaConverter:
             (seq(self._spelling.constant(name), COLON, self.value(sub, f"{at}/properties/{name}")), name in needed)
             for name, sub in properties.items()
         ]
-        return seq(Terminal("{"), self.members(members, extra), Terminal("}"))
+        return seq(Terminal("{"), self.members(members, extra, int(schema.get("minProperties", 0))), Terminal("}"))
 
-    def properties(self, schema: Schema, at: str) -> tuple[dict[str, Any], set[str], Any]:
+    def properties(self, schema: Schema, at: str, *, counts: bool = False) -> tuple[dict[str, Any], set[str], Any]:
         """The properties of a schema without `$ref` and combinations: their schemas by name, the names of those that an
-        object needs, and `additionalProperties`, None if there is none."""
+        object needs, and `additionalProperties`, None if there is none. `counts`: the caller counts them, by
+        `minProperties`."""
         more = schema.get("additionalProperties")
         if more is None and schema.get("unevaluatedProperties") is False:
             more = False
@@ -301,7 +375,9 @@ class SchemaConverter:
         if not properties:
             return {}, set(), more
         self._check_names(schema, properties, at)
-        properties, needed = _count_properties(schema, properties, set(required), more not in (None, False), at)
+        properties, needed = _count_properties(
+            schema, properties, set(required), more not in (None, False), at, counts=counts
+        )
         return properties, needed, more
 
     def _check_names(self, schema: Schema, properties: dict[str, Any], at: str) -> None:
@@ -328,22 +404,28 @@ class SchemaConverter:
     def _extra(self, properties: dict[str, Any], more: Any, at: str) -> Node:
         return seq(values.other_name(properties, self._spelling), COLON, self.value(more, f"{at}/additionalProperties"))
 
-    def members(self, members: list[tuple[Node, bool]], extra: Node | None) -> Node:
-        """An object's members in order with commas, then any number of `extra`. Members not needed are optional."""
-        # Built from the last member to the first. `after` matches members i and later once there has been a member:
-        # each is preceded by a comma. `first` matches them if there has been none.
-        more = Repeat(seq(COMMA, extra), 0, None) if extra is not None else EMPTY
-        after: Node = more
-        first: Node = optional(seq(extra, more)) if extra is not None else EMPTY
+    def members(self, members: list[tuple[Node, bool]], extra: Node | None, least: int = 0) -> Node:
+        """`least` or more of an object's members in order with commas, then any number of `extra`. Members not needed
+        are optional. Of `extra`, one counts at most: the names of two may be the same."""
+        # Built from the last member to the first. `after[n]` matches members i and later where n have come before, n
+        # being `least` for more: each is preceded by a comma. `first` matches them if there has been none.
+        least = 0 if least <= sum(needed for _, needed in members) else least
+        more: Node = Repeat(seq(COMMA, extra), 0, None) if extra is not None else EMPTY
+        after: list[Node] = [NEVER] * least + [more]
+        first: Node = NEVER if least else EMPTY
+        if extra is not None:
+            after[-2:-1] = [seq(COMMA, extra, more)] * len(after[-2:-1])
+            first = optional(seq(extra, more)) if not least else seq(extra, more) if least == 1 else NEVER
         for member, needed in reversed(members):
-            later = self._rule(after)
-            here = seq(member, later)
-            first = here if needed else Alt((here, self._rule(first)))
-            after = seq(COMMA, here) if needed else Alt((seq(COMMA, here), later))
+            rules = [self._rule(each) for each in after]
+            here: list[Node] = [seq(member, rules[min(n + 1, least)]) for n in range(least + 1)]
+            first = here[0] if needed else Alt((here[0], self._rule(first)))
+            for n, (one, later) in enumerate(zip(here, rules, strict=True)):
+                after[n] = seq(COMMA, one) if needed else Alt((seq(COMMA, one), later))
         return first
 
     def _rule(self, node: Node) -> Node:
-        if isinstance(node, Ref | Terminal):
+        if isinstance(node, Ref | Terminal) or node == NEVER:
             return node
         name = f"m{len(self._rules)}"
         self._rules[name] = node
@@ -382,17 +464,18 @@ def generated_types(schema: Schema) -> list[str]:
 
 
 def _count_properties(
-    schema: Schema, properties: dict[str, Any], needed: set[str], more: bool, at: str
+    schema: Schema, properties: dict[str, Any], needed: set[str], more: bool, at: str, *, counts: bool
 ) -> tuple[dict[str, Any], set[str]]:
     """Applies `minProperties` and `maxProperties` to named properties. Returns those that stay, and the names of those
     that are needed."""
     least, most = schema.get("minProperties", 0), schema.get("maxProperties")
     if least > len(needed):
-        if more or least != len(properties):
+        if not more and least == len(properties):
+            needed = set(properties)
+        elif not counts or least > _MOST_MEMBERS_COUNTED:
             raise GrammarError(
                 f"minProperties at {at} is supported only where it makes all properties, or none, needed"
             )
-        needed = set(properties)
     if most is not None and (more or most < len(properties)):
         if more or most != len(needed):
             raise GrammarError(

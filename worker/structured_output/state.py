@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from worker.structured_output.engines import XGRAMMAR
 from worker.structured_output.error import GrammarError
+from worker.structured_output.lazy_matcher import LazyGrammar, LazyMatcher, fill_lazy
 
 if TYPE_CHECKING:  # slow to import, and the process that compiles needs neither
     import torch
@@ -26,12 +28,27 @@ def param_of(kind: str) -> str:
 class CompiledGrammar:
     """A grammar ready for use by any number of sequences."""
 
-    def __init__(self, handle: "xgrammar.CompiledGrammar", kind: str, size_bytes: int = 0) -> None:
-        """`size_bytes`: approximate memory of the grammar."""
+    def __init__(
+        self,
+        handle: "xgrammar.CompiledGrammar | LazyGrammar",
+        kind: str,
+        size_bytes: int = 0,
+        *,
+        engine: str = XGRAMMAR,
+        cpu_s: float = 0.0,
+    ) -> None:
+        """`size_bytes`: approximate memory of the grammar. `cpu_s`: CPU time that its compilation took."""
         self.handle = handle
+        self.engine, self.cpu_s = engine, cpu_s
         self.size_bytes = size_bytes
         self.param = param_of(kind)
         """The request's parameter that the grammar came in."""
+
+    def matcher(self) -> Any:
+        """A new matcher at the grammar's beginning: xgrammar's, or one with the same methods."""
+        import xgrammar
+
+        return self.handle.matcher() if isinstance(self.handle, LazyGrammar) else xgrammar.GrammarMatcher(self.handle)
 
 
 class GrammarState:
@@ -39,10 +56,8 @@ class GrammarState:
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         """Starts at the grammar's beginning."""
-        import xgrammar
-
         self.compiled = compiled
-        self.matcher: Any = xgrammar.GrammarMatcher(compiled.handle)
+        self.matcher = compiled.matcher()
         self.num_tokens = 0
         self.terminated = False
         """Whether the output is complete and its end token accepted. No token may follow."""
@@ -102,9 +117,14 @@ def fill_masks(
     errors = {i: GrammarError("the output is complete already") for i, state in enumerate(states) if state.terminated}
     running = [i for i in range(len(states)) if i not in errors]
     began = time.monotonic()
-    _batch(threads).batch_fill_next_token_bitmask(
-        [states[i].matcher for i in running], bitmask, [rows[i] for i in running]
-    )
+    lazy = [i for i in running if isinstance(states[i].matcher, LazyMatcher)]
+    ahead = [i for i in running if not isinstance(states[i].matcher, LazyMatcher)] if lazy else running
+    if ahead:
+        _batch(threads).batch_fill_next_token_bitmask(
+            [states[i].matcher for i in ahead], bitmask, [rows[i] for i in ahead]
+        )
+    if lazy:
+        fill_lazy([states[i].matcher for i in lazy], bitmask, [rows[i] for i in lazy], threads)
     if time.monotonic() - began > _SLOW_FILL_S:
         # Finds the grammars that are slow themselves, in CPU time, rather than because the machine is busy.
         for i in running:

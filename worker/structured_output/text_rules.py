@@ -4,9 +4,9 @@ import json
 
 from worker.structured_output import regex
 from worker.structured_output.charset import SCALARS, complement, intersection
-from worker.structured_output.ebnf import EMPTY, Node, Regex, Terminal, alt
+from worker.structured_output.ebnf import EMPTY, START, Node, Regex, Terminal, alt
 from worker.structured_output.error import GrammarError
-from worker.structured_output.schema import START, any_object_rules, schema_rules
+from worker.structured_output.schema import any_object_rules, schema_rules
 from worker.structured_output.tokens import APART
 
 _WITHOUT_APART = intersection(SCALARS, complement(((ord(APART), ord(APART)),)))

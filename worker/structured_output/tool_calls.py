@@ -251,6 +251,7 @@ class _Answer:
 
     def _of_schema(self, prefix: str, schema: Any) -> Node:
         converter = SchemaConverter(schema, spelling=self._spelling, rules=self.rules, prefix=prefix)
+        schema = converter.root
         if not isinstance(schema, dict) or schema.get("type") != "object":
             schema = {"allOf": [schema, {"type": "object"}]}
         if self.format.arguments == "json":

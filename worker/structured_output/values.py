@@ -7,16 +7,24 @@ from typing import Any
 from worker.structured_output import decimals, regex
 from worker.structured_output.charset import complement, intersection, literal, pattern
 from worker.structured_output.conjunction import Schema
-from worker.structured_output.ebnf import EMPTY, NEVER, Alt, Node, Ref, Regex, Repeat, Terminal, alt, optional, seq
+from worker.structured_output.ebnf import (
+    EMPTY,
+    NEVER,
+    Alt,
+    Intersection,
+    Node,
+    Ref,
+    Regex,
+    Repeat,
+    Terminal,
+    alt,
+    optional,
+    seq,
+)
 from worker.structured_output.error import GrammarError
 from worker.structured_output.formats import FORMATS
 from worker.structured_output.spelling import JSON, Spelling
 
-# Formats of the standard that have no expression in `formats`. Formats that are not in the standard are only hints.
-_OTHER_FORMATS = (
-    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
-    *("json-pointer", "relative-json-pointer", "regex"),
-)
 _MOST_MULTIPLES = 1_000
 _MOST_STATES = 128  # characters of a string that an automaton counts
 _MOST_COUNTED = 100_000
@@ -76,21 +84,55 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
         most = max(least, min(int(most), _MOST_COUNTED))
     if least > _MOST_COUNTED:
         raise GrammarError(f"minLength at {at}: {least} is not supported")
-    expression = schema.get("pattern")
-    name = schema.get("format")
-    if name in _OTHER_FORMATS:
-        raise GrammarError(f"format {name!r} at {at} is not supported; supported are {', '.join(sorted(FORMATS))}")
-    if name in FORMATS:
-        if expression is not None:
-            raise GrammarError(f"pattern and format at {at} are not supported together")
-        expression = FORMATS[name]
-    if expression is not None:
-        try:
-            inner = regex.in_json(expression, least, most, spelling.plain)
-        except GrammarError as error:
-            raise GrammarError(f"pattern at {at}: {error}") from None
-        return NEVER if inner is None else Regex(f'"(?:{inner})"')
-    return _of_length(least, most, spelling)
+    name, expression = schema.get("format"), schema.get("pattern")
+    form = FORMATS.get(name) if isinstance(name, str) else None  # other formats are only hints
+    if expression is None and form is None:
+        return _of_length(least, most, spelling)
+    if expression is not None and form is not None:
+        whole = [_matching(each, 0, None, at, spelling) for each in (form, _found(expression))]
+        return _all_of([*whole, *_counted(least, most, spelling)], f"pattern and format at {at}")
+    try:
+        return _all_of([_matching(expression or form or "", least, most, at, spelling)], "")
+    except _LengthsApart:
+        whole = [_matching(expression or form or "", 0, None, at, spelling)]
+        return _all_of([*whole, *_counted(least, most, spelling)], f"pattern and limits of length at {at}")
+
+
+class _LengthsApart(Exception):
+    """A pattern and limits of length cannot be one pattern."""
+
+
+def _found(expression: str) -> str:
+    """A pattern of texts in which `expression` is found. As it is where it has branches: these may have anchors."""
+    if "|" in expression:
+        return expression
+    before = "" if expression.startswith("^") else r"[\s\S]*"
+    return f"{before}{expression}" + ("" if expression.endswith("$") else r"[\s\S]*")
+
+
+def _matching(expression: str, least: int, most: int | None, at: str, spelling: Spelling) -> Node:
+    try:
+        inner = regex.in_json(expression, least, most, spelling.plain)
+    except regex.LengthError:
+        raise _LengthsApart from None
+    except GrammarError as error:
+        raise GrammarError(f"pattern at {at}: {error}") from None
+    return NEVER if inner is None else Regex(f"(?:{inner})")
+
+
+def _counted(least: int, most: int | None, spelling: Spelling) -> list[Node]:
+    """A string's inside of `least` to `most` characters. Nothing if there are no limits."""
+    one = f"(?:{pattern(spelling.plain)}|{spelling.escape})"
+    return [Repeat(Regex(one), least, most)] if least or most is not None else []
+
+
+def _all_of(parts: Sequence[Node], what: str) -> Node:
+    """A string whose inside matches all parts. `what`: as `Intersection` has it."""
+    if NEVER in parts:
+        return NEVER
+    if len(parts) == 1 and isinstance(parts[0], Regex):
+        return Regex(f'"{parts[0].pattern}"')
+    return seq(Terminal('"'), Intersection(tuple(parts), what), Terminal('"'))
 
 
 def _of_length(least: int, most: int | None, spelling: Spelling) -> Node:

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from worker.structured_output.error import GrammarError
+from worker.structured_output.modern import modern
 from worker.structured_output.schema import schema_to_ebnf
 
 BOUND = {"type": "integer", "minimum": 0, "exclusiveMinimum": True}
-NAMED = {"$defs": {"a": {"$anchor": "name", "type": "string"}}, "$ref": "#name"}
 OLD = "http://json-schema.org/draft-07/schema#"
 
 
@@ -27,9 +27,14 @@ def refusal(schema: object) -> str:
         ({"exclusiveMaximum": False}, "#/exclusiveMaximum", "draft-04", "instead of maximum"),
         ({"properties": {"n": {"required": True}}}, "#/properties/n/required", "draft-03", "list the names"),
         ({"properties": {"n": {"type": "any"}}}, "#/properties/n/type", "draft-03", "leave type out"),
-        ({"$defs": {"n": {"$id": "#n"}}}, "#/$defs/n/$id", "draft-07", "#/$defs/name"),
-        ({"properties": {"n": NAMED}}, "$ref at #/properties/n", "draft-07", "#/$defs/name"),
-        ({"properties": {"n": {"dependencies": {"a": ["b"]}}}}, "dependencies at #/properties/n", "07", "anyOf"),
+        ({"$defs": {"n": {"$id": "#n"}}}, "#/$defs/n/$id", "draft-07", "$anchor"),
+        ({"properties": {"n": {"$ref": "#gone"}}}, "$ref at #/properties/n", "draft-07", "$anchor"),
+        (
+            {"properties": {"n": {"dependencies": {"a": ["b"]}}}},
+            "dependencies at #/properties/n",
+            "07",
+            "dependentRequired",
+        ),
         ({"items": {"$recursiveRef": "#"}}, "$recursiveRef at #/items", "2019-09", "write $ref"),
     ],
 )
@@ -60,3 +65,47 @@ def test_a_refusal_is_silent_about_any_other(declared: object) -> None:
 
 def test_an_older_draft_is_no_reason_to_refuse() -> None:
     assert schema_to_ebnf(json.dumps({"$schema": OLD, "type": "string"}))
+
+
+@pytest.mark.parametrize(
+    ("draft", "old", "new"),
+    [
+        (
+            "draft-07",
+            {"items": [{"type": "null"}], "additionalItems": False},
+            {"prefixItems": [{"type": "null"}], "items": False},
+        ),
+        ("draft-07", {"items": [{}]}, {"prefixItems": [{}]}),
+        (
+            "draft-04",
+            {"minimum": 3, "exclusiveMinimum": True, "maximum": 9, "exclusiveMaximum": False},
+            {"exclusiveMinimum": 3, "maximum": 9},
+        ),
+        (
+            "draft-07",
+            {"dependencies": {"a": ["b"], "c": {"required": ["d"]}}},
+            {"dependentRequired": {"a": ["b"]}, "dependentSchemas": {"c": {"required": ["d"]}}},
+        ),
+        (
+            "draft-06",
+            {"definitions": {"a": {"$id": "#n"}}, "$ref": "#n"},
+            {"definitions": {"a": {"$anchor": "n"}}, "$ref": "#n"},
+        ),
+        (
+            "draft-04",
+            {"properties": {"items": {"items": [{"id": "#n"}]}, "dependencies": {}}},
+            {"properties": {"items": {"prefixItems": [{"$anchor": "n"}]}, "dependencies": {}}},
+        ),
+        ("draft/2019-09", {"$recursiveAnchor": True, "items": {"$recursiveRef": "#"}}, {"items": {"$ref": "#"}}),
+        ("draft-07", {"deprecated": "since 3", "default": {"items": []}}, {}),
+    ],
+)
+def test_a_declared_draft_is_read_as_what_it_means(draft: str, old: dict[str, object], new: dict[str, object]) -> None:
+    declared = f"https://json-schema.org/{draft}/schema#"
+    assert modern({"$schema": declared, **old}) == {"$schema": "https://json-schema.org/draft/2020-12/schema", **new}
+    assert modern(old) == old
+
+
+def test_a_schema_is_checked_by_its_own_draft() -> None:
+    assert "not valid at #/items" in refusal({"$schema": OLD, "items": 3})
+    assert "not valid at #/exclusiveMinimum" in refusal({"$schema": OLD, "minimum": 1, "exclusiveMinimum": True})

@@ -1,0 +1,175 @@
+"""llguidance follows the same grammars as xgrammar: the same texts, the same masks, the same methods."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.worker.structured_output.conftest import Walker
+from worker.structured_output import CompiledGrammar, GrammarError, GrammarState, fill_masks, new_bitmask
+from worker.structured_output.ebnf import START, Complement, Intersection, Regex, Seq, Terminal, to_text
+from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, engine_for
+from worker.structured_output.lark import to_lark
+from worker.structured_output.lazy_matcher import LazyGrammar, LazyMatcher, LazyVocabulary
+from worker.structured_output.schema import schema_rules
+from worker.structured_output.text_rules import text_rules
+
+SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b/": {"enum": ["x/y", 1, None]}}, "required": ["b/"]},
+    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 300}}, "additionalProperties": {"const": 1}},
+    {"type": "array", "items": {"anyOf": [{"type": "number", "minimum": -2.5}, {"$ref": "#"}]}, "maxItems": 3},
+    {"type": "string", "pattern": "^[a-c/\\\\\\n]{2,5}é?$"},
+    {"type": "string", "format": "date"},
+    {"type": ["string", "null"], "minLength": 3, "maxLength": 4},
+    {"const": {"a": ["\u0007", '"', "/", "🦊"]}},
+    {"patternProperties": {"^x-": {"type": "boolean"}}, "additionalProperties": False, "type": "object"},
+]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(walker: Walker) -> LazyVocabulary:
+    return LazyVocabulary(walker.tokens, [walker.eos])
+
+
+def lazy(vocabulary: LazyVocabulary, rules: Any) -> LazyMatcher:
+    return LazyGrammar(to_lark(rules, START), vocabulary).matcher()
+
+
+def allowed(matcher: Any, walker: Walker) -> list[int]:
+    return walker.allowed(matcher)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_masks_are_those_of_xgrammar_along_random_walks(
+    walker: Walker, vocabulary: LazyVocabulary, schema: Any
+) -> None:
+    import xgrammar
+
+    rules = schema_rules(json.dumps(schema))
+    ahead, grammar = walker.compile(to_text(rules, START)), LazyGrammar(to_lark(rules, START), vocabulary)
+    ended = 0
+    for seed in range(6):
+        choose, text = random.Random(seed), b""
+        one, other = xgrammar.GrammarMatcher(ahead), grammar.matcher()
+        for _ in range(60):
+            tokens = allowed(other, walker)
+            assert tokens == allowed(one, walker), text
+            token = walker.eos if walker.eos in tokens else choose.choice(tokens)
+            assert one.accept_token(token) and other.accept_token(token)
+            text += walker.tokens[token]
+            assert one.is_terminated() == other.is_terminated()
+            if other.is_terminated():
+                assert Draft202012Validator(schema).is_valid(json.loads(text)), text
+                ended += 1
+                break
+    assert ended
+
+
+def test_steps_are_taken_back(walker: Walker, vocabulary: LazyVocabulary) -> None:
+    matcher = lazy(vocabulary, text_rules("choice", '["abc", "abcd", "xyz"]'))
+    beginning = allowed(matcher, walker)
+    assert matcher.find_jump_forward_string() == ""
+    assert matcher.accept_string("ab") and matcher.find_jump_forward_string() == "c"
+    assert not matcher.accept_string("cx")
+    assert matcher.accept_string("c") and matcher.is_completed()
+    assert matcher.find_jump_forward_string() == ""  # the output may end, or go on
+    assert matcher.accept_token(walker.eos) and matcher.is_terminated() and not matcher.accept_token(ord("d"))
+    matcher.rollback(1)
+    assert not matcher.is_terminated() and matcher.accept_token(ord("d"))
+    assert allowed(matcher, walker) == [walker.eos]
+    assert matcher.accept_token(walker.eos)
+    matcher.rollback(4)
+    assert allowed(matcher, walker) == beginning
+    assert not matcher.accept_token(walker.eos) and matcher.accept_string("xyz")
+
+
+def test_the_forced_text_may_end_within_a_character(walker: Walker, vocabulary: LazyVocabulary) -> None:
+    matcher = lazy(vocabulary, text_rules("choice", '["é", "è"]'))
+    with pytest.raises(UnicodeDecodeError) as raised:
+        matcher.find_jump_forward_string()
+    assert raised.value.object == "é".encode()[:1]
+
+
+def test_intersections_and_complements_are_for_llguidance(walker: Walker, vocabulary: LazyVocabulary) -> None:
+    parts = (Regex("[a-d]{1,9}"), Complement(Regex("[a-d]*b[a-d]*")), Complement(Terminal("ac")))
+    some = Intersection(parts, "not at #")
+    rules = {START: Seq((Terminal("<"), some, Terminal(">")))}
+    assert engine_for(rules) == (LLGUIDANCE,)
+    assert engine_for(schema_rules('{"type": "null"}')) == (XGRAMMAR, LLGUIDANCE)
+    grammar = LazyGrammar(to_lark(rules, START), vocabulary)
+    for text, is_right in [("<a>", 1), ("<acd>", 1), ("<ac>", 0), ("<abd>", 0), ("<>", 0), ("<aaaaaaaaaa>", 0)]:
+        matcher = grammar.matcher()
+        assert (matcher.accept_string(text) and matcher.is_completed()) == bool(is_right), text
+    with pytest.raises(GrammarError, match="not at #: not supported in calls"):
+        to_text(rules, START)
+
+
+def test_a_large_grammar_is_for_llguidance() -> None:
+    names = [f"name_{i}" for i in range(100)]
+    assert engine_for(schema_rules(json.dumps({"properties": dict.fromkeys(names, True)}))) == (LLGUIDANCE,)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"pattern": "^a.*z$", "minLength": 3, "maxLength": 5}, ["abz", "a.z"], ["az", "abbbbz", "abb"]),
+        ({"pattern": "^20", "format": "date"}, ["2024-02-29"], ["2023-02-29", "1999-01-01", "20"]),
+        ({"format": "uri-reference", "maxLength": 4}, ["/a?b", "", "a/b"], ["/aaaa", "a b", "//a"]),
+        ({"format": "json-pointer"}, ["", "/a~1b/~0"], ["a", "/~2"]),
+        ({"format": "relative-json-pointer"}, ["1/a", "0#"], ["a", "01"]),
+        ({"format": "uri-template"}, ["/a/{b}", "https://a.de/{x}?q={y}"], ["/{", "a b"]),
+        ({"format": "regex"}, ["^a+(b|[0-9]c)?$", "\\\\d*"], ["(", "a**", "["]),
+        ({"format": "idn-email"}, ["a@b.de"], ["a"]),
+        ({"format": "idn-hostname"}, ["a.de"], ["a b"]),
+        ({"format": "iri"}, ["https://a.de/b"], ["/b"]),
+        ({"format": "iri-reference"}, ["https://a.de/b", "/b"], ["<"]),
+    ],
+)
+def test_formats_and_patterns_together(
+    vocabulary: LazyVocabulary, schema: Any, right: list[str], wrong: list[str]
+) -> None:
+    grammar = LazyGrammar(to_lark(schema_rules(json.dumps({"type": "string", **schema})), START), vocabulary)
+    for text in [*right, *wrong]:
+        matcher = grammar.matcher()
+        assert (matcher.accept_string(f'"{text}"') and matcher.is_completed()) == (text in right), text
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_batch_mixes_engines(walker: Walker, vocabulary: LazyVocabulary, threads: int) -> None:
+    rules = text_rules("choice", '["ab", "b"]')
+    made = CompiledGrammar(walker.compile(to_text(rules, START)), "choice")
+    other = CompiledGrammar(LazyGrammar(to_lark(rules, START), vocabulary), "choice", engine=LLGUIDANCE)
+    states = [GrammarState(each) for each in (made, other, other, made)]
+    states[2].accept(ord("b"))
+    bitmask = new_bitmask(6, len(walker.tokens))
+    assert fill_masks(states, bitmask, [5, 1, 0, 3], threads) == {}
+    bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")
+    tokens = [np.flatnonzero(row).tolist() for row in bits]
+    assert tokens[5] == tokens[1] == tokens[3] == [i for i, t in enumerate(walker.tokens) if t in (b"a", b"b", b"ab")]
+    assert tokens[0] == [walker.eos]
+    assert states[1].fill_after([ord("a"), ord("b"), walker.eos], bitmask, [2, 4, 4]) == 2
+    with pytest.raises(GrammarError):
+        states[1].accept(ord("x"))
+
+
+def test_an_output_whose_automata_grow_too_large_does_not_end(
+    walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.structured_output.lazy_matcher._MOST_STATES", 40)
+    matcher = lazy(vocabulary, text_rules("regex", "(?:a|b)*a(?:a|b){12}c"))
+    choose = random.Random(0)
+    while (tokens := allowed(matcher, walker)) and matcher.accept_token(choose.choice(tokens)):
+        assert walker.eos not in tokens
+    assert not matcher.is_completed() and not matcher.accept_token(walker.eos)
+
+
+def test_nothing_is_allowed_after_an_error(walker: Walker, vocabulary: LazyVocabulary) -> None:
+    rules = text_rules("choice", '["a"]')
+    state = GrammarState(CompiledGrammar(LazyGrammar(to_lark(rules, START), vocabulary), "choice"))
+    assert not state.matcher.handle.consume_token(ord("b"))
+    bitmask = new_bitmask(1, len(walker.tokens))
+    assert fill_masks([state], bitmask, [0])[0].args == ("the grammar allows no token here",)
+    assert state.fill_after([ord("a")], bitmask, [0]) == 0

@@ -1,0 +1,68 @@
+"""Limits of a process that compiles a grammar, and compilation in a fork with limits of its own."""
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable
+
+from worker.structured_output.error import GrammarError
+
+_WALL_PER_CPU_S = 60.0  # for a fork, whose parent has a limit itself
+
+
+def in_fork(work: Callable[[], bytes], cpu_s: float, memory_bytes: int) -> bytes | None:
+    """The result of `work`, computed in a fork of this process. None if it takes more than `cpu_s` of CPU time or
+    `memory_bytes` more memory than this process has, or raises GrammarError or MemoryError. This process must have one
+    thread."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.close(reader)
+            limit_time(cpu_s, cpu_s * _WALL_PER_CPU_S)
+            limit_memory(memory_bytes)
+            with contextlib.suppress(GrammarError, MemoryError), open(writer, "wb") as file:
+                file.write(b"+" + work())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        found = file.read()
+    status = os.waitpid(process, 0)[1]
+    return found[1:] if found and status == 0 else None
+
+
+def cpu_time_s() -> float:
+    """CPU seconds that this process and its forks that have ended took."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def limit_time(cpu_s: float, wall_s: float) -> None:
+    """Lets the kernel end this process after `cpu_s` seconds of CPU time, all threads together, or after `wall_s`."""
+    for timer, alarm, seconds in (
+        (signal.ITIMER_PROF, signal.SIGPROF, cpu_s),
+        (signal.ITIMER_REAL, signal.SIGALRM, wall_s),
+    ):
+        signal.signal(alarm, signal.SIG_DFL)
+        signal.setitimer(timer, seconds)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Limits this process to `more_bytes` more than it has now. If the machine itself runs out of memory, the kernel
+    kills this process before others."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    limit, hard = _data_bytes() + more_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _data_bytes() -> int:
+    """Bytes of this process that RLIMIT_DATA counts."""
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    except (OSError, StopIteration):
+        return 0

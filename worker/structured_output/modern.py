@@ -1,0 +1,102 @@
+"""Schemas of older drafts, as their `$schema` declares them, in the words of 2020-12."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jsonschema import (
+    Draft4Validator,
+    Draft6Validator,
+    Draft7Validator,
+    Draft201909Validator,
+    Draft202012Validator,
+)
+
+_DRAFTS = {
+    "draft-04": Draft4Validator,
+    "draft-06": Draft6Validator,
+    "draft-07": Draft7Validator,
+    "draft/2019-09": Draft201909Validator,
+}
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = (
+    *("additionalProperties", "additionalItems", "items", "not", "if", "then", "else", "contains", "propertyNames"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+# Annotations, whose values later drafts may not allow, and what only schemas of schemas have.
+_DROPPED = (
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+    *("$recursiveAnchor", "$vocabulary"),
+)
+
+
+def modern(schema: Any) -> Any:
+    """The schema in the words of 2020-12. As it is if it declares that draft, none, or one that is not known.
+
+    Keywords next to `$ref` stay: drafts up to draft-07 ignore them, so that the result may be narrower. Raises
+    SchemaError (of jsonschema) if the schema is not valid by its own draft.
+    """
+    declared = schema.get("$schema") if isinstance(schema, dict) else None
+    match = re.search(r"json-schema\.org/(draft[-/][\d-]+)/schema", declared) if isinstance(declared, str) else None
+    draft = _DRAFTS.get(match[1]) if match is not None else None
+    if draft is None:
+        return schema
+    draft.check_schema(schema)
+    return {**_modern(schema), "$schema": Draft202012Validator.META_SCHEMA["$id"]}
+
+
+def _modern(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    out = _with_parts({key: value for key, value in schema.items() if key not in _DROPPED}, _modern)
+    more = out.pop("additionalItems", None)
+    if isinstance(out.get("items"), list):
+        out["prefixItems"] = out.pop("items")
+        if more is not None:
+            out["items"] = more
+    for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(out.get(key), bool) and out.pop(key) and bound in out:
+            out[key] = out.pop(bound)
+    for name, each in out.pop("dependencies", {}).items():
+        kind = "dependentRequired" if isinstance(each, list) else "dependentSchemas"
+        out[kind] = {**out.get(kind, {}), name: each}
+    for key in ("$id", "id"):
+        if isinstance(out.get(key), str) and out[key].startswith("#"):
+            out["$anchor"] = out.pop(key)[1:]
+    if out.get("$recursiveRef") == "#" and "$ref" not in out:
+        out["$ref"] = out.pop("$recursiveRef")
+    return out
+
+
+def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            out[key] = {name: change(each) for name, each in value.items()}
+        elif (key in _LISTS or key == "items") and isinstance(value, list):
+            out[key] = [change(each) for each in value]
+        else:
+            out[key] = change(value) if key in _SINGLE else value
+    return out
+
+
+def anchors(schema: Any) -> dict[str, Any]:
+    """The parts of a schema that have a name (`$anchor`, `$dynamicAnchor`), without names that are given twice."""
+    found: dict[str, Any] = {}
+    twice: set[str] = set()
+    for part in _parts(schema):
+        for name in {part[key] for key in ("$anchor", "$dynamicAnchor") if isinstance(part.get(key), str)}:
+            if name in found:
+                twice.add(name)
+            found[name] = part
+    return {name: part for name, part in found.items() if name not in twice}
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    todo = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            yield part
+            _with_parts(part, lambda each: todo.append(each))
