@@ -129,8 +129,8 @@ def allows(compiled: CompiledGrammar, token_ids: Iterable[int]) -> bool:
 
 
 def masks_us(compiled: Sequence[tuple[CompiledGrammar, list[list[int]]]], vocab_size: int, steps: int) -> float:
-    """Microseconds of CPU time for a mask, in batches of `BATCH` outputs along tokens that their grammars allow. An output that
-    ends begins again. An output's first round is not counted."""
+    """Microseconds of CPU time for a mask, in batches of `BATCH` outputs along tokens that their grammars allow. An
+    output that ends begins again. The first half of the steps is not counted."""
     bitmask = new_bitmask(BATCH, vocab_size)
     choose = random.Random(0)
     chosen = (

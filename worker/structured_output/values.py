@@ -101,13 +101,13 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
     if expression is None and form is None:
         return _of_length(least, most, spelling)
     if expression is not None and form is not None:
-        whole = [_matching(each, 0, None, at, spelling) for each in (form, _found(expression))]
-        return _all_of([*whole, *_counted(least, most, spelling)], f"pattern and format at {at}")
+        parts = [_matching(each, 0, None, at, spelling) for each in (form, _found(expression))]
+        return _all_of([*parts, *_counted(least, most, spelling)], f"pattern and format at {at}")
     try:
         return _all_of([_matching(expression or form or "", least, most, at, spelling)], "")
     except _LengthsApart:
-        whole = [_matching(expression or form or "", 0, None, at, spelling)]
-        return _all_of([*whole, *_counted(least, most, spelling)], f"pattern and limits of length at {at}")
+        parts = [_matching(expression or form or "", 0, None, at, spelling)]
+        return _all_of([*parts, *_counted(least, most, spelling)], f"pattern and limits of length at {at}")
 
 
 class _LengthsApart(Exception):
