@@ -1,4 +1,4 @@
-"""What structured output makes of a JSON schema: whether it is enforced, by which engine, and what that costs.
+"""Verdict on a JSON schema for structured output: whether it is enforced, by which engine, and what that costs.
 
     shoal check-schema schema.json
     cat schema.json | shoal check-schema -
@@ -9,7 +9,6 @@ exit code is then 1.
 """
 
 import sys
-from concurrent.futures import wait
 from pathlib import Path
 
 from shoal.help import Parser
@@ -18,7 +17,9 @@ from shoal.help import Parser
 def parser() -> Parser:
     p = Parser("shoal check-schema", __doc__)
     p.add_argument("file", help="the schema in JSON; - reads standard input")
-    p.add_argument("--model", default="SmolLM2-135M-Instruct", help="whose tokens count (default SmolLM2-135M-Instruct)")
+    p.add_argument(
+        "--model", default="SmolLM2-135M-Instruct", help="whose tokens count (default SmolLM2-135M-Instruct)"
+    )
     p.add_argument("--timeout", type=float, default=10.0, help="CPU seconds that compiling may take (default 10)")
     return p
 
@@ -26,32 +27,20 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Checks the schema and prints the verdict. Returns the exit code."""
     args = parser().parse_args(argv)
-    from cluster.models import ModelError, resolve
-    from worker.messages import Grammar
-    from worker.models.config import read_config
-    from worker.structured_output import CompilerUnavailable, GrammarCompiler, GrammarError
+    from cluster.models import ModelError
+    from cluster.schema_check import check
 
     try:
         text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text()
-        model_dir = resolve(args.model, weights=False)
-    except (OSError, UnicodeDecodeError, ModelError) as error:
+        verdict = check(text, args.model, args.timeout)
+    except (OSError, UnicodeDecodeError, ModelError, RuntimeError) as error:
         print(f"shoal check-schema: {error}", file=sys.stderr)
         return 2
-    config = read_config(model_dir)
-    compiler = GrammarCompiler(model_dir, config.vocab_size, args.timeout, config.eos_token_ids)
-    try:
-        future = compiler.submit(Grammar("json_schema", text))
-        wait([future])
-        compiled = future.result()
-    except GrammarError as error:
-        print(f"refused: {error}")
+    if verdict.refusal is not None:
+        print(f"refused: {verdict.refusal}")
         return 1
-    except CompilerUnavailable as error:
-        print(f"shoal check-schema: {error}", file=sys.stderr)
-        return 2
-    finally:
-        compiler.close()
-    print(f"enforced by {compiled.engine}: {compiled.cpu_s:.3f} s of CPU time, {compiled.size_bytes / 2**20:.1f} MiB")
+    cost = f"{verdict.cpu_s:.3f} s of CPU time, {verdict.size_bytes / 2**20:.1f} MiB"
+    print(f"enforced by {verdict.engine}: {cost}")
     return 0
 
 

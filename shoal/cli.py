@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": ("shoal.chat", "talk to a running server in the terminal"),
     "status": ("shoal.status", "what a running server is doing, replica by replica"),
     "pull": ("shoal.pull", "get a model, check it, and keep it in the cache"),
+    "check-schema": ("shoal.check_schema", "whether structured output enforces a JSON schema, and at what cost"),
     "bench": ("", "measure: a server under load, the engine alone, the router"),
 }
 BENCHES = {
@@ -108,7 +109,8 @@ def _run(argv: list[str]) -> int:
 
 def _dispatch(program: str, commands: Mapping[str, tuple[str, str]], text: str, argv: list[str]) -> int:
     """Calls the command that `argv` begins with, or lists the commands there are."""
-    listed = "\n".join(f"  {name:<9}  {what}" for name, (_, what) in commands.items())
+    width = max(9, *map(len, commands))
+    listed = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in commands.items())
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(fill(text.format(commands=listed), columns()), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2

@@ -61,6 +61,7 @@ COMMANDS = (
     "chat",
     "status",
     "pull",
+    "check-schema",
     *(f"bench {name}" for name, (module, _) in cli.BENCHES.items() if find_spec(module)),
 )
 WIDTH = 110  # columns of the commands' help

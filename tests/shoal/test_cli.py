@@ -35,7 +35,7 @@ def test_without_a_command_the_help_goes_to_stderr(capsys: Captured) -> None:
     ("argv", "says"),
     [
         (["chta"], "no command 'chta'; did you mean chat?"),
-        (["zzz"], "there are serve, chat, status, pull, bench"),
+        (["zzz"], "there are serve, chat, status, pull, check-schema, bench"),
         (["--zzz"], "no option '--zzz'"),
         (["bench", "srve"], "shoal bench: no command 'srve'; did you mean serve?"),
     ],

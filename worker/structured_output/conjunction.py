@@ -24,6 +24,8 @@ def conjoin(a: Schema, b: Schema, at: str) -> Schema | None:
             out[key] = min(a[key], b[key])
         elif key in _BOTH:
             out[key] = both(a[key], b[key])
+        elif key == "not":  # of texts
+            out[key] = {"enum": [*a[key]["enum"], *b[key]["enum"]]}
         elif key == "uniqueItems":
             out[key] = a[key] or b[key]
         elif key == "required":

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jsonschema.exceptions import SchemaError
 
 DRAFT = "2020-12"
+_READ = (DRAFT, "04", "06", "07", "2019-09")  # drafts that `modern` reads by their own rules
 _READ_AS = f"schemas are read as draft {DRAFT}"
 _BOUND = "write the bound itself as {0}, a number, instead of {1} (and leave {0} out where it is false)"
 
@@ -94,7 +95,7 @@ def remark(schema: Any, message: str) -> str:
     remark about that is added."""
     declared = schema.get("$schema") if isinstance(schema, dict) else None
     match = re.search(r"json-schema\.org/(draft[-/]([\d-]+))/", declared) if isinstance(declared, str) else None
-    if match is None or match[2] == DRAFT or DRAFT in message:
+    if match is None or match[2] in _READ or DRAFT in message:
         return message
     draft = match[1].replace("draft/", "draft ")
     return f"{message} (its $schema is that of {draft}, and {_READ_AS})"

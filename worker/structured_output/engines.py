@@ -18,9 +18,9 @@ from worker.structured_output.lark import needs_lark
 XGRAMMAR, LLGUIDANCE = "xgrammar", "llguidance"
 
 # xgrammar is tried where the number of rules, times the length of their text, stays below this: its serialisation has a
-# copy of the whole automaton for each rule. Of 13 published schemas, those below took it 20 to 80 ms, and those above
-# 0.3 to 1.5 s; llguidance took 10 to 40 ms.
-_MOST_COPIED = 100_000
+# copy of the whole automaton for each rule. Of 13 published schemas, those below took it up to 22 ms, and those above
+# 40 ms to 1.5 s; llguidance took 6 to 36 ms.
+_MOST_COPIED = 30_000
 # What xgrammar may take before llguidance follows the grammar instead.
 XGRAMMAR_CPU_S = 0.25
 XGRAMMAR_BYTES = 256 << 20

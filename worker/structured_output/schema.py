@@ -1,10 +1,11 @@
-"""JSON schemas (draft 2020-12) as grammars whose every text validates.
+"""JSON schemas (drafts 4 to 2020-12) as grammars whose every text validates.
 
 A grammar may be narrower than its schema:
 
 - Objects have their properties in the schema's order, and no others unless `additionalProperties` says so.
 - Whitespace is at most one space after a comma or a colon.
 - Numbers have at most 15 digits.
+- Where `not` leaves out more than keywords can say, the rest is left out.
 
 A grammar is never wider: a keyword that a grammar cannot enforce is an error that names it.
 
@@ -46,11 +47,12 @@ from worker.structured_output.ebnf import (
 from worker.structured_output.error import GrammarError
 from worker.structured_output.exclusion import Exclusion
 from worker.structured_output.modern import anchors, modern
+from worker.structured_output.negation import negated
 from worker.structured_output.spelling import JSON, Spelling
 from worker.structured_output.values import COLON, COMMA
 
-_COMBINED = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "dependentRequired", "dependentSchemas")
-_UNSUPPORTED = ("not", "if", "dependencies", "contains", "unevaluatedItems", "$recursiveRef")
+_COMBINED = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "not", "if")
+_UNSUPPORTED = ("dependencies", "contains", "unevaluatedItems", "$recursiveRef")
 _KEYWORDS_OF = {
     "object": (
         *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
@@ -61,6 +63,7 @@ _KEYWORDS_OF = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 # All other keywords say nothing about a value, or are refused.
+# Of `not`, only a list of texts that a string is not, as `negated` leaves it.
 _ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in _KEYWORDS_OF.values() for k in keys)))
 _MOST_RULES = 5_000
 _MOST_ALTERNATIVES = 256
@@ -124,8 +127,9 @@ class SchemaConverter:
         self._spelling = spelling
         self._prefix = prefix
         self._validator = Draft202012Validator(root)
-        self._exclusion = Exclusion(self._validator, self.simple, generated_types)
+        self._exclusion = Exclusion(self._validator, self._exact, generated_types)
         self._names: dict[str, str] = {}
+        self._narrowed = 0  # schemas that `simple` has made narrower than they are
         self._rules = values.common_rules(spelling) if rules is None else rules
 
     @property
@@ -172,7 +176,9 @@ class SchemaConverter:
             if key in ("$ref", "$dynamicRef"):
                 return self.value(*self._resolve(schema[key], at, key))
             if key == "oneOf":
-                self._check_one_of([self.simple(s, f"{at}/oneOf/{i}") for i, s in enumerate(schema["oneOf"])], at)
+                before = self._narrowed
+                branches = [self.simple(s, f"{at}/oneOf/{i}") for i, s in enumerate(schema["oneOf"])]
+                self._check_one_of(branches, at, exact=self._narrowed == before)
             if key in ("anyOf", "oneOf") or (key == "allOf" and len(schema[key]) == 1):
                 return alt(self.value(branch, f"{at}/{key}/{i}") for i, branch in enumerate(schema[key]))
         return alt(self._typed(simple, at) for simple in self.simple(schema, at))
@@ -199,11 +205,45 @@ class SchemaConverter:
             out = self._product(out, self.simple(part, f"{at}/allOf/{i}", depth + 1), at)
         for key in ("anyOf", "oneOf"):
             if key in schema:
+                before = self._narrowed
                 branches = [self.simple(s, f"{at}/{key}/{i}", depth + 1) for i, s in enumerate(schema[key])]
                 branches = [self._product(out, branch, at) for branch in branches]
                 if key == "oneOf":
-                    self._check_one_of(branches, at)
+                    self._check_one_of(branches, at, exact=self._narrowed == before)
                 out = [simple for branch in branches for simple in branch]
+        if "not" in schema:
+            out = self._product(out, self._complement(schema["not"], f"{at}/not", at, depth), at)
+        if "if" in schema:
+            there = self.simple(schema["if"], f"{at}/if", depth + 1)
+            there = self._product(there, self.simple(schema.get("then", True), f"{at}/then", depth + 1), at)
+            others = self.simple(schema.get("else", True), f"{at}/else", depth + 1)
+            others = self._product(self._complement(schema["if"], f"{at}/if", at, depth), others, at)
+            out = self._product(out, [*there, *others], at)
+        return out
+
+    def _exact(self, schema: Any, at: str) -> list[Schema]:
+        before = self._narrowed
+        parts = self.simple(schema, at)
+        if self._narrowed != before:
+            raise GrammarError(f"oneOf at {at} is not supported for branches that are enforced more narrowly")
+        return parts
+
+    def _complement(self, schema: Any, place: str, at: str, depth: int) -> list[Schema]:
+        """Alternatives of which no value satisfies the schema. Raises GrammarError if there is no telling."""
+        key = place.rsplit("/", 1)[1]
+        if _is_list_of_texts(schema):
+            return [{"not": schema}]  # as `negated` leaves it
+        before = self._narrowed
+        parts = self.simple(schema, place, depth + 1)
+        if self._narrowed != before:
+            raise GrammarError(f"{key} at {at} is not supported: a part of it is enforced more narrowly than it says")
+        out: list[Schema] = [{}]
+        for part in parts:
+            others, whole = negated(part)
+            self._narrowed += not whole
+            if not others and not whole:
+                raise GrammarError(f"{key} at {at} is not supported for {', '.join(part)}")
+            out = self._product(out, others, at)
         return out
 
     @staticmethod
@@ -213,7 +253,9 @@ class SchemaConverter:
         both = (conjoin(a, b, at) for a in left for b in right)
         return [schema for schema in both if schema is not None]
 
-    def _check_one_of(self, branches: list[list[Schema]], at: str) -> None:
+    def _check_one_of(self, branches: list[list[Schema]], at: str, *, exact: bool) -> None:
+        if not exact:
+            raise GrammarError(f"oneOf at {at} is not supported for branches that are enforced more narrowly")
         for i, one in enumerate(branches):
             for j, other in enumerate(branches):
                 if i != j and not self._exclusion.never(one, other):
@@ -264,7 +306,7 @@ class SchemaConverter:
     def _typed(self, schema: Schema, at: str) -> Node:
         if "enum" in schema or "const" in schema:
             return alt(map(self.constant, self.listed(schema)))
-        types = generated_types(schema)
+        types = generated_types(schema) or ([] if "not" not in schema else [*_KEYWORDS_OF, "boolean", "null"])
         return alt(self._of_type(t, schema, at) for t in types) if types else Ref("any")
 
     def listed(self, schema: Schema) -> list[Any]:
@@ -453,6 +495,10 @@ class SchemaConverter:
         if most is not None and most < least:
             return NEVER
         return seq(Terminal("{"), values.listed([], member, least, None if most is None else int(most)), Terminal("}"))
+
+
+def _is_list_of_texts(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.keys() == {"enum"} and all(isinstance(v, str) for v in schema["enum"])
 
 
 def generated_types(schema: Schema) -> list[str]:

@@ -104,6 +104,8 @@ class TaggedArguments:
         return not may_break(value, self._tags.ends) and "\0" not in value and not is_trimmed
 
     def _string(self, schema: Schema, types: set[str], at: str) -> Node:
+        if "not" in schema:
+            raise GrammarError(f"not at {at} is not supported for strings between tags")
         limits = [key for key in _LIMITS if key in schema and (key != "format" or schema[key] in FORMATS)]
         if not self._is_told(types) and not types <= {"string", "null"}:
             if limits:

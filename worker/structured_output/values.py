@@ -26,6 +26,7 @@ from worker.structured_output.formats import FORMATS
 from worker.structured_output.spelling import JSON, Spelling
 
 _MOST_MULTIPLES = 1_000
+_LIMITS = ("minLength", "maxLength", "pattern", "format")
 _MOST_STATES = 128  # characters of a string that an automaton counts
 _MOST_COUNTED = 100_000
 
@@ -76,7 +77,18 @@ def _repeat(part: Node, least: int, most: int | None) -> Node:
 
 def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
     """A string by `format`, `pattern`, `minLength` and `maxLength`. With any of these, its characters need no escape
-    where there is a choice."""
+    where there is a choice. `not` lists texts that it is not."""
+    if "not" in schema:
+        others = other_name(schema["not"]["enum"], spelling)
+        rest = {key: value for key, value in schema.items() if key in _LIMITS}
+        whole = string(rest, at, spelling)
+        return (
+            others
+            if whole == Ref("string")
+            else NEVER
+            if whole == NEVER
+            else Intersection((whole, others), f"not at {at}")
+        )
     least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
     if most is not None:
         if most < least:
@@ -89,13 +101,13 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
     if expression is None and form is None:
         return _of_length(least, most, spelling)
     if expression is not None and form is not None:
-        whole = [_matching(each, 0, None, at, spelling) for each in (form, _found(expression))]
-        return _all_of([*whole, *_counted(least, most, spelling)], f"pattern and format at {at}")
+        parts = [_matching(each, 0, None, at, spelling) for each in (form, _found(expression))]
+        return _all_of([*parts, *_counted(least, most, spelling)], f"pattern and format at {at}")
     try:
         return _all_of([_matching(expression or form or "", least, most, at, spelling)], "")
     except _LengthsApart:
-        whole = [_matching(expression or form or "", 0, None, at, spelling)]
-        return _all_of([*whole, *_counted(least, most, spelling)], f"pattern and limits of length at {at}")
+        parts = [_matching(expression or form or "", 0, None, at, spelling)]
+        return _all_of([*parts, *_counted(least, most, spelling)], f"pattern and limits of length at {at}")
 
 
 class _LengthsApart(Exception):

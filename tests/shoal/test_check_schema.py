@@ -1,0 +1,43 @@
+"""`shoal check-schema`: the verdict on a schema, in words and as an exit code."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal import check_schema
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_model: Path) -> Path:
+    """A model's folder without weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(tiny_model / name, folder)
+    return folder
+
+
+def test_the_engine_and_the_cost_of_a_schema_that_is_enforced(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps({"type": "string", "pattern": "^a.*", "maxLength": 5}))
+    assert check_schema.main([str(file), "--model", str(model)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("enforced by llguidance: ") and "s of CPU time" in said
+
+
+def test_the_keyword_that_is_not_enforced_and_its_place(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"properties": {"a": {"contains": {}}}}'))
+    assert check_schema.main(["-", "--model", str(model)]) == 1
+    assert capsys.readouterr().out.startswith("refused: contains at #/properties/a is not supported")
+
+
+def test_a_file_that_is_not_there(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_schema.main([str(tmp_path / "gone.json"), "--model", str(model)]) == 2
+    assert "gone.json" in capsys.readouterr().err
