@@ -185,7 +185,7 @@ class SamplingMetadata:
             raise ValueError(f"slot {self.slots[(kinds & _FREE) > 0][0]} is free")
         if np.count_nonzero(kinds):
             self._group(kinds)
-        else:  # all take the argmax, as in most steps with drafts, each of which is grouped anew
+        else:  # all take the argmax: a short cut, since every step with drafts makes its own groups
             self.constrained, self.custom, self.logprobs = list[int](), list[int](), list[int]()
             self.constrained_states, self.custom_states = list[SlotState](), list[SlotState]()
             self.greedy = self.unfiltered = self.filtered = self.custom_slots = _NO_ROWS

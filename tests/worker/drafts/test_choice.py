@@ -9,7 +9,7 @@ import pytest
 from pipeline.padding import PaddedSizes
 from pipeline.shape import BatchShape
 from worker.drafts import Drafter, Proposal, SpeculativeDecoding
-from worker.drafts.speculative_decoding import COUNTS, _with_drafts
+from worker.drafts.speculative_decoding import COUNTS, MOST_STEPS_OFF, _with_drafts
 
 CONTEXT = 100
 
@@ -141,3 +141,64 @@ def test_the_shape_with_drafts_is_that_of_its_chunks(decodes: int, count: int) -
     one_by_one = BatchShape([*((CONTEXT, length) for length in lengths), (7, 20)])
     together = _with_drafts(BatchShape([*[(CONTEXT, 1)] * decodes, (7, 20)]), count)
     assert all(getattr(together, name) == getattr(one_by_one, name) for name in BatchShape.__slots__)
+
+
+class Costly(Steady):
+    """Takes 20 us for each proposal, on its own clock, and knows something only while `knows`."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.knows = False
+        self.now_s = 0.0
+        self.asked: list[int] = []
+
+    def propose(self, key: int, most: int) -> Proposal:
+        self.now_s += 20e-6
+        self.asked.append(key)
+        return super().propose(key, most) if self.knows else Proposal([])
+
+
+def test_looks_cost_little_while_no_drafts_pay() -> None:
+    """However many sequences run, looks take half a percent of the steps' time, and all sequences have their turn. From
+    the step on in which some promise much, all are asked. When that ends, looks in vain are put off."""
+    drafter, batch, steps, step_s = Costly(), 200, 2000, 10e-3
+    speculation = SpeculativeDecoding([drafter], lambda shape: step_s, 3, clock=lambda: drafter.now_s)
+    running = [Running(slot) for slot in range(batch)]
+    for seq in running:
+        speculation.add(seq.slot, list(range(CONTEXT)), [], [], None)
+    shape = BatchShape.decoding(batch, batch * CONTEXT)
+    assert not any(speculation.may_follow(running, shape) for _ in range(steps))
+    assert drafter.now_s <= 0.0055 * steps * step_s
+    assert set(drafter.asked) == set(range(batch))
+    drafter.knows = True
+    waited = next(i for i in range(10) if speculation.may_follow(running, shape))
+    assert waited < 3
+    drafter.asked.clear()
+    assert len(speculation.choose(running, shape, 1000)) == len(drafter.asked) == batch
+    drafter.knows = False
+    assert not speculation.may_follow(running, shape)
+    drafter.asked.clear()
+    for _ in range(steps):
+        speculation.may_follow(running, shape)
+        if drafter.asked:
+            break
+    else:
+        pytest.fail("looks are put off for ever")
+    assert len(drafter.asked) < batch / 10
+
+
+def test_looks_in_vain_are_put_off_for_longer_and_longer() -> None:
+    """Each time a sample promises what the whole does not hold. Steps are short, for looks of 4 ms."""
+    drafter, batch, step_s = Costly(), 200, 1e-3
+    speculation = SpeculativeDecoding([drafter], lambda shape: step_s, 3, clock=lambda: drafter.now_s)
+    running = [Running(slot) for slot in range(batch)]
+    for seq in running:
+        speculation.add(seq.slot, list(range(CONTEXT)), [], [], None)
+    shape = BatchShape.decoding(batch, batch * CONTEXT)
+    waits = []
+    for _ in range(6):
+        drafter.knows = True
+        waits.append(next(i for i in range(10_000) if speculation.may_follow(running, shape)))
+        drafter.knows = False
+        assert not speculation.may_follow(running, shape)
+    assert waits[0] < waits[1] < waits[2] < waits[3] < waits[4] <= MOST_STEPS_OFF
