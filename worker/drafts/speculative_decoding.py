@@ -32,7 +32,7 @@ from worker.structured_output import GrammarState
 # second differ little.
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 # While no drafts pay, looks for drafts take at most this fraction of the steps' time. (One CPU core, 240 sequences,
-# steps of 12 ms: 0.55%; looks at all sequences, put off by what the last one took, took 2.4%.) What a look took beyond
+# steps of 12 ms: 0.55%; looks at all sequences, put off by what the last one took, took 2.3%.) What a look took beyond
 # that puts off the next one, by at most `MOST_STEPS_OFF` steps: by `LEAST_STEPS_OFF` at most at first, twice as many
 # after each look at all sequences in vain.
 LOOK_FRACTION = 0.005
