@@ -215,7 +215,8 @@ class _Loads(Collector):
         for field, (name, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for which, load in loads:
-                gauge.add_metric(which, getattr(load, field))
+                if (value := getattr(load, field)) is not None:
+                    gauge.add_metric(which, value)
             yield gauge
         for field, (name, text) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=labels)

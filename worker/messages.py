@@ -10,7 +10,6 @@ When the connection breaks, the replica aborts the requests of that router, and 
 | replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad` |
 """
 
-import math
 from typing import Literal
 
 import msgspec
@@ -260,8 +259,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `context_tokens` | KV tokens that running requests hold |
     | `proposals` | how often drafts of one sequence were verified in a step, by drafter |
     | `drafted`, `accepted` | drafts that were verified, and those that were right, by drafter |
-    | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; NaN while unknown |
-    | `length_ratio` | tokens of the newest outputs over those that were predicted; NaN while unknown |
+    | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; None while unknown |
+    | `length_ratio` | tokens of the newest outputs over those that were predicted; None while unknown |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     | `costs` | as the replica's fitted cost models predict them now |
     """
@@ -288,8 +287,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     proposals: dict[str, int] = {}
     drafted: dict[str, int] = {}
     accepted: dict[str, int] = {}
-    length_tau: float = math.nan
-    length_ratio: float = math.nan
+    length_tau: float | None = None
+    length_ratio: float | None = None
     stage_seconds: list[dict[str, float]] = []
     costs: StepCosts = StepCosts()
 

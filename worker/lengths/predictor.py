@@ -83,7 +83,7 @@ class OutputLengthPredictor:
         self._variance = 1.0
         self.num_learned = 0
         self._newest: deque[tuple[LengthEstimate, int]] = deque(maxlen=WINDOW)  # and the real length
-        self._accuracy = math.nan, math.nan
+        self._accuracy: tuple[float | None, float | None] = None, None
         self._accuracy_due = LEARNED
 
     def arrived(self, request: Generate) -> PredictedLength:
@@ -110,16 +110,17 @@ class OutputLengthPredictor:
         self._squares[features] += gradient * gradient
         self._weights[features] += RATE * gradient / np.sqrt(self._squares[features] + 1e-6)
 
-    def accuracy(self) -> tuple[float, float]:
+    def accuracy(self) -> tuple[float | None, float | None]:
         """Kendall's tau between the predicted and the real lengths of the newest outputs, and their real tokens over
-        the predicted ones. Updated every `ACCURACY_EVERY` outputs. NaN while there are none."""
+        the predicted ones. Updated every `ACCURACY_EVERY` outputs. None while there are none."""
         if self.num_learned >= self._accuracy_due:
             self._accuracy_due = self.num_learned + ACCURACY_EVERY
             if self._newest:
                 predicted = np.array([estimate.log_mean for estimate, _ in self._newest])
                 real = np.array([produced for _, produced in self._newest])
                 expected = sum(estimate.to_come(0, NO_LIMIT) for estimate, _ in self._newest)
-                self._accuracy = kendall_tau(predicted, real), float(real.sum()) / expected
+                tau = kendall_tau(predicted, real)
+                self._accuracy = None if math.isnan(tau) else tau, float(real.sum()) / expected
         return self._accuracy
 
     def _log_mean(self, features: np.ndarray) -> float:
