@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -151,7 +152,12 @@ class InTerminal:
     def end(self) -> int:
         """The exit code, once it has ended by itself; what it wrote last is in `shown`, and how it left the terminal
         in `modes`."""
-        code = self.process.wait(60)
+        deadline = time.monotonic() + 60
+        while self.process.poll() is None:  # what it writes is read meanwhile, or it would wait for room to write
+            assert time.monotonic() < deadline, f"it does not end: {self.shown!r}"
+            if select.select([self._ours], [], [], 0.05)[0]:
+                self.shown += os.read(self._ours, 4096).decode()
+        code = self.process.returncode
         self.modes = termios.tcgetattr(self._its)
         while select.select([self._ours], [], [], 0)[0]:
             self.shown += os.read(self._ours, 4096).decode()
