@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
