@@ -30,7 +30,13 @@ def described() -> Iterator[Described]:
     model.replica("0")
     counts = {"": 0}
     model.loads["0"] = ReplicaLoad(
-        incarnation="", proposals=counts, drafted=counts, accepted=counts, stage_seconds=[{"compute": 0.0}]
+        incarnation="",
+        proposals=counts,
+        drafted=counts,
+        accepted=counts,
+        stage_seconds=[{"compute": 0.0}],
+        length_tau=0.0,
+        length_ratio=1.0,
     )
     model.attention["0"] = ("torch", "")
     metrics.upstream_seconds.labels("")
