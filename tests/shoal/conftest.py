@@ -122,6 +122,7 @@ class InTerminal:
             stderr=self._its,
             env=os.environ | {"TERM": "xterm", "COLUMNS": "100"} | env,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
         self.shown = ""
 
