@@ -16,6 +16,9 @@ from worker.scheduler.waiting_queue import QueueOrder, WaitingQueue
 # Steps after which admission is tried again even if no sequence has arrived or left. For as many steps after one found
 # no pages, pages count as short.
 RETRY_STEPS = 16
+# Most tokens that count for an output of which too little is known: a limit that the client has not set is that of the
+# context, and says nothing.
+UNKNOWN_TOKENS = 256
 SPARE = 4  # candidates beyond the free slots: some may wait for a prefix that another sequence computes
 
 
@@ -65,7 +68,11 @@ class Admission:
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
         self._num_changes += 1
-        seq.expected_tokens = seq.num_tokens + self.kv_demand.expected_tokens(seq)
+        to_come = self.kv_demand.expected_tokens(seq)
+        is_known = seq.ends_at_limit or (seq.length is not None and seq.length.estimate is not None)
+        if not is_known and self.queue.order is not QueueOrder.LONGEST_OUTPUT:
+            to_come = min(to_come, UNKNOWN_TOKENS)
+        seq.expected_tokens = seq.num_tokens + to_come
         if ready:
             self.queue.add(seq, step)
         else:

@@ -19,6 +19,8 @@ AGEING_TOKENS_S = 2500.0
 # While sequences wait for slots or pages, all start as if they had waited this long. So a short one that has just
 # arrived may overtake a long one. In the simulator, 0.1 s gives the same latency within 4%.
 HEAD_START_S = 1.0
+# Seconds for each token of its work, beyond `starvation_s`, after which a sequence goes first though slots are short.
+PATIENCE_S = 1.0
 PROMPT_TOKENS_A_STEP = 512  # prompt tokens that take about as long as one more output token: a usual chunk
 LOOKUPS_A_STEP = 8  # limit of the cached prefixes that are looked up in a step
 LOOKUP_EVERY_STEPS = 16  # age at which a looked-up prefix is out of date
@@ -121,9 +123,9 @@ class WaitingQueue:
         most response ratio per work.
 
         - Work is counted in steps: the expected output, and the uncached prompt in chunks.
+        - A sequence that has waited for `starvation_s` and `PATIENCE_S` for each step goes first, by arrival.
         - The response ratio is the time since the arrival over the work. Highest response ratio next (Brinch Hansen,
-          "Short-term scheduling in multiprogramming systems", 1971) keeps waits in proportion to the work, and none
-          starves: the ratio grows for as long as a sequence waits.
+          "Short-term scheduling in multiprogramming systems", 1971) keeps waits in proportion to the work.
         - A sequence that starts makes all others wait for its work. So the ratio is divided by the work once more, as
           in the c-mu rule. In the simulator (8B on an H200, Azure's conversations, 1.2 of the capacity, tau 0.4), the
           mean latency per token is 14% shorter for it, and the 99th percentile of the wait over the own output 22%.
@@ -131,8 +133,11 @@ class WaitingQueue:
         table, rows = self._table, self.rows
         prompts = np.maximum(table.num_tokens[rows] - table.cached_estimate[rows], 0)
         steps = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 1) + prompts / PROMPT_TOKENS_A_STEP
-        due = (now_s - table.counts_from_s[rows] + HEAD_START_S) / steps**2
-        best = np.lexsort((-due, table.queue_class[rows]))[:count]
+        waited_s = now_s - table.counts_from_s[rows]
+        due = (waited_s + HEAD_START_S) / steps**2
+        starved = waited_s > self._starvation_s + PATIENCE_S * steps
+        due[starved] = waited_s[starved]
+        best = np.lexsort((-due, ~starved, table.queue_class[rows]))[:count]
         found = table.sequences_at(rows[best])
         for seq in found[:LOOKUPS_A_STEP]:
             if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.worker.driver import Driver, prompt
 from worker.messages import Generate, SamplingParams
+from worker.scheduler.admission import UNKNOWN_TOKENS
 from worker.scheduler.waiting_queue import AGEING_TOKENS_S
 
 
@@ -166,6 +167,26 @@ def test_who_has_waited_long_for_his_work_goes_first(drive, later_s, order):
     d.add("short", prompt(6, seed=2), sampling=known(10))
     d.now_s = later_s + 0.01
     assert order_of(d) == ["runs", *order]
+
+
+@pytest.mark.parametrize(("waited_s", "order"), [(34.0, ["short", "long"]), (36.0, ["long", "short"])])
+def test_nobody_starves_while_short_ones_come(drive, waited_s, order):
+    """A second for each token of work, and `starvation_s`: then the first that came goes first."""
+    d = drive(max_running=1, starvation_s=5.0)
+    d.add("runs", prompt(6), sampling=known(20))
+    d.step()
+    d.add("long", prompt(6, seed=1), sampling=known(30))
+    d.now_s = waited_s
+    d.add("short", prompt(6, seed=2), sampling=known(2))
+    assert order_of(d) == ["runs", *order]
+
+
+def test_a_limit_that_says_nothing_is_no_long_work(drive):
+    """Before lengths are known, the context's limit counts as little more than a common limit does."""
+    d = drive(max_running=1, eos=(7,), num_pages=600)
+    d.add("open", prompt(6, seed=1), max_tokens=100_000)
+    d.add("later", prompt(6, seed=2), max_tokens=2000)
+    assert [seq.expected_tokens - seq.num_tokens for seq in d.scheduler._waiting.queue] == [UNKNOWN_TOKENS] * 2
 
 
 def test_priority_and_preemption_come_before_work(drive):
