@@ -122,6 +122,9 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     | decodes | its own prompt stops those that run; then each of its own steps is as long as all decodes make it, and the others' are longer by its own |
     """  # noqa: E501
     c = {name: candidates[name] for name in CANDIDATE.names or ()}
+    # Of the fleet: how long this output will be does not depend on the replica. The means of two replicas differ by
+    # chance, and by more than what a cached prefix saves.
+    output_tokens = candidates["output_tokens"].mean() if len(candidates) else 0.0
     decoding_s = c["step_s"] + c["decode_s"] * c["running"] + c["context_s"] * c["context_tokens"]
     share = np.maximum(LEAST_SHARE, 1 - decoding_s / c["full_s"])
     waiting_s = c["waiting_tokens"] * c["token_s"] + c["waiting_products"] * c["product_s"]
@@ -130,13 +133,13 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     ahead_s, work_s = waiting_s / share, own_s / share
     running_s = np.where(c["running"] + c["waiting"] > 0, np.minimum(c["full_s"], decoding_s + waiting_s), 0.0)
     first_s = running_s / 2 + np.maximum(decoding_s + waiting_s + own_s, ahead_s + work_s)
-    context = num_prompt_tokens + c["output_tokens"] / 2
-    generation_s = c["output_tokens"] * decoding_s
+    context = num_prompt_tokens + output_tokens / 2
+    generation_s = output_tokens * decoding_s
     over = np.maximum(0.0, c["context_tokens"] + c["waiting_tokens"] + context - c["kv_tokens"])
     room_s = np.where(c["kv_tokens"] > 0, over / np.maximum(1.0, c["context_tokens"]) * generation_s, 0.0)
     busy = np.minimum(MOST_BUSY, c["tokens_s"] * c["token_s"] / share)
     later_s = c["requests_s"] / (1 - busy) * work_s * (ahead_s + work_s / 2)
-    slower_s = c["output_tokens"] * (c["decode_s"] + c["context_s"] * context) * (1 + c["running"])
+    slower_s = output_tokens * (c["decode_s"] + c["context_s"] * context) * (1 + c["running"])
     return (
         first_s
         + room_s

@@ -131,3 +131,9 @@ def test_names_all_and_never_punishes_a_longer_prefix_or_a_smaller_load(candidat
     )
     after = order(*candidates[:index], better, *candidates[index + 1 :], tokens=num_tokens, turn=turn)
     assert after.index(index) <= before.index(index)
+
+
+def test_what_a_replica_wrote_before_says_nothing_of_this_output() -> None:
+    """Of two idle replicas, the one with the prefix is chosen, however long its outputs were."""
+    idle = [Candidate(output_tokens=20), Candidate(output_tokens=900, cached_tokens=16)]
+    assert rank(candidates_of(idle), 23, Weights(), turn=0).tolist() == [1, 0]
