@@ -31,7 +31,7 @@ from bench.load.trace import read
 from bench.pipeline.layout import ParallelLayout
 from bench.pipeline.simulated_replica import SimulatedReplica
 from bench.pipeline.simulated_site import PLANS, Machines
-from bench.pipeline.simulator import MicroBatch, Request, Run, SimulatedClock, simulate
+from bench.pipeline.simulator import Request, Run, SimulatedClock, simulate
 from bench.results import FOLDER, Figure, write
 from pipeline.cost import CostModel
 from pipeline.padding import PaddedSizes
@@ -41,7 +41,7 @@ from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 from worker.lengths import LengthEstimate, OutputLengthPredictor, PredictedLength, kendall_tau
 from worker.messages import Generate, SamplingParams
-from worker.step import SampledTokens
+from worker.scheduler.scheduled_step import ScheduledStep
 
 TOKEN_BUDGET = 8192  # a replica's default on a GPU
 MOST_OUTPUT = 4096  # limit of all requests, and of the trace's outputs
@@ -76,23 +76,18 @@ class EndingReplica(SimulatedReplica):
         super().__init__(config, costs, clock, prompt_of, eos_token_ids=[END], lengths=lengths)
         self._to_come: dict[str, int] = {}
 
-    def arrive(self, request: Request) -> None:
-        name, sampling = str(request.number), SamplingParams(max_tokens=MOST_OUTPUT, temperature=0.0)
-        self._to_come[name] = request.output
-        self.scheduler.add(Generate(request_id=name, prompt_ids=self._prompt_ids(request), sampling=sampling))
+    def sampling(self, request: Request) -> SamplingParams:
+        self._to_come[str(request.number)] = request.output
+        return SamplingParams(max_tokens=MOST_OUTPUT, temperature=0.0)
 
-    def finish(self, batch: MicroBatch, seconds: list[float]) -> list[int]:
-        self._costs.observe(batch.shape, seconds)
-        step = batch.plan
-        chosen = np.flatnonzero(step.samples & ~step.dropped)
+    def tokens_of(self, step: ScheduledStep, chosen: np.ndarray) -> np.ndarray:
         tokens = np.full(len(chosen), TEXT, dtype=np.int64)
         for i, chunk in enumerate(chosen.tolist()):
             name = step.sequences[chunk].request_id
             self._to_come[name] -= 1
             if not self._to_come[name]:
                 tokens[i] = END
-        self.scheduler.update(step, chosen, SampledTokens(tokens, {}, {}, []), {})
-        return [int(output.request_id) for output in self.scheduler.take_outputs() for _ in output.token_ids]
+        return tokens
 
 
 def noise_for(tau: float, logs: np.ndarray, rng: np.random.Generator) -> float:

@@ -59,8 +59,7 @@ class SimulatedReplica:
         )
 
     def arrive(self, request: Request) -> None:
-        sampling = SamplingParams(max_tokens=request.output, temperature=0.0, ignore_eos=True)
-        name, prompt_ids = str(request.number), self._prompt_ids(request)
+        name, prompt_ids, sampling = str(request.number), self._prompt_ids(request), self.sampling(request)
         if not self.scheduler.add(Generate(request_id=name, prompt_ids=prompt_ids, sampling=sampling)):
             failure = self.scheduler.take_outputs()[-1].failure
             raise ValueError(f"request {request.number} is refused: {failure.message if failure else 'it has ended'}")
@@ -89,8 +88,16 @@ class SimulatedReplica:
         self._costs.observe(batch.shape, seconds)
         step = batch.plan
         chosen = np.flatnonzero(step.samples & ~step.dropped)
-        self.scheduler.update(step, chosen, SampledTokens(self._tokens[: len(chosen)], {}, {}, []), {})
+        self.scheduler.update(step, chosen, SampledTokens(self.tokens_of(step, chosen), {}, {}, []), {})
         return [int(output.request_id) for output in self.scheduler.take_outputs() for _ in output.token_ids]
+
+    def sampling(self, request: Request) -> SamplingParams:
+        """The parameters of a request, whose output only its limit ends."""
+        return SamplingParams(max_tokens=request.output, temperature=0.0, ignore_eos=True)
+
+    def tokens_of(self, step: ScheduledStep, chosen: np.ndarray) -> np.ndarray:
+        """The tokens that are sampled for the `chosen` chunks [n], int64 [n]."""
+        return self._tokens[: len(chosen)]
 
     def decode_s(self, shape: BatchShape) -> float:
         return self._costs.decode_s(shape)

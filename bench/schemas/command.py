@@ -1,4 +1,4 @@
-"""PublishedSchema schemas as structured output: how many are accepted, whether the masks are right, and what they cost.
+"""Published schemas as structured output: how many are accepted, whether the masks are right, and what they cost.
 
     shoal bench schemas
     shoal bench schemas --limit 50 --plain
@@ -212,16 +212,15 @@ def generated(found: Corpus, schemas: Sequence[PublishedSchema], answers: int) -
 
     finished, wrong = 0, []
     with shoal.Engine(found.model_dir) as engine:
-        for first in range(0, answers, 32):
-            for i in range(first, min(answers, first + 32)):
-                each = schemas[i % len(schemas)]
-                form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": each.schema, "strict": True}}
-                ask = [{"role": "user", "content": "Write an example in JSON, a short one."}]
-                answer = engine.chat(ask, temperature=1, seed=i, max_tokens=256, response_format=form)
-                if answer.finish_reason == "stop":
-                    finished += 1
-                    if not judge(each.schema).is_valid(json.loads(answer.text)):
-                        wrong.append(f"{each.name}: {answer.text[:300]}")
+        for i in range(answers):
+            each = schemas[i % len(schemas)]
+            form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": each.schema, "strict": True}}
+            ask = [{"role": "user", "content": "Write an example in JSON, a short one."}]
+            answer = engine.chat(ask, temperature=1, seed=i, max_tokens=256, response_format=form)
+            if answer.finish_reason == "stop":
+                finished += 1
+                if not judge(each.schema).is_valid(json.loads(answer.text)):
+                    wrong.append(f"{each.name}: {answer.text[:300]}")
     share = 1 - len(wrong) / finished if finished else 0.0
     return [
         Figure("schemas.generated_valid", share, "ratio", True),

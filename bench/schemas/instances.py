@@ -72,7 +72,7 @@ def judge(schema: Any) -> Any:
 
 
 def instances(schema: Any, seed: str, valid: int = 4, invalid: int = 8) -> Instances:
-    """at most these numbers of each; fewer where the generator finds no more."""
+    """At most these numbers of each; fewer where the generator finds no more."""
     choose = random.Random(seed)
     validator = judge(schema)
     maker = _Maker(schema, choose)
