@@ -1,6 +1,5 @@
 """Verdict on a JSON schema for structured output, without a server."""
 
-from concurrent.futures import wait
 from dataclasses import dataclass
 
 from cluster.models import resolve
@@ -35,9 +34,7 @@ def check(text: str, model: str, timeout_s: float) -> SchemaVerdict:
     ends = eos_token_ids(model_dir, config.eos_token_id)
     compiler = GrammarCompiler(model_dir, config.vocab_size, timeout_s, ends)
     try:
-        future = compiler.submit(Grammar("json_schema", text))
-        wait([future])
-        compiled = future.result()
+        compiled = compiler.submit(Grammar("json_schema", text)).result()
     except GrammarError as error:
         return SchemaVerdict(str(error))
     finally:

@@ -30,7 +30,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,6 @@ def ours(found: Corpus) -> tuple[Tally, list[Figure], dict[str, Any]]:
         growth = 0.0
         for each in found.schemas:
             future: Future[CompiledGrammar] = compiler.submit(Grammar("json_schema", each.text))
-            wait([future])
             made = found.instances[each.name]
             if (error := future.exception()) is not None:
                 tally.add(each.name, made, GrammarVerdict(str(error), frozenset()))

@@ -69,7 +69,7 @@ class Admission:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
         self._num_changes += 1
         to_come = self.kv_demand.expected_tokens(seq)
-        is_known = seq.ends_at_limit or (seq.length is not None and seq.length.estimate is not None)
+        is_known = seq.ends_at_limit or seq.estimate is not None
         if not is_known and self.queue.order is not QueueOrder.LONGEST_OUTPUT:
             to_come = min(to_come, UNKNOWN_TOKENS)
         seq.expected_tokens = seq.num_tokens + to_come

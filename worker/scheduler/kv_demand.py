@@ -173,7 +173,7 @@ class PeakKVEstimator:
 
     def expected_tokens(self, seq: Sequence) -> int:
         """Expected further output tokens of a sequence: as `worker.lengths` predicts, or else as recent outputs say."""
-        if seq.length is not None and (estimate := seq.length.estimate) is not None:
+        if (estimate := seq.estimate) is not None:
             produced = seq.num_tokens - seq.num_prompt
             return math.ceil(estimate.to_come(produced, seq.token_limit - seq.num_prompt))
         return tokens_to_come(seq, self._outputs)

@@ -10,7 +10,7 @@ from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
 if TYPE_CHECKING:
     from radix.tree import PagedNode
-    from worker.lengths import PredictedLength
+    from worker.lengths import LengthEstimate, PredictedLength
     from worker.structured_output import GrammarState
 
 
@@ -150,6 +150,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.sampling.prompt_logprobs is not None and not request.output_ids:
             self.prompt_logprobs = [] if self.sampling.prompt_logprobs_start else [None]
+
+    @property
+    def estimate(self) -> "LengthEstimate | None":
+        """The predicted length of the output; None if nothing is predicted."""
+        return None if self.length is None else self.length.estimate
 
     @property
     def num_known(self) -> int:
