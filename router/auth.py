@@ -12,7 +12,7 @@ from fastapi import Request
 
 from router.config import RouterConfig
 from router.errors import ApiError
-from router.key_file import ANYBODY, Client, keyed, read_keys
+from router.key_file import ANYBODY, ApiClient, keyed, read_keys
 from router.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Keys:
         if "" in own:
             raise ValueError("an API key must not be empty")
         self._own = {key: keyed(key) for key in own}
-        # The time of a search among digests says nothing about the keys, because nobody knows the digests.
+        # The time of a search among digests says nothing about the keys: the digests are secret.
         self._salt = os.urandom(16)
         self._seen = None if self._file is None else _state(self._file)
         self._clients = self._by_digest({} if self._file is None else _read(self._file))
@@ -80,7 +80,7 @@ class Keys:
         request.state.client = client
 
     def tenant(self, request: Request) -> str:
-        """`Client.tenant` of a request that `check` has let through."""
+        """`ApiClient.tenant` of a request that `check` has let through."""
         return client_of(request).tenant
 
     def _look(self) -> None:
@@ -101,7 +101,7 @@ class Keys:
         else:
             log.info("read %s again: %d keys", self._file, len(self._clients))
 
-    def _by_digest(self, clients: dict[str, Client]) -> dict[bytes, Client]:
+    def _by_digest(self, clients: dict[str, ApiClient]) -> dict[bytes, ApiClient]:
         known = {self._digest(key.encode()): client for key, client in {**self._own, **clients}.items()}
         if self._metrics is not None:
             self._metrics.api_keys.set(len(known))
@@ -111,13 +111,13 @@ class Keys:
         return hashlib.blake2b(token, key=self._salt, digest_size=16).digest()
 
 
-def client_of(request: Request) -> Client:
+def client_of(request: Request) -> ApiClient:
     """The client of a request that `Keys.check` has let through."""
-    client: Client = request.state.client
+    client: ApiClient = request.state.client
     return client
 
 
-def _read(path: Path) -> dict[str, Client]:
+def _read(path: Path) -> dict[str, ApiClient]:
     try:
         return read_keys(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -127,7 +127,8 @@ def _read(path: Path) -> dict[str, Client]:
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """Whatever differs after the file has changed; None if it is missing. Follows links, as Kubernetes' Secrets are."""
+    """Properties of the file that differ after a change; None if it is missing. Links, which Kubernetes' Secrets are,
+    are followed."""
     try:
         stat = path.stat()
     except OSError:

@@ -85,7 +85,7 @@ class KeyEntry(BaseModel):
 
 
 @dataclass(frozen=True)
-class Client:
+class ApiClient:
     """The sender of a request, as its key tells.
 
     | field | meaning |
@@ -103,15 +103,15 @@ class Client:
     expires: datetime | None = None
 
 
-ANYBODY = Client("", "")  # all clients of an open server
+ANYBODY = ApiClient("", "")  # all clients of an open server
 
 
-def keyed(key: str) -> Client:
+def keyed(key: str) -> ApiClient:
     """The client of a key without a name."""
-    return Client(_tenant(key.encode()))
+    return ApiClient(_tenant(key.encode()))
 
 
-def read_keys(text: str) -> dict[str, Client]:
+def read_keys(text: str) -> dict[str, ApiClient]:
     """The clients of a key file's `text`, by key. Raises ValueError, with a message that has no key in it, for a text
     that is no key file."""
     lines = [line.strip() for line in text.splitlines()]
@@ -126,7 +126,7 @@ def read_keys(text: str) -> dict[str, Client]:
     return {line: keyed(line) for line in lines}
 
 
-def _of_table(text: str) -> Iterator[tuple[str, Client]]:
+def _of_table(text: str) -> Iterator[tuple[str, ApiClient]]:
     try:
         table = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -143,7 +143,7 @@ def _of_table(text: str) -> Iterator[tuple[str, Client]]:
             raise ValueError(f"entry {number}: another client is named {entry.name}, too; list several keys of one")
         names.add(entry.name)
         settings = entry.model_dump(exclude={"key"})
-        client = Client(_tenant(b"name " + entry.name.encode()), **settings)
+        client = ApiClient(_tenant(b"name " + entry.name.encode()), **settings)
         for secret in [entry.key] if isinstance(entry.key, SecretStr) else entry.key:
             key = secret.get_secret_value()
             if not key or key != key.strip():

@@ -22,7 +22,7 @@ from fastapi import Request
 
 from router.auth import client_of
 from router.errors import ApiError
-from router.key_file import Client
+from router.key_file import ApiClient
 from router.metrics import Metrics
 from router.replicas import Replicas
 from worker.messages import ClientUsage, UsageReport
@@ -60,7 +60,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class _Used:
-    """One client's use: `requests` and `tokens` of all routers, `running` of this one and of `others` by name, with the
+    """A client's use: `requests` and `tokens` of all routers, `running` of this one and of `others` by name, with the
     time when they were told. `new_requests`, `new_tokens`: what the other routers have not been told."""
 
     requests: Bucket = field(default_factory=Bucket)
@@ -79,7 +79,7 @@ class _Used:
 
 
 class RateLimits:
-    """What clients use, against their limits. For one event loop."""
+    """The use of all clients, against their limits. For one event loop."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
@@ -93,7 +93,7 @@ class RateLimits:
         generate, after `Keys.check`. Raises ApiError (429)."""
         request.state.ticket = self.enter(client_of(request))
 
-    def enter(self, client: Client) -> "Ticket":
+    def enter(self, client: ApiClient) -> "Ticket":
         """Admits a request, which runs until its ticket ends. Raises ApiError (429) if that would break a limit."""
         ticket = Ticket(self, client)
         if ticket.is_limited:
@@ -110,14 +110,14 @@ class RateLimits:
         self._metrics.client_requests.labels(client.name, "admitted").inc()
         return ticket
 
-    def used(self, client: Client) -> _Used:
-        """What the client has used."""
+    def used(self, client: ApiClient) -> _Used:
+        """The client's use so far."""
         return self._used.setdefault(client.tenant, _Used())
 
     def now_s(self) -> float:
         return self._clock()
 
-    def count(self, client: Client, prompt: int, output: int) -> None:
+    def count(self, client: ApiClient, prompt: int, output: int) -> None:
         """Counts tokens in the metrics."""
         self._metrics.client_tokens.labels(client.name, "prompt").inc(prompt)
         self._metrics.client_tokens.labels(client.name, "output").inc(output)
@@ -125,7 +125,7 @@ class RateLimits:
     # ------------------------------------------------------------ the other routers
 
     def report(self) -> UsageReport | None:
-        """What the others have not been told yet; None if there is nothing."""
+        """The news that the others have not been told yet; None if there are none."""
         now_s, clients = self._clock(), {}
         for tenant, used in list(self._used.items()):
             due = used.running and now_s - used.told_s >= REPEAT_S
@@ -154,10 +154,10 @@ class RateLimits:
 
 
 class Ticket:
-    """A request that was admitted. `kept`: the request goes on after its HTTP answer, and whoever runs it ends the
+    """A request that was admitted. `kept`: the request goes on after its HTTP answer, and its runner ends the
     ticket."""
 
-    def __init__(self, limits: RateLimits, client: Client) -> None:
+    def __init__(self, limits: RateLimits, client: ApiClient) -> None:
         self.client = client
         self.kept = False
         self.is_limited = any(
@@ -257,7 +257,7 @@ def duration(seconds: float) -> str:
 Refusal = tuple[str, float, str]
 
 
-def _refusals(client: Client, used: _Used, now_s: float) -> Iterable[Refusal | None]:
+def _refusals(client: ApiClient, used: _Used, now_s: float) -> Iterable[Refusal | None]:
     """For each limit that is reached: its name, seconds until it may not be, and what the client is told."""
     at_once = client.concurrent_requests
     if at_once is not None and used.at_once(now_s) >= at_once:
@@ -267,7 +267,7 @@ def _refusals(client: Client, used: _Used, now_s: float) -> Iterable[Refusal | N
     yield _refusal(client, "tokens", used.tokens, client.tokens_per_minute, 0, now_s)
 
 
-def _refusal(client: Client, what: str, bucket: Bucket, most: int | None, more: int, now_s: float) -> Refusal | None:
+def _refusal(client: ApiClient, what: str, bucket: Bucket, most: int | None, more: int, now_s: float) -> Refusal | None:
     if most is None:
         return None
     over = bucket.leak(most, now_s) + more - most

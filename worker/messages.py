@@ -145,7 +145,7 @@ class Subscribe(msgspec.Struct, tag=True):
 
 
 class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
-    """What a client used through one router: `requests` and `tokens` since the router's last report, and how many
+    """The use of one router by a client: `requests` and `tokens` since the router's last report, and how many
     requests are `running`. The limits in a minute, 0 for none, tell how fast it is forgotten."""
 
     requests: int
@@ -157,7 +157,7 @@ class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
 
 class UsageReport(msgspec.Struct, tag=True):
     """News about clients with limits, for all other routers: the replica passes the message on to those that have
-    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.Client.tenant`."""
+    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.ApiClient.tenant`."""
 
     router: str
     clients: dict[str, ClientUsage]

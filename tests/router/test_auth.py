@@ -13,7 +13,7 @@ from starlette.requests import Request
 from router.auth import LOOK_EVERY_S, Keys, client_of
 from router.config import RouterConfig
 from router.errors import ApiError
-from router.key_file import ANYBODY, Client
+from router.key_file import ANYBODY, ApiClient
 from router.metrics import Metrics
 
 
@@ -33,7 +33,7 @@ class Door:
         os.replace(new, self.file)
         self.at_s += LOOK_EVERY_S
 
-    def client(self, key: str) -> Client | str:
+    def client(self, key: str) -> ApiClient | str:
         """The client of a key, or why it is refused."""
         request = Request({"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode())]})
         try:
@@ -43,7 +43,7 @@ class Door:
         return client_of(request)
 
     def accepts(self, *keys: str) -> list[bool]:
-        return [isinstance(self.client(key), Client) for key in keys]
+        return [isinstance(self.client(key), ApiClient) for key in keys]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_keys_may_change_while_the_server_runs(door: Door) -> None:
     assert door.client("two") == before
     door.write("keys: [{name: batch, key: four, max_priority: -3}]")
     client = door.client("four")
-    assert isinstance(client, Client) and (client.name, client.max_priority) == ("batch", -3)
+    assert isinstance(client, ApiClient) and (client.name, client.max_priority) == ("batch", -3)
     assert door.accepts("own", "two") == [True, False] and door.keys.highest_priority == -3
     assert b"shoal_api_keys 2.0" in door.metrics.page()
 

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from router.config import RouterConfig
 from router.errors import ApiError
-from router.key_file import ANYBODY, Client
+from router.key_file import ANYBODY, ApiClient
 from router.metrics import Metrics
 from router.models import Models
 from router.rate_limits import REPEAT_S, TRUST_S, RateLimits, Ticket, duration
@@ -25,10 +25,10 @@ class Router:
         self.metrics = Metrics()
         self.limits = RateLimits(self.metrics, clock)
 
-    def enter(self, client: Client) -> Ticket:
+    def enter(self, client: ApiClient) -> Ticket:
         return self.limits.enter(client)
 
-    def refusal(self, client: Client) -> ApiError:
+    def refusal(self, client: ApiClient) -> ApiError:
         with pytest.raises(ApiError) as caught:
             self.limits.enter(client)
         assert caught.value.status == 429 and caught.value.code == "rate_limit_exceeded"
@@ -59,7 +59,7 @@ def router(clock: Clock) -> Router:
 
 
 def test_a_client_without_limits_is_counted_and_never_refused(router: Router) -> None:
-    for client in (ANYBODY, Client("t", "free")):
+    for client in (ANYBODY, ApiClient("t", "free")):
         for _ in range(100):
             ticket = router.enter(client)
             ticket.add_tokens(prompt=1000)
@@ -69,7 +69,7 @@ def test_a_client_without_limits_is_counted_and_never_refused(router: Router) ->
 
 
 def test_requests_flow_off_evenly(router: Router, clock: Clock) -> None:
-    client = Client("t", "a", requests_per_minute=6)
+    client = ApiClient("t", "a", requests_per_minute=6)
     for left in range(5, -1, -1):
         headers = router.enter(client).headers()
         assert headers["x-ratelimit-remaining-requests"] == str(left)
@@ -87,7 +87,7 @@ def test_requests_flow_off_evenly(router: Router, clock: Clock) -> None:
 
 def test_tokens_count_when_they_are_used(router: Router, clock: Clock) -> None:
     """A prompt longer than the limit is answered, and paid for by those after it."""
-    client = Client("t", "a", tokens_per_minute=60)
+    client = ApiClient("t", "a", tokens_per_minute=60)
     ticket = router.enter(client)
     ticket.add_tokens(prompt=80)
     ticket.add_tokens(output=10)
@@ -105,26 +105,26 @@ def test_tokens_count_when_they_are_used(router: Router, clock: Clock) -> None:
 
 
 def test_requests_at_once(router: Router) -> None:
-    client = Client("t", "a", concurrent_requests=2)
+    client = ApiClient("t", "a", concurrent_requests=2)
     first, second = router.enter(client), router.enter(client)
     assert "2 requests at once" in router.refusal(client).message and second.headers() == {}
     first.end()
     first.end()  # counts once
     router.enter(client)
     router.refusal(client)
-    router.enter(Client("other", "b", concurrent_requests=2))
+    router.enter(ApiClient("other", "b", concurrent_requests=2))
 
 
 def test_the_limit_that_takes_longest_is_told(router: Router) -> None:
-    client = Client("t", "a", requests_per_minute=1, tokens_per_minute=60, concurrent_requests=1)
+    client = ApiClient("t", "a", requests_per_minute=1, tokens_per_minute=60, concurrent_requests=1)
     router.enter(client).add_tokens(prompt=180)
     assert router.refusal(client).headers["Retry-After"] == "120"  # type: ignore[index]
 
 
 def test_a_lower_limit_holds_at_once(router: Router) -> None:
     for _ in range(5):
-        router.enter(Client("t", "a", requests_per_minute=100))
-    router.refusal(Client("t", "a", requests_per_minute=5))
+        router.enter(ApiClient("t", "a", requests_per_minute=100))
+    router.refusal(ApiClient("t", "a", requests_per_minute=5))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def tell(source: Router, *others: Router) -> None:
 
 def test_limits_hold_over_all_routers(clock: Clock) -> None:
     one, other = Router(clock), Router(clock)
-    client = Client("t", "a", requests_per_minute=6, tokens_per_minute=60)
+    client = ApiClient("t", "a", requests_per_minute=6, tokens_per_minute=60)
     clock.s += 1000
     for _ in range(3):
         one.enter(client).add_tokens(prompt=10)
@@ -165,7 +165,7 @@ def test_limits_hold_over_all_routers(clock: Clock) -> None:
 
 def test_requests_at_once_are_counted_over_all_routers(clock: Clock) -> None:
     one, other = Router(clock), Router(clock)
-    client = Client("t", "a", concurrent_requests=2)
+    client = ApiClient("t", "a", concurrent_requests=2)
     tickets = [one.enter(client), one.enter(client)]
     tell(one, other)
     other.refusal(client)
@@ -181,7 +181,7 @@ def test_requests_at_once_are_counted_over_all_routers(clock: Clock) -> None:
 
 
 def test_nothing_is_told_twice(router: Router, clock: Clock) -> None:
-    client = Client("t", "a", requests_per_minute=6)
+    client = ApiClient("t", "a", requests_per_minute=6)
     ticket = router.enter(client)
     report = router.limits.report()
     assert report is not None and report.clients["t"].requests == 1 and report.clients["t"].running == 1
