@@ -117,7 +117,7 @@ def read_keys(text: str) -> dict[str, ApiClient]:
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:
-        raise ValueError("there is no key in it: write one key per line")
+        raise ValueError("has no key in it: write one key per line")
     if lines[0].startswith(TABLE):
         return dict(_of_table(text))
     # The lines of a table that is none would be keys that anybody can guess.

@@ -213,6 +213,13 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-INT32 - 1, le=INT32)] | None,
         Meta(description="higher goes first, up to the server's max_priority; 0"),
     ] = None
+    timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="seconds in which the answer must be complete, also by the header X-Request-Timeout; refused "
+            "at once with 429 where the queue is longer, ended with 504 (or an error event) when they are over"
+        ),
+    ] = None
     user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     regex: Regex = None
