@@ -283,6 +283,8 @@ class Generation:
             produced,
             job.prediction_ids,
             self._shared,
+            self.ticket.client,
+            self.ticket.client.user(job.user),
         )
 
     def _usage(self, only: "Answer | None" = None) -> Usage:

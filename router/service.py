@@ -17,7 +17,7 @@ from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, busy, internal, invalid
 from router.fleet import Fleet
 from router.formats.format import OutputFormat
-from router.key_file import ApiClient
+from router.key_file import ANYBODY, ApiClient
 from router.metrics import ModelMetrics, ReplicaTimes
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
@@ -183,11 +183,14 @@ class Service:
         output_ids: Sequence[int] = (),
         prediction_ids: Sequence[int] = (),
         shared: SharedReplica | None = None,
+        client: ApiClient = ANYBODY,
+        user: str = "",
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
         its output already, which are not yielded. `prediction_ids`: the client's guess at the output. `shared`: the
-        replica of the sequences that share its context. Raises ApiError.
+        replica of the sequences that share its context. `client`, `user`: whose share of the service it is from. Raises
+        ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
@@ -208,6 +211,9 @@ class Service:
                 resumed=resumed,
                 priority=priority,
                 head_start_s=head_start_s,
+                client=client.tenant,
+                user=user,
+                weight=client.weight,
                 lease=None if call is None else call.lease,
             )
             try:
