@@ -81,6 +81,7 @@ class Generation:
         self.ticket = ticket
         self._timeout_s = timeout_s
         self._priority = min(job.priority, service.highest_priority(ticket.client))
+        self._cache_salt = ticket.client.cache_salt(job.cache_salt)
         self._service = service
         self._job = job
         self._form = form
@@ -185,7 +186,9 @@ class Generation:
                 branch = held.branch.extended(prompt.text or "", prompt.token_ids, answer, *kept)
                 programs.end(turn, branch)
                 if sequence.call is not None and sequence.call.then:
-                    self._service.prefetch(f"{self._name}-{sequence.index}-then", branch, sequence.call)
+                    self._service.prefetch(
+                        f"{self._name}-{sequence.index}-then", branch, sequence.call, self._cache_salt
+                    )
             await on_piece(piece)
 
         with turn_on(programs, held) as turn:
@@ -285,6 +288,7 @@ class Generation:
             self._shared,
             self.ticket.client,
             self.ticket.client.user(job.user),
+            self._cache_salt,
         )
 
     def _usage(self, only: "Answer | None" = None) -> Usage:

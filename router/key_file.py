@@ -70,6 +70,12 @@ class KeyEntry(BaseModel):
         description="whether the share is divided among the users that its requests name (safety_identifier, else "
         "user), as if each were a client",
     )
+    own_cache: bool = Field(
+        False,
+        strict=True,
+        description="whether its prefixes are cached for itself only, so that neither times nor cached_tokens tell it "
+        "what others have asked, or others what it has",
+    )
     max_priority: int | None = Field(
         None,
         strict=True,
@@ -111,6 +117,7 @@ class ApiClient:
     name: str = UNNAMED
     weight: float = 1.0
     by_user: bool = False
+    own_cache: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
@@ -120,6 +127,11 @@ class ApiClient:
     def user(self, name: str | None) -> str:
         """An opaque name for one of the client's users, where its key tells them apart; empty otherwise."""
         return _tenant(name.encode("utf-8", "surrogatepass")) if self.by_user and name else ""
+
+    def cache_salt(self, asked: str | None) -> str:
+        """The salt of a request's prefixes, from the one that it asks for; empty if all clients share them."""
+        parts = [self.tenant if self.own_cache else "", asked or ""]
+        return _tenant("\n".join(parts).encode("utf-8", "surrogatepass")) if any(parts) else ""
 
 
 ANYBODY = ApiClient("", "")  # all clients of an open server

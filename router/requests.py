@@ -220,6 +220,10 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
             "at once with 429 where the queue is longer, ended with 504 (or an error event) when they are over"
         ),
     ] = None
+    cache_salt: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=1024)] | None,
+        Meta(description="the prompt's prefixes are cached for requests with the same salt only"),
+    ] = None
     user: Annotated[
         str | None, Meta(description="whom the request is for: a part of the key's share, where the key has by_user")
     ] = None

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from radix.salt import salted
 from router.config import ModelConfig
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, busy, internal, invalid
@@ -185,12 +186,13 @@ class Service:
         shared: SharedReplica | None = None,
         client: ApiClient = ANYBODY,
         user: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
         its output already, which are not yielded. `prediction_ids`: the client's guess at the output. `shared`: the
-        replica of the sequences that share its context. `client`, `user`: whose share of the service it is from. Raises
-        ApiError.
+        replica of the sequences that share its context. `client`, `user`: whose share of the service it is from.
+        `cache_salt`: of its prefixes. Raises ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
@@ -214,6 +216,7 @@ class Service:
                 client=client.tenant,
                 user=user,
                 weight=client.weight,
+                cache_salt=cache_salt,
                 lease=None if call is None else call.lease,
             )
             try:
@@ -249,18 +252,24 @@ class Service:
         self.programs.remove(program)
         self.replicas.tell_all(Release([program]))
 
-    def prefetch(self, request_id: str, branch: BranchText, call: BranchCall) -> None:
+    def prefetch(self, request_id: str, branch: BranchText, call: BranchCall, cache_salt: str) -> None:
         """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
         full or gone."""
         home = self.programs.home(call)
         if home is not None and call.then is not None and len(call.then) >= LEAST_PREFETCHED:
-            task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then))
+            task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then, cache_salt))
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
 
-    async def _prefetch(self, request_id: str, replica_id: str, branch: BranchText, text: str) -> None:
+    async def _prefetch(self, request_id: str, replica_id: str, branch: BranchText, text: str, cache_salt: str) -> None:
         prompt_ids = await self.in_thread(len(text), branch.prompt, text, self.tokenizer.encode_part)
-        request = Generate(request_id=request_id, prompt_ids=prompt_ids, sampling=PREFETCH, priority=LOWEST_PRIORITY)
+        request = Generate(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=PREFETCH,
+            priority=LOWEST_PRIORITY,
+            cache_salt=cache_salt,
+        )
         with contextlib.suppress(ReplicaLost, ReaderTooSlow):
             stream = self.replicas.generate(replica_id, request)
             try:
@@ -311,6 +320,8 @@ class Service:
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
         token_ids = request.prompt_ids + request.output_ids
+        if request.cache_salt:  # as the replicas' caches have them
+            token_ids = salted(token_ids, request.cache_salt).tolist()
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)

@@ -109,6 +109,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | `head_start_s` | seconds by which it counts as having arrived earlier, where shorter prompts go first |
     | `client`, `user` | opaque names for fairness: whose request it is, and which of the client's users' |
     | `weight` | the client's share of the service, relative to others |
+    | `cache_salt` | its prefixes are shared with requests of the same salt only (`radix.salt`) |
     | `lease` | what becomes of the KV after the request; None: it is cached as any other |
 
     `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
@@ -129,6 +130,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     client: str = ""
     user: str = ""
     weight: float = 1.0
+    cache_salt: str = ""
     lease: Lease | None = None
 
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from radix.salt import salted
 from router.config import RouterConfig
 from router.errors import ApiError
 from router.key_file import ANYBODY, ApiClient
@@ -248,6 +249,34 @@ def test_replicas_hear_whose_request_it_is(make_stack: Any, make_replica: Any, t
     assert plain.user == "" and plain.weight == 2 and plain.client == ann.client != last.client
     assert ann.user == again.user != bob.user == also.user and "ann" not in ann.user
     assert (last.user, last.weight) == ("", 1)
+
+
+def test_caches_are_kept_apart(make_stack: Any, make_replica: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(
+        "keys:\n- {name: one, key: sk-one, own_cache: true}\n- {name: two, key: sk-two, own_cache: true}\n"
+        "- {name: three, key: sk-three}\n- {name: four, key: sk-four}\n"
+    )
+    fake = make_replica()
+    stack = make_stack(fake, config=RouterConfig(api_key_file=tmp_path / "keys"))
+    salts, keys = [], []
+    for name, salt in (
+        *(("one", None), ("one", None), ("two", None), ("one", "s"), ("two", "s")),
+        *(("three", None), ("four", None), ("three", "s"), ("four", "s"), ("four", "t")),
+    ):
+        ask(stack.client.with_options(api_key=f"sk-{name}"), extra_body={} if salt is None else {"cache_salt": salt})
+        request, (_, placed, _) = fake.requests()[-1], stack.placer.placed[-1]
+        salts.append(request.cache_salt)
+        keys.append(tuple(placed))
+        # The router looks for the prefix where the replica keeps it, and the model gets the prompt itself.
+        assert placed == salted(request.prompt_ids, request.cache_salt).tolist()
+        assert request.prompt_ids == stack.tokenizer.encode("x")
+    one, again, two, one_s, two_s, three, four, three_s, four_s, four_t = salts
+    assert one == again and three == four == "" and three_s == four_s
+    assert len({one, two, one_s, two_s, three, three_s, four_t}) == 7 == len(set(keys))
+    stack.client.with_options(api_key="sk-one").embeddings.create(model="tiny", input="x")
+    assert fake.requests()[-1].cache_salt == one
+    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+        ask(stack.client.with_options(api_key="sk-one"), extra_body={"cache_salt": ""})
 
 
 def test_answers_and_refusals_tell_what_is_left(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:

@@ -34,11 +34,11 @@ class KVCacheManager:
 
     def cached_tokens(self, seq: Sequence) -> int:
         """Length of the cached prefix of `seq` now, in tokens; at most its `reusable_tokens`."""
-        return self.tree.match(seq.token_ids(0, seq.reusable_tokens)).num_tokens
+        return self.tree.match(seq.cache_keys(seq.reusable_tokens)).num_tokens
 
     def acquire_prefix(self, seq: Sequence) -> None:
         """Locks the cached prefix of `seq` in the tree and gives it these pages."""
-        match = self.tree.match(seq.token_ids(0, seq.reusable_tokens))
+        match = self.tree.match(seq.cache_keys(seq.reusable_tokens))
         self.tree.lock(match.node)
         seq.node = match.node
         seq.add_pages(match.pages)
@@ -69,15 +69,15 @@ class KVCacheManager:
         assert seq.node is not None
         if num_full <= seq.num_shared:
             return seq.node
-        token_ids, pages = seq.token_ids(0, num_full * self.page_size), seq.pages(0, num_full)
-        node, num_present = self.tree.insert(token_ids, pages)
+        keys, pages = seq.cache_keys(num_full * self.page_size), seq.pages(0, num_full)
+        node, num_present = self.tree.insert(keys, pages)
         self.tree.lock(node)
         self.tree.unlock(seq.node)
         seq.node = node
         twice = slice(seq.num_shared, num_present // self.page_size)
         if twice.stop > twice.start:
             self.pool.free(pages[twice])
-            pages[twice] = self.tree.match(token_ids).pages[twice]
+            pages[twice] = self.tree.match(keys).pages[twice]
             seq.num_sent_pages = 0
         seq.num_shared = num_full
         return node

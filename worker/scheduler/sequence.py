@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radix.salt import salted
 from worker.messages import Generate, SamplingParams, TokenLogprobs
 from worker.scheduler.fair_share import ClientShare
 from worker.scheduler.pool import Pool
@@ -74,6 +75,7 @@ class Sequence:
         "_token_ids",
         "arrival",
         "arrived_s",
+        "cache_salt",
         "cached_tokens",
         "ends_at_limit",
         "estimated_at_step",
@@ -121,6 +123,7 @@ class Sequence:
         self.priority = request.priority
         self.head_start_s = request.head_start_s
         self.lease = request.lease
+        self.cache_salt = request.cache_salt
         self.prediction_ids = request.prediction_ids
         self.arrival = arrival
         self.arrived_s = arrived_s
@@ -220,9 +223,14 @@ class Sequence:
         """The known output tokens."""
         return self.token_ids(self.num_prompt, self.num_tokens).tolist()
 
+    def cache_keys(self, end: int) -> np.ndarray:
+        """The tokens before position `end` as the prefix tree knows them, int32."""
+        known = self.token_ids(0, end)
+        return salted(known, self.cache_salt) if self.cache_salt else known
+
     def shares_prefix(self, other: "Sequence", end: int) -> bool:
-        """Whether both have the same tokens at all positions before `end`."""
-        return np.array_equal(self.token_ids(0, end), other.token_ids(0, end))
+        """Whether both have the same tokens at all positions before `end`, and the same salt."""
+        return self.cache_salt == other.cache_salt and np.array_equal(self.token_ids(0, end), other.token_ids(0, end))
 
     def pages(self, start: int, end: int) -> np.ndarray:
         """Pages number `start` to `end - 1` of the sequence, at most its `num_pages`, int32. A view."""

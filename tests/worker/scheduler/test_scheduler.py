@@ -351,3 +351,20 @@ def test_every_request_ends_and_is_right(fake_executor, overlap, schedule, num_p
             assert d.failure(str(i)).param == "prompt"
         else:
             assert d.tokens(str(i)) == d.executor.generate(prompt(20, seed=stem)[:length], max_tokens)
+
+
+def test_a_salt_keeps_prefixes_apart(drive):
+    """Those that are cached, and those that are being computed: another salt's sequence does not wait for them."""
+    d = drive(num_pages=64, token_budget=16)
+    d.add("a", prompt(24), cache_salt="one")
+    d.run()
+    for name, salt, cached in (("same", "one", 20), ("other", "two", 0), ("none", "", 0)):
+        d.add(name, prompt(24), cache_salt=salt)
+        d.run()
+        assert d.outputs[name][0].cached_tokens == cached
+        assert d.tokens(name) == d.tokens("a")
+    d.add("long", prompt(40, seed=1), cache_salt="one", max_tokens=1)
+    d.step()
+    d.add("apart", prompt(12, seed=1), cache_salt="two", max_tokens=1)
+    d.run()
+    assert list(d.outputs)[-2:] == ["apart", "long"] and d.outputs["apart"][0].cached_tokens == 0
