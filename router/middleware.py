@@ -9,6 +9,7 @@ from router import request_id
 from router.errors import internal
 from router.metrics import Metrics
 from router.protocols.dialects import error_response, id_headers
+from router.rate_limits import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ class Observed:
     | `request_id` | the id for the client: its own X-Request-Id if it sent one, otherwise a new id |
     | `name` | the name for replicas: `request_id`, made unique by a suffix if the client chose it |
     | `model` | the model's own name; the route sets it, once it knows the model |
+    | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
 
     `answers_id`: whether the answer carries `request_id` as X-Request-Id.
     """
@@ -42,14 +44,21 @@ class Observed:
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *header]}
+                ticket: Ticket | None = state.get("ticket")
+                limits = [] if ticket is None else [(k.encode(), v.encode()) for k, v in ticket.headers().items()]
+                message = {**message, "headers": [*message.get("headers", ()), *header, *limits]}
                 route = scope.get("route")
                 path = "unknown" if route is None else route.path
                 model = state.get("model", "")
                 self._metrics.responses.labels(model, path, message["status"]).inc()
             await send(message)
 
-        await self._app(scope, receive, observed)
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            known_ticket: Ticket | None = state.get("ticket")
+            if known_ticket is not None and not known_ticket.kept:
+                known_ticket.end()
 
 
 class Guarded:

@@ -33,6 +33,7 @@ from worker.messages import (
     Outputs,
     ReplicaLoad,
     Subscribe,
+    UsageReport,
     decode_from_replica,
     encode,
 )
@@ -130,7 +131,13 @@ class _Connection:
     """A DEALER socket to one replica, from its first attempt to connect to its loss."""
 
     def __init__(
-        self, replica_id: str, address: str, context: zmq.asyncio.Context, fleet: Fleet, metrics: ModelMetrics
+        self,
+        replica_id: str,
+        address: str,
+        context: zmq.asyncio.Context,
+        fleet: Fleet,
+        metrics: ModelMetrics,
+        on_usage: Callable[[UsageReport], None],
     ) -> None:
         self.replica_id = replica_id
         self._address = address
@@ -138,6 +145,7 @@ class _Connection:
         self.streams: dict[str, ReplicaStream] = {}
         self._fleet = fleet
         self._metrics = metrics
+        self._on_usage = on_usage
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -217,6 +225,8 @@ class _Connection:
                     self._fleet.apply_load(self.replica_id, message)
                     if first:
                         changed()
+                case UsageReport():
+                    self._on_usage(message)
 
     def _deliver(self, output: Output) -> None:
         stream = self.streams.get(output.request_id)
@@ -242,7 +252,7 @@ class _Connection:
 
 class Replicas:
     """The connections to all replicas. Only `set_replicas` may be called outside of the event loop that called
-    `start`."""
+    `start`. `on_usage`: called with the reports of other routers."""
 
     def __init__(self, fleet: Fleet, metrics: ModelMetrics) -> None:
         self._fleet = fleet
@@ -254,6 +264,7 @@ class Replicas:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.asyncio.Context | None = None
         self._changed = asyncio.Event()
+        self.on_usage: Callable[[UsageReport], None] = lambda report: None
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
         """Sets the replicas: id to ZeroMQ address. Connects new ones. Drops those that are missing now or have another
@@ -310,6 +321,11 @@ class Replicas:
             if connection.connected:
                 connection.send(message)
 
+    def tell_one(self, message: FromRouter, turn: int) -> None:
+        """Sends a message to one of the ready replicas, of which there must be one, by `turn`."""
+        ready = sorted(self.ready)
+        self._connections[ready[turn % len(ready)]].send(message)
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -334,7 +350,9 @@ class Replicas:
         if previous is not None:  # it must have left the fleet before this one joins
             await asyncio.wait([previous])
         while True:
-            connection = _Connection(replica_id, address, self._context, self._fleet, self._metrics)
+            connection = _Connection(
+                replica_id, address, self._context, self._fleet, self._metrics, lambda report: self.on_usage(report)
+            )
             self._connections[replica_id] = connection
             try:
                 lost = await connection.run(self._notify)
