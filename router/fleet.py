@@ -29,6 +29,7 @@ from router.optimistic_prefixes import marks, prefix_hashes
 from router.placement import CANDIDATE, Placement, Weights, least_load, rank, round_robin
 from router.popularity import Popularity
 from router.programs import Home
+from router.queue_wait import ShortestQueue, wait_s
 from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
@@ -153,6 +154,14 @@ class Fleet:
             booked = self._book(request_id, names[best], num_tokens, int(cached[best]))
             self._replicas[names[best]].expected.add(hashes, self._clock())
             return booked.booking
+
+    def shortest_queue(self) -> ShortestQueue | None:
+        """The least queue of all known replicas; None if there is none."""
+        with self._lock:
+            if not self._replicas:
+                return None
+            candidates = self._candidates(sorted(self._replicas))
+        return ShortestQueue(float(wait_s(candidates).min()), int(candidates["waiting_tokens"].min()))
 
     def booking(self, request_id: str) -> Booking | None:
         """The request's booking; None if it has none."""

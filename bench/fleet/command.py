@@ -5,6 +5,7 @@
     shoal bench fleet --load zipf --routers 32 --rules shoal --levels 0.8 --name fleet.sim.routers32
     shoal bench fleet --summary
     shoal bench fleet --decision --replicas 64
+    shoal bench fleet --fair --levels 0.5 0.8 0.95 1.1
 
 Every replica is an 8B model on an H200. Levels are fractions of the rate that the fleet can just serve if each prompt
 has as much cached as one cache of all pages would have (`capacity.py`).
@@ -19,6 +20,11 @@ routers_vs_1            99th percentile of our TTFT with --routers, divided by t
 Requests of the first third warm the fleet up and do not count. --summary writes fleet.sim, with the worst and the
 median of slowdown_vs_best_other over the results of all loads. --decision writes fleet.decision: the CPU time of a
 placement, with prompts of 4,096 tokens and caches of 10 million tokens together.
+
+--fair writes fleet.fair: two clients, one of which sends 10 times as many requests as the other, with prompts as zipf.
+
+quiet_client_ttft_vs_alone  mean TTFT of the quiet client, divided by that with the fleet to itself; the worst level
+throughput_vs_fcfs          tokens served a second, divided by those where requests go by arrival; the worst level
 """
 
 import argparse
@@ -35,6 +41,8 @@ import numpy as np
 from bench import results
 from bench.fleet.capacity import capacity
 from bench.fleet.decision import decision_cpu_s
+from bench.fleet.fairness import fairness
+from bench.fleet.fairness import figures as fair_figures
 from bench.fleet.hardware import ReplicaHardware
 from bench.fleet.other_rules import OTHER_RULES
 from bench.fleet.shoal_router import ShoalRule
@@ -168,6 +176,7 @@ def parser() -> Parser:
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
     p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
     p.add_argument("--decision", action="store_true", help="measure the CPU time of a placement, and nothing else")
+    p.add_argument("--fair", action="store_true", help="measure what a client notices of another one that floods")
     p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
     return p
 
@@ -186,6 +195,14 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
             if args.name != "none":
                 results.write("fleet.decision", figures_made, {"about": {"replicas": args.replicas}}, folder=args.out)
+            return 0
+        if args.fair:
+            fair = fairness(args.levels, args.replicas, args.routers, ReplicaHardware(), args.seed)
+            for figure in fair_figures(fair):
+                print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
+            if args.name != "none":
+                about = {key: getattr(args, key) for key in ("replicas", "routers", "seed")}
+                results.write("fleet.fair", fair_figures(fair), {"about": about, "runs": fair}, folder=args.out)
             return 0
         runs = run(args)
     except (ValueError, OSError) as error:
