@@ -27,6 +27,7 @@ from worker.messages import (
     HEARTBEAT_TIMEOUT_MS,
     Abort,
     CacheEvents,
+    FromReplica,
     FromRouter,
     Generate,
     Output,
@@ -44,6 +45,9 @@ RECONNECT_MAX_S = 2.0
 # For a client that reads slower than the replica writes: its sequence is stopped when this many tokens are unread, and
 # resumed when they are read. Meanwhile the sequence holds no pages, and no more memory than these tokens.
 MAX_UNREAD_TOKENS = 2048
+# Bytes of a frame that takes a turn of the event loop for itself: a piece of a snapshot, or a step's many events. A
+# router that starts beside many replicas gets many of them at once.
+LARGE_FRAME = 1 << 14
 
 
 class ReplicaLost(Exception):
@@ -130,9 +134,17 @@ class _Connection:
     """A DEALER socket to one replica, from its first attempt to connect to its loss."""
 
     def __init__(
-        self, replica_id: str, address: str, context: zmq.asyncio.Context, fleet: Fleet, metrics: ModelMetrics
+        self,
+        replica_id: str,
+        address: str,
+        context: zmq.asyncio.Context,
+        fleet: Fleet,
+        metrics: ModelMetrics,
+        large: asyncio.Lock,
     ) -> None:
+        """`large`: held while a large frame is handled, by one of all connections at a time."""
         self.replica_id = replica_id
+        self._large = large
         self._address = address
         self.connected = False
         self.streams: dict[str, ReplicaStream] = {}
@@ -203,20 +215,28 @@ class _Connection:
         """Handles the replica's messages. Raises msgspec.DecodeError for an invalid one: the replica runs another
         version."""
         while True:
-            message = decode_from_replica(await self._socket.recv())
-            match message:
-                case Outputs():
-                    for output in message.outputs:
-                        self._deliver(output)
-                case CacheEvents():
-                    if not self._fleet.apply_events(self.replica_id, message):
-                        self.send(Subscribe())  # there was a gap
-                case ReplicaLoad():
-                    first = self.replica_id not in self._metrics.loads
-                    self._metrics.loads[self.replica_id] = message
-                    self._fleet.apply_load(self.replica_id, message)
-                    if first:
-                        changed()
+            frame = await self._socket.recv()
+            if len(frame) < LARGE_FRAME:
+                self._handle(decode_from_replica(frame), changed)
+                continue
+            async with self._large:
+                self._handle(decode_from_replica(frame), changed)
+                await asyncio.sleep(0)
+
+    def _handle(self, message: FromReplica, changed: Callable[[], None]) -> None:
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    self._deliver(output)
+            case CacheEvents():
+                if not self._fleet.apply_events(self.replica_id, message):
+                    self.send(Subscribe())  # there was a gap
+            case ReplicaLoad():
+                first = self.replica_id not in self._metrics.loads
+                self._metrics.loads[self.replica_id] = message
+                self._fleet.apply_load(self.replica_id, message)
+                if first:
+                    changed()
 
     def _deliver(self, output: Output) -> None:
         stream = self.streams.get(output.request_id)
@@ -254,6 +274,7 @@ class Replicas:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.asyncio.Context | None = None
         self._changed = asyncio.Event()
+        self._large = asyncio.Lock()
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
         """Sets the replicas: id to ZeroMQ address. Connects new ones. Drops those that are missing now or have another
@@ -334,7 +355,7 @@ class Replicas:
         if previous is not None:  # it must have left the fleet before this one joins
             await asyncio.wait([previous])
         while True:
-            connection = _Connection(replica_id, address, self._context, self._fleet, self._metrics)
+            connection = _Connection(replica_id, address, self._context, self._fleet, self._metrics, self._large)
             self._connections[replica_id] = connection
             try:
                 lost = await connection.run(self._notify)
