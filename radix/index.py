@@ -146,8 +146,8 @@ class IndexedCache:
         self._take_out(held, held.parent.end)
 
     def _take_out(self, held: HeldNode, above: IndexNode) -> None:
-        """Takes the bit off the nodes from `held.end` up to `above`, without it, and removes those that nobody holds
-        any more."""
+        """Takes the bit off the nodes from `held.end` up to `above`, without it, and removes those without
+        a holder."""
         node, bit, page_bytes = held.end, self._bit, self._page_bytes
         while node is not above:
             parent = node.parent

@@ -57,7 +57,7 @@ class OptimisticPrefixes:
     events show what it has cached, and a prefix that they do not show may never be.
 
     Replicas are known by slots, small numbers of the caller's. All prefixes of one prompt come and go together, so
-    whoever has a prefix has all shorter ones.
+    a replica that has a prefix has all shorter ones.
     """
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ RECONNECT_MAX_S = 2.0
 # resumed when they are read. Meanwhile the sequence holds no pages, and no more memory than these tokens.
 MAX_UNREAD_TOKENS = 2048
 # Bytes of a frame that takes a turn of the event loop for itself: a piece of a snapshot, or a step's many events. A
-# router that starts beside many replicas gets many of them at once.
+# router that starts while many replicas run gets many of them at once.
 LARGE_FRAME = 1 << 14
 
 

@@ -54,8 +54,8 @@ EVENTS_A_MESSAGE = 500  # a router stops for no longer than for a piece
 
 @dataclass(slots=True)
 class SnapshotInPieces:
-    """What one router is told of the tree: the walk, events that it must be told before the next nodes, and the number
-    of pieces that were sent."""
+    """A snapshot on its way to one router: the walk, events that must be told before the next nodes, and the number of
+    pieces that were sent."""
 
     walk: SnapshotWalk
     pending: list[Event] = field(default_factory=list)
