@@ -50,7 +50,7 @@ class HeldNode:
 
 
 class IndexedCache:
-    """One replica's cache in the index, updated by the events of the replica's tree."""
+    """The cache of a replica in the index, updated by the events of the replica's tree."""
 
     def __init__(self, index: "PrefixIndex", slot: int) -> None:
         self.index = index
