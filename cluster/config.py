@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from cluster.models import model_name
 from router.config import Aliases, ModelConfig, RouterConfig, UpstreamConfig
+from router.key_file import KeyEntry
 from worker.config import WorkerConfig
 
 
@@ -96,6 +97,7 @@ Entry = Annotated[
 ]
 
 UPSTREAM_FIELDS = UpstreamConfig.model_fields
+KEY_FIELDS = KeyEntry.model_fields  # of an entry of the key file
 # Settings of one model alone, which are no defaults for several.
 OF_ONE_MODEL = ("model", "served_model_name", "aliases")
 # Settings that hold, next to `models`, for each entry that does not set them.

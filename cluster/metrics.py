@@ -41,7 +41,7 @@ def described() -> Iterator[Described]:
     model.attention["0"] = ("torch", "")
     metrics.upstream_seconds.labels("")
     for counter in vars(metrics).values():
-        if isinstance(counter, Counter):
+        if isinstance(counter, Counter) and counter._labelnames:
             counter.labels(*counter._labelnames)  # makes a sample, from which the labels can be read
     for family in text_string_to_metric_families(metrics.page().decode()):
         if family.name.endswith("_created"):

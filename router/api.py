@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from router import openapi, request_id
-from router.auth import Keys
+from router.auth import Keys, client_of
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
 from router.choices import ChoicesFormat, choices_job
@@ -46,6 +46,8 @@ from router.protocols.dialects import error_response, wants_anthropic
 from router.protocols.messages_routes import anthropic_model, anthropic_models, messages_routes
 from router.protocols.messages_types import AnthropicModel
 from router.protocols.responses_routes import responses_routes
+from router.rate_limits import HEADERS as RATE_LIMIT_HEADERS
+from router.rate_limits import RateLimits
 from router.requests import (
     INT32,
     ChatRequest,
@@ -94,13 +96,15 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
         redirect_slashes=False,
     )
     config = models.config
-    keys = Keys(config)
+    keys = Keys(config, models.metrics)
+    limits = RateLimits(models.metrics)
+    models.share(limits)
     dependencies: list[Any] = [Depends(keys.check)]
     if keys:
         dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for the OpenAPI page
-    app.include_router(_generation_routes(models, keys), dependencies=dependencies)
-    app.include_router(embedding_routes(models), dependencies=dependencies)
-    app.include_router(responses_routes(models, keys), dependencies=dependencies)
+    app.include_router(_generation_routes(models, keys, limits), dependencies=dependencies)
+    app.include_router(embedding_routes(models, limits), dependencies=dependencies)
+    app.include_router(responses_routes(models, keys, limits), dependencies=dependencies)
     app.include_router(_model_routes(models), dependencies=dependencies)
     app.include_router(_operator_routes(models, app.version))
     app.add_exception_handler(ApiError, _api_error)
@@ -113,20 +117,21 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
             allow_origins=config.origins,
             allow_methods=["GET", "POST", "HEAD", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[request_id.HEADER, "Retry-After", "request-id"],
+            expose_headers=[request_id.HEADER, "Retry-After", "request-id", *RATE_LIMIT_HEADERS],
             max_age=PREFLIGHT_S,
         )
     app.add_middleware(Observed, metrics=models.metrics, answers_id=answers_id)
-    _document(app, models)
+    _document(app, models, keys)
     return app
 
 
-def _generation_routes(models: Models, keys: Keys) -> APIRouter:
+def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRouter:
     routes = APIRouter(tags=["generation"])
+    admitted = [Depends(limits.admit)]
     errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503)
 
     async def answer(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
-        generation = Generation(service, job, form, request.state.name)
+        generation = Generation(service, job, form, request.state.name, request.state.ticket)
         if stream:
             return EventStream(generation.stream)
         body = await unless_gone(request.receive, generation.whole())
@@ -134,6 +139,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
 
     @routes.post(
         "/v1/chat/completions",
+        dependencies=admitted,
         openapi_extra=openapi.body(ChatRequest),
         responses=openapi.answers(ChatCompletion, *errors, stream=ChatChunk),
     )
@@ -142,7 +148,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
         """Answers a conversation, as a whole or as a stream."""
         arrived = perf_counter()
         service, body, size = await models.read(request, ChatRequest)
-        service.check_priority(body.priority)
+        service.check_priority(body.priority, client_of(request))
         body = service.defaults.complete(body)
         job = await service.in_thread(
             size,
@@ -159,6 +165,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
 
     @routes.post(
         "/v1/completions",
+        dependencies=admitted,
         openapi_extra=openapi.body(CompletionRequest),
         responses=openapi.answers(Completion, *errors, 409, stream=Completion),
     )
@@ -167,7 +174,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
         """Continues prompts, as a whole or as a stream."""
         arrived = perf_counter()
         service, body, size = await models.read(request, CompletionRequest)
-        service.check_priority(body.priority)
+        service.check_priority(body.priority, client_of(request))
         body = service.defaults.complete(body)
         branches = continued_branches(service.programs, body, keys.tenant(request))
         job = await service.in_thread(
@@ -186,6 +193,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
 
     @routes.post(
         "/v1/choices",
+        dependencies=admitted,
         openapi_extra=openapi.body(ChoicesRequest),
         responses=openapi.answers(ScoredChoices, *errors, 409),
     )
@@ -210,7 +218,7 @@ def _generation_routes(models: Models, keys: Keys) -> APIRouter:
         )
         return await answer(request, service, False, job.prepared, ChoicesFormat(job, service.model))
 
-    routes.include_router(messages_routes(models, answer))
+    routes.include_router(messages_routes(models, limits, answer))
 
     @routes.delete("/v1/programs/{program_id:path}", status_code=204, responses=openapi.errors(401))
     async def end_program(request: Request, program_id: str) -> Response:
@@ -386,10 +394,16 @@ async def _nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # never received: the client has gone, for which logs use 499 by convention
 
 
-def _document(app: FastAPI, models: Models) -> None:
+def _document(app: FastAPI, models: Models, keys: Keys) -> None:
     """Completes the OpenAPI page that FastAPI makes of the routes."""
     make: Callable[[], dict[str, Any]] = app.openapi
     names = [listed.name for listed in models]
     vocab_size = max((service.tokenizer.vocab_size for service in models.services), default=INT32)
-    max_priority = max((service.config.max_priority for service in models.services), default=INT32)
-    app.openapi = lambda: openapi.completed(make(), names, vocab_size, max_priority)  # type: ignore[method-assign]
+
+    def page() -> dict[str, Any]:
+        highest = [service.config.max_priority for service in models.services] or [INT32]
+        by_key = keys.highest_priority
+        most = max(highest) if by_key is None else max(*highest, by_key)
+        return openapi.completed(make(), names, vocab_size, most)
+
+    app.openapi = page  # type: ignore[method-assign]

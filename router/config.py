@@ -41,8 +41,9 @@ class ModelConfig(BaseModel):
         0,
         ge=0,
         le=(1 << 31) - 1,
-        description="highest priority that a request may have; running requests of lower priority give up their KV "
-        "pages for it. With 0, clients can only lower the priority of a request, with a negative one",
+        description="highest priority that a request may have, where its API key says none; running requests of lower "
+        "priority give up their KV pages for it. With 0, clients can only lower the priority of a request, with a "
+        "negative one",
     )
     tool_call_parser: str = Field(
         "auto",
@@ -110,7 +111,11 @@ class RouterConfig(ModelConfig):
     """Settings of the HTTP side."""
 
     api_key: SecretStr | None = Field(None, description="key that clients must send; without one the server is open")
-    api_key_file: Path | None = Field(None, description="file with accepted keys, one per line")
+    api_key_file: Path | None = Field(
+        None,
+        description="file with accepted keys: one per line, or a table that gives each a name and limits; read again "
+        "when it changes",
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")
     max_header_bytes: int = Field(
         32 << 10,

@@ -2,13 +2,14 @@
 
 from time import perf_counter
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from router import openapi
 from router.embeddings import EmbeddingsFormat, embeddings_job
 from router.generation import Format, Generation
 from router.models import Models
 from router.prepared_request import PreparedRequest
+from router.rate_limits import RateLimits
 from router.requests import EmbeddingsRequest, RerankRequest, ScoreRequest
 from router.rerank import RerankFormat, ScoreFormat, rerank_texts, score_texts
 from router.responses import Embeddings, Reranking, Scores
@@ -19,12 +20,12 @@ from router.sse import unless_gone
 ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503)
 
 
-def embedding_routes(models: Models) -> APIRouter:
+def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
     """The routes."""
-    routes = APIRouter(tags=["embeddings"])
+    routes = APIRouter(tags=["embeddings"], dependencies=[Depends(limits.admit)])
 
     async def answer(request: Request, service: Service, job: PreparedRequest, form: Format) -> Response:
-        generation = Generation(service, job, form, request.state.name)
+        generation = Generation(service, job, form, request.state.name, request.state.ticket)
         body = await unless_gone(request.receive, generation.whole())
         return Response(body, media_type="application/json")
 

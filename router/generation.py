@@ -12,6 +12,7 @@ from router.errors import ApiError, program_unknown
 from router.output_text import OutputText, Piece, TokenText
 from router.prepared_request import Choice, PreparedRequest
 from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
+from router.rate_limits import Ticket
 from router.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 from router.service import Service, SharedReplica
 from router.sse import Emit
@@ -64,8 +65,11 @@ class WholeFormat:
 class Generation:
     """Runs a prepared request. When one of its sequences fails, or the caller is cancelled, all are stopped at once."""
 
-    def __init__(self, service: Service, job: PreparedRequest, form: Format, name: str) -> None:
-        """`name`: the request's unique name, for replicas and logs."""
+    def __init__(self, service: Service, job: PreparedRequest, form: Format, name: str, ticket: Ticket) -> None:
+        """`name`: the request's unique name, for replicas and logs. `ticket`: the client's, with which the request was
+        admitted. Its priority is lowered to what the client may have."""
+        self.ticket = ticket
+        self._priority = min(job.priority, service.highest_priority(ticket.client))
         self._service = service
         self._job = job
         self._form = form
@@ -97,6 +101,7 @@ class Generation:
             await self._follow(sequence, self._answer(sequence), on_piece)
 
         one = follow_whole if self._job.whole_choices else follow
+        self.ticket.add_tokens(prompt=self._job.prompt_tokens)
         await _together([one(sequence) for sequence in self._job.sequences])
         await emit(self._form.closing(self._usage()))
 
@@ -107,6 +112,7 @@ class Generation:
         async def follow(sequence: Choice) -> None:
             answers[sequence.index] = await self._collected(sequence, self._answer(sequence))
 
+        self.ticket.add_tokens(prompt=self._job.prompt_tokens)
         await _together([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
 
@@ -182,6 +188,7 @@ class Generation:
                             token_ids = sequence.prompt.token_ids[sequence.sampling.prompt_logprobs_start :]
                             scores = zip(token_ids, output.prompt_logprobs, strict=True)
                             await on_piece(Piece(tokens=[TokenText(0, *score) for score in scores]))
+                    self.ticket.add_tokens(output=len(output.token_ids))
                     answer.num_drafted += output.num_drafted
                     answer.num_accepted += output.num_accepted
                     piece = answer.push(_without_tokens(output) if job.discard else output)
@@ -249,7 +256,7 @@ class Generation:
             f"{self._name}-{sequence.index}" + ("-answer" if produced else ""),
             sequence.prompt.token_ids,
             sampling,
-            job.priority,
+            self._priority,
             job.arrived,
             sequence.call,
             produced,

@@ -186,6 +186,24 @@ class Metrics:
             "(timeout), broke off (broken), or refused this server's key (unauthorized)",
             *("model", "reason"),
         )
+        self.client_requests = counter(
+            "shoal_client_requests",
+            "Requests for text, embeddings or scores, by the name of the client's key and by what became of them at "
+            "the door: admitted, or refused because of the client's limit (requests, tokens, concurrent)",
+            *("client", "result"),
+        )
+        self.client_tokens = counter(
+            "shoal_client_tokens",
+            "Tokens of requests that have ended, by the name of the client's key: those of prompts, cached ones "
+            "included, and those of outputs",
+            *("client", "kind"),
+        )
+        self.key_file_errors = Counter(
+            "shoal_key_file_errors",
+            "Times that a changed key file was refused because it was missing or wrong",
+            registry=self._registry,
+        )
+        self.api_keys = Gauge("shoal_api_keys", "API keys that are accepted", registry=self._registry)
         self.ready = gauge("shoal_replicas_ready", "Replicas that this router can send to")
         self.wanted = gauge("shoal_replicas_wanted", "Replicas that there should be")
         self.programs = gauge("shoal_programs", "Programs whose text this router holds, or that have a request")

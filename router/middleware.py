@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -9,6 +10,7 @@ from router import request_id
 from router.errors import internal
 from router.metrics import Metrics
 from router.protocols.dialects import error_response, id_headers
+from router.rate_limits import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ class Observed:
     | `request_id` | the id for the client: its own X-Request-Id if it sent one, otherwise a new id |
     | `name` | the name for replicas: `request_id`, made unique by a suffix if the client chose it |
     | `model` | the model's own name; the route sets it, once it knows the model |
+    | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
 
     `answers_id`: whether the answer carries `request_id` as X-Request-Id.
     """
@@ -42,14 +45,27 @@ class Observed:
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *header]}
+                ticket: Ticket | None = state.get("ticket")
+                limits = [] if ticket is None else [(k.encode(), v.encode()) for k, v in ticket.headers().items()]
+                message = {**message, "headers": [*message.get("headers", ()), *header, *limits]}
                 route = scope.get("route")
                 path = "unknown" if route is None else route.path
                 model = state.get("model", "")
                 self._metrics.responses.labels(model, path, message["status"]).inc()
+            elif not message.get("more_body", False):
+                _end_ticket(state)  # before the client knows its answer: its next request may come at once
             await send(message)
 
-        await self._app(scope, receive, observed)
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            _end_ticket(state)
+
+
+def _end_ticket(state: dict[str, Any]) -> None:
+    ticket: Ticket | None = state.get("ticket")
+    if ticket is not None and not ticket.kept:
+        ticket.end()
 
 
 class Guarded:

@@ -11,6 +11,7 @@ from router.body import parse, read_sent
 from router.config import RouterConfig
 from router.errors import ApiError, invalid
 from router.metrics import Metrics
+from router.rate_limits import RateLimits, UsageExchange
 from router.requests import Body
 from router.service import Service
 from router.upstream import Upstream, head
@@ -51,6 +52,7 @@ class Models:
         self.config = config
         self._named: dict[str, ListedModel] = {}
         self._before_close: list[Callable[[], Awaitable[None]]] = []
+        self._exchange: UsageExchange | None = None
         for model in answering:
             for name in (model.model, *model.aliases):
                 if name in self._named:
@@ -135,14 +137,22 @@ class Models:
         """Has `work` done when the router closes, while its replicas are still connected."""
         self._before_close.append(work)
 
+    def share(self, limits: RateLimits) -> None:
+        """Lets `limits` hold over all routers of the same replicas, once the connections are there."""
+        self._exchange = UsageExchange(limits, [service.replicas for service in self.services])
+
     async def start(self) -> None:
         """Starts the connections. Call it in the event loop that will serve."""
         for service in self.services:
             await service.start()
+        if self._exchange is not None:
+            self._exchange.start()
 
     async def close(self) -> None:
         for work in self._before_close:
             await work()
+        if self._exchange is not None:
+            await self._exchange.close()
         for service in self.services:
             await service.close()
         for upstream in self.upstreams:

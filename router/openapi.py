@@ -60,7 +60,7 @@ _ERRORS = {
     409: "the program or branch to continue is not known here: send the whole text",
     413: "the body is too large",
     415: "the body is compressed",
-    429: "too many requests are waiting",
+    429: "too many requests are waiting, or the client's key has reached a limit",
     500: "the server's own fault",
     502: "the endpoint that the request is passed on to cannot be reached, is silent, or breaks off",
     503: "no replica is ready, or a replica has no memory or time for a grammar now",

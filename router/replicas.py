@@ -34,6 +34,7 @@ from worker.messages import (
     Outputs,
     ReplicaLoad,
     Subscribe,
+    UsageReport,
     decode_from_replica,
     encode,
 )
@@ -141,6 +142,7 @@ class _Connection:
         fleet: Fleet,
         metrics: ModelMetrics,
         large: asyncio.Lock,
+        on_usage: Callable[[UsageReport], None],
     ) -> None:
         """`large`: held while a large frame is handled, by one of all connections at a time."""
         self.replica_id = replica_id
@@ -150,6 +152,7 @@ class _Connection:
         self.streams: dict[str, ReplicaStream] = {}
         self._fleet = fleet
         self._metrics = metrics
+        self._on_usage = on_usage
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -237,6 +240,8 @@ class _Connection:
                 self._fleet.apply_load(self.replica_id, message)
                 if first:
                     changed()
+            case UsageReport():
+                self._on_usage(message)
 
     def _deliver(self, output: Output) -> None:
         stream = self.streams.get(output.request_id)
@@ -262,7 +267,7 @@ class _Connection:
 
 class Replicas:
     """The connections to all replicas. Only `set_replicas` may be called outside of the event loop that called
-    `start`."""
+    `start`. `on_usage`: called with the reports of other routers."""
 
     def __init__(self, fleet: Fleet, metrics: ModelMetrics) -> None:
         self._fleet = fleet
@@ -275,6 +280,7 @@ class Replicas:
         self._context: zmq.asyncio.Context | None = None
         self._changed = asyncio.Event()
         self._large = asyncio.Lock()
+        self.on_usage: Callable[[UsageReport], None] = lambda report: None
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
         """Sets the replicas: id to ZeroMQ address. Connects new ones. Drops those that are missing now or have another
@@ -331,6 +337,11 @@ class Replicas:
             if connection.connected:
                 connection.send(message)
 
+    def tell_one(self, message: FromRouter, turn: int) -> None:
+        """Sends a message to one of the ready replicas, of which there must be one, by `turn`."""
+        ready = sorted(self.ready)
+        self._connections[ready[turn % len(ready)]].send(message)
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -355,7 +366,15 @@ class Replicas:
         if previous is not None:  # it must have left the fleet before this one joins
             await asyncio.wait([previous])
         while True:
-            connection = _Connection(replica_id, address, self._context, self._fleet, self._metrics, self._large)
+            connection = _Connection(
+                replica_id,
+                address,
+                self._context,
+                self._fleet,
+                self._metrics,
+                self._large,
+                lambda report: self.on_usage(report),
+            )
             self._connections[replica_id] = connection
             try:
                 lost = await connection.run(self._notify)

@@ -18,6 +18,7 @@ from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, internal, invalid
 from router.fleet import Fleet
 from router.formats.format import OutputFormat
+from router.key_file import ApiClient
 from router.metrics import ModelMetrics, ReplicaTimes
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
@@ -134,9 +135,13 @@ class Service:
         for threads in (self._threads, self._long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def check_priority(self, priority: int | None) -> None:
-        """Raises ApiError (400) for a priority that requests may not have here."""
-        most = self.config.max_priority
+    def highest_priority(self, client: ApiClient) -> int:
+        """The highest priority that requests of this client may have: as its key says, else as the model does."""
+        return self.config.max_priority if client.max_priority is None else client.max_priority
+
+    def check_priority(self, priority: int | None, client: ApiClient) -> None:
+        """Raises ApiError (400) for a priority that requests of this client may not have."""
+        most = self.highest_priority(client)
         if priority is not None and priority > most:
             raise invalid(
                 f"'priority' is {priority}; here it may be from {LOWEST_PRIORITY} to {most} (higher goes first).",

@@ -15,17 +15,18 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 from unittest.mock import patch
 
 import annotated_types
-from pydantic import AfterValidator, SecretStr
+from pydantic import AfterValidator, SecretStr, Strict
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from cluster.config import DEFAULTS, OF_ONE_MODEL, UPSTREAM_FIELDS, Config, DeploymentConfig, Entry
+from cluster.config import DEFAULTS, KEY_FIELDS, OF_ONE_MODEL, UPSTREAM_FIELDS, Config, DeploymentConfig, Entry
 from cluster.in_process import MAX_WAITING, OTHER_SETTINGS
 from cluster.metrics import described
 from shoal import cli
@@ -116,6 +117,7 @@ def _lines() -> Iterator[str]:
     yield f"Its `max_waiting` is {MAX_WAITING} unless it is set."
     yield from _settings()
     yield from _models()
+    yield from _keys()
     yield ""
     yield "## Environment variables"
     yield ""
@@ -202,6 +204,15 @@ def _models() -> Iterator[str]:
     yield from _fields(UPSTREAM_FIELDS.items())
 
 
+def _keys() -> Iterator[str]:
+    """The entries of the key file."""
+    yield from ("", "## The key file", "")
+    yield "`api_key_file` has one key a line, or begins with `keys:` and is a table in YAML: a list of entries with"
+    yield "these settings. [LIMITS.md](LIMITS.md) says what the limits mean."
+    yield ""
+    yield from _fields(KEY_FIELDS.items())
+
+
 def kind(field: FieldInfo) -> str:
     """The allowed values, in words: `integer, 1 to 64`, `number over 0`, `"a" or "b"`."""
     annotation = _bare(field.annotation)
@@ -217,6 +228,8 @@ def kind(field: FieldInfo) -> str:
         SecretStr: "text, never printed",
         tuple[str, ...]: "list of texts",
         tuple[Entry, ...]: "list of tables",
+        datetime: "date and time",
+        KEY_FIELDS["key"].annotation: "text, or list of texts, never printed",
     }
     if annotation not in names:
         raise Unexplained(f"no words for the type {annotation}")
@@ -238,7 +251,7 @@ def _limits(metadata: Iterable[object]) -> Iterator[str]:
                 high = f"under {value}"
             case annotated_types.MinLen(min_length=1):
                 low = "not empty"
-            case AfterValidator():
+            case AfterValidator() | Strict():
                 pass
             case _:
                 raise Unexplained(f"no words for the limit {limit}")

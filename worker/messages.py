@@ -6,8 +6,8 @@ When the connection breaks, the replica aborts the requests of that router, and 
 
 | direction | messages |
 | --- | --- |
-| router to replica | `Generate`, `Abort`, `Release`, `Subscribe` |
-| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad` |
+| router to replica | `Generate`, `Abort`, `Release`, `Subscribe`, `UsageReport` |
+| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad`, and the `UsageReport` of another router |
 """
 
 from typing import Literal
@@ -144,7 +144,26 @@ class Subscribe(msgspec.Struct, tag=True):
     sends it again after a gap in the sequence numbers of the events."""
 
 
-FromRouter = Generate | Abort | Release | Subscribe
+class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
+    """The use of one router by a client: `requests` and `tokens` since the router's last report, and how many
+    requests are `running`. The limits in a minute, 0 for none, tell how fast it is forgotten."""
+
+    requests: int
+    tokens: int
+    running: int
+    requests_per_minute: int
+    tokens_per_minute: int
+
+
+class UsageReport(msgspec.Struct, tag=True):
+    """News about clients with limits, for all other routers: the replica passes the message on to those that have
+    subscribed. `router`: a unique name of the sender. `clients`: by `router.key_file.ApiClient.tenant`."""
+
+    router: str
+    clients: dict[str, ClientUsage]
+
+
+FromRouter = Generate | Abort | Release | Subscribe | UsageReport
 
 # ---------------------------------------------------------------- replica to router
 
@@ -296,7 +315,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     costs: StepCosts = StepCosts()
 
 
-FromReplica = Outputs | CacheEvents | ReplicaLoad
+FromReplica = Outputs | CacheEvents | ReplicaLoad | UsageReport
 
 _encoder = msgspec.msgpack.Encoder()
 _from_router = msgspec.msgpack.Decoder(FromRouter)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from time import perf_counter
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from router import openapi
 from router.defaults import SamplingDefaults
@@ -28,6 +28,7 @@ from router.protocols.messages_types import (
     ThinkingEnabled,
 )
 from router.protocols.messages_writer import MessagesFormat
+from router.rate_limits import RateLimits
 from router.service import Service
 from router.tokenizer import Tokenizer
 
@@ -38,12 +39,13 @@ _EVENTS = "server-sent events: message_start, ping, content_block_start, content
 _ERRORS = (400, 401, 404, 408, 413, 415, 500, 502)
 
 
-def messages_routes(models: Models, answer: Answer) -> APIRouter:
+def messages_routes(models: Models, limits: RateLimits, answer: Answer) -> APIRouter:
     """`/v1/messages` and what is below. `answer` runs a job and answers the request with a format's bytes."""
     routes = APIRouter(tags=["generation"])
 
     @routes.post(
         "/v1/messages",
+        dependencies=[Depends(limits.admit)],
         openapi_extra=openapi.body(MessagesRequest),
         responses=openapi.answers(MessageAnswer, *_ERRORS, 429, 503, events=_EVENTS, error=AnthropicError),
     )

@@ -5,10 +5,10 @@ from time import perf_counter
 from typing import Any, get_args
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from router import openapi
-from router.auth import Keys
+from router.auth import Keys, client_of
 from router.errors import ApiError, internal, invalid
 from router.generation import Generation
 from router.models import Models
@@ -18,6 +18,7 @@ from router.protocols.responses_reader import Asked, references, responses_job, 
 from router.protocols.responses_runs import BackgroundRuns, KeptResponses, follow
 from router.protocols.responses_types import Include, ResponsesRequest
 from router.protocols.responses_writer import ResponsesFormat, new_id
+from router.rate_limits import RateLimits
 from router.sse import Emit, EventStream, unless_gone
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc
 STREAM = {"schema": {"description": "server-sent events, each with its name and a sequence_number"}}
 
 
-def responses_routes(models: Models, keys: Keys) -> APIRouter:
+def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRouter:
     """The routes."""
     kept = KeptResponses(models.config)
     runs = BackgroundRuns(kept, models.config.max_background_responses)
@@ -37,6 +38,7 @@ def responses_routes(models: Models, keys: Keys) -> APIRouter:
 
     @routes.post(
         "/v1/responses",
+        dependencies=[Depends(limits.admit)],
         openapi_extra=openapi.body(ResponsesRequest),
         responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 408, 413, 415, 429, 500, 502, 503)),
     )
@@ -45,7 +47,7 @@ def responses_routes(models: Models, keys: Keys) -> APIRouter:
         """Answers items, as a whole, as a stream, or in the background."""
         arrived = perf_counter()
         service, body, size = await models.read(request, ResponsesRequest)
-        service.check_priority(body.priority)
+        service.check_priority(body.priority, client_of(request))
         tenant = keys.tenant(request)
         keeps = bool(kept) and body.store is not False
         if body.background and not keeps:
@@ -66,7 +68,7 @@ def responses_routes(models: Models, keys: Keys) -> APIRouter:
             arrived,
         )
         form = ResponsesFormat(job, response, service.tokenizer)
-        generation = Generation(service, job, form, request.state.name)
+        generation = Generation(service, job, form, request.state.name, request.state.ticket)
         stored = StoredResponse(response, [_listed(item, asked.referred) for item in items] if keeps else [])
         if body.background:
             await runs.start(tenant, stored, generation, form, bool(body.stream))

@@ -90,7 +90,13 @@ class BackgroundRuns:
         name = stored.response.id
         run = _Run(self._kept, tenant, stored, generation, form, keeps_events)
         self._running[name] = task = asyncio.create_task(self._begin(run))
-        task.add_done_callback(lambda _: self._running.pop(name, None))
+        generation.ticket.kept = True
+
+        def ended(_: object) -> None:
+            self._running.pop(name, None)
+            generation.ticket.end()
+
+        task.add_done_callback(ended)
         try:
             await asyncio.shield(run.is_kept)
         except asyncio.CancelledError:  # the client has gone before it knew the id

@@ -42,6 +42,7 @@ from worker.messages import (
     ReplicaLoad,
     Subscribe,
     TokenLogprobs,
+    UsageReport,
     decode_from_router,
     encode,
 )
@@ -327,6 +328,9 @@ class FakeReplica:
                     return
                 token_ids = self.script(message)
                 self._running.append(Running(identity, message, token_ids, len(message.output_ids)))
+            case UsageReport():
+                for other in self._subscribers - {identity}:
+                    self._socket.send_multipart([other, encode(message)])
             case Abort():
                 self._running = [r for r in self._running if r.request.request_id not in message.request_ids]
 

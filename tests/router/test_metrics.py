@@ -155,6 +155,7 @@ def test_several_routers_count_under_their_names() -> None:
     both, own = pages[0] & pages[1], pages[0] - pages[1]
     assert {name.rpartition("_")[0] for name, _ in own} == {
         "shoal_sequences",
+        "shoal_key_file_errors",
         *(f"shoal_{of}_seconds" for of in ("time_to_first_token", "inter_token_latency", "request", "queue")),
     }
     assert all(("router", "a") in labels for _, labels in own)

@@ -37,6 +37,7 @@ from worker.messages import (
     Outputs,
     Release,
     Subscribe,
+    UsageReport,
     decode_from_router,
     encode,
 )
@@ -231,6 +232,9 @@ class Server:
             self._load_due = True
         elif isinstance(message, Subscribe):
             self._subscribe(router)
+        elif isinstance(message, UsageReport):
+            for other in self._subscribers - {router}:
+                self._send(other, message)
 
     def _generate(self, router: bytes, request: Generate) -> None:
         request_id = request.request_id

@@ -17,6 +17,7 @@ from worker.errors import DeviceLost
 from worker.messages import (
     Abort,
     CacheEvents,
+    ClientUsage,
     Generate,
     Grammar,
     Lease,
@@ -26,6 +27,7 @@ from worker.messages import (
     ReplicaLoad,
     SamplingParams,
     Subscribe,
+    UsageReport,
     decode_from_replica,
     encode,
 )
@@ -43,6 +45,7 @@ class Router:
         self.outputs: dict[str, list[Output]] = {}
         self.loads: list[ReplicaLoad] = []
         self.events: list[CacheEvents] = []
+        self.reports: list[UsageReport] = []
 
     def send(self, message) -> None:
         self.socket.send(encode(message))
@@ -60,6 +63,8 @@ class Router:
                 self.outputs.setdefault(output.request_id, []).append(output)
         elif isinstance(message, ReplicaLoad):
             self.loads.append(message)
+        elif isinstance(message, UsageReport):
+            self.reports.append(message)
         else:
             self.events.append(message)
 
@@ -206,6 +211,22 @@ def test_a_release_ends_leases(serve):
     router.until(lambda: router.loads and router.loads[-1].kv_tokens_leased > 0)
     router.send(Release(["program", "unknown"]))
     router.until(lambda: router.loads[-1].kv_tokens_leased == 0)
+
+
+def test_a_usage_report_reaches_all_other_routers(serve):
+    s = serve()
+    routers = [s.router() for _ in range(3)]
+    for router in routers:
+        router.send(Subscribe())
+        router.until(lambda router=router: router.events)
+    report = UsageReport("first", {"client": ClientUsage(3, 500, 2, 60, 0)})
+    routers[0].send(report)
+    for router in routers[1:]:
+        router.until(lambda router=router: router.reports)
+        assert router.reports == [report]
+    routers[0].send(Subscribe())
+    routers[0].until(lambda: len(routers[0].events) == 2)
+    assert not routers[0].reports
 
 
 def test_abort_stops_and_nothing_follows(serve):

@@ -1,0 +1,278 @@
+"""Limits of clients: requests and tokens in a minute, requests at once.
+
+    Keys.check ──▶ RateLimits.enter: 429, or a Ticket ──▶ tokens are counted as they are used ──▶ Ticket.end
+
+Routers share the counts. Each tells the others what its clients have used (`report`, `hear`), several times a second,
+by way of a replica that is connected to all of them (`UsageExchange`). So a limit holds over all routers, but for what
+was used in the last fraction of a second.
+
+A limit in a minute is a leaky bucket: what was used flows off evenly, the whole limit within a minute. Tokens are
+counted after the fact. A prompt counts as soon as it is tokenised, an answer as it is made, and the next requests wait
+until the bucket is no longer full.
+"""
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from router.auth import client_of
+from router.errors import ApiError
+from router.key_file import ApiClient
+from router.metrics import Metrics
+from router.replicas import Replicas
+from worker.messages import ClientUsage, UsageReport
+
+MINUTE_S = 60.0
+REPORT_EVERY_S = 0.1
+# Running requests are told again so often, and count for so long at the other routers: a router may have gone.
+REPEAT_S, TRUST_S = 1.0, 5.0
+BUSY_RETRY_S = 1  # when a client with too many requests at once may try again: when one of them ends is not known
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A leaky bucket. `level`: what was used and has not flowed off yet, at `at_s` (seconds). `per_minute`: what flows
+    off."""
+
+    level: float = 0.0
+    per_minute: int = 0
+    at_s: float = 0.0
+
+    def leak(self, per_minute: int, now_s: float) -> float:
+        """The level now, with a limit that may be new."""
+        self.level = max(0.0, self.level - (now_s - self.at_s) * per_minute / MINUTE_S)
+        self.per_minute, self.at_s = per_minute, now_s
+        return self.level
+
+    def add(self, amount: int, per_minute: int, now_s: float) -> None:
+        """Counts a use."""
+        if per_minute:
+            self.level = self.leak(per_minute, now_s) + amount
+
+    def is_empty(self, now_s: float) -> bool:
+        return self.level <= (now_s - self.at_s) * self.per_minute / MINUTE_S
+
+
+@dataclass(slots=True)
+class _Used:
+    """A client's use: `requests` and `tokens` of all routers, `running` of this one and of `others` by name, with the
+    time when they were told. `new_requests`, `new_tokens`: what the other routers have not been told."""
+
+    requests: Bucket = field(default_factory=Bucket)
+    tokens: Bucket = field(default_factory=Bucket)
+    running: int = 0
+    others: dict[str, tuple[int, float]] = field(default_factory=dict)
+    told_s: float = -math.inf
+    told_running: int = 0
+    new_requests: int = 0
+    new_tokens: int = 0
+
+    def at_once(self, now_s: float) -> int:
+        """Requests that run now, on all routers."""
+        self.others = {router: told for router, told in self.others.items() if now_s - told[1] < TRUST_S}
+        return self.running + sum(running for running, _ in self.others.values())
+
+
+class RateLimits:
+    """The use of all clients, against their limits. For one event loop."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self.router = secrets.token_hex(8)
+        self._metrics = metrics
+        self._clock = clock
+        self._used: dict[str, _Used] = {}  # by tenant; clients with limits only
+
+    async def admit(self, request: Request) -> None:
+        """Sets `request.state.ticket`; the middleware ends it after the answer. A dependency of the routes that
+        generate, after `Keys.check`. Raises ApiError (429)."""
+        request.state.ticket = self.enter(client_of(request))
+
+    def enter(self, client: ApiClient) -> "Ticket":
+        """Admits a request, which runs until its ticket ends. Raises ApiError (429) if that would break a limit."""
+        ticket = Ticket(self, client)
+        if ticket.is_limited:
+            used, now_s = self.used(client), self._clock()
+            refused = [refusal for refusal in _refusals(client, used, now_s) if refusal is not None]
+            if refused:
+                limit, wait_s, message = max(refused, key=lambda refusal: refusal[1])
+                self._metrics.client_requests.labels(client.name, limit).inc()
+                headers = {"Retry-After": str(max(1, math.ceil(wait_s)))} | ticket.headers()
+                raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+            used.requests.add(1, client.requests_per_minute or 0, now_s)
+            used.new_requests += 1
+            used.running += 1
+        self._metrics.client_requests.labels(client.name, "admitted").inc()
+        return ticket
+
+    def used(self, client: ApiClient) -> _Used:
+        """The client's use so far."""
+        return self._used.setdefault(client.tenant, _Used())
+
+    def now_s(self) -> float:
+        return self._clock()
+
+    def count(self, client: ApiClient, prompt: int, output: int) -> None:
+        """Counts tokens in the metrics."""
+        self._metrics.client_tokens.labels(client.name, "prompt").inc(prompt)
+        self._metrics.client_tokens.labels(client.name, "output").inc(output)
+
+    # ------------------------------------------------------------ the other routers
+
+    def report(self) -> UsageReport | None:
+        """The news that the others have not been told yet; None if there are none."""
+        now_s, clients = self._clock(), {}
+        for tenant, used in list(self._used.items()):
+            due = used.running and now_s - used.told_s >= REPEAT_S
+            if due or used.new_requests or used.new_tokens or used.running != used.told_running:
+                clients[tenant] = ClientUsage(
+                    used.new_requests,
+                    used.new_tokens,
+                    used.running,
+                    used.requests.per_minute,
+                    used.tokens.per_minute,
+                )
+                used.new_requests = used.new_tokens = 0
+                used.told_s, used.told_running = now_s, used.running
+            elif not used.at_once(now_s) and used.requests.is_empty(now_s) and used.tokens.is_empty(now_s):
+                del self._used[tenant]
+        return UsageReport(self.router, clients) if clients else None
+
+    def hear(self, report: UsageReport) -> None:
+        """Counts what another router tells."""
+        now_s = self._clock()
+        for tenant, told in report.clients.items():
+            used = self._used.setdefault(tenant, _Used())
+            used.requests.add(told.requests, told.requests_per_minute, now_s)
+            used.tokens.add(told.tokens, told.tokens_per_minute, now_s)
+            used.others[report.router] = told.running, now_s
+
+
+class Ticket:
+    """A request that was admitted. `kept`: the request goes on after its HTTP answer, and its runner ends the
+    ticket."""
+
+    def __init__(self, limits: RateLimits, client: ApiClient) -> None:
+        self.client = client
+        self.kept = False
+        self.is_limited = any(
+            limit is not None
+            for limit in (client.requests_per_minute, client.tokens_per_minute, client.concurrent_requests)
+        )
+        self._limits = limits
+        self._prompt = self._output = 0
+        self._has_ended = False
+
+    def add_tokens(self, prompt: int = 0, output: int = 0) -> None:
+        """Counts tokens that the request uses."""
+        self._prompt += prompt
+        self._output += output
+        if self.client.tokens_per_minute is not None:
+            used = self._limits.used(self.client)
+            used.tokens.add(prompt + output, self.client.tokens_per_minute, self._limits.now_s())
+            used.new_tokens += prompt + output
+
+    def end(self) -> None:
+        """Ends the request. Does nothing the second time."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._limits.count(self.client, self._prompt, self._output)
+        if self.is_limited:
+            self._limits.used(self.client).running -= 1
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's headers: of each limit in a minute the limit, what remains of it, and when all of it will again."""
+        headers: dict[str, str] = {}
+        client = self.client
+        if not self.is_limited:
+            return headers
+        used, now_s = self._limits.used(client), self._limits.now_s()
+        for what, bucket, most in (
+            ("requests", used.requests, client.requests_per_minute),
+            ("tokens", used.tokens, client.tokens_per_minute),
+        ):
+            if most is not None:
+                level = bucket.leak(most, now_s)
+                headers[f"x-ratelimit-limit-{what}"] = str(most)
+                headers[f"x-ratelimit-remaining-{what}"] = str(max(0, math.floor(most - level)))
+                headers[f"x-ratelimit-reset-{what}"] = duration(level * MINUTE_S / most)
+        return headers
+
+
+HEADERS = [
+    f"x-ratelimit-{which}-{what}" for which in ("limit", "remaining", "reset") for what in ("requests", "tokens")
+]
+
+
+class UsageExchange:
+    """Lets the routers hear of each other's clients: sends this router's reports to one replica, which passes them on
+    to all others."""
+
+    def __init__(self, limits: RateLimits, connections: Iterable[Replicas]) -> None:
+        """`connections`: those of each model."""
+        self._limits = limits
+        self._connections = list(connections)
+        self._task: asyncio.Task[None] | None = None
+        for replicas in self._connections:
+            replicas.on_usage = limits.hear
+
+    def start(self) -> None:
+        """Begins, in the running event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            self.tell()
+
+    def tell(self) -> None:
+        """Sends what the other routers have not been told yet, if a replica is connected."""
+        connected = [replicas for replicas in self._connections if replicas.ready]
+        if connected:
+            report = self._limits.report()
+            if report is not None:
+                connected[0].tell_one(report, turn=int(self._limits.router, 16))
+
+
+def duration(seconds: float) -> str:
+    """A time in the form of OpenAI's headers: 1m30s, 2.5s, 120ms."""
+    if seconds < 1:
+        return f"{math.ceil(1000 * seconds)}ms"
+    minutes, seconds = divmod(math.ceil(10 * seconds) / 10, 60)
+    text = f"{seconds:.1f}".removesuffix(".0") + "s"
+    return f"{minutes:.0f}m{text}" if minutes else text
+
+
+Refusal = tuple[str, float, str]
+
+
+def _refusals(client: ApiClient, used: _Used, now_s: float) -> Iterable[Refusal | None]:
+    """For each limit that is reached: its name, seconds until it may not be, and what the client is told."""
+    at_once = client.concurrent_requests
+    if at_once is not None and used.at_once(now_s) >= at_once:
+        message = f"{client.name} may have {at_once} requests at once; wait until one of them has ended."
+        yield "concurrent", BUSY_RETRY_S, message
+    yield _refusal(client, "requests", used.requests, client.requests_per_minute, 1, now_s)
+    yield _refusal(client, "tokens", used.tokens, client.tokens_per_minute, 0, now_s)
+
+
+def _refusal(client: ApiClient, what: str, bucket: Bucket, most: int | None, more: int, now_s: float) -> Refusal | None:
+    if most is None:
+        return None
+    over = bucket.leak(most, now_s) + more - most
+    if over < 0 or (more and over <= 0):
+        return None
+    wait_s = over * MINUTE_S / most
+    message = f"{client.name} may use {most} {what} a minute, and has used them; try again in {duration(wait_s)}."
+    return what, wait_s, message

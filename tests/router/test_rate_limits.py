@@ -1,0 +1,317 @@
+"""Limits of clients: what is refused, for how long, and over several routers."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from router.config import RouterConfig
+from router.errors import ApiError
+from router.key_file import ANYBODY, ApiClient
+from router.metrics import Metrics
+from router.models import Models
+from router.rate_limits import REPEAT_S, TRUST_S, RateLimits, Ticket, duration
+
+
+class Router:
+    """The limits of a router, on a clock that tests share."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.metrics = Metrics()
+        self.limits = RateLimits(self.metrics, clock)
+
+    def enter(self, client: ApiClient) -> Ticket:
+        return self.limits.enter(client)
+
+    def refusal(self, client: ApiClient) -> ApiError:
+        with pytest.raises(ApiError) as caught:
+            self.limits.enter(client)
+        assert caught.value.status == 429 and caught.value.code == "rate_limit_exceeded"
+        assert client.name in caught.value.message
+        return caught.value
+
+    def count(self, name: str) -> float:
+        lines = self.metrics.page().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def router(clock: Clock) -> Router:
+    return Router(clock)
+
+
+def test_a_client_without_limits_is_counted_and_never_refused(router: Router) -> None:
+    for client in (ANYBODY, ApiClient("t", "free")):
+        for _ in range(100):
+            ticket = router.enter(client)
+            ticket.add_tokens(prompt=1000)
+        assert ticket.headers() == {}
+    assert router.count('shoal_client_requests_total{client="free",result="admitted"}') == 100
+    assert router.limits.report() is None
+
+
+def test_requests_flow_off_evenly(router: Router, clock: Clock) -> None:
+    client = ApiClient("t", "a", requests_per_minute=6)
+    for left in range(5, -1, -1):
+        headers = router.enter(client).headers()
+        assert headers["x-ratelimit-remaining-requests"] == str(left)
+    assert headers["x-ratelimit-limit-requests"] == "6" and headers["x-ratelimit-reset-requests"] == "1m0s"
+    refused = router.refusal(client)
+    assert refused.headers is not None and refused.headers["Retry-After"] == "10"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0" and "6 requests a minute" in refused.message
+    clock.s += 10
+    router.enter(client)
+    assert router.refusal(client).headers["Retry-After"] == "10"  # type: ignore[index]
+    assert router.count('shoal_client_requests_total{client="a",result="requests"}') == 2
+    clock.s += 60
+    assert router.enter(client).headers()["x-ratelimit-remaining-requests"] == "5"
+
+
+def test_tokens_count_when_they_are_used(router: Router, clock: Clock) -> None:
+    """A prompt longer than the limit is answered, and paid for by those after it."""
+    client = ApiClient("t", "a", tokens_per_minute=60)
+    ticket = router.enter(client)
+    ticket.add_tokens(prompt=80)
+    ticket.add_tokens(output=10)
+    assert ticket.headers()["x-ratelimit-remaining-tokens"] == "0"
+    assert router.refusal(client).headers["Retry-After"] == "30"  # type: ignore[index]
+    ticket.end()
+    ticket.end()
+    assert router.count('shoal_client_tokens_total{client="a",kind="prompt"}') == 80
+    assert router.count('shoal_client_tokens_total{client="a",kind="output"}') == 10
+    clock.s += 40
+    assert router.limits.report() is not None
+    clock.s += 49
+    assert router.limits.report() is None
+    assert router.enter(client).headers()["x-ratelimit-remaining-tokens"] == "59"  # a debt outlives a minute
+
+
+def test_requests_at_once(router: Router) -> None:
+    client = ApiClient("t", "a", concurrent_requests=2)
+    first, second = router.enter(client), router.enter(client)
+    assert "2 requests at once" in router.refusal(client).message and second.headers() == {}
+    first.end()
+    first.end()  # counts once
+    router.enter(client)
+    router.refusal(client)
+    router.enter(ApiClient("other", "b", concurrent_requests=2))
+
+
+def test_the_limit_that_takes_longest_is_told(router: Router) -> None:
+    client = ApiClient("t", "a", requests_per_minute=1, tokens_per_minute=60, concurrent_requests=1)
+    router.enter(client).add_tokens(prompt=180)
+    assert router.refusal(client).headers["Retry-After"] == "120"  # type: ignore[index]
+
+
+def test_a_lower_limit_holds_at_once(router: Router) -> None:
+    for _ in range(5):
+        router.enter(ApiClient("t", "a", requests_per_minute=100))
+    router.refusal(ApiClient("t", "a", requests_per_minute=5))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (0.0121, "13ms"), (0.9999, "1000ms"), (1, "1s"), (2.41, "2.5s"), (59.99, "1m0s"), (90, "1m30s")],
+)
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# ---------------------------------------------------------------- over several routers
+
+
+def tell(source: Router, *others: Router) -> None:
+    report = source.limits.report()
+    assert report is not None
+    for other in others:
+        other.limits.hear(report)
+
+
+def test_limits_hold_over_all_routers(clock: Clock) -> None:
+    one, other = Router(clock), Router(clock)
+    client = ApiClient("t", "a", requests_per_minute=6, tokens_per_minute=60)
+    clock.s += 1000
+    for _ in range(3):
+        one.enter(client).add_tokens(prompt=10)
+    tell(one, other)
+    headers = other.enter(client).headers()
+    assert headers["x-ratelimit-remaining-requests"] == "2" and headers["x-ratelimit-remaining-tokens"] == "30"
+    tell(other, one)
+    assert one.enter(client).headers()["x-ratelimit-remaining-requests"] == "1"
+    clock.s += 1000  # what was heard long ago is forgotten, what is heard now is not
+    for _ in range(6):
+        one.enter(client)
+    tell(one, other)
+    other.refusal(client)
+
+
+def test_requests_at_once_are_counted_over_all_routers(clock: Clock) -> None:
+    one, other = Router(clock), Router(clock)
+    client = ApiClient("t", "a", concurrent_requests=2)
+    tickets = [one.enter(client), one.enter(client)]
+    tell(one, other)
+    other.refusal(client)
+    for _ in range(10):  # those that run are told again and again
+        clock.s += REPEAT_S
+        tell(one, other)
+    other.refusal(client)
+    tickets[0].end()
+    tell(one, other)
+    other.enter(client)
+    clock.s += TRUST_S  # the router is gone, and with it its requests
+    other.enter(client)
+
+
+def test_nothing_is_told_twice(router: Router, clock: Clock) -> None:
+    client = ApiClient("t", "a", requests_per_minute=6)
+    ticket = router.enter(client)
+    report = router.limits.report()
+    assert report is not None and report.clients["t"].requests == 1 and report.clients["t"].running == 1
+    assert router.limits.report() is None
+    ticket.end()
+    report = router.limits.report()
+    assert report is not None and report.clients["t"].requests == 0 and report.clients["t"].running == 0
+    clock.s += 100
+    assert router.limits.report() is None and not router.limits._used
+
+
+# ---------------------------------------------------------------- through the server
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> RouterConfig:
+    (tmp_path / "keys").write_text(
+        "keys:\n"
+        "- {name: batch, key: sk-batch, max_priority: -2, concurrent_requests: 1}\n"
+        "- {name: chat, key: sk-chat, max_priority: 5, requests_per_minute: 3, tokens_per_minute: 1000}\n"
+        "- {name: free, key: sk-free}\n"
+    )
+    return RouterConfig(api_key_file=tmp_path / "keys")
+
+
+def ask(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.with_raw_response.create(**{"model": "tiny", "prompt": "x", "max_tokens": 3} | fields)
+
+
+def test_priorities_end_where_the_key_says(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:
+    fake = make_replica()
+    stack = make_stack(fake, config=keys)
+    batch, chat, free = (stack.client.with_options(api_key=f"sk-{name}") for name in ("batch", "chat", "free"))
+    for client, priority, sent in ((batch, None, -2), (batch, -7, -7), (chat, 5, 5), (chat, None, 0), (free, 0, 0)):
+        ask(client, extra_body={} if priority is None else {"priority": priority})
+        assert fake.requests()[-1].priority == sent
+    for client, priority in ((batch, 0), (chat, 6), (free, 1)):
+        with pytest.raises(openai.BadRequestError, match="'priority' is"):
+            ask(client, extra_body={"priority": priority})
+    batch.embeddings.create(model="tiny", input="x")
+    assert fake.requests()[-1].priority == -2
+    page = httpx.get(f"{stack.url}/openapi.json").json()
+    assert page["components"]["schemas"]["ChatRequest"]["properties"]["priority"]["anyOf"][0]["maximum"] == 5
+
+
+def test_answers_and_refusals_tell_what_is_left(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:
+    stack = make_stack(make_replica(), config=keys)
+    chat = stack.client.with_options(api_key="sk-chat")
+    first = ask(chat)
+    assert first.headers["x-ratelimit-limit-requests"] == "3" and first.headers["x-ratelimit-remaining-requests"] == "2"
+    used = first.parse().usage.total_tokens
+    assert first.headers["x-ratelimit-remaining-tokens"] == str(1000 - used)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(chat, max_tokens=-1)
+    assert wrong.value.response.headers["x-ratelimit-remaining-requests"] == "1"
+    for event in chat.completions.create(model="tiny", prompt="x", max_tokens=3, stream=True):
+        assert event
+    with pytest.raises(openai.RateLimitError) as refused:
+        ask(chat)
+    assert refused.value.code == "rate_limit_exceeded" and refused.value.type == "rate_limit_error"
+    headers = refused.value.response.headers
+    assert 1 <= int(headers["retry-after"]) <= 20 and headers["x-ratelimit-remaining-requests"] == "0"
+    assert headers["x-request-id"]
+    anthropic = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    answer = httpx.post(f"{stack.url}/v1/messages", json=anthropic, headers={"x-api-key": "sk-chat"})
+    assert answer.status_code == 429 and answer.json()["error"]["type"] == "rate_limit_error"
+    assert "x-ratelimit-limit-requests" not in ask(stack.client.with_options(api_key="sk-free")).headers
+    assert chat.models.list().data  # lists are not limited
+    assert stack.metric('shoal_client_requests_total{client="chat",result="requests"') == 2
+    assert stack.metric('shoal_client_requests_total{client="chat",result="admitted"') == 3
+
+
+def test_a_request_counts_until_its_last_token(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:
+    fake = make_replica().hold()
+    stack = make_stack(fake, config=keys)
+    batch = stack.client.with_options(api_key="sk-batch")
+    fake.allow(1)
+    with batch.completions.create(model="tiny", prompt="x", max_tokens=5, stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="at once"):
+            ask(batch)
+    # Its client has gone:
+    stack.until(lambda: stack.metric('shoal_client_tokens_total{client="batch",kind="prompt"') > 0)
+    fake.allow(None)
+    ask(batch)
+    made = batch.responses.create(model="tiny", input="x", max_output_tokens=5)
+    assert made.status == "incomplete"
+    ask(batch)
+
+
+def test_a_response_in_the_background_counts_while_it_runs(
+    make_stack: Any, make_replica: Any, keys: RouterConfig, tmp_path: Path
+) -> None:
+    fake = make_replica().hold()
+    stack = make_stack(fake, config=keys.model_copy(update={"response_store_dir": tmp_path / "responses"}))
+    batch = stack.client.with_options(api_key="sk-batch")
+    made = batch.responses.create(model="tiny", input="x", background=True)
+    with pytest.raises(openai.RateLimitError, match="at once"):
+        ask(batch)
+    fake.allow(None)
+    stack.idle()
+    stack.until(lambda: stack.metric('shoal_client_tokens_total{client="batch",kind="output"') > 0)
+    ask(batch)
+    assert batch.responses.retrieve(made.id).status == "completed"
+
+
+def test_routers_hear_of_each_other_through_a_replica(
+    make_service: Any, serve: Any, make_replica: Any, keys: RouterConfig
+) -> None:
+    fake = make_replica().hold()
+    doors = []
+    for _ in range(2):
+        metrics = Metrics()
+        models = Models([make_service(metrics, fake, config=keys)], metrics, keys)
+        doors.append((models, serve(models)))
+    (_, first), (models, second) = doors
+    one, other = (server.client().with_options(api_key="sk-batch") for server in (first, second))
+    assert models._exchange is not None
+    limits = models._exchange._limits
+
+    async def heard(running: int) -> None:
+        while [told[0] for used in limits._used.values() for told in used.others.values()] != [running]:
+            await asyncio.sleep(0.002)
+
+    fake.allow(1)
+    with one.completions.create(model="tiny", prompt="x", max_tokens=5, stream=True) as stream:
+        next(iter(stream))
+        second.do(heard(1))
+        with pytest.raises(openai.RateLimitError, match="at once"):
+            ask(other)
+    second.do(heard(0))
+    fake.allow(None)
+    ask(other)
