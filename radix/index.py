@@ -9,6 +9,9 @@ a prompt therefore finds the cached length on every replica, however many there 
 
 A cache that is dropped is hidden at once, and removed from the nodes little by little (`PrefixIndex.tidy`). Until then
 its bit is not given to another.
+
+Nodes are numbers, their fields are rows of lists: hundreds of thousands of objects would stop the event loop for as
+many microseconds whenever Python's garbage collector walks them all.
 """
 
 from collections import deque
@@ -20,33 +23,7 @@ from numpy.typing import NDArray
 from radix.events import Event, Removed, Split, Stored
 from radix.node import TOKEN_BYTES, common_bytes
 
-NO_CHILDREN: dict[bytes, "IndexNode"] = {}  # of every leaf: never changed
-
-
-class IndexNode:
-    """A node of the index. `edge` has its own tokens, `holders` the bits of the caches that have them, `children` its
-    children by the first page of their edges."""
-
-    __slots__ = ("children", "edge", "holders", "parent")
-
-    def __init__(self, parent: "IndexNode | None", edge: bytes, holders: int) -> None:
-        self.parent = parent
-        self.edge = edge
-        self.holders = holders
-        self.children = NO_CHILDREN
-
-
-class HeldNode:
-    """A node of one replica's tree: where it ends in the index, its parent in the replica's tree, its own bytes, and
-    the number of its children there."""
-
-    __slots__ = ("end", "num_bytes", "num_children", "parent")
-
-    def __init__(self, end: IndexNode, parent: "HeldNode | None", num_bytes: int, num_children: int) -> None:
-        self.end = end
-        self.parent = parent
-        self.num_bytes = num_bytes
-        self.num_children = num_children
+ROOT = 0
 
 
 class IndexedCache:
@@ -56,8 +33,9 @@ class IndexedCache:
         self.index = index
         self.slot = slot  # its place in the array of `PrefixIndex.match`
         self._bit = 1 << slot
-        self._page_bytes = index.page_size * TOKEN_BYTES
-        self._nodes = {0: HeldNode(index.root, None, 0, 0)}
+        # By number in the replica's tree: the node of the index where it ends, its parent's number, and its own bytes.
+        self._nodes = {0: (ROOT, -1, 0)}
+        self._num_children: dict[int, int] = {}  # of nodes that have children in the replica's tree
         self._num_bytes = 0
 
     @property
@@ -80,91 +58,52 @@ class IndexedCache:
         for taken in range(most):
             if not self._nodes:
                 return taken
-            _, held = self._nodes.popitem()
-            if held.parent is not None:
-                self._take_out(held, held.parent.end)
+            _, (end, _, num_bytes) = self._nodes.popitem()
+            self.index.take_out(end, num_bytes, self._bit)
         return most
 
     def _store(self, event: Stored) -> None:
-        tokens, page_bytes, bit = event.tokens, self._page_bytes, self._bit
-        if not tokens or len(tokens) % page_bytes:
+        number, above, tokens = event.node, event.parent, event.tokens
+        if not tokens or len(tokens) % self.index.page_bytes:
             raise ValueError(
-                f"node {event.node} has {len(tokens)} bytes of tokens: not whole pages of {self.index.page_size} tokens"
+                f"node {number} has {len(tokens)} bytes of tokens: not whole pages of {self.index.page_size} tokens"
             )
-        if event.node in self._nodes:
-            raise ValueError(f"node {event.node} is there already")
-        parent = self._known(event.parent)
-        node, at = parent.end, 0
-        child = node.children.get(tokens[:page_bytes])
-        if child is not None and child.holders & bit:
-            raise ValueError(f"node {event.parent} already has a child that begins like node {event.node}")
-        while child is not None:
-            if not tokens.startswith(child.edge, at):
-                inside = common_bytes(tokens, at, child.edge, page_bytes)
-                child = _split(child, inside, page_bytes)
-            child.holders |= bit
-            node, at = child, at + len(child.edge)
-            if at == len(tokens):
-                break
-            child = node.children.get(tokens[at : at + page_bytes])
-        if at < len(tokens):
-            leaf = IndexNode(node, tokens[at:] if at else tokens, bit)
-            _attach(leaf, node, page_bytes)
-            node = leaf
-        self._nodes[event.node] = HeldNode(node, parent, len(tokens), 0)
-        parent.num_children += 1
+        if number in self._nodes:
+            raise ValueError(f"node {number} is there already")
+        end = self.index.store(self._known(above)[0], tokens, self._bit)
+        if end is None:
+            raise ValueError(f"node {above} already has a child that begins like node {number}")
+        self._nodes[number] = (end, above, len(tokens))
+        self._num_children[above] = self._num_children.get(above, 0) + 1
         self._num_bytes += len(tokens)
 
     def _split(self, event: Split) -> None:
-        held, at = self._known(event.node), event.at * TOKEN_BYTES
+        (end, above, num_bytes), at = self._known(event.node), event.at * TOKEN_BYTES
         if event.upper in self._nodes:
             raise ValueError(f"node {event.upper} is there already")
-        if held.parent is None or not 0 < at < held.num_bytes or at % self._page_bytes:
-            raise ValueError(
-                f"node {event.node} of {held.num_bytes // TOKEN_BYTES} tokens cannot be split at {event.at}"
-            )
-        node, below = held.end, held.num_bytes - at
-        while len(node.edge) <= below:
-            below -= len(node.edge)
-            assert node.parent is not None
-            node = node.parent
-            if not below:
-                break
-        if below:
-            node = _split(node, len(node.edge) - below, self._page_bytes)
-        upper = HeldNode(node, held.parent, at, 1)
-        held.parent, held.num_bytes = upper, held.num_bytes - at
-        self._nodes[event.upper] = upper
+        if not 0 < at < num_bytes or at % self.index.page_bytes:
+            raise ValueError(f"node {event.node} of {num_bytes // TOKEN_BYTES} tokens cannot be split at {event.at}")
+        self._nodes[event.upper] = (self.index.ends_at(end, num_bytes - at), above, at)
+        self._nodes[event.node] = (end, event.upper, num_bytes - at)
+        self._num_children[event.upper] = 1
 
     def _remove(self, event: Removed) -> None:
-        held = self._known(event.node)
-        if held.num_children or held.parent is None:
+        end, above, num_bytes = self._known(event.node)
+        if event.node in self._num_children or not num_bytes:
             raise ValueError(f"node {event.node} is no leaf")
         del self._nodes[event.node]
-        held.parent.num_children -= 1
-        self._num_bytes -= held.num_bytes
-        self._take_out(held, held.parent.end)
+        left = self._num_children[above] - 1
+        if left:
+            self._num_children[above] = left
+        else:
+            del self._num_children[above]
+        self._num_bytes -= num_bytes
+        self.index.take_out(end, num_bytes, self._bit)
 
-    def _take_out(self, held: HeldNode, above: IndexNode) -> None:
-        """Takes the bit off the nodes from `held.end` up to `above`, without it, and removes those without
-        a holder."""
-        node, bit, page_bytes = held.end, self._bit, self._page_bytes
-        while node is not above:
-            parent = node.parent
-            assert parent is not None
-            node.holders ^= bit
-            if not node.holders and not node.children:
-                del parent.children[node.edge[:page_bytes]]
-            node = parent
-        # Dropped caches are taken out in any order, so that a parent may have lost its last holder before.
-        while not node.holders and not node.children and (up := node.parent) is not None:
-            del up.children[node.edge[:page_bytes]]
-            node = up
-
-    def _known(self, number: int) -> HeldNode:
-        if (held := self._nodes.get(number)) is None:
+    def _known(self, number: int) -> tuple[int, int, int]:
+        if (node := self._nodes.get(number)) is None:
             raise ValueError(f"node {number} is not known")
-        return held
+        return node
 
 
 class PrefixIndex:
@@ -175,11 +114,23 @@ class PrefixIndex:
         if not 1 <= page_size <= 64:
             raise ValueError(f"page_size must be 1 to 64 tokens, not {page_size}")
         self.page_size = page_size
-        self.root = IndexNode(None, b"", 0)
+        self.page_bytes = page_size * TOKEN_BYTES
+        # Of each node: its own tokens, its parent, the bits of the caches that have it, and its children by the first
+        # page of their edges.
+        self._edges: list[bytes] = [b""]
+        self._parents: list[int] = [-1]
+        self._holders: list[int] = [0]
+        self._children: list[dict[bytes, int] | None] = [None]
+        self._unused: list[int] = []  # numbers of nodes that were removed
         self._live = 0  # bits of the caches that are not dropped
         self._free: list[int] = []  # slots
         self._dropped: deque[IndexedCache] = deque()
         self.num_slots = 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes with a holder, or a dropped one that is still to be taken off."""
+        return len(self._edges) - len(self._unused) - 1
 
     def add(self) -> IndexedCache:
         """A new, empty cache."""
@@ -209,22 +160,101 @@ class PrefixIndex:
         """Tokens in the longest cached prefix of `prompt` (as `radix.node.pack` has it) on each replica, in whole
         pages; float64 [num_slots + 1], by slots. The last entry is 0, for a replica without a cache."""
         cached = np.zeros(self.num_slots + 1)
-        page_bytes, node, holders, end = self.page_size * TOKEN_BYTES, self.root, self._live, 0
-        while (child := node.children.get(prompt[end : end + page_bytes])) is not None:
-            still = holders & child.holders
+        page_bytes, children, holders, end = self.page_bytes, self._children[ROOT], self._live, 0
+        while children is not None and (child := children.get(prompt[end : end + page_bytes])) is not None:
+            still = holders & self._holders[child]
             if still != holders:
                 if end:
                     set_slots(cached, holders ^ still, end // TOKEN_BYTES)
                 if not still:
                     return cached
                 holders = still
-            if not prompt.startswith(child.edge, end):
-                end += common_bytes(prompt, end, child.edge, page_bytes)
+            edge = self._edges[child]
+            if not prompt.startswith(edge, end):
+                end += common_bytes(prompt, end, edge, page_bytes)
                 break
-            node, end = child, end + len(child.edge)
+            children, end = self._children[child], end + len(edge)
         if end:
             set_slots(cached, holders, end // TOKEN_BYTES)
         return cached
+
+    def store(self, node: int, tokens: bytes, bit: int) -> int | None:
+        """Gives the holder `bit` the path `tokens` below `node`, and returns where that ends. Returns None, and does
+        nothing, if it has a path there that begins with the same page."""
+        page_bytes, holders, at = self.page_bytes, self._holders, 0
+        children = self._children[node]
+        child = None if children is None else children.get(tokens[:page_bytes])
+        if child is not None and holders[child] & bit:
+            return None
+        while child is not None:
+            edge = self._edges[child]
+            if not tokens.startswith(edge, at):
+                child = self._split(child, common_bytes(tokens, at, edge, page_bytes))
+                edge = self._edges[child]
+            holders[child] |= bit
+            node, at = child, at + len(edge)
+            if at == len(tokens):
+                return node
+            children = self._children[node]
+            child = None if children is None else children.get(tokens[at : at + page_bytes])
+        return self._attach(node, tokens[at:] if at else tokens, bit)
+
+    def ends_at(self, node: int, below: int) -> int:
+        """The node that ends `below` bytes above the end of `node`; splits one for it if necessary."""
+        while below >= (size := len(self._edges[node])):
+            node, below = self._parents[node], below - size
+        return self._split(node, size - below) if below else node
+
+    def take_out(self, node: int, num_bytes: int, bit: int) -> None:
+        """Takes `bit` off the nodes of the path of `num_bytes` that ends with `node`, and removes those without a
+        holder."""
+        holders, children = self._holders, self._children
+        while num_bytes:
+            parent = self._parents[node]
+            num_bytes -= len(self._edges[node])
+            holders[node] ^= bit
+            if not holders[node] and children[node] is None:
+                self._detach(node, parent)
+            node = parent
+        # Dropped caches are taken out in any order, so that a parent may have lost its last holder before.
+        while node != ROOT and not holders[node] and children[node] is None:
+            parent = self._parents[node]
+            self._detach(node, parent)
+            node = parent
+
+    def _attach(self, parent: int, edge: bytes, holders: int) -> int:
+        if self._unused:
+            node = self._unused.pop()
+            self._edges[node], self._parents[node], self._holders[node] = edge, parent, holders
+        else:
+            node = len(self._edges)
+            self._edges.append(edge)
+            self._parents.append(parent)
+            self._holders.append(holders)
+            self._children.append(None)
+        siblings = self._children[parent]
+        if siblings is None:
+            siblings = self._children[parent] = {}
+        siblings[edge[: self.page_bytes]] = node
+        return node
+
+    def _detach(self, node: int, parent: int) -> None:
+        siblings = self._children[parent]
+        assert siblings is not None
+        del siblings[self._edges[node][: self.page_bytes]]
+        if not siblings:
+            self._children[parent] = None
+        self._edges[node] = b""
+        self._unused.append(node)
+
+    def _split(self, node: int, at: int) -> int:
+        """Gives the first `at` bytes of `node` to a new node above it, and returns that. Where `node` ends is
+        unchanged, so what refers to its end stays true."""
+        edge = self._edges[node]
+        upper = self._attach(self._parents[node], edge[:at], self._holders[node])  # in the place of `node`
+        self._edges[node], self._parents[node] = edge[at:], upper
+        self._children[upper] = {self._edges[node][: self.page_bytes]: node}
+        return upper
 
 
 def set_slots(values: NDArray[Any], bits: int, value: float) -> None:
@@ -237,21 +267,3 @@ def set_slots(values: NDArray[Any], bits: int, value: float) -> None:
         return
     packed = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
     values[np.unpackbits(packed, bitorder="little").nonzero()[0]] = value
-
-
-def _attach(node: IndexNode, parent: IndexNode, page_bytes: int) -> None:
-    if parent.children is NO_CHILDREN:
-        parent.children = {}
-    parent.children[node.edge[:page_bytes]] = node
-
-
-def _split(node: IndexNode, at: int, page_bytes: int) -> IndexNode:
-    """Gives the first `at` bytes of `node` to a new node above it, and returns that. Where `node` ends is unchanged, so
-    what refers to its end stays true."""
-    parent = node.parent
-    assert parent is not None
-    upper = IndexNode(parent, node.edge[:at], node.holders)
-    parent.children[upper.edge[:page_bytes]] = upper
-    node.edge, node.parent = node.edge[at:], upper
-    upper.children = {node.edge[:page_bytes]: node}
-    return upper

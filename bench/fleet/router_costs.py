@@ -19,6 +19,7 @@ from radix.snapshot import SnapshotWalk
 from radix.tree import Tree
 from router.fleet import Fleet
 from router.metrics import Metrics
+from worker.engine.engine import frozen_heap
 from worker.engine.server import PIECE_BYTES, PIECE_NODES
 from worker.messages import CacheEvents, ReplicaLoad, decode_from_replica, encode
 
@@ -100,13 +101,16 @@ def snapshot_stall_s(cached_tokens: int, node_tokens: int, seed: int = 0) -> dic
         assert isinstance(message, CacheEvents)
         fleet.apply_events("r", message)
 
-    while not walk.is_done:
-        frames.append(timed("scheduler", piece))
-    for frame in frames:
-        timed("router", partial(read, frame))
-    (view,) = fleet.snapshot()
-    assert view.indexed_tokens == tree.num_cached * PAGE_SIZE
-    timed("leave", lambda: fleet.leave("r"))
+    with frozen_heap():  # as a replica's server has it
+        while not walk.is_done:
+            frames.append(timed("scheduler", piece))
+    num_tokens = tree.num_cached * PAGE_SIZE
+    with frozen_heap():  # the tree is no part of a router's process
+        for frame in frames:
+            timed("router", partial(read, frame))
+        (view,) = fleet.snapshot()
+        assert view.indexed_tokens == num_tokens
+        timed("leave", lambda: fleet.leave("r"))
     return spent
 
 

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 import pytest
 import zmq
 
-from radix.index import IndexedCache, PrefixIndex
+from radix.index import PrefixIndex
+from tests.radix.conftest import Listener
 from worker.config import WorkerConfig
 from worker.engine import server as module
 from worker.engine.server import Server
@@ -309,7 +310,7 @@ def test_events_keep_an_index_exact(serve, monkeypatch):
     early.until(lambda: early.finished(*map(str, range(20))))
     early.generate("last", [7] * 20, max_tokens=40)
     early.until(lambda: early.finished("last"))
-    expected = indexed = None
+    expected = listener = None
     for router in (early, late):
         router.send(Subscribe())  # whatever is on its way comes before the snapshot that this asks for
         router.until(lambda r=router: len(snapshots(r)) == 2)
@@ -320,13 +321,15 @@ def test_events_keep_an_index_exact(serve, monkeypatch):
         assert {message.incarnation for message in changes} == {s.server.incarnation}
         for message in router.events:
             if message.piece == 0:
-                before, indexed = indexed, PrefixIndex(4).add()
+                before, listener, indexed = listener, Listener(4), PrefixIndex(4).add()
             if message.piece is None:
                 assert message.first_seq == expected and len(message.events) <= 3
             for event in message.events:
+                listener.apply(event)
                 indexed.apply(event)
             expected = message.first_seq + (len(message.events) if message.piece is None else 0)
-        assert same_prefixes(before, indexed)
+        assert before.prefixes() == listener.prefixes()
+        assert all(indexed.index.match(path)[0] == len(path) // 4 for path in listener.prefixes())
 
 
 def snapshots(router: Router) -> list[list[CacheEvents]]:
@@ -341,19 +344,6 @@ def snapshots(router: Router) -> list[list[CacheEvents]]:
                 whole.append(pieces)
                 pieces = []
     return whole
-
-
-def same_prefixes(one: IndexedCache, other: IndexedCache) -> bool:
-    def paths(cache: IndexedCache) -> set[bytes]:
-        found, todo = set(), [(b"", cache.index.root)]
-        while todo:
-            path, node = todo.pop()
-            whole = path + node.edge
-            found |= {whole[:end] for end in range(16, len(whole) + 1, 16)}
-            todo += [(whole, child) for child in node.children.values()]
-        return found
-
-    return paths(one) == paths(other)
 
 
 def test_load_counts_the_bookings_of_each_router(serve):
