@@ -8,8 +8,9 @@
 | `leases.py` | leases with owners and ends: what is evicted last |
 | `integrity.py` | the check that no page is lost or owned twice |
 | `events.py` | events that say what is cached |
-| `mirror.py` | a router's copy of a replica's tree |
-| `node.py` | nodes, for tree and mirror |
+| `snapshot.py` | a tree told in pieces, while it changes |
+| `index.py` | a router's index over the trees of all replicas |
+| `node.py` | nodes, and packed tokens |
 
 Knows nothing of attention or HTTP. Read `tree.py` first.
 """

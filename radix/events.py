@@ -1,4 +1,4 @@
-"""Events of a radix tree, by which a listener keeps an exact copy (`radix.mirror.Mirror`).
+"""Events of a radix tree, by which a listener knows exactly what it has (`radix.index.PrefixIndex`).
 
 Nodes have numbers; the root's is 0. One tree never uses a number twice, but a restarted replica's new tree may.
 """
@@ -7,11 +7,11 @@ import msgspec
 
 
 class Stored(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """A new leaf `node` under `parent`, with `tokens` (a whole number of pages)."""
+    """A new leaf `node` under `parent`, with `tokens`: a whole number of pages, as `radix.node.pack` packs them."""
 
     node: int
     parent: int
-    tokens: list[int]
+    tokens: bytes
 
 
 class Split(msgspec.Struct, tag=True, array_like=True, frozen=True):

@@ -1,4 +1,4 @@
-"""Nodes, edges and the descent along a prompt, for the tree and its mirrors.
+"""Nodes, edges and the descent along a prompt, for the tree.
 
 An edge is the tokens of one node as bytes, 4 a token, so that one `memcmp` compares it with a prompt. The key of a
 child is the first page of its edge, exactly, not a hash that could collide. Two children of one node therefore differ
@@ -11,13 +11,11 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from radix.events import Stored
-
 TOKEN_BYTES = 4
 
 
 class Node:
-    """A node of a tree or a mirror. `edge` has its own tokens (none at the root); `children` has its children by the
+    """A node of a tree. `edge` has its own tokens (none at the root); `children` has its children by the
     first page of their edges."""
 
     __slots__ = ("children", "edge", "number", "parent")
@@ -94,11 +92,6 @@ def pack(tokens: Sequence[int] | np.ndarray) -> bytes:
         raise ValueError(f"token ids must be integers that fit in 32 bits ({error})") from None
 
 
-def unpack(edge: bytes) -> list[int]:
-    """The token ids in `edge`."""
-    return np.frombuffer(edge, dtype=np.int32).tolist()
-
-
 def whole_pages(prompt: bytes, page_bytes: int) -> bytes:
     """The prompt without the tokens of a last page that is not full."""
     return prompt[: len(prompt) // page_bytes * page_bytes]
@@ -114,13 +107,13 @@ def descend(root: N, prompt: bytes, page_bytes: int) -> tuple[N, int, int]:
     while (child := node.children.get(prompt[end : end + page_bytes])) is not None:
         edge = child.edge
         if not prompt.startswith(edge, end):
-            inside = _common(prompt, end, edge, page_bytes)
+            inside = common_bytes(prompt, end, edge, page_bytes)
             return child, inside, end + inside
         node, end = child, end + len(edge)
     return node, len(node.edge), end
 
 
-def _common(prompt: bytes, start: int, edge: bytes, page_bytes: int) -> int:
+def common_bytes(prompt: bytes, start: int, edge: bytes, page_bytes: int) -> int:
     """Bytes of whole pages in which `prompt` from `start` on agrees with `edge`."""
     count = min(len(prompt) - start, len(edge)) // TOKEN_BYTES
     differs = np.frombuffer(prompt, np.int32, count, start) != np.frombuffer(edge, np.int32, count)
@@ -167,10 +160,3 @@ def walk(root: N) -> Iterator[N]:
         node = stack.pop()
         yield node
         stack.extend(node.children.values())
-
-
-def snapshot(root: Node) -> list[Stored]:
-    """Events that build the same tree in an empty mirror, parents before children."""
-    return [
-        Stored(node.number, node.parent.number, unpack(node.edge)) for node in walk(root) if node.parent is not None
-    ]

@@ -35,8 +35,7 @@ from radix.node import (
     detach,
     insert_above,
     pack,
-    snapshot,
-    unpack,
+    walk,
     whole_pages,
 )
 from radix.pages import PagePool
@@ -226,8 +225,9 @@ class Tree:
         self.evict(self._num_cached)
 
     def snapshot(self) -> list[Stored]:
-        """Events that build this tree in an empty `Mirror`, parents before children."""
-        return snapshot(self.root)
+        """Events that tell this tree to a new listener, parents before children. `radix.snapshot` does the same in
+        pieces."""
+        return [Stored(node.number, node.parent.number, node.edge) for node in walk(self.root) if node.parent]
 
     def check_integrity(self, held_pages: Iterable[int] = ()) -> None:
         """Raises AssertionError, with the fault, unless the tree is sound and every page of the pool has exactly one
@@ -257,7 +257,7 @@ class Tree:
         self._num_evictable += len(leaf.pages)
         self._queue(leaf)
         if self._on_event is not None:
-            self._on_event(Stored(leaf.number, parent.number, unpack(edge)))
+            self._on_event(Stored(leaf.number, parent.number, edge))
         return leaf
 
     def _split(self, node: PagedNode, at: int) -> PagedNode:

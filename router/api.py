@@ -10,6 +10,7 @@ The path of a request for text:
    (`choices_job` and `ChoicesFormat` are the same for scores; `embedding_routes` has those for embeddings.)
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -316,7 +317,11 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
     @routes.get("/metrics", responses={200: {"description": "the metrics", "content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
-        return Response(models.metrics.page(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        page = []
+        for piece in models.metrics.pieces():
+            page.append(piece)
+            await asyncio.sleep(0)  # streams go on meanwhile
+        return Response(b"".join(page), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return routes
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from radix.mirror import Mirror
-from router.optimistic_prefixes import OptimisticPrefixes
+from radix.index import IndexedCache
 from router.placement import Candidate
 from worker.messages import CacheEvents, ReplicaLoad
 
@@ -83,20 +82,22 @@ class KnownReplica:
 
     | field | meaning |
     | --- | --- |
-    | `mirror` | its cache; None from a gap in the events (or the start) to the next snapshot |
+    | `slot` | its bit in the router's `OptimisticPrefixes` |
+    | `cache` | its cache in the router's index; None from a gap in the events (or the start) to the next snapshot |
+    | `next_piece` | the piece of a snapshot that is to come next; None if the snapshot is complete |
     | `unseen` | the bookings that `load` does not count yet, in order of their numbers |
-    | `expected` | prefixes of prompts that it was just given |
     """
 
     replica_id: str
-    mirror: Mirror | None = None
+    slot: int
+    cache: IndexedCache | None = None
+    next_piece: int | None = None
     incarnation: str = ""
     next_seq: int = 0
     load: ReplicaLoad | None = None
     last_number: int = 0
     num_bookings: int = 0
     unseen: dict[str, Booked] = field(default_factory=dict)
-    expected: OptimisticPrefixes = field(default_factory=OptimisticPrefixes)
     pace: ArrivalPace = field(default_factory=ArrivalPace)
 
     def candidate(self) -> Candidate:
@@ -145,35 +146,27 @@ class KnownReplica:
                 break
             del self.unseen[request_id]
 
-    def take_events(self, events: CacheEvents) -> bool:
-        """Applies the next events to the mirror, which must be there. Returns False, without a mirror any more, if
-        these events are not the next."""
-        mirror = self.mirror
-        assert mirror is not None
-        known = (self.incarnation, self.next_seq, mirror.page_size)
-        try:
-            if (events.incarnation, events.first_seq, events.page_size) != known:
-                raise ValueError("a gap")
-            for event in events.events:
-                mirror.apply(event)
-        except ValueError:
-            self.mirror = None
+    def expects(self, events: CacheEvents) -> bool:
+        """Whether these events follow the last ones. There must be a cache."""
+        assert self.cache is not None
+        if (events.incarnation, events.page_size) != (self.incarnation, self.cache.index.page_size):
             return False
-        self.next_seq += len(events.events)
-        return True
+        if self.next_piece is not None:
+            return events.piece == self.next_piece
+        return events.piece is None and events.first_seq == self.next_seq
 
-
-def mirror_of(replica_id: str, snapshot: CacheEvents) -> Mirror | None:
-    """The mirror of a snapshot. None, as if the replica had no cache, for a snapshot that contradicts itself: another
-    snapshot would be the same."""
-    try:
-        mirror = Mirror(snapshot.page_size)
-        for event in snapshot.events:
-            mirror.apply(event)
-    except ValueError as error:
-        log.error("replica %s sent an invalid snapshot of its cache: %s", replica_id, error)
-        return None
-    return mirror
+    def take_events(self, events: CacheEvents) -> None:
+        """Applies the next events to the cache. Raises ValueError if one does not fit those before it; the cache must
+        be dropped then."""
+        assert self.cache is not None
+        for event in events.events:
+            self.cache.apply(event)
+        if events.piece is None:
+            self.next_seq += len(events.events)
+        elif events.complete:
+            self.next_piece, self.next_seq = None, events.first_seq
+        else:
+            self.next_piece = events.piece + 1
 
 
 def _requests(load: ReplicaLoad) -> int:

@@ -3,18 +3,32 @@
 The metrics of a replica go away with the replica, so the page does not grow with every replica that ever was.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from router.programs import Programs
 from worker.messages import ReplicaLoad
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+SAMPLES_A_PIECE = 100  # of `Metrics.pieces`: about a millisecond's work
 
+# Name, help text and buckets of `ReplicaTimes`, by attribute.
+_TIMES = {
+    "first_token": (
+        "shoal_time_to_first_token_seconds",
+        "From the arrival of a request to its first token",
+        _LATENCY_S,
+    ),
+    "inter_token": ("shoal_inter_token_latency_seconds", "Between two tokens of a sequence", _TOKEN_S),
+    "request": ("shoal_request_seconds", "From the arrival of a request to its last token", _LATENCY_S),
+    "queue": ("shoal_queue_seconds", "Time that a request waited in its replica", _LATENCY_S),
+}
 # Name and help text of the metrics that are read off `ReplicaLoad`, by field.
 _GAUGES = {
     "running": ("shoal_running_requests", "Requests in the batch"),
@@ -61,13 +75,21 @@ _REPORTED = {
 
 
 class ReplicaTimes:
-    """The latency histograms of one replica, in seconds."""
+    """The latency histograms of one replica, in seconds. They are not in a registry, so that the page can be made
+    replica by replica."""
 
-    def __init__(self, metrics: "Metrics", model: str, replica_id: str) -> None:
-        self.first_token = metrics.first_token.labels(model, replica_id)
-        self.inter_token = metrics.inter_token.labels(model, replica_id)
-        self.request = metrics.request.labels(model, replica_id)
-        self.queue = metrics.queue.labels(model, replica_id)
+    def __init__(self, model: str, replica_id: str) -> None:
+        self._histograms = {
+            field: Histogram(name, text, ("model", "replica"), buckets=buckets, registry=None)
+            for field, (name, text, buckets) in _TIMES.items()
+        }
+        found = {field: histogram.labels(model, replica_id) for field, histogram in self._histograms.items()}
+        self.first_token, self.inter_token = found["first_token"], found["inter_token"]
+        self.request, self.queue = found["request"], found["queue"]
+
+    def samples(self, field: str) -> Iterable[Sample]:
+        """The samples of one histogram."""
+        return (sample for metric in self._histograms[field].collect() for sample in metric.samples)
 
 
 class ModelMetrics:
@@ -98,15 +120,17 @@ class ModelMetrics:
     def replica(self, replica_id: str) -> ReplicaTimes:
         times = self._replicas.get(replica_id)
         if times is None:
-            times = self._replicas[replica_id] = ReplicaTimes(self._metrics, self._model, replica_id)
+            times = self._replicas[replica_id] = ReplicaTimes(self._model, replica_id)
         return times
 
     def forget(self, replica_id: str) -> None:
         """Removes the metrics of a replica that is gone for good."""
-        metrics = self._metrics
-        if self._replicas.pop(replica_id, None) is not None:
-            for histogram in (metrics.first_token, metrics.inter_token, metrics.request, metrics.queue):
-                histogram.remove(self._model, replica_id)
+        self._replicas.pop(replica_id, None)
+
+    def samples(self, field: str) -> Iterator[Sample]:
+        """The samples of one histogram of all replicas that have one."""
+        for times in list(self._replicas.values()):
+            yield from times.samples(field)
 
     def ended(self, reason: str) -> None:
         """Counts a sequence that has ended."""
@@ -131,23 +155,12 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._models: dict[str, ModelMetrics] = {}
 
-        def histogram(
-            name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ("model", "replica")
-        ) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
-
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=self._registry)
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, ("model",), registry=self._registry)
 
-        self.first_token = histogram(
-            "shoal_time_to_first_token_seconds", "From the arrival of a request to its first token", _LATENCY_S
-        )
-        self.inter_token = histogram("shoal_inter_token_latency_seconds", "Between two tokens of a sequence", _TOKEN_S)
-        self.request = histogram("shoal_request_seconds", "From the arrival of a request to its last token", _LATENCY_S)
-        self.queue = histogram("shoal_queue_seconds", "Time that a request waited in its replica", _LATENCY_S)
         self.responses = counter(
             "shoal_http_responses",
             "Answers by path and HTTP status, and by model where the request named one",
@@ -169,11 +182,12 @@ class Metrics:
             "Requests whose timeout was shorter than the queue, and which were refused, or which it ended (expired)",
             *("model", "how"),
         )
-        self.upstream_seconds = histogram(
+        self.upstream_seconds = Histogram(
             "shoal_upstream_seconds",
             "From the arrival of a request that is passed on to the first bytes of the other endpoint",
-            _LATENCY_S,
             ("model",),
+            buckets=_LATENCY_S,
+            registry=self._registry,
         )
         self.upstream_failures = counter(
             "shoal_upstream_failures",
@@ -214,16 +228,41 @@ class Metrics:
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self)
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """The same in pieces. Each takes about a millisecond to make, however many replicas there are: an event loop
+        can do other work between them."""
+        for metric, samples in self._families():
+            own = self._router and metric.type in ("counter", "histogram") and metric.name not in _REPORTED
+            more, header = {"router": self._router} if own else {}, True
+            kept = (sample for sample in samples if not sample.name.endswith("_created"))  # no use in this format
+            while True:
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, **more}) if more else sample
+                    for sample in islice(kept, SAMPLES_A_PIECE)
+                ]
+                if not metric.samples and not header:
+                    break
+                text = generate_latest(_OneFamily(metric))
+                yield text if header else text.split(b"\n", 2)[2]
+                header = False
+
+    def _families(self) -> Iterator[tuple[Metric, Iterator[Sample]]]:
+        """All metrics without samples, and the samples of each."""
+        for field, (name, text, _) in _TIMES.items():
+            models = list(self._models.values())
+            yield Metric(name, text, "histogram"), (sample for model in models for sample in model.samples(field))
+        for metric in self._registry.collect():
+            yield metric, iter(metric.samples)
+
+
+class _OneFamily(Collector):
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics. Those that this router counts itself are labelled with its name, if it has one."""
-        for metric in self._registry.collect():
-            if self._router and metric.type in ("counter", "histogram") and metric.name not in _REPORTED:
-                metric.samples = [
-                    sample._replace(labels={**sample.labels, "router": self._router}) for sample in metric.samples
-                ]
-            yield metric
+        return [self._metric]
 
 
 class _Loads(Collector):

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -52,6 +53,8 @@ class Observed:
                 path = "unknown" if route is None else route.path
                 model = state.get("model", "")
                 self._metrics.responses.labels(model, path, message["status"]).inc()
+            elif not message.get("more_body", False):
+                _end_ticket(state)  # before the client knows its answer: its next request may come at once
             await send(message)
 
         try:
@@ -59,9 +62,13 @@ class Observed:
         finally:
             for work in state.get("at_end", ()):
                 work()
-            known_ticket: Ticket | None = state.get("ticket")
-            if known_ticket is not None and not known_ticket.kept:
-                known_ticket.end()
+            _end_ticket(state)
+
+
+def _end_ticket(state: dict[str, Any]) -> None:
+    ticket: Ticket | None = state.get("ticket")
+    if ticket is not None and not ticket.kept:
+        ticket.end()
 
 
 class Guarded:

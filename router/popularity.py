@@ -32,12 +32,13 @@ class Popularity:
         self._window.append(hashes)
         self._counts.update(hashes)
         while len(self._window) > min(MOST, WINDOW * num_replicas):
+            counts = self._counts
             for prefix in self._window.popleft():
-                left = self._counts[prefix] - 1
+                left = counts[prefix] - 1
                 if left:
-                    self._counts[prefix] = left
+                    counts[prefix] = left
                 else:
-                    del self._counts[prefix]
+                    dict.pop(counts, prefix)  # `Counter`'s own way takes several times as long
 
     def wanted_tokens(
         self, hashes: Sequence[int], ends: Sequence[int], cached: NDArray[np.float64]

@@ -27,6 +27,7 @@ from worker.messages import (
     HEARTBEAT_TIMEOUT_MS,
     Abort,
     CacheEvents,
+    FromReplica,
     FromRouter,
     Generate,
     Output,
@@ -45,6 +46,9 @@ RECONNECT_MAX_S = 2.0
 # For a client that reads slower than the replica writes: its sequence is stopped when this many tokens are unread, and
 # resumed when they are read. Meanwhile the sequence holds no pages, and no more memory than these tokens.
 MAX_UNREAD_TOKENS = 2048
+# Bytes of a frame that takes a turn of the event loop for itself: a piece of a snapshot, or a step's many events. A
+# router that starts while many replicas run gets many of them at once.
+LARGE_FRAME = 1 << 14
 
 
 class ReplicaLost(Exception):
@@ -137,9 +141,12 @@ class _Connection:
         context: zmq.asyncio.Context,
         fleet: Fleet,
         metrics: ModelMetrics,
+        large: asyncio.Lock,
         on_usage: Callable[[UsageReport], None],
     ) -> None:
+        """`large`: held while a large frame is handled, by one of all connections at a time."""
         self.replica_id = replica_id
+        self._large = large
         self._address = address
         self.connected = False
         self.streams: dict[str, ReplicaStream] = {}
@@ -211,22 +218,30 @@ class _Connection:
         """Handles the replica's messages. Raises msgspec.DecodeError for an invalid one: the replica runs another
         version."""
         while True:
-            message = decode_from_replica(await self._socket.recv())
-            match message:
-                case Outputs():
-                    for output in message.outputs:
-                        self._deliver(output)
-                case CacheEvents():
-                    if not self._fleet.apply_events(self.replica_id, message):
-                        self.send(Subscribe())  # there was a gap
-                case ReplicaLoad():
-                    first = self.replica_id not in self._metrics.loads
-                    self._metrics.loads[self.replica_id] = message
-                    self._fleet.apply_load(self.replica_id, message)
-                    if first:
-                        changed()
-                case UsageReport():
-                    self._on_usage(message)
+            frame = await self._socket.recv()
+            if len(frame) < LARGE_FRAME:
+                self._handle(decode_from_replica(frame), changed)
+                continue
+            async with self._large:
+                self._handle(decode_from_replica(frame), changed)
+                await asyncio.sleep(0)
+
+    def _handle(self, message: FromReplica, changed: Callable[[], None]) -> None:
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    self._deliver(output)
+            case CacheEvents():
+                if not self._fleet.apply_events(self.replica_id, message):
+                    self.send(Subscribe())  # there was a gap
+            case ReplicaLoad():
+                first = self.replica_id not in self._metrics.loads
+                self._metrics.loads[self.replica_id] = message
+                self._fleet.apply_load(self.replica_id, message)
+                if first:
+                    changed()
+            case UsageReport():
+                self._on_usage(message)
 
     def _deliver(self, output: Output) -> None:
         stream = self.streams.get(output.request_id)
@@ -264,6 +279,7 @@ class Replicas:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.asyncio.Context | None = None
         self._changed = asyncio.Event()
+        self._large = asyncio.Lock()
         self.on_usage: Callable[[UsageReport], None] = lambda report: None
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
@@ -351,7 +367,13 @@ class Replicas:
             await asyncio.wait([previous])
         while True:
             connection = _Connection(
-                replica_id, address, self._context, self._fleet, self._metrics, lambda report: self.on_usage(report)
+                replica_id,
+                address,
+                self._context,
+                self._fleet,
+                self._metrics,
+                self._large,
+                lambda report: self.on_usage(report),
             )
             self._connections[replica_id] = connection
             try:

@@ -237,17 +237,20 @@ class Outputs(msgspec.Struct, tag=True):
 class CacheEvents(msgspec.Struct, tag=True):
     """Changes of the radix tree, in order.
 
-    `first_seq` is the sequence number of the first of `events`; numbers ascend by one. A `snapshot` replaces the
-    receiver's whole mirror; its `first_seq` is the number of the first event after the snapshot.
+    `first_seq` is the sequence number of the first of `events`; numbers ascend by one. `incarnation` identifies one
+    start of the scheduler. Numbers of different incarnations cannot be compared.
 
-    `incarnation` identifies one start of the scheduler. Numbers of different incarnations cannot be compared.
+    A snapshot comes in pieces, numbered by `piece` from 0, and no other events come between them. Piece 0 replaces all
+    that the receiver knows of the tree. Each piece has changes of nodes that were told before, and more nodes. The last
+    piece is `complete`; its `first_seq` is the number of the first event after the snapshot.
     """
 
     incarnation: str
     first_seq: int
     events: list[Event]
     page_size: int
-    snapshot: bool = False
+    piece: int | None = None
+    complete: bool = True
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):

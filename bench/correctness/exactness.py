@@ -4,6 +4,7 @@
     shoal bench exactness --device cuda --models llama,smollm2 --tp 1,2 --pp 2
     shoal bench exactness --device cuda --models llama --tp 2,4 --pp 1,2 --share-gpus
     shoal bench exactness --device cpu --models tiny
+    shoal bench exactness --device cuda --tp 2 --drafts 0.8,0.7,0.6
 
 In float32, every output is compared token for token with that of `generate`: alone and in batches, in chunks of several
 sizes, from a cold and a warm cache, and with preemptions. A model is loaded once per layout, and every case has a
@@ -12,6 +13,9 @@ position are closer than 1e-4. Ties are reported, and are no failures.
 
 In bfloat16, agreement is the share of positions at which the likeliest token is that of float32. It must not be
 significantly lower than that of `transformers` in bfloat16 on the same sequences.
+
+With --drafts, every step verifies guesses at the next tokens, some of them wrong, whether they pay or not. The outputs
+must be the same.
 
 The exit code is 1 if anything is wrong. --share-gpus allows layouts with more ranks than GPUs. They are slow, and
 communicate over sockets, as between machines.
@@ -37,12 +41,16 @@ from msgspec.structs import replace
 from bench import results
 from bench.correctness import reference
 from bench.correctness.reference import NEW_TOKENS, Reference, Scored
-from bench.load.options import counts
+from bench.load.options import counts, fractions
 from bench.replica.replica import again
+from bench.replica.synthetic_drafts import RecordedOutputs, SyntheticDrafter
 from bench.results import Figure, number
 from pipeline.schedule import POLICIES
+from pipeline.shape import BatchShape
 from shoal.help import Parser
 from worker.config import WorkerConfig
+from worker.drafts import Drafter
+from worker.engine.cost_store import CostStore
 from worker.engine.engine import Engine, Finished, load_components
 from worker.executor.launch import open_executor
 from worker.messages import SamplingParams
@@ -107,6 +115,7 @@ class Verdict:
     ties: list[tuple[int, int, float]] = field(default_factory=list)
     wrong: list[tuple[int, int, float]] = field(default_factory=list)
     preemptions: int = 0
+    accepted_drafts: int = 0
     problem: str = ""
 
     @property
@@ -162,8 +171,9 @@ def agreement(exact: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> 
 class Check:
     """A model on a device, and the reference's outputs and scores."""
 
-    def __init__(self, name: str, folder: Path, device: str, share_gpus: bool) -> None:
-        self.name, self.device, self._share_gpus = name, device, share_gpus
+    def __init__(self, name: str, folder: Path, device: str, share_gpus: bool, acceptance: Sequence[float]) -> None:
+        """`acceptance`: of the drafts, as in `RecordedOutputs`; empty for none."""
+        self.name, self.device, self._share_gpus, self._acceptance = name, device, share_gpus, acceptance
         self.folder = reference.make(name, folder)
         exact = Reference(self.folder, device, torch.float32)
         self.prompts = reference.prompts(reference.MODELS[name].vocabulary)
@@ -185,6 +195,8 @@ class Check:
         if self.device == "cuda":
             torch.cuda.empty_cache()
         settings = BASE | {"device": self.device, "dtype": dtype, "tp": tp, "pp": pp} | settings
+        if self._acceptance:
+            settings |= {"speculation": "auto", "jump_forward": "off"}
         replica = ExactReplica(self.folder, settings, self._share_gpus)
         try:
             yield replica
@@ -199,7 +211,7 @@ class Check:
         outputs: list[list[int]] = []
         expected: list[list[int]] = []
         leads: list[list[float]] = []
-        with replica.engine(case.settings) as engine:
+        with replica.engine(case.settings, self._drafters()) as engine:
             for run in case.runs:
                 if run == "brief":
                     ends = [row[i % BRIEF] for i, row in enumerate(said)]
@@ -221,12 +233,20 @@ class Check:
                 outputs += tokens(engine.generate(prompts, self.greedy))
                 expected += said
                 leads += margins
-            preemptions = engine.load().preemptions
+            load = engine.load()
         verdict = compare(outputs, expected, leads)
-        verdict.preemptions = preemptions
-        if case.preempts and not preemptions:
+        verdict.preemptions, verdict.accepted_drafts = load.preemptions, sum(load.accepted.values())
+        if case.preempts and not load.preemptions:
             verdict.problem = "no sequence was preempted"
+        if self._acceptance and not verdict.accepted_drafts:
+            verdict.problem = "no draft was accepted"
         return verdict
+
+    def _drafters(self) -> Sequence[Drafter]:
+        if not self._acceptance:
+            return ()
+        vocab_size = reference.MODELS[self.name].vocabulary
+        return (SyntheticDrafter(RecordedOutputs(self.prompts, self.said, self._acceptance, vocab_size)),)
 
     def bfloat16(self, tp: int, pp: int) -> dict[str, Agreement]:
         """Agreement in bfloat16, in two ways.
@@ -252,6 +272,13 @@ class Check:
         }
 
 
+class DraftsAlwaysPay(CostStore):
+    """Cost models by which a step takes no longer for its drafts. The schedule has the models themselves."""
+
+    def seconds(self, shape: BatchShape) -> float:
+        return 1.0
+
+
 class ExactReplica:
     """A model that is loaded once, for several engines in turn, each with a scheduler and a cache of its own."""
 
@@ -261,9 +288,11 @@ class ExactReplica:
         self._parts = load_components(folder, WorkerConfig.model_validate(settings), open_ranks)
 
     @contextmanager
-    def engine(self, settings: dict[str, Any]) -> Iterator[Engine]:
-        """An engine with these settings of the scheduler."""
-        with again(self._folder, WorkerConfig.model_validate(self._settings | settings), self._parts) as engine:
+    def engine(self, settings: dict[str, Any], drafters: Sequence[Drafter] = ()) -> Iterator[Engine]:
+        """An engine with these settings of the scheduler. All that the drafters propose is verified."""
+        config = WorkerConfig.model_validate(self._settings | settings)
+        parts, store = self._parts._replace(drafters=drafters), DraftsAlwaysPay if drafters else CostStore
+        with again(self._folder, config, parts, store) as engine:
             yield engine
 
     def close(self) -> None:
@@ -323,6 +352,13 @@ def parser() -> Parser:
         metavar="A,B",
         help="schedules in float32 (default: the replica's own)",
     )
+    p.add_argument(
+        "--drafts",
+        type=fractions,
+        default=[],
+        metavar="A,B",
+        help="in float32, verify drafts of which the first, second and so on are right so often (default: no drafts)",
+    )
     p.add_argument("--share-gpus", action="store_true", help="put several ranks on a GPU if there are too few GPUs")
     p.add_argument("--name", help="name of the result (default: DEVICE.exact and the layouts)")
     p.add_argument(
@@ -353,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     report = ExactnessReport("gpu" if args.device == "cuda" else "cpu")
     for name in args.models:
         with tempfile.TemporaryDirectory(prefix="shoal-exact-") as scratch:
-            check = Check(name, Path(scratch) / name, args.device, args.share_gpus)
+            check = Check(name, Path(scratch) / name, args.device, args.share_gpus, args.drafts)
             for tp, pp in itertools.product(args.tp, args.pp):
                 if tp not in reference.MODELS[name].tp or pp > reference.MODELS[name].layers:
                     print(f"{name} cannot be shared out to {pp} stages of {tp} ranks", flush=True)
@@ -365,8 +401,9 @@ def main(argv: list[str] | None = None) -> int:
     ranks = "".join(
         f"{way}{'-'.join(map(str, each))}" for way, each in (("tp", args.tp), ("pp", args.pp)) if each != [1]
     )
+    drafts = ".drafts" if args.drafts else ""
     path = results.write(
-        args.name or f"{report.kind}.exact.{ranks or 'tp1'}", report.figures, report.raw, folder=args.out
+        args.name or f"{report.kind}.exact.{ranks or 'tp1'}{drafts}", report.figures, report.raw, folder=args.out
     )
     print(f"{'all right' if report.right else 'WRONG'}; written: {path.name}")
     return 0 if report.right else 1

@@ -6,6 +6,7 @@
     shoal bench fleet --summary
     shoal bench fleet --decision --replicas 64
     shoal bench fleet --fair --levels 0.5 0.8 0.95 1.1
+    shoal bench fleet --router
 
 Every replica is an 8B model on an H200. Levels are fractions of the rate that the fleet can just serve if each prompt
 has as much cached as one cache of all pages would have (`capacity.py`).
@@ -18,8 +19,16 @@ replicas_used           fraction of the replicas that got a request
 routers_vs_1            99th percentile of our TTFT with --routers, divided by that with one router
 
 Requests of the first third warm the fleet up and do not count. --summary writes fleet.sim, with the worst and the
-median of slowdown_vs_best_other over the results of all loads. --decision writes fleet.decision: the CPU time of a
-placement, with prompts of 4,096 tokens and caches of 10 million tokens together.
+median of slowdown_vs_best_other over the results of all loads.
+
+--decision writes fleet.decision: the CPU time of a placement, with prompts of 4,096 tokens and caches of 10 million
+tokens together. --router writes fleet.router, what a router of 64 replicas spends on knowing them, all in CPU time:
+
+events.blocks_s         blocks of 16 tokens of which a router hears in a second, stored and evicted, by the size of the
+                        events' nodes; the first figure is with nodes of 128 tokens
+index.bytes_per_token   memory of the index for a cached token, and for each other copy of it, by the size of nodes
+snapshot.stall_ms       the longest stop of a replica's scheduler or a router's loop, for a snapshot of 2 million tokens
+metrics.loop_ms         the longest stop of the loop for /metrics
 
 --fair writes fleet.fair: two clients, one of which sends 10 times as many requests as the other, with prompts as zipf.
 
@@ -45,6 +54,7 @@ from bench.fleet.fairness import fairness
 from bench.fleet.fairness import figures as fair_figures
 from bench.fleet.hardware import ReplicaHardware
 from bench.fleet.other_rules import OTHER_RULES
+from bench.fleet.router_costs import events_blocks_s, index_bytes, metrics_stall_s, snapshot_stall_s
 from bench.fleet.shoal_router import ShoalRule
 from bench.fleet.simulation import FleetSimulation, PlacementRule
 from bench.fleet.workloads import LOADS, MADE, FleetRequest, at_rate, from_trace
@@ -56,7 +66,11 @@ OURS, LEAST, ONE_ROUTER = "shoal", "least_load", "shoal_one_router"
 BETTER = "slowdown_vs_best_other"
 # Requests for each replica: enough that the run lasts for some seconds after the caches are warm.
 REQUESTS = {"zipf": 100, "hot_prefix": 100, "bursts": 120, "agents": 150}
+REPLICAS = 64
 CACHED_TOKENS, DECISIONS = 10_000_000, 4000
+# Sizes of nodes: one page is the worst case, 2,048 tokens are those of prompts that are computed at once.
+EVENT_TOKENS, NODE_TOKENS, EVENTS = 128, (16, 64, 512, 2048), 600
+INDEX_TOKENS, SNAPSHOT_TOKENS = 1_000_000, 2_000_000
 RULES: dict[str, Callable[..., PlacementRule]] = {
     OURS: ShoalRule,
     LEAST: lambda num_replicas, **options: ShoalRule(num_replicas, "least_load", **options),
@@ -137,13 +151,41 @@ def summary(folder: Path) -> list[Figure]:
     ]
 
 
+def decision_name(num_replicas: int) -> str:
+    """The name of the result, and of its figures."""
+    return "fleet.decision" if num_replicas == REPLICAS else f"fleet.decision.replicas{num_replicas}"
+
+
 def decision_figures(num_replicas: int, seed: int) -> list[Figure]:
     """The CPU time of a placement, in milliseconds."""
+    name = decision_name(num_replicas)
     spent_ms = 1e3 * decision_cpu_s(num_replicas, CACHED_TOKENS, DECISIONS, seed)[DECISIONS // 4 :]
     return [
-        Figure("fleet.decision.cpu_p50_ms", float(np.quantile(spent_ms, 0.5)), "ms", False),
-        Figure("fleet.decision.cpu_p99_ms", float(np.quantile(spent_ms, 0.99)), "ms", False),
+        Figure(f"{name}.cpu_p50_ms", float(np.quantile(spent_ms, 0.5)), "ms", False),
+        Figure(f"{name}.cpu_p99_ms", float(np.quantile(spent_ms, 0.99)), "ms", False),
     ]
+
+
+def router_figures(seed: int) -> list[Figure]:
+    """The costs of a router that knows 64 replicas."""
+    made = []
+    for tokens in (EVENT_TOKENS, *NODE_TOKENS):
+        name = "fleet.events.blocks_s" if tokens == EVENT_TOKENS else f"fleet.events.nodes{tokens}.blocks_s"
+        made.append(Figure(name, events_blocks_s(REPLICAS, tokens, EVENTS, seed), "1/s", True))
+    for tokens in NODE_TOKENS:
+        name = f"fleet.index.nodes{tokens}"
+        one, more = (index_bytes(copies, tokens, INDEX_TOKENS, seed) / INDEX_TOKENS for copies in (1, 3))
+        made.append(Figure(f"{name}.bytes_per_token", one, "bytes", False))
+        made.append(Figure(f"{name}.bytes_per_token_of_another_copy", (more - one) / 2, "bytes", False))
+    stalls = {tokens: snapshot_stall_s(SNAPSHOT_TOKENS, tokens, seed) for tokens in NODE_TOKENS}
+    for tokens, spent in stalls.items():
+        made += [Figure(f"fleet.snapshot.nodes{tokens}.{who}_ms", 1e3 * s, "ms", False) for who, s in spent.items()]
+    worst_s = max(max(spent.values()) for spent in stalls.values())
+    made.append(Figure("fleet.snapshot.stall_ms", 1e3 * worst_s, "ms", False))
+    longest_s, all_s = metrics_stall_s(REPLICAS)
+    made.append(Figure("fleet.metrics.loop_ms", 1e3 * longest_s, "ms", False))
+    made.append(Figure("fleet.metrics.cpu_ms", 1e3 * all_s, "ms", False))
+    return made
 
 
 def merged(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -158,7 +200,7 @@ def parser() -> Parser:
     p = Parser("shoal bench fleet", __doc__)
     p.add_argument("--load", choices=LOADS, default="zipf", help="the requests (default zipf)")
     p.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines, for load mooncake")
-    p.add_argument("--replicas", type=int, default=64, metavar="N", help="number of replicas (default 64)")
+    p.add_argument("--replicas", type=int, default=REPLICAS, metavar="N", help="number of replicas (default 64)")
     p.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default 1)")
     p.add_argument(
         "--levels",
@@ -177,6 +219,7 @@ def parser() -> Parser:
     p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
     p.add_argument("--decision", action="store_true", help="measure the CPU time of a placement, and nothing else")
     p.add_argument("--fair", action="store_true", help="measure what a client notices of another one that floods")
+    p.add_argument("--router", action="store_true", help="measure what a router's knowledge costs, and nothing else")
     p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
     return p
 
@@ -189,12 +232,14 @@ def main(argv: list[str] | None = None) -> int:
         if args.summary:
             print(f"written: {results.write('fleet.sim', summary(args.out), {}, folder=args.out).name}")
             return 0
-        if args.decision:
-            figures_made = decision_figures(args.replicas, args.seed)
-            for figure in figures_made:
-                print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
+        if args.decision or args.router:
+            own = decision_name(args.replicas) if args.decision else "fleet.router"
+            made = decision_figures(args.replicas, args.seed) if args.decision else router_figures(args.seed)
+            for figure in made:
+                print(f"{figure.name}: {figure.value:,.3f} {figure.unit}")
             if args.name != "none":
-                results.write("fleet.decision", figures_made, {"about": {"replicas": args.replicas}}, folder=args.out)
+                about = {"replicas": args.replicas, "seed": args.seed}
+                print(f"written: {results.write(own, made, {'about': about}, folder=args.out).name}")
             return 0
         if args.fair:
             fair = fairness(args.levels, args.replicas, args.routers, ReplicaHardware(), args.seed)

@@ -24,7 +24,7 @@ def decision_cpu_s(num_replicas: int, cached_tokens: int, count: int, seed: int 
     for name in names:
         fleet.join(name)
         fleet.apply_events(
-            name, CacheEvents("", 0, _cache(rng, shared, cached_tokens // num_replicas), PAGE_SIZE, True)
+            name, CacheEvents("", 0, _cache(rng, shared, cached_tokens // num_replicas), PAGE_SIZE, piece=0)
         )
         fleet.apply_load(name, ReplicaLoad(incarnation="", kv_tokens_total=800_000))
     spent_s, most = np.empty(count), 8 * num_replicas
@@ -43,8 +43,8 @@ def decision_cpu_s(num_replicas: int, cached_tokens: int, count: int, seed: int 
 
 def _cache(rng: np.random.Generator, shared: np.ndarray, tokens: int) -> list[Event]:
     """A tree with all shared nodes, and others below them, with `tokens` tokens in all."""
-    events: list[Event] = [Stored(1 + index, 0, node.tolist()) for index, node in enumerate(shared)]
+    events: list[Event] = [Stored(1 + index, 0, node.tobytes()) for index, node in enumerate(shared)]
     for number in range(max(0, tokens // NODE_TOKENS - SHARED)):
-        node = rng.integers(0, MOST_TOKEN, NODE_TOKENS).tolist()
+        node = rng.integers(0, MOST_TOKEN, NODE_TOKENS).astype(np.int32).tobytes()
         events.append(Stored(1 + SHARED + number, 1 + number % SHARED, node))
     return events

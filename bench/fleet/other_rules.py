@@ -18,7 +18,7 @@ import numpy as np
 from bench.fleet.simulation import Placed
 from bench.fleet.workloads import FleetRequest
 from bench.load.workload import TokenSpan
-from radix.mirror import Mirror
+from radix.index import PrefixIndex
 from radix.node import pack
 from worker.messages import CacheEvents, ReplicaLoad
 
@@ -118,16 +118,16 @@ class EventRule(InFlightRule):
 
     def __init__(self, num_replicas: int, page_size: int = 16, seed: int = 0) -> None:
         super().__init__(num_replicas, page_size, seed)
-        self._mirrors = [Mirror(page_size) for _ in range(num_replicas)]
+        self._index = PrefixIndex(page_size)
+        self._caches = [self._index.add() for _ in range(num_replicas)]
 
     def apply_events(self, replica: int, events: CacheEvents) -> None:
         for event in events.events:
-            self._mirrors[replica].apply(event)
+            self._caches[replica].apply(event)
 
     def cached_blocks(self, tokens: np.ndarray) -> np.ndarray:
         """Blocks of the prompt that each replica has cached, int [replicas]. A block is a page."""
-        prompt = pack(tokens)
-        return np.array([mirror.match_packed(prompt) for mirror in self._mirrors]) // self.page_size
+        return self._index.match(pack(tokens))[: self.num_replicas].astype(np.intp) // self.page_size
 
 
 class SglangEvents(EventRule):

@@ -25,7 +25,7 @@ class ShoalRule:
         self._names = [f"{index:03d}" for index in range(num_replicas)]
         for name in self._names:
             self.fleet.join(name)
-            self.fleet.apply_events(name, CacheEvents("", 0, [], page_size, snapshot=True))
+            self.fleet.apply_events(name, CacheEvents("", 0, [], page_size, piece=0))
 
     def place(self, request: FleetRequest, tokens: np.ndarray, now_s: float) -> Placed:
         self._now_s = now_s

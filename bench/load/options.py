@@ -228,6 +228,17 @@ positive = _number(float, lambda value: value > 0, "number above 0")
 _zero_up = _number(float, lambda value: value >= 0, "number of at least 0")
 
 
+def fractions(text: str) -> list[float]:
+    """Probabilities, separated by commas, as the type of an option."""
+    try:
+        fractions = [float(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 0.8,0.7,0.6") from None
+    if not all(0 <= one <= 1 for one in fractions):
+        raise argparse.ArgumentTypeError(f"{text!r}: probabilities are from 0 to 1")
+    return fractions
+
+
 def counts(text: str) -> list[int]:
     """The numbers of a comma-separated list."""
     return [count(word) for word in text.split(",")]

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import results
-from bench.load.options import on_gpu
+from bench.load.options import fractions, on_gpu
 from bench.replica import dummy_models, link_speed
 from bench.replica.offline_workloads import JOBS, fresh
 from bench.replica.server_process import ServerFailed
@@ -100,7 +100,7 @@ def parser() -> Parser:
         help="time the first token after prompts of these lengths",
     )
     p.add_argument(
-        "--acceptance", type=_fractions, metavar="A,B", help="measure decoding with drafts that are right so often"
+        "--acceptance", type=fractions, metavar="A,B", help="measure decoding with drafts that are right so often"
     )
     p.add_argument(
         "--batches",
@@ -134,16 +134,6 @@ def _sizes(text: str) -> list[int]:
         return [int(size) for size in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 64,256") from None
-
-
-def _fractions(text: str) -> list[float]:
-    try:
-        fractions = [float(one) for one in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers: use 0.8,0.7,0.6") from None
-    if not all(0 <= one <= 1 for one in fractions):
-        raise argparse.ArgumentTypeError(f"{text!r}: probabilities are from 0 to 1")
-    return fractions
 
 
 def main(argv: list[str] | None = None) -> int:

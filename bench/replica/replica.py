@@ -62,12 +62,14 @@ def started(folder: Path, config: WorkerConfig) -> Iterator[Engine]:
 
 
 @contextmanager
-def again(folder: Path, config: WorkerConfig, parts: Components) -> Iterator[Engine]:
+def again(
+    folder: Path, config: WorkerConfig, parts: Components, store: type[CostStore] = CostStore
+) -> Iterator[Engine]:
     """Another engine on a model that is already loaded, with a new scheduler and an empty cache. The cache uses only
     the first pages of the executor's KV cache, enough for `kv_tokens` tokens.
 
     No other engine may run on these parts meanwhile, and another engine's cache is lost. At the end, the engine's
-    integrity is checked, for example for lost pages.
+    integrity is checked, for example for lost pages. `store`: the class of its cost models.
     """
     config = with_gpu_defaults(config, folder)
     assert config.kv_tokens is not None
@@ -76,7 +78,7 @@ def again(folder: Path, config: WorkerConfig, parts: Components) -> Iterator[Eng
     executor.num_pages = kv_cache.num_pages(config.kv_tokens, executor.page_size)
     executor.context_length = min(executor.context_length, config.context_length or executor.context_length)
     sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
-    costs = CostStore.load(folder, config, executor.device) if predicts(config) else CostStore()
+    costs = store.load(folder, config, executor.device) if predicts(config) else store()
     try:
         engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler, costs=costs))
         yield engine

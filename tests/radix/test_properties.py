@@ -58,7 +58,7 @@ class Model(RuleBasedStateMachine):
     @rule(tokens=PROMPTS)
     def match(self, tokens: list[int]) -> None:
         found = self.use(tokens)
-        assert self.cache.mirror.match(tokens) == len(found) * self.page_size
+        assert self.cache.listener.match(tokens) == len(found) * self.page_size
         match = self.cache.tree.match(tokens)
         assert match.num_tokens == len(found) * self.page_size
         assert match.pages.tolist() == [self.prefixes[prefix][0] for prefix in found]
@@ -137,7 +137,7 @@ class Model(RuleBasedStateMachine):
         return max(self.cached(list(tokens)), key=len, default=())
 
     def is_cached(self, prefix: tuple[int, ...]) -> bool:
-        return self.cache.mirror.match(prefix) == len(prefix)
+        return self.cache.listener.match(prefix) == len(prefix)
 
     @precondition(lambda self: not self.locks)
     @rule()

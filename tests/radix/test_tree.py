@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from radix.events import Removed, Split, Stored
+from radix.node import pack
 from radix.pages import PagePool
 from radix.tree import Tree
 
@@ -33,7 +34,7 @@ def test_a_match_inside_a_node_splits_it_there(new_cache):
     cache.tree.lock(leaf)
     match = cache.tree.match([1, 2, 9])
     assert match.node is leaf.parent and match.node.num_tokens == 2
-    assert cache.events == [Stored(1, 0, [1, 2, 3, 4]), Split(1, 2, 2)]
+    assert cache.events == [Stored(1, 0, pack([1, 2, 3, 4])), Split(1, 2, 2)]
     assert cache.tree.num_evictable == 0, "who locked the leaf holds its upper half too"
     cache.tree.unlock(leaf)
     assert cache.tree.num_evictable == 4
@@ -151,7 +152,7 @@ def test_reset_forgets_everything_unless_locked(new_cache):
     assert cache.tree.num_cached == 3
     cache.tree.unlock(node)
     cache.tree.reset()
-    assert cache.pool.num_free == 8 and cache.tree.snapshot() == [] and cache.mirror.num_tokens == 0
+    assert cache.pool.num_free == 8 and cache.tree.snapshot() == [] and cache.indexed.num_tokens == 0
 
 
 def test_the_tree_and_the_pool_must_agree_on_the_page_size():

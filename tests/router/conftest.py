@@ -317,7 +317,7 @@ class FakeReplica:
         match message:
             case Subscribe():
                 self._subscribers.add(identity)
-                snapshot = CacheEvents(incarnation="one", first_seq=1, events=[], page_size=16, snapshot=True)
+                snapshot = CacheEvents(incarnation="one", first_seq=1, events=[], page_size=16, piece=0)
                 self._socket.send_multipart([identity, encode(snapshot)])
                 if self.tells_load:
                     self._socket.send_multipart([identity, encode(self.load)])

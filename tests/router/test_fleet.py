@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix.events import Event, Removed, Stored
+from radix.node import pack
 from radix.pages import PagePool
+from radix.snapshot import SnapshotWalk
 from radix.tree import Tree
 from router.errors import NoReplica
 from router.fleet import Fleet
@@ -49,7 +51,7 @@ class Publisher:
 
     def snapshot(self) -> CacheEvents:
         self.events()
-        return CacheEvents(self.incarnation, self.next_seq, self.tree.snapshot(), self.tree.page_size, snapshot=True)
+        return CacheEvents(self.incarnation, self.next_seq, self.tree.snapshot(), self.tree.page_size, piece=0)
 
 
 def load(bookings_seen: int = 0, **figures: int) -> ReplicaLoad:
@@ -83,8 +85,8 @@ def test_goes_where_the_prompt_is_cached_and_says_how_much(fleet):
     booking = fleet.place("r", PROMPT, ["a", "b", "c"])
     assert (booking.replica_id, booking.cached_tokens, booking.number) == ("b", 40, 1)
     assert fleet.booking("r") == booking
-    assert view(fleet, "b").mirror_tokens == 40
-    assert view(fleet, "a").mirror_tokens is None
+    assert view(fleet, "b").indexed_tokens == 40
+    assert view(fleet, "a").indexed_tokens is None
 
 
 def test_the_last_token_of_a_prompt_is_never_counted_as_cached(fleet):
@@ -100,10 +102,10 @@ def test_follows_events_after_a_snapshot(fleet):
     publisher.store(PROMPT)
     publisher.store([*PROMPT[:32], *PROMPT[:32]])
     assert fleet.apply_events("b", publisher.events())
-    assert view(fleet, "b").mirror_tokens == 96
+    assert view(fleet, "b").indexed_tokens == 96
     publisher.tree.evict(2)
     assert fleet.apply_events("b", publisher.events())
-    assert view(fleet, "b").mirror_tokens == 88
+    assert view(fleet, "b").indexed_tokens == 88
 
 
 def spoil_by_gap(publisher: Publisher) -> CacheEvents:
@@ -114,11 +116,11 @@ def spoil_by_gap(publisher: Publisher) -> CacheEvents:
 
 
 def spoil_by_restart(publisher: Publisher) -> CacheEvents:
-    return CacheEvents("second", publisher.next_seq, [Stored(1, 0, PROMPT)], 4)
+    return CacheEvents("second", publisher.next_seq, [Stored(1, 0, pack(PROMPT))], 4)
 
 
 def spoil_by_another_page_size(publisher: Publisher) -> CacheEvents:
-    return CacheEvents("first", publisher.next_seq, [Stored(1, 0, PROMPT)], 8)
+    return CacheEvents("first", publisher.next_seq, [Stored(1, 0, pack(PROMPT))], 8)
 
 
 def spoil_by_nonsense(publisher: Publisher) -> CacheEvents:
@@ -126,16 +128,16 @@ def spoil_by_nonsense(publisher: Publisher) -> CacheEvents:
 
 
 @pytest.mark.parametrize("spoil", [spoil_by_gap, spoil_by_restart, spoil_by_another_page_size, spoil_by_nonsense])
-def test_what_does_not_follow_drops_the_mirror_and_asks_once_for_a_snapshot(fleet, spoil):
+def test_what_does_not_follow_drops_the_cache_and_asks_once_for_a_snapshot(fleet, spoil):
     publisher = Publisher()
     fleet.apply_events("b", publisher.snapshot())
     assert not fleet.apply_events("b", spoil(publisher))
-    assert view(fleet, "b").mirror_tokens is None
+    assert view(fleet, "b").indexed_tokens is None
     publisher.store([1, 2, 3, 4])
     assert fleet.apply_events("b", publisher.events()), "a snapshot is on its way: do not ask again"
-    assert view(fleet, "b").mirror_tokens is None
+    assert view(fleet, "b").indexed_tokens is None
     assert fleet.apply_events("b", publisher.snapshot())
-    assert view(fleet, "b").mirror_tokens == publisher.tree.num_cached * 4
+    assert view(fleet, "b").indexed_tokens == publisher.tree.num_cached * 4
 
 
 def test_a_snapshot_of_a_new_incarnation_replaces_the_old(fleet):
@@ -143,17 +145,81 @@ def test_a_snapshot_of_a_new_incarnation_replaces_the_old(fleet):
     old.store(PROMPT)
     fleet.apply_events("b", old.snapshot())
     fleet.apply_events("b", new.snapshot())
-    assert view(fleet, "b").mirror_tokens == 0
+    assert view(fleet, "b").indexed_tokens == 0
     new.store(PROMPT[:8])
     assert fleet.apply_events("b", new.events())
-    assert view(fleet, "b").mirror_tokens == 8
+    assert view(fleet, "b").indexed_tokens == 8
 
 
 def test_a_snapshot_that_contradicts_itself_counts_as_no_cache(fleet, caplog):
-    assert fleet.apply_events("b", CacheEvents("first", 5, [Stored(2, 1, PROMPT)], 4, snapshot=True))
-    assert view(fleet, "b").mirror_tokens is None
+    assert fleet.apply_events("b", CacheEvents("first", 5, [Stored(2, 1, pack(PROMPT))], 4, piece=0))
+    assert view(fleet, "b").indexed_tokens is None
     assert "invalid snapshot of its cache" in caplog.text
     assert fleet.place("r", PROMPT, ["b"]).cached_tokens == 0
+
+
+def test_a_snapshot_in_pieces_counts_as_it_comes_while_the_tree_changes(fleet):
+    publisher = Publisher()
+    publisher.store(PROMPT)
+    publisher.store([7] * 32)
+    publisher.tree.match([7] * 16)  # splits
+    publisher.events()
+    walk = SnapshotWalk(publisher.tree.root)
+
+    def piece(number: int, most_nodes: int) -> CacheEvents:
+        events = [event for event in publisher.events().events if walk.follows(event)]
+        events += walk.piece(most_nodes, 10**6)
+        return CacheEvents("first", publisher.next_seq, events, 4, piece=number, complete=walk.is_done)
+
+    assert fleet.apply_events("b", piece(0, 1))
+    known = view(fleet, "b").indexed_tokens
+    assert 0 < known < 96
+    publisher.store([*PROMPT[:32], *range(32)])
+    publisher.tree.evict(1)
+    last = piece(1, 10)
+    assert last.complete and fleet.apply_events("b", last)
+    assert view(fleet, "b").indexed_tokens == publisher.tree.num_cached * 4
+    publisher.store([8] * 8)
+    assert fleet.apply_events("b", publisher.events())
+    assert view(fleet, "b").indexed_tokens == publisher.tree.num_cached * 4
+    assert fleet.place("r", [7] * 32, ["b"]).cached_tokens in (28, 31)
+
+
+def test_a_lost_piece_or_events_between_pieces_are_a_gap(fleet):
+    begin = CacheEvents("first", 5, [Stored(1, 0, pack(PROMPT))], 4, piece=0, complete=False)
+    for wrong in (CacheEvents("first", 5, [], 4, piece=2), CacheEvents("first", 5, [], 4)):
+        assert fleet.apply_events("b", begin)
+        assert not fleet.apply_events("b", wrong)
+        assert view(fleet, "b").indexed_tokens is None
+    assert fleet.apply_events("b", CacheEvents("first", 5, [], 4, piece=1)), "a snapshot is on its way"
+    assert fleet.apply_events("b", begin)
+    assert fleet.apply_events("b", CacheEvents("first", 5, [], 4, piece=1))
+    assert view(fleet, "b").indexed_tokens == 64
+
+
+def test_replicas_with_pages_of_other_sizes_are_placed_side_by_side(fleet):
+    small, large = Publisher(page_size=4), Publisher(page_size=16)
+    small.store(PROMPT[:20])
+    large.store(PROMPT[:32])
+    fleet.apply_events("a", small.snapshot())
+    fleet.apply_events("b", large.snapshot())
+    fleet.apply_events("c", CacheEvents("first", 1, [], 100, piece=0))  # no page has that size
+    assert [fleet.place("r", PROMPT[:40], name).cached_tokens for name in "ab"] == [20, 32]
+    assert [view.indexed_tokens for view in fleet.snapshot()] == [20, 32, None]
+
+
+def test_a_cache_that_is_gone_does_not_take_memory_for_ever(fleet):
+    publisher = Publisher()
+    for token in range(40):
+        publisher.store([token] * 4)
+    for _ in range(30):
+        fleet.apply_events("b", publisher.snapshot())
+    (index,) = fleet._indexes.values()
+    assert index.num_slots <= 3
+    fleet.leave("b")
+    for _ in range(3):
+        fleet.apply_events("a", CacheEvents("first", 1, [], 4))
+    assert index.num_nodes == 0
 
 
 def test_a_burst_with_one_new_prefix_stays_together_for_a_while(fleet, clock):

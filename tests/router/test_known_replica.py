@@ -45,7 +45,7 @@ def test_pace_fades_while_nothing_is_heard():
 
 
 def test_a_candidate_has_the_costs_and_output_lengths_that_the_replica_tells():
-    replica = KnownReplica("r")
+    replica = KnownReplica("r", 0)
     assert replica.candidate().output_tokens == 200 and replica.candidate().token_s == StepCosts().token_s
     replica.take_load(
         ReplicaLoad(incarnation="a", finished=10**6, output_tokens=10**7, costs=StepCosts(token_s=1.0)), 0

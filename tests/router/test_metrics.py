@@ -7,7 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import Metrics
+from router.metrics import SAMPLES_A_PIECE, Metrics
 from worker.messages import ReplicaLoad
 
 Make = Callable[..., Any]
@@ -162,3 +162,23 @@ def test_several_routers_count_under_their_names() -> None:
     assert ("shoal_output_tokens_total", (("model", "tiny"), ("replica", "r0"))) in both
     assert ("shoal_replicas_wanted", (("model", "tiny"),)) in both
     assert not any("router" in dict(labels) for _, labels in both)
+
+
+def test_the_page_comes_in_small_pieces() -> None:
+    """However many replicas there are; and each family has one head."""
+    metrics = Metrics(router="a")
+    model = metrics.model("tiny")
+    for number in range(40):
+        model.replica(f"r{number}").inter_token.observe(0.02)
+        stages = [{"compute": 1.0, "host": 2.0}] * 4
+        model.loads[f"r{number}"] = ReplicaLoad(incarnation="one", running=number, stage_seconds=stages)
+    pieces = list(metrics.pieces())
+    assert max(piece.count(b"\n") for piece in pieces) <= SAMPLES_A_PIECE + 2
+    page = b"".join(pieces)
+    assert page == metrics.page()
+    heads = [line for line in page.decode().splitlines() if line.startswith("# TYPE")]
+    assert len(heads) == len(set(heads))
+    got = parsed(page.decode())
+    assert sum(value for (name, _), value in got.items() if name == "shoal_inter_token_latency_seconds_count") == 40
+    assert sum(value for (name, _), value in got.items() if name == "shoal_running_requests") == sum(range(40))
+    assert sum(name == "shoal_stage_seconds_total" for name, _ in got) == 40 * 8

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from router import optimistic_prefixes
 from router.optimistic_prefixes import EXPIRES_S, OptimisticPrefixes, marks, prefix_hashes
@@ -49,38 +50,90 @@ def test_hashes_are_the_same_in_every_process_and_whatever_follows():
     assert hashes([0] * 32)[0] != hashes([0] * 32)[1], "zeros count too"
 
 
+def matched(entries: OptimisticPrefixes, prefixes: list[int], now: float) -> list[int]:
+    return entries.match(prefixes, now, num_slots=3).tolist()
+
+
 def test_entries_expire_unless_renewed():
     entries = OptimisticPrefixes()
     long, short = hashes(list(range(64))), hashes(list(range(32)))
-    entries.add(long, now=0.0)
-    entries.add(short, now=1.0)
-    assert entries.match(long, now=EXPIRES_S - 0.1) == 4
-    assert entries.match(long, now=EXPIRES_S) == 2
-    assert entries.match(hashes([9] * 64), now=EXPIRES_S) == 0
-    assert [entries.match(long, EXPIRES_S, known) for known in range(5)] == [2, 2, 2, 3, 4]
-    assert entries.match(long, now=EXPIRES_S + 1.0) == 0
+    entries.add(1, long, now=0.0)
+    entries.add(1, short, now=1.0)
+    assert matched(entries, long, EXPIRES_S - 0.1) == [0, 4, 0]
+    assert matched(entries, long, EXPIRES_S) == [0, 2, 0]
+    assert matched(entries, hashes([9] * 64), EXPIRES_S) == [0, 0, 0]
+    assert matched(entries, [], EXPIRES_S) == [0, 0, 0]
+    assert matched(entries, long, EXPIRES_S + 1.0) == [0, 0, 0]
     assert len(entries) == 0
 
 
 def test_renewed_entries_do_not_keep_older_ones_alive():
     entries = OptimisticPrefixes()
     first, second = hashes(list(range(64))), hashes(list(range(100, 164)))
-    entries.add(first, now=0.0)
-    entries.add(second, now=0.0)
-    entries.add(first, now=1.0)
-    assert entries.match(second, now=EXPIRES_S) == 0
-    assert entries.match(first, now=EXPIRES_S) == 4
+    entries.add(0, first, now=0.0)
+    entries.add(0, second, now=0.0)
+    entries.add(0, first, now=1.0)
+    assert matched(entries, second, EXPIRES_S) == [0, 0, 0]
+    assert matched(entries, first, EXPIRES_S) == [4, 0, 0]
 
 
-def test_the_number_of_entries_is_bounded_and_prefixes_outlive_what_extends_them(monkeypatch):
-    monkeypatch.setattr(optimistic_prefixes, "MAX_ENTRIES", 6)
+def test_each_replica_has_what_it_was_given():
+    entries = OptimisticPrefixes()
+    long, other = hashes(list(range(64))), hashes([*range(48), *range(100, 116)])
+    entries.add(2, long, now=0.0)
+    entries.add(0, long[:1], now=0.0)
+    entries.add(1, other, now=0.0)
+    assert matched(entries, long, 1.0) == [1, 3, 4]
+    assert matched(entries, other, 1.0) == [1, 4, 3]
+    entries.forget(2)
+    assert matched(entries, long, 1.0) == [1, 3, 0]
+
+
+def test_the_number_of_entries_is_bounded_and_the_oldest_go(monkeypatch):
+    monkeypatch.setattr(optimistic_prefixes, "MOST_HASHES", 6)
     entries = OptimisticPrefixes()
     first, second = hashes(list(range(64))), hashes(list(range(100, 164)))
-    entries.add(first, now=0.0)
-    entries.add(second, now=0.0)
-    assert len(entries) == 6
-    assert entries.match(first, now=0.0) == 2
-    assert entries.match(second, now=0.0) == 4
+    entries.add(0, first, now=0.0)
+    entries.add(0, second, now=0.0)
+    assert len(entries) == 4
+    assert matched(entries, first, 0.0) == [0, 0, 0]
+    assert matched(entries, second, 0.0) == [4, 0, 0]
+
+
+class Entries(RuleBasedStateMachine):
+    """Any order of entries, expiry and replicas that go, against a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries, self.now, self.plain = OptimisticPrefixes(), 0.0, []
+
+    @rule(slot=st.integers(0, 2), tokens=st.integers(0, 3), length=st.integers(0, 5), passed=st.sampled_from([0, 0.7]))
+    def add(self, slot: int, tokens: int, length: int, passed: float) -> None:
+        self.now += passed
+        prefixes = hashes([0] * 32 + [tokens] * 48)[:length]
+        self.entries.add(slot, prefixes, self.now)
+        self.plain.append((self.now + EXPIRES_S, slot, prefixes))
+
+    @rule(slot=st.integers(0, 2))
+    def forget(self, slot: int) -> None:
+        self.entries.forget(slot)
+        self.plain = [entry for entry in self.plain if entry[1] != slot]
+
+    @rule(tokens=st.integers(0, 4))
+    def match(self, tokens: int) -> None:
+        prefixes = hashes([0] * 32 + [tokens] * 48)
+        expect = [0, 0, 0]
+        for ends, slot, had in self.plain:
+            if ends > self.now:
+                same = sum(a == b for a, b in zip(prefixes, had, strict=False))
+                expect[slot] = max(expect[slot], same)
+        assert matched(self.entries, prefixes, self.now) == expect
+        live = {prefix for ends, _, had in self.plain if ends > self.now for prefix in had}
+        assert len(self.entries) == len(live)
+
+
+TestEntries = Entries.TestCase
+TestEntries.settings = settings(deadline=None, max_examples=50, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 5000])

@@ -315,7 +315,8 @@ def test_a_request_counts_until_its_last_token(make_stack: Any, make_replica: An
         next(iter(stream))
         with pytest.raises(openai.RateLimitError, match="at once"):
             ask(batch)
-    fake.wait_for(fake.aborted)  # its client has gone
+    # Its client has gone:
+    stack.until(lambda: stack.metric('shoal_client_tokens_total{client="batch",kind="prompt"') > 0)
     fake.allow(None)
     ask(batch)
     made = batch.responses.create(model="tiny", input="x", max_output_tokens=5)

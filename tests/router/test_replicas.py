@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from radix.events import Stored
+from radix.node import pack
 from router import replicas as connections
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -23,9 +24,9 @@ def ready(stack: Any) -> int:
     return httpx.get(f"{stack.url}/ready").status_code
 
 
-def mirrored(stack: Any, replica_id: str) -> int | None:
+def indexed(stack: Any, replica_id: str) -> int | None:
     (view,) = [view for view in stack.fleet.snapshot() if view.replica_id == replica_id]
-    return view.mirror_tokens
+    return view.indexed_tokens
 
 
 def test_ready_is_connected_and_has_told_its_load(make_stack: Make, make_replica: Make) -> None:
@@ -153,12 +154,12 @@ def test_what_is_no_message_breaks_the_connection(make_stack: Make, make_replica
 def test_a_gap_in_the_events_asks_for_a_snapshot_once(make_stack: Make, make_replica: Make) -> None:
     fake = make_replica()
     stack = make_stack(fake)
-    leaf = Stored(1, 0, list(range(16)))
+    leaf = Stored(1, 0, pack(range(16)))
     fake.tell(CacheEvents("one", 1, [leaf], 16))
-    stack.until(lambda: mirrored(stack, "r0") == 16)
-    fake.tell(*(CacheEvents("one", seq, [Stored(seq, 0, list(range(16)))], 16) for seq in (7, 8)))
+    stack.until(lambda: indexed(stack, "r0") == 16)
+    fake.tell(*(CacheEvents("one", seq, [Stored(seq, 0, pack(range(16)))], 16) for seq in (7, 8)))
     fake.wait_for(lambda: len(fake.received) == 2)
-    stack.until(lambda: mirrored(stack, "r0") == 0)
+    stack.until(lambda: indexed(stack, "r0") == 0)
     assert [type(message) for message in fake.received] == [Subscribe, Subscribe]
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeline.meter import Meter
-from radix.events import Event, Stored
+from radix.events import Event
 from radix.pages import PagePool
+from radix.snapshot import SnapshotWalk
 from radix.tree import Tree
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
@@ -267,9 +268,9 @@ class Engine:
         self._steps.record_times()
         return self.timeline.meter.trace_json()
 
-    def snapshot(self) -> list[Stored]:
-        """Events that build the tree as it is now."""
-        return self.tree.snapshot()
+    def walk(self) -> SnapshotWalk:
+        """A way through the tree, to tell it to a new listener in pieces."""
+        return SnapshotWalk(self.tree.root)
 
     def reset_cache(self) -> None:
         """Forgets every cached prefix. Raises ValueError while a request runs."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,6 +21,7 @@ import msgspec
 import zmq
 
 from radix.events import Event
+from radix.snapshot import SnapshotWalk
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine, frozen_heap, load_components
 from worker.messages import (
@@ -45,6 +47,20 @@ log = logging.getLogger(__name__)
 LOAD_EVERY_S = 0.05  # while steps run; load is sent at once after a new request and after the last step
 PROBE_EVERY_S = 1.0  # how often lost routers are detected while there is work
 MESSAGES_A_STEP = 64  # a flood of requests must not delay the running ones
+# Of snapshots of the radix tree, in each turn of the loop: about a millisecond's work, and of each at most this much,
+# which takes a router about two milliseconds to read.
+PIECE_NODES, PIECE_BYTES = 500, 1 << 20
+EVENTS_A_MESSAGE = 500  # a router stops for no longer than for a piece
+
+
+@dataclass(slots=True)
+class SnapshotInPieces:
+    """A snapshot on its way to one router: the walk, events that must be told before the next nodes, and the number of
+    pieces that were sent."""
+
+    walk: SnapshotWalk
+    pending: list[Event] = field(default_factory=list)
+    sent: int = 0
 
 
 class Server:
@@ -74,7 +90,8 @@ class Server:
 
         self._owners: dict[str, bytes] = {}  # request id: router
         self._bookings: dict[bytes, int] = {}  # router: its highest booking so far
-        self._subscribers: set[bytes] = set()
+        self._subscribers: set[bytes] = set()  # those that have a whole snapshot
+        self._snapshots: dict[bytes, SnapshotInPieces] = {}  # those that have not, in their turns
         self._load_due = False
         self._load_sent_s = 0.0
         self._probed_s = 0.0
@@ -166,7 +183,8 @@ class Server:
         planning of the next step can be put off."""
         if not self.engine.has_work:
             # Requests may wait for their grammars to compile while nothing runs: their routers are probed.
-            self._wait(int(PROBE_EVERY_S * 1000) if self._owners else None)
+            idle_ms = int(PROBE_EVERY_S * 1000) if self._owners else None
+            self._wait(0 if self._snapshots else idle_ms)
         until_s = time.monotonic() + self.engine.spare_s()
         self._handle_arrived()
         while (left_ms := int((until_s - time.monotonic()) * 1000)) > 0 and not self._stopping.is_set():
@@ -243,16 +261,10 @@ class Server:
         self._load_due = True
 
     def _subscribe(self, router: bytes) -> None:
-        self._send_events()  # so that the snapshot has the next event's number for every subscriber
-        self._subscribers.add(router)
-        snapshot = CacheEvents(
-            incarnation=self.incarnation,
-            first_seq=self._next_event,
-            events=list(self.engine.snapshot()),
-            page_size=self._page_size,
-            snapshot=True,
-        )
-        self._send(router, snapshot)
+        self._send_events()  # these are in the tree already, where the walk begins
+        self._subscribers.discard(router)
+        self._snapshots.pop(router, None)
+        self._snapshots[router] = SnapshotInPieces(self.engine.walk())
         self._load_due = True
 
     # ------------------------------------------------------------ out
@@ -270,33 +282,52 @@ class Server:
             self._send(router, Outputs(its_outputs))
 
     def _publish(self) -> None:
-        """Sends subscribers new cache events, and the load if it is due."""
+        """Sends subscribers new cache events, a piece of a snapshot, and the load if it is due."""
         self._send_events()
+        self._send_piece()
         now_s = time.monotonic()
         if not self._load_due and (not self.engine.has_work or now_s - self._load_sent_s < LOAD_EVERY_S):
             return
         self._load_due = False
         self._load_sent_s = now_s
-        if self._subscribers:
+        if self._subscribers or self._snapshots:
             load = self.engine.load()
             load.incarnation = self.incarnation
-            for router in list(self._subscribers):
+            for router in [*self._subscribers, *self._snapshots]:
                 load.bookings_seen = self._bookings[router]
                 self._send(router, load)
 
     def _send_events(self) -> None:
-        if not self._events:
-            return
-        message = CacheEvents(
-            incarnation=self.incarnation,
-            first_seq=self._next_event,
-            events=list(self._events),
-            page_size=self._page_size,
-        )
-        self._next_event += len(self._events)
+        for snapshot in self._snapshots.values():
+            snapshot.pending += filter(snapshot.walk.follows, self._events)
+        for begin in range(0, len(self._events), EVENTS_A_MESSAGE):
+            events = self._events[begin : begin + EVENTS_A_MESSAGE]
+            frame = encode(CacheEvents(self.incarnation, self._next_event, events, self._page_size))
+            self._next_event += len(events)
+            for router in list(self._subscribers):
+                self._send_frame(router, frame)
         self._events.clear()
-        for router in list(self._subscribers):
-            self._send(router, message)
+
+    def _send_piece(self) -> None:
+        """Sends one piece of a snapshot. No event may be unsent: the walk reads the tree as it is now."""
+        if not self._snapshots:
+            return
+        router, snapshot = next(iter(self._snapshots.items()))
+        del self._snapshots[router]
+        events: list[Event] = snapshot.pending[:PIECE_NODES]
+        del snapshot.pending[:PIECE_NODES]
+        events += snapshot.walk.piece(PIECE_NODES - len(events), PIECE_BYTES)
+        complete = snapshot.walk.is_done and not snapshot.pending
+        # The next in turn is another router: that which joined last waits no longer than that which joined first.
+        if complete:
+            self._subscribers.add(router)
+        else:
+            self._snapshots[router] = snapshot
+        message = CacheEvents(
+            self.incarnation, self._next_event, events, self._page_size, piece=snapshot.sent, complete=complete
+        )
+        snapshot.sent += 1
+        self._send(router, message)
 
     def _probe(self) -> None:
         """Detects routers that are gone although nothing is sent to them, because their requests wait. ZeroMQ reports a
@@ -308,15 +339,19 @@ class Server:
                 self._send(router, Outputs([]))
 
     def _send(self, router: bytes, message: FromReplica) -> None:
+        self._send_frame(router, encode(message))
+
+    def _send_frame(self, router: bytes, frame: bytes) -> None:
         """Queues a message. The queue has no limit, so no tokens are dropped. If the router is gone, forgets it and
         aborts its requests."""
         try:
-            self._socket.send_multipart([router, encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([router, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             log.info("a router has gone: its requests are aborted")
             self._subscribers.discard(router)
+            self._snapshots.pop(router, None)
             self._bookings.pop(router, None)
             self._abort([i for i, owner in self._owners.items() if owner == router])
 

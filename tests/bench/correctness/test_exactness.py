@@ -38,12 +38,13 @@ def test_a_tiny_model_in_two_stages_is_exact(
 ) -> None:
     monkeypatch.setattr(exactness, "CASES", (ExactnessCase("chunks of 7", {"token_budget": 7}, longest=32),))
     monkeypatch.setattr(exactness.Check, "bfloat16", lambda *ranks: {})
-    asked = ["--models", "tiny", "--pp", "2,3", "--schedules", "uniform,offline"]
+    asked = ["--models", "tiny", "--pp", "2,3", "--schedules", "uniform,offline", "--drafts", "0.8,0.5"]
     assert exactness.main(["--device", "cpu", *asked, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "WRONG" not in said and "tiny cannot be shared out to 3 stages of 1 ranks" in said
     assert "chunks of 7, uniform" in said and "chunks of 7, offline" in said
-    found = json.loads((tmp_path / "cpu.exact.pp2-3.json").read_text())
+    found = json.loads((tmp_path / "cpu.exact.pp2-3.drafts.json").read_text())
+    assert found["tiny.tp1pp2"]["float32"]["chunks of 7, offline"]["accepted_drafts"] > 0
     assert found["figures"][0]["name"] == "cpu.exact.tiny.tp1pp2.float32.identical"
     assert found["figures"][0]["value"] == 1
 

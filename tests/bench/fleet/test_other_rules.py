@@ -19,7 +19,7 @@ def place(rule: InFlightRule, request: FleetRequest, now_s: float = 0.0) -> int:
 
 
 def cache(rule: EventRule, replica: int, request: FleetRequest) -> None:
-    tokens = token_ids(request.spans).tolist()
+    tokens = token_ids(request.spans).tobytes()
     rule.apply_events(replica, CacheEvents("", 0, [Stored(1, 0, tokens)], 16))
 
 

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 import pytest
 import zmq
 
-from radix.mirror import Mirror
+from radix.index import PrefixIndex
+from tests.radix.conftest import Listener
 from worker.config import WorkerConfig
 from worker.engine import server as module
 from worker.engine.server import Server
@@ -295,33 +296,54 @@ def test_wakes_when_a_grammar_is_there(serve):
     assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
 
 
-def test_events_keep_a_mirror_exact(serve):
+def test_events_keep_an_index_exact(serve, monkeypatch):
+    """Routers that join early and late, and again, while the tree changes between the pieces of their snapshots."""
+    monkeypatch.setattr(module, "PIECE_NODES", 2)
+    monkeypatch.setattr(module, "EVENTS_A_MESSAGE", 3)
     s = serve(num_pages=30)
     early, late = s.router(), s.router()
     early.send(Subscribe())
     for i in range(20):
         early.generate(str(i), [i % 3] * 6 + [i], max_tokens=9)
-    early.until(lambda: early.finished(*map(str, range(20))))
+    early.until(lambda: early.finished("0"))
     late.send(Subscribe())
-    late.until(lambda: late.events)
-    assert late.events[0].snapshot
+    early.until(lambda: early.finished(*map(str, range(20))))
     early.generate("last", [7] * 20, max_tokens=40)
     early.until(lambda: early.finished("last"))
-    end = late.events[0].first_seq
-    early.until(lambda: early.events[-1].first_seq + len(early.events[-1].events) >= end)
+    expected = listener = None
     for router in (early, late):
         router.send(Subscribe())  # whatever is on its way comes before the snapshot that this asks for
-        router.until(lambda r=router: r.events[-1].snapshot and len(r.events) > 1)
-        *changes, final = router.events
+        router.until(lambda r=router: len(snapshots(r)) == 2)
+        first, second = snapshots(router)
+        assert len(first) >= 1 and len(second) > 1
+        at = router.events.index(second[0])
+        changes = router.events[:at]
         assert {message.incarnation for message in changes} == {s.server.incarnation}
-        mirror, expected = Mirror(4), changes[0].first_seq
-        for message in changes:
-            assert message.first_seq == expected
-            expected += 0 if message.snapshot else len(message.events)
+        for message in router.events:
+            if message.piece == 0:
+                before, listener, indexed = listener, Listener(4), PrefixIndex(4).add()
+            if message.piece is None:
+                assert message.first_seq == expected and len(message.events) <= 3
             for event in message.events:
-                mirror.apply(event)
-        assert expected == final.first_seq
-        assert sorted(mirror.snapshot(), key=lambda e: e.node) == sorted(final.events, key=lambda e: e.node)
+                listener.apply(event)
+                indexed.apply(event)
+            expected = message.first_seq + (len(message.events) if message.piece is None else 0)
+        assert before.prefixes() == listener.prefixes()
+        assert all(indexed.index.match(path)[0] == len(path) // 4 for path in listener.prefixes())
+
+
+def snapshots(router: Router) -> list[list[CacheEvents]]:
+    """The pieces of each whole snapshot that the router has heard."""
+    whole: list[list[CacheEvents]] = []
+    pieces: list[CacheEvents] = []
+    for message in router.events:
+        if message.piece is not None:
+            assert message.piece == len(pieces) or message.piece == 0
+            pieces = [*pieces, message] if message.piece else [message]
+            if message.complete:
+                whole.append(pieces)
+                pieces = []
+    return whole
 
 
 def test_load_counts_the_bookings_of_each_router(serve):
