@@ -58,14 +58,23 @@ def _level(
 
 
 def figures(runs: dict[str, dict[str, Any]]) -> list[Figure]:
-    """The worst figures over all levels."""
+    """The worst figures over all levels, and the quiet client's of each level, in percent."""
 
     def worst(above: str, below: str) -> list[float]:
         return [run[above] / run[below] for run in runs.values()]
 
-    mean = max(worst("fair_quiet_ttft_mean_s", "alone_quiet_ttft_mean_s"))
+    means = worst("fair_quiet_ttft_mean_s", "alone_quiet_ttft_mean_s")
+    by_level = zip(runs, means, worst("fcfs_quiet_ttft_mean_s", "alone_quiet_ttft_mean_s"), strict=True)
     return [
-        Figure("fleet.fair.quiet_client_ttft_vs_alone", mean, "ratio", False),
+        *(
+            Figure(f"fleet.fair.{float(level):.0%}".rstrip("%") + f".{name}", value, "ratio", False)
+            for level, mean, by_arrival in by_level
+            for name, value in (
+                ("quiet_client_ttft_vs_alone", mean),
+                ("quiet_client_ttft_vs_alone.fcfs", by_arrival),
+            )
+        ),
+        Figure("fleet.fair.quiet_client_ttft_vs_alone", max(means), "ratio", False),
         Figure(
             "fleet.fair.quiet_client_ttft_p99_vs_alone",
             max(worst("fair_quiet_ttft_p99_s", "alone_quiet_ttft_p99_s")),

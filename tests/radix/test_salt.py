@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from radix.mirror import Mirror
+from radix.index import PrefixIndex
+from radix.node import pack
 from radix.pages import PagePool
 from radix.salt import CHANGED, salted
 from radix.tree import Tree
@@ -29,11 +30,12 @@ def test_no_tokens_of_a_vocabulary_meet_those_of_another_salt() -> None:
     assert len({tuple(bits.tolist()) for bits in above}) == 501
 
 
-def test_trees_and_mirrors_keep_salts_apart() -> None:
-    mirror = Mirror(4)
-    tree = Tree(4, PagePool(16, 4), on_event=mirror.apply)
+def test_trees_and_indexes_keep_salts_apart() -> None:
+    index = PrefixIndex(4)
+    cache = index.add()
+    tree = Tree(4, PagePool(16, 4), on_event=cache.apply)
     tokens = list(range(12))
     tree.insert(salted(tokens, "a"), tree.pool.allocate(3))
     for salt, found in (("a", 12), ("b", 0), ("", 0)):
         assert tree.match(salted(tokens, salt)).num_tokens == found
-        assert mirror.match(salted(tokens, salt)) == found
+        assert index.match(pack(salted(tokens, salt)))[cache.slot] == found
