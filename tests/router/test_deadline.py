@@ -169,6 +169,28 @@ def test_no_more_tokens_wait_than_the_setting_says(make_stack: Any, make_replica
     assert stack.client.completions.create(model="tiny", prompt="x").choices
 
 
+def test_a_stream_that_has_begun_goes_on_though_all_queues_are_full(make_stack: Any, make_replica: Any) -> None:
+    """It is not a new request: its client has a part of the answer."""
+    fakes = {"r0": make_replica().hold(), "r1": make_replica().hold()}
+    stack = make_stack(*fakes.values(), config=RouterConfig(max_waiting_tokens=5000))
+    for fake in fakes.values():
+        fake.allow(2)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        victim = fakes.pop(stack.placer.placed[0][2])
+        (other,) = fakes.values()
+        other.tell(BUSY)
+        stack.until(lambda: any(view.load == BUSY for view in stack.fleet.snapshot()))
+        victim.die()
+        stack.ready(*(name for name, fake in stack.fakes.items() if fake is other))
+        refusal(stack)
+        other.allow(None)
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    (resumed,) = other.requests()
+    assert resumed.resumed and resumed.output_ids
+
+
 def test_a_router_holds_no_more_bytes_than_the_setting_says(make_stack: Any, make_replica: Any) -> None:
     fake = make_replica().hold()
     stack = make_stack(fake, config=RouterConfig(max_held_bytes=2000))
