@@ -71,6 +71,8 @@ def _regular(node: Node) -> str:
     match node:
         case Terminal(text):
             return json.dumps(text, ensure_ascii=False)
+        case Regex(_, (whole, texts)):
+            return f"({_pattern(whole)} & ~({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}))"
         case Regex(pattern):
             return _pattern(pattern)
         case Seq(parts):

@@ -161,13 +161,16 @@ def _of_length(least: int, most: int | None, spelling: Spelling) -> Node:
 def other_name(names: Iterable[str], spelling: Spelling = JSON) -> Node:
     """A string that is none of `names`, of characters that need no escape."""
     trie: dict[str, Any] = {}
-    for name in names:
-        if all(any(first <= ord(c) <= last for first, last in spelling.plain) for c in name):
-            node = trie
-            for char in name:
-                node = node.setdefault(char, {})
-            node[""] = {}
-    return Regex(f'"{_none_of(trie, spelling)}"')
+    plain = [
+        name for name in names if all(any(first <= ord(c) <= last for first, last in spelling.plain) for c in name)
+    ]
+    for name in plain:
+        node = trie
+        for char in name:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    any_name, taken = f'"{pattern(spelling.plain)}*"', tuple(f'"{name}"' for name in plain)
+    return Regex(f'"{_none_of(trie, spelling)}"', (any_name, taken) if taken else None)
 
 
 def _none_of(trie: dict[str, Any], spelling: Spelling) -> str:
