@@ -20,11 +20,14 @@ def open_server(folder: Path, config: WorkerConfig, host: str, store: Store | No
     """Loads the model of `folder` and binds to a free port of `host`. This process becomes the leading rank. `store`:
     where the other ranks of the replica come; without one they are started here. Raises the errors of the model's
     folder, the weights or the device."""
-    gemm_folder = cache_folder() / "gemm"
+    caches = cache_folder()
+    gemm_folder = caches / "gemm"
     opened: Callable[..., Executor] = partial(open_executor, gemm_folder=gemm_folder)
     if store is not None:
         opened = partial(MultiRankExecutor, store=store, host=host, gemm_folder=gemm_folder)
-    load = partial(load_components, make_executor=opened, cost_folder=cache_folder() / "costs")
+    load = partial(
+        load_components, make_executor=opened, cost_folder=caches / "costs", length_folder=caches / "lengths"
+    )
     return Server(folder, config, host=host, load=load)
 
 

@@ -80,7 +80,7 @@ def again(
     sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
     costs = store.load(folder, config, executor.device) if predicts(config) else store()
     try:
-        engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler, costs=costs))
+        engine = Engine(folder, config, load=lambda *_: parts._replace(sampler=sampler, costs=costs, lengths=None))
         yield engine
         while engine.has_work:  # a step may be in flight
             engine.step()

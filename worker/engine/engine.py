@@ -32,6 +32,7 @@ from worker.executor.draft_model import DraftModel
 from worker.executor.executor import Executor
 from worker.executor.gpu_defaults import with_gpu_defaults
 from worker.executor.launch import open_executor
+from worker.lengths import LengthStore
 from worker.messages import Failure, Generate, Output, ReplicaLoad, SamplingParams, TokenLogprobs
 from worker.models.draft_vocabulary import check_draft_model
 from worker.sampling.sampler import Sampler
@@ -56,6 +57,7 @@ class Components(NamedTuple):
     drafters: Sequence[Drafter] = ()
     jump_forward: "JumpForward | None" = None
     draft_model: DraftModel | None = None
+    lengths: LengthStore | None = None
 
 
 def load_components(
@@ -63,9 +65,11 @@ def load_components(
     config: WorkerConfig,
     make_executor: Callable[[Path, WorkerConfig], Executor] = open_executor,
     cost_folder: Path | None = None,
+    length_folder: Path | None = None,
 ) -> Components:
-    """Loads the model of a folder. What steps cost is learned, where it matters, and kept in `cost_folder`. Raises
-    whatever the model's files or the device have to complain about."""
+    """Loads the model of a folder. What steps cost is learned, where it matters, and kept in `cost_folder`; what is
+    learned of output lengths in `length_folder`. Raises whatever the model's files or the device have to complain
+    about."""
     if config.draft_model is not None:
         check_draft_model(Path(config.draft_model), model_dir)
     executor = make_executor(model_dir, config)
@@ -83,7 +87,8 @@ def load_components(
         drafters.append(ModelDrafter(draft_model, passes))
     inserts = config.jump_forward == "insert"
     jump_forward = make_jump_forward(model_dir, executor.vocab_size) if inserts else None
-    return Components(executor, sampler, grammars, costs, drafters, jump_forward, draft_model)
+    lengths = LengthStore.load(model_dir, length_folder)
+    return Components(executor, sampler, grammars, costs, drafters, jump_forward, draft_model, lengths)
 
 
 @dataclass
@@ -130,7 +135,10 @@ class Engine:
         request whose grammar has compiled wants a `step`. `load` makes the components."""
         config = with_gpu_defaults(config, Path(model_dir))
         parts = load(Path(model_dir), config)
-        self.executor, self.sampler, self.grammars, self.costs, drafters, jump_forward, self._draft_model = parts
+        self.executor, self.sampler, self.grammars, self.costs, drafters, jump_forward, self._draft_model, lengths = (
+            parts
+        )
+        self._lengths = LengthStore() if lengths is None else lengths
         self.tree = Tree(config.page_size, PagePool(self.executor.num_pages, config.page_size), on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
@@ -150,6 +158,7 @@ class Engine:
             returning_s=lambda step: self._loop.returning_s(step),
             clock=clock,
             speculation=speculation,
+            lengths=self._lengths.predictor,
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._steps = Steps(
@@ -283,6 +292,7 @@ class Engine:
     def close(self) -> None:
         """Ends the compiler's thread and the other ranks. The engine is of no use afterwards."""
         self.costs.save()
+        self._lengths.save()
         self.grammars.close()
         if self._draft_model is not None:
             self._draft_model.close()
@@ -293,6 +303,7 @@ class Engine:
         self._steps.record_times()
         self.timeline.nothing("nothing_to_do")
         self.costs.save_if_due()
+        self._lengths.save_if_due()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -109,6 +110,22 @@ class OutputLengthPredictor:
         gradient = error / math.sqrt(len(features))
         self._squares[features] += gradient * gradient
         self._weights[features] += RATE * gradient / np.sqrt(self._squares[features] + 1e-6)
+
+    def learned(self) -> dict[str, np.ndarray]:
+        """All that was learned, as arrays by name, for `restore`."""
+        known = np.array([self._mean, self._variance, self.num_learned], dtype=np.float64)
+        return {"known": known, "weights": self._weights, "squares": self._squares}
+
+    def restore(self, learned: Mapping[str, np.ndarray]) -> None:
+        """Goes on from what `learned` gave. Raises KeyError and ValueError, with nothing changed, for anything else."""
+        known, weights, squares = (learned[name] for name in ("known", "weights", "squares"))
+        if known.shape != (3,) or not weights.shape == squares.shape == (NUM_FEATURES,):
+            raise ValueError("arrays of other shapes")
+        if not all(np.isfinite(each).all() for each in (known, weights, squares)) or (squares < 0).any():
+            raise ValueError("values that no learning gives")
+        self._mean, self._variance, self.num_learned = float(known[0]), max(float(known[1]), 1e-4), int(known[2])
+        self._weights, self._squares = weights.astype(np.float32), squares.astype(np.float32)
+        self._accuracy_due = max(LEARNED, self.num_learned + ACCURACY_EVERY)
 
     def accuracy(self) -> tuple[float | None, float | None]:
         """Kendall's tau between the predicted and the real lengths of the newest outputs, and their real tokens over
