@@ -58,7 +58,8 @@ def configured(model: str, settings: Mapping[str, Any]) -> Config:
     """The configuration of a server in this process; `settings` are by the names of `Config`. Raises ConfigError."""
     if others := [name for name in settings if name in Config.model_fields and name not in SETTINGS]:
         raise ConfigError(f"{', '.join(others)}: for `shoal serve` only; an Engine has one replica and no HTTP server")
-    return load(overrides={"max_waiting": MAX_WAITING, **settings, "model": model})
+    unlimited = {"max_waiting": MAX_WAITING, "max_waiting_tokens": 1 << 62, "max_held_bytes": 1 << 62}
+    return load(overrides={**unlimited, **settings, "model": model})
 
 
 class OneReplicaPlacer:

@@ -128,10 +128,10 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
 def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRouter:
     routes = APIRouter(tags=["generation"])
     admitted = [Depends(limits.admit)]
-    errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503)
+    errors = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)
 
     async def answer(request: Request, service: Service, stream: bool, job: PreparedRequest, form: Format) -> Response:
-        generation = Generation(service, job, form, request.state.name, request.state.ticket)
+        generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         if stream:
             return EventStream(generation.stream)
         body = await unless_gone(request.receive, generation.whole())

@@ -2,13 +2,14 @@
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from router.errors import ApiError, invalid
+from router.errors import ApiError, busy, invalid
 from router.literals import allowed_values
 from router.requests import Body
 from router.sse import ClientGone
@@ -23,7 +24,29 @@ _OTHER_LITERAL = re.compile(r"Invalid (?:enum )?value (?=['\d-])")
 _NOTHING_ALLOWED = ("Expected `null`", "Expected `array` of length <= 0", "Expected `object` of length <= 0")
 
 
-async def read_sent(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+class HeldBytes:
+    """The bytes of all bodies that a router holds, against a limit. `held`: those of now."""
+
+    def __init__(self, limit: int, wait_s: Callable[[], float]) -> None:
+        """`wait_s`: how long the queue is, in seconds."""
+        self.held = 0
+        self._limit = limit
+        self._wait_s = wait_s
+
+    def take(self, state: dict[str, Any], num_bytes: int) -> None:
+        """Counts bytes until the request of this `state` ends, when the middleware calls its `at_end`. Raises ApiError
+        (503) where there is no room, unless the request is the only one."""
+        if self.held and self.held + num_bytes > self._limit:
+            raise busy("The server holds too many requests; try again in {} s.", self._wait_s(), status=503)
+        self.held += num_bytes
+
+        def give() -> None:
+            self.held -= num_bytes
+
+        state.setdefault("at_end", []).append(give)
+
+
+async def read_sent(request: Request, max_bytes: int, timeout_s: float, held: HeldBytes) -> bytes:
     """Returns the body as it was sent. Raises ClientGone if the client disconnects before the whole body is here, and
     ApiError:
 
@@ -32,6 +55,7 @@ async def read_sent(request: Request, max_bytes: int, timeout_s: float) -> bytes
     | 408 | the body took longer than `timeout_s` |
     | 413 | the body has more than `max_bytes`, counted while reading: a body need not announce its length |
     | 415 | the body is compressed |
+    | 503 | all bodies have more bytes than `held` may have |
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
@@ -43,7 +67,7 @@ async def read_sent(request: Request, max_bytes: int, timeout_s: float) -> bytes
         )
     try:
         async with asyncio.timeout(timeout_s):
-            body = await _read(request, max_bytes)
+            body = await _read(request, max_bytes, held)
     except TimeoutError:
         message = f"The body of the request took longer than {timeout_s:g} s."
         raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
@@ -52,18 +76,23 @@ async def read_sent(request: Request, max_bytes: int, timeout_s: float) -> bytes
     return bytes(body)
 
 
-async def _read(request: Request, max_bytes: int) -> bytearray:
+async def _read(request: Request, max_bytes: int, held: HeldBytes) -> bytearray:
     too_large = ApiError(
         413, f"The body of the request is larger than the limit of {max_bytes} bytes.", code="request_too_large"
     )
     announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > max_bytes:
+    expected = int(announced) if announced.isdecimal() else 0
+    if expected > max_bytes:
         raise too_large
+    state = request.scope.setdefault("state", {})
+    held.take(state, expected)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > max_bytes:
             raise too_large
+    if len(body) > expected:  # its length was not announced
+        held.take(state, len(body) - expected)
     return body
 
 

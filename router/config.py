@@ -37,6 +37,12 @@ class ModelConfig(BaseModel):
         "before it ends with no_replica",
     )
     max_prompts: int = Field(256, ge=1, description="most sequences (prompts times n) per HTTP request")
+    max_waiting_tokens: int = Field(
+        1 << 22,
+        ge=1,
+        description="prompt tokens that may wait at a replica, as a router knows them; when as many wait at each, new "
+        "requests are refused with 429 before they are tokenised",
+    )
     max_priority: int = Field(
         0,
         ge=0,
@@ -117,6 +123,12 @@ class RouterConfig(ModelConfig):
         "when it changes",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")
+    max_held_bytes: int = Field(
+        256 << 20,
+        ge=1024,
+        description="most bytes of request bodies that a router holds at once, each until its answer ends; further "
+        "requests get 503",
+    )
     max_header_bytes: int = Field(
         32 << 10,
         ge=256,

@@ -17,7 +17,7 @@ from router.scoring import ScoringJob, Texts, scoring_job
 from router.service import Service
 from router.sse import unless_gone
 
-ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503)
+ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)
 
 
 def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
@@ -25,7 +25,7 @@ def embedding_routes(models: Models, limits: RateLimits) -> APIRouter:
     routes = APIRouter(tags=["embeddings"], dependencies=[Depends(limits.admit)])
 
     async def answer(request: Request, service: Service, job: PreparedRequest, form: Format) -> Response:
-        generation = Generation(service, job, form, request.state.name, request.state.ticket)
+        generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         body = await unless_gone(request.receive, generation.whole())
         return Response(body, media_type="application/json")
 

@@ -1,6 +1,7 @@
 """Errors as clients get them, in OpenAI's form."""
 
 import json
+import math
 
 SERVER_ERROR = "server_error"
 INVALID = "invalid_request_error"
@@ -45,6 +46,14 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def internal() -> ApiError:
     """A 500 that reveals no internals. The cause is in the log."""
     return ApiError(500, "Something went wrong inside the server; it has been logged.", code="internal_error")
+
+
+def busy(message: str, retry_after_s: float, *, status: int = 429, param: str | None = None) -> ApiError:
+    """A 429, or 503, because of the load. A `{}` in the message stands for the seconds until a retry, 1 to 60: the load
+    further ahead is unknown."""
+    seconds = min(60, max(1, math.ceil(retry_after_s)))
+    headers = {"Retry-After": str(seconds)}
+    return ApiError(status, message.replace("{}", str(seconds)), param=param, code="overloaded", headers=headers)
 
 
 def program_unknown(reason: str) -> ApiError:

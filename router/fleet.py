@@ -32,6 +32,7 @@ from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
 from router.placement import CANDIDATE, Candidates, Placement, Weights, least_load, rank, round_robin
 from router.popularity import Popularity
 from router.programs import Home
+from router.queue_wait import ShortestQueue, wait_s
 from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
@@ -211,6 +212,14 @@ class Fleet:
                 self._stale.add(peer.replica_id)
             self._popularity.add(peer.hashes, len(self._replicas))
             self._expected.add(replica.slot, peer.hashes, now_s)
+
+    def shortest_queue(self) -> ShortestQueue | None:
+        """The least queue of all known replicas; None if there is none."""
+        with self._lock:
+            if not self._replicas:
+                return None
+            candidates = self._candidates(sorted(self._replicas))
+        return ShortestQueue(float(wait_s(candidates).min()), int(candidates["waiting_tokens"].min()))
 
     def booking(self, request_id: str) -> Booking | None:
         """The request's booking; None if it has none."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from router.deadline import within
 from router.deltas import CallBegin, CallEnd, Delta
 from router.errors import ApiError, program_unknown
 from router.output_text import OutputText, Piece, TokenText
@@ -65,10 +66,20 @@ class WholeFormat:
 class Generation:
     """Runs a prepared request. When one of its sequences fails, or the caller is cancelled, all are stopped at once."""
 
-    def __init__(self, service: Service, job: PreparedRequest, form: Format, name: str, ticket: Ticket) -> None:
+    def __init__(
+        self,
+        service: Service,
+        job: PreparedRequest,
+        form: Format,
+        name: str,
+        ticket: Ticket,
+        timeout_s: float | None = None,
+    ) -> None:
         """`name`: the request's unique name, for replicas and logs. `ticket`: the client's, with which the request was
-        admitted. Its priority is lowered to what the client may have."""
+        admitted. Its priority is lowered to what the client may have. `timeout_s`: seconds after its arrival in which
+        all sequences must have ended."""
         self.ticket = ticket
+        self._timeout_s = timeout_s
         self._priority = min(job.priority, service.highest_priority(ticket.client))
         self._service = service
         self._job = job
@@ -102,7 +113,7 @@ class Generation:
 
         one = follow_whole if self._job.whole_choices else follow
         self.ticket.add_tokens(prompt=self._job.prompt_tokens)
-        await _together([one(sequence) for sequence in self._job.sequences])
+        await self._run_all([one(sequence) for sequence in self._job.sequences])
         await emit(self._form.closing(self._usage()))
 
     async def whole(self) -> bytes:
@@ -113,8 +124,18 @@ class Generation:
             answers[sequence.index] = await self._collected(sequence, self._answer(sequence))
 
         self.ticket.add_tokens(prompt=self._job.prompt_tokens)
-        await _together([follow(sequence) for sequence in self._job.sequences])
+        await self._run_all([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
+
+    async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
+        """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
+        try:
+            async with within(self._timeout_s, self._job.arrived):
+                await _together(sequences)
+        except ApiError as error:
+            if error.code == "deadline_exceeded":
+                self._service.metrics.missed_deadlines("expired")
+            raise
 
     async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
         """Runs one sequence. Returns all of its text as one piece."""
@@ -262,6 +283,8 @@ class Generation:
             produced,
             job.prediction_ids,
             self._shared,
+            self.ticket.client,
+            self.ticket.client.user(job.user),
         )
 
     def _usage(self, only: "Answer | None" = None) -> Usage:

@@ -57,6 +57,19 @@ class KeyEntry(BaseModel):
     concurrent_requests: int | None = Field(
         None, strict=True, ge=1, le=INT31, description="most requests at once, over all routers; by default any number"
     )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="the client's share of a busy server, relative to others: one of weight 2 is served twice as many "
+        "tokens as one of weight 1 while both wait",
+    )
+    by_user: bool = Field(
+        False,
+        strict=True,
+        description="whether the share is divided among the users that its requests name (safety_identifier, else "
+        "user), as if each were a client",
+    )
     max_priority: int | None = Field(
         None,
         strict=True,
@@ -96,11 +109,17 @@ class ApiClient:
 
     tenant: str
     name: str = UNNAMED
+    weight: float = 1.0
+    by_user: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     max_priority: int | None = None
     expires: datetime | None = None
+
+    def user(self, name: str | None) -> str:
+        """An opaque name for one of the client's users, where its key tells them apart; empty otherwise."""
+        return _tenant(name.encode("utf-8", "surrogatepass")) if self.by_user and name else ""
 
 
 ANYBODY = ApiClient("", "")  # all clients of an open server
@@ -117,7 +136,7 @@ def read_keys(text: str) -> dict[str, ApiClient]:
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:
-        raise ValueError("there is no key in it: write one key per line")
+        raise ValueError("has no key in it: write one key per line")
     if lines[0].startswith(TABLE):
         return dict(_of_table(text))
     # The lines of a table that is none would be keys that anybody can guess.

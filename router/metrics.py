@@ -136,6 +136,10 @@ class ModelMetrics:
         """Counts a sequence that has ended."""
         self._metrics.sequences.labels(self._model, reason).inc()
 
+    def missed_deadlines(self, how: str) -> None:
+        """Counts a request whose timeout was too short."""
+        self._metrics.missed_deadlines.labels(self._model, how).inc()
+
     def resumed(self, reason: str) -> None:
         """Counts a sequence that goes on elsewhere, or later."""
         self._metrics.resumed.labels(self._model, reason).inc()
@@ -172,6 +176,11 @@ class Metrics:
             "shoal_resumed_sequences",
             "Sequences that were resumed after their replica was lost, or after their reader was too slow",
             *("model", "reason"),
+        )
+        self.missed_deadlines = counter(
+            "shoal_missed_deadlines",
+            "Requests whose timeout was shorter than the queue, and which were refused, or which it ended (expired)",
+            *("model", "how"),
         )
         self.upstream_seconds = Histogram(
             "shoal_upstream_seconds",

@@ -23,6 +23,7 @@ class Observed:
     | `request_id` | the id for the client: its own X-Request-Id if it sent one, otherwise a new id |
     | `name` | the name for replicas: `request_id`, made unique by a suffix if the client chose it |
     | `model` | the model's own name; the route sets it, once it knows the model |
+    | `at_end` | what to do when the answer has ended: functions |
     | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
 
     `answers_id`: whether the answer carries `request_id` as X-Request-Id.
@@ -59,6 +60,8 @@ class Observed:
         try:
             await self._app(scope, receive, observed)
         finally:
+            for work in state.get("at_end", ()):
+                work()
             _end_ticket(state)
 
 

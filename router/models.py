@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from fastapi import Request, Response
 
-from router.body import parse, read_sent
+from router.body import HeldBytes, parse, read_sent
 from router.config import RouterConfig
+from router.deadline import timeout_of
 from router.errors import ApiError, invalid
 from router.metrics import Metrics
 from router.rate_limits import RateLimits, UsageExchange
@@ -51,6 +52,7 @@ class Models:
         self.metrics = metrics
         self.config = config
         self._named: dict[str, ListedModel] = {}
+        self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []
         self._exchange: UsageExchange | None = None
         for model in answering:
@@ -86,6 +88,10 @@ class Models:
             raise invalid(message, "model", "invalid_value")
         return answers
 
+    def _shortest_wait_s(self) -> float:
+        queues = [service.shortest_queue() for service in self.services]
+        return min((queue.wait_s for queue in queues if queue is not None), default=0.0)
+
     def _unknown(self, name: str) -> ApiError:
         message = f"The model {name[:MOST_NAME]!r} does not exist; this server has {self._names()}."
         return ApiError(404, message, param="model", code="model_not_found")
@@ -116,17 +122,21 @@ class Models:
 
     async def read(self, request: Request, kind: type[Known]) -> tuple[Service, Known, int]:
         """The service of the model that a request's body names, the body as `kind`, and its size in bytes. Raises what
-        `read_sent` and `parse` do, and ApiError (404) for an unknown model."""
+        `read_sent`, `parse` and, for a request with a ticket, `Service.check_queue` do, and ApiError (404) for an
+        unknown model."""
         sent = await self._sent(request)
         body = parse(kind, sent)
         service = self.service(body.model)  # type: ignore[attr-defined]  # every kind has it
         request.state.model = service.model
+        if hasattr(request.state, "ticket"):  # it is about to wait for a replica
+            request.state.timeout_s = timeout_of(request, body)
+            service.check_queue(request.state.timeout_s)
         return service, body, len(sent)
 
     async def _sent(self, request: Request) -> bytes:
         sent: bytes | None = getattr(request.state, "sent", None)
         if sent is None:
-            sent = await read_sent(request, self.config.max_body_bytes, self.config.body_timeout_s)
+            sent = await read_sent(request, self.config.max_body_bytes, self.config.body_timeout_s, self._held)
             if self.upstreams:  # it is read twice
                 request.state.sent = sent
         return sent

@@ -63,6 +63,7 @@ _ERRORS = {
     429: "too many requests are waiting, or the client's key has reached a limit",
     500: "the server's own fault",
     502: "the endpoint that the request is passed on to cannot be reached, is silent, or breaks off",
+    504: "the request took longer than its timeout",
     503: "no replica is ready, or a replica has no memory or time for a grammar now",
 }
 

@@ -59,6 +59,7 @@ class PreparedRequest:
     | `syntax` | how answers are read: thinking, calls; None if they are text and nothing else |
     | `thinking_budget` | most tokens of thinking; None if it has no limit of its own |
     | `prediction_ids` | tokens of the client's guess at the answer |
+    | `user` | the client's name for whom the request is for |
     | `arrived` | `perf_counter` when the request came |
     """
 
@@ -83,6 +84,7 @@ class PreparedRequest:
     syntax: AnswerSyntax | None = None
     thinking_budget: int | None = None
     prediction_ids: list[int] = field(default_factory=list)
+    user: str | None = None
     arrived: float = field(default_factory=perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -309,6 +311,7 @@ def _job(
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
         discard=isinstance(request, CompletionRequest) and request.max_tokens == 0,
         whole_choices=bool(options and options.whole_choices),
+        user=getattr(request, "safety_identifier", None) or request.user,
         arrived=arrived,
     )
 

@@ -213,7 +213,16 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-INT32 - 1, le=INT32)] | None,
         Meta(description="higher goes first, up to the server's max_priority; 0"),
     ] = None
-    user: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+    timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="seconds in which the answer must be complete, also by the header X-Request-Timeout; refused "
+            "at once with 429 where the queue is longer, ended with 504 (or an error event) when they are over"
+        ),
+    ] = None
+    user: Annotated[
+        str | None, Meta(description="whom the request is for: a part of the key's share, where the key has by_user")
+    ] = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     regex: Regex = None
     choice: Options = None
@@ -413,7 +422,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         ReasoningEffort | None,
         Meta(description="none: no thinking, where the template allows; others go to the template"),
     ] = None
-    safety_identifier: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+    safety_identifier: Annotated[str | None, Meta(description="as user, and before it")] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority"] | None,
         Meta(description="there is one tier: the answer says default"),

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,14 @@ import msgspec
 
 from router.config import ModelConfig
 from router.defaults import SamplingDefaults
-from router.errors import ApiError, NoReplica, internal, invalid
+from router.errors import ApiError, NoReplica, busy, internal, invalid
 from router.fleet import Fleet
 from router.formats.format import OutputFormat
-from router.key_file import ApiClient
+from router.key_file import ANYBODY, ApiClient
 from router.metrics import ModelMetrics, ReplicaTimes
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
+from router.queue_wait import ShortestQueue
 from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Release, SamplingParams
@@ -149,6 +149,23 @@ class Service:
                 "invalid_value",
             )
 
+    def shortest_queue(self) -> ShortestQueue | None:
+        """The least queue of all replicas that are known; None if there is none."""
+        return self._fleet.shortest_queue()
+
+    def check_queue(self, timeout_s: float | None) -> None:
+        """Raises ApiError (429) for a new request if the queues are full, or if it could not begin within `timeout_s`.
+        Call it before the request costs anything."""
+        queue = self.shortest_queue()
+        if queue is None:
+            return
+        if timeout_s is not None and queue.wait_s >= timeout_s:
+            self.metrics.missed_deadlines("refused")
+            reason = f"The request would wait {queue.wait_s:.1f} s, longer than its timeout of {timeout_s:g} s"
+            raise busy(f"{reason}; try again in {{}} s.", queue.wait_s - timeout_s, param="timeout")
+        if queue.tokens >= self.config.max_waiting_tokens:
+            raise busy(f"{queue.tokens} prompt tokens wait already; try again in {{}} s.", queue.wait_s / 2)
+
     async def in_thread(self, num_bytes: int, work: Callable[..., Result], *arguments: object) -> Result:
         """Runs `work`, on a text of about `num_bytes` bytes, in a thread. Long texts have a thread of their own, so
         that short texts never wait for them."""
@@ -166,11 +183,14 @@ class Service:
         output_ids: Sequence[int] = (),
         prediction_ids: Sequence[int] = (),
         shared: SharedReplica | None = None,
+        client: ApiClient = ANYBODY,
+        user: str = "",
     ) -> AsyncGenerator[Output, None]:
         """Yields the outputs of one sequence; the last has a finish reason. `sampling` has a seed. `arrived` is the
         `perf_counter` of the HTTP request. `call`: the program that it belongs to. `output_ids`: tokens that count as
         its output already, which are not yielded. `prediction_ids`: the client's guess at the output. `shared`: the
-        replica of the sequences that share its context. Raises ApiError.
+        replica of the sequences that share its context. `client`, `user`: whose share of the service it is from. Raises
+        ApiError.
 
         Close the iterator (`contextlib.aclosing`) to abort. A sequence that is cut off is resumed after the tokens that
         were yielded, on another replica or the same. A sequence that a full replica refuses is offered to two others.
@@ -191,6 +211,9 @@ class Service:
                 resumed=resumed,
                 priority=priority,
                 head_start_s=head_start_s,
+                client=client.tenant,
+                user=user,
+                weight=client.weight,
                 lease=None if call is None else call.lease,
             )
             try:
@@ -367,5 +390,4 @@ def _overloaded(failures: Iterable[Failure]) -> ApiError:
     """The error for a request that full replicas refused. The client may retry when the first of them is likely to have
     room."""
     first = min(failures, key=lambda failure: failure.retry_after_s or 0.0)
-    retry_after_s = max(1, math.ceil(first.retry_after_s or 0.0))
-    return ApiError(429, first.message, code="overloaded", headers={"Retry-After": str(retry_after_s)})
+    return busy(first.message, first.retry_after_s or 0.0)

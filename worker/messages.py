@@ -107,6 +107,8 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | `priority` | higher runs first |
     | `booking` | number of this request among the router's requests to this replica, from 1 without gaps |
     | `head_start_s` | seconds by which it counts as having arrived earlier, where shorter prompts go first |
+    | `client`, `user` | opaque names for fairness: whose request it is, and which of the client's users' |
+    | `weight` | the client's share of the service, relative to others |
     | `lease` | what becomes of the KV after the request; None: it is cached as any other |
 
     `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
@@ -124,6 +126,9 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     booking: int = 0
     head_start_s: float = 0.0
+    client: str = ""
+    user: str = ""
+    weight: float = 1.0
     lease: Lease | None = None
 
 

@@ -5,6 +5,7 @@
     shoal bench fleet --load zipf --routers 32 --rules shoal --levels 0.8 --step-ms 200 --name fleet.sim.routers32
     shoal bench fleet --summary
     shoal bench fleet --decision --replicas 64
+    shoal bench fleet --fair --levels 0.5 0.8 0.95 1.1
     shoal bench fleet --router
 
 Every replica is an 8B model on an H200. Levels are fractions of the rate that the fleet can just serve if each prompt
@@ -29,6 +30,11 @@ events.blocks_s         blocks of 16 tokens of which a router hears in a second,
 index.bytes_per_token   memory of the index for a cached token, and for each other copy of it, by the size of nodes
 snapshot.stall_ms       the longest stop of a replica's scheduler or a router's loop, for a snapshot of 2 million tokens
 metrics.loop_ms         the longest stop of the loop for /metrics
+
+--fair writes fleet.fair: two clients, one of which sends 10 times as many requests as the other, with prompts as zipf.
+
+quiet_client_ttft_vs_alone  mean TTFT of the quiet client, divided by that with the fleet to itself; the worst level
+throughput_vs_fcfs          tokens served a second, divided by those where requests go by arrival; the worst level
 """
 
 import argparse
@@ -45,6 +51,8 @@ import numpy as np
 from bench import results
 from bench.fleet.capacity import capacity
 from bench.fleet.decision import decision_cpu_s
+from bench.fleet.fairness import fairness
+from bench.fleet.fairness import figures as fair_figures
 from bench.fleet.hardware import ReplicaHardware
 from bench.fleet.other_rules import OTHER_RULES
 from bench.fleet.router_costs import events_blocks_s, index_bytes, metrics_stall_s, snapshot_stall_s
@@ -216,6 +224,7 @@ def parser() -> Parser:
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
     p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
     p.add_argument("--decision", action="store_true", help="measure the CPU time of a placement, and nothing else")
+    p.add_argument("--fair", action="store_true", help="measure what a client notices of another one that floods")
     p.add_argument("--router", action="store_true", help="measure what a router's knowledge costs, and nothing else")
     p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
     return p
@@ -237,6 +246,14 @@ def main(argv: list[str] | None = None) -> int:
             if args.name != "none":
                 about = {"replicas": args.replicas, "seed": args.seed}
                 print(f"written: {results.write(own, made, {'about': about}, folder=args.out).name}")
+            return 0
+        if args.fair:
+            fair = fairness(args.levels, args.replicas, args.routers, ReplicaHardware(), args.seed)
+            for figure in fair_figures(fair):
+                print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
+            if args.name != "none":
+                about = {key: getattr(args, key) for key in ("replicas", "routers", "seed")}
+                results.write("fleet.fair", fair_figures(fair), {"about": about, "runs": fair}, folder=args.out)
             return 0
         runs = run(args)
     except (ValueError, OSError) as error:

@@ -8,10 +8,12 @@ Decodes alone are advanced many steps at a time, since nothing changes in betwee
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Literal
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from radix.tree import Match, Tree
 from worker.engine.step_costs import step_costs
 from worker.messages import CacheEvents, ReplicaLoad
 from worker.scheduler.admission import RETRY_STEPS
+from worker.scheduler.fair_share import ClientShare, FairShare
 from worker.scheduler.waiting_queue import AGEING_TOKENS_S, LOOKUP_EVERY_STEPS, LOOKUPS_A_STEP, WINDOW
 
 PUBLISH_EVERY_S = 0.05  # as `worker.engine.server`
@@ -50,6 +53,7 @@ class SimulatedSequence:
     request: FleetRequest
     tokens: np.ndarray
     arrived_s: float
+    share: ClientShare
     cached: int = 0
     looked_up_step: int = 0
     computed: int = 0
@@ -77,9 +81,14 @@ class StepResult:
 
 class FleetReplica:
     """A simulated replica. The owner calls `take` for each arrival, and `end_step` at `busy_until_s`, which is infinite
-    while it is idle."""
+    while it is idle. `order` of those that wait: as the scheduler's, with clients in turn (fair), or by arrival."""
 
-    def __init__(self, hardware: ReplicaHardware, num_routers: int = 1) -> None:
+    def __init__(
+        self, hardware: ReplicaHardware, num_routers: int = 1, order: Literal["fair", "fcfs"] = "fair"
+    ) -> None:
+        self._order = order
+        self._shares = FairShare()
+        self._decodes_of: Counter[ClientShare] = Counter()
         self.costs, self.policy, self.page_size = hardware.costs, hardware.policy(), hardware.page_size
         self.step_costs = step_costs([hardware.cost_model], hardware.objective, TOKEN_BUDGET)
         self.events: list[Event] = []
@@ -120,7 +129,9 @@ class FleetReplica:
         self, request: FleetRequest, tokens: np.ndarray, now_s: float, router: int = 0, booking: int = 0
     ) -> StepResult:
         """A request arrives. `tokens`: its prompt, int32 [n]. Returns which requests began."""
-        seq, result = SimulatedSequence(request, tokens, now_s), StepResult()
+        share = self._shares.open(request.client, "", 1.0)
+        seq, result = SimulatedSequence(request, tokens, now_s, share), StepResult()
+        self._shares.enqueue(share)
         seq.cached, seq.looked_up_step = self._match(seq).num_tokens, self._plans
         self._waiting.append(seq)
         self.seen[router] = max(self.seen[router], booking)
@@ -171,8 +182,13 @@ class FleetReplica:
             self._round += steps
             self._context += steps * len(self._decoding)
             self._grown += steps * len(self._decoding)
+            if self._shares.counts:
+                for share, decodes in self._decodes_of.items():
+                    self._shares.charge_outputs(np.full(steps * decodes, share.index))
             while self._decoding and self._decoding[0][0] <= self._round:
-                self._finish(heappop(self._decoding)[2], result)
+                ended = heappop(self._decoding)[2]
+                self._decodes_of[ended.share] -= 1
+                self._finish(ended, result)
         for seq, chunk in self._step:
             seq.computed += chunk
             self.computed_tokens += chunk
@@ -213,7 +229,7 @@ class FleetReplica:
 
     def _plan(self, now_s: float, result: StepResult) -> None:
         """Chooses the chunks of the next step."""
-        decodes, waiting = len(self._decoding), self._waiting[:WINDOW]
+        decodes, waiting = len(self._decoding), self._window()
         self._plans += 1
         old = [seq for seq in waiting if seq.looked_up_step + LOOKUP_EVERY_STEPS < self._plans]
         for seq in old[:LOOKUPS_A_STEP]:
@@ -231,7 +247,7 @@ class FleetReplica:
         budget.shape = BatchShape.decoding(decodes, self._context + decodes)
         budget.tokens_left -= decodes
         is_open = self._plans >= self._blocked_until
-        for seq in sorted([*self._prefilling, *waiting], key=lambda seq: _urgency(seq, now_s)):
+        for seq in self._in_turn(waiting, now_s):
             if budget.tokens_left <= 0:
                 break
             if seq.node is None:
@@ -245,6 +261,35 @@ class FleetReplica:
                     self.prompt_tokens += len(seq.tokens)
                     self.cached_tokens += seq.cached
             self._add_chunk(seq, budget)
+
+    def _window(self) -> list[SimulatedSequence]:
+        """The waiting sequences that compete for being next: of each client the first ones."""
+        if self._order == "fcfs" or not self._shares.is_contended:
+            return self._waiting[:WINDOW]
+        of_client: dict[ClientShare, list[SimulatedSequence]] = {}
+        for seq in self._waiting:
+            of_client.setdefault(seq.share, []).append(seq)
+        return [seq for queue in of_client.values() for seq in queue[: WINDOW // len(of_client)]]
+
+    def _in_turn(self, waiting: list[SimulatedSequence], now_s: float) -> Iterator[SimulatedSequence]:
+        """Prefills and waiting sequences in the order in which they may have chunks."""
+        if self._order == "fcfs":
+            yield from sorted([*self._prefilling, *waiting], key=lambda seq: (not seq.was_preempted, seq.arrived_s))
+            return
+        ordered = sorted([*self._prefilling, *waiting], key=lambda seq: _urgency(seq, now_s))
+        if not self._shares.is_contended:
+            yield from ordered
+            return
+        of_client: dict[ClientShare, list[SimulatedSequence]] = {}
+        for seq in ordered:
+            of_client.setdefault(seq.share, []).append(seq)
+        queues = [(share, iter(queue)) for share, queue in of_client.items()]
+        yield from self._shares.order(
+            queues,
+            lambda seq: (not seq.was_preempted,),
+            lambda seq: 0 if seq.node is not None or seq.was_preempted else len(seq.tokens) - seq.cached,
+            lambda seq: any(other is seq for other, _ in self._step),
+        )
 
     def _add_chunk(self, seq: SimulatedSequence, budget: Budget) -> None:
         chunk = budget.chunk(seq.computed, seq.missing, seq.missing)
@@ -277,6 +322,9 @@ class FleetReplica:
             return False
         seq.node, seq.computed = match.node, match.num_tokens
         self._waiting.remove(seq)
+        self._shares.dequeue(seq.share)
+        if not seq.was_preempted:
+            self._shares.charge(seq.share, len(seq.tokens) - seq.cached)
         self._prefilling.append(seq)
         return True
 
@@ -300,10 +348,12 @@ class FleetReplica:
             self._finish(seq, result)
         else:
             heappush(self._decoding, (seq.ends_round, next(self._serial), seq))
+            self._decodes_of[seq.share] += 1
 
     def _finish(self, seq: SimulatedSequence, result: StepResult) -> None:
         self._outputs.append(seq.request.output_tokens)
         self._stop_decoding(seq)
+        self._shares.close(seq.share)
         self.finished += 1
         self.output_tokens += seq.request.output_tokens
         self.load_due, self._blocked_until = True, 0
@@ -315,10 +365,12 @@ class FleetReplica:
         self._decoding.remove(entry)
         heapify(self._decoding)
         seq = entry[2]
+        self._decodes_of[seq.share] -= 1
         self._stop_decoding(seq)
         seq.was_preempted = True
         seq.cached, seq.computed = seq.computed, 0
         self._waiting.append(seq)
+        self._shares.enqueue(seq.share)
         self.preemptions += 1
 
     def _stop_decoding(self, seq: SimulatedSequence) -> None:

@@ -15,7 +15,7 @@ For each request the simulation also knows what a single cache of all replicas' 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -147,7 +147,7 @@ ARRIVAL, DELIVERY, STEP_END, NEWS, PEERS, SAMPLE = range(6)
 
 
 class FleetSimulation:
-    """A run. `rules`: one for each router; a request goes to a random one."""
+    """A run. `rules`: one for each router; a request goes to a random one. `order`: as in `FleetReplica`."""
 
     def __init__(
         self,
@@ -155,9 +155,10 @@ class FleetSimulation:
         rules: Sequence[PlacementRule],
         hardware: Sequence[ReplicaHardware],
         seed: int = 0,
+        order: Literal["fair", "fcfs"] = "fair",
     ) -> None:
         self._requests, self._rules, self._hardware = requests, rules, hardware
-        self._replicas = [FleetReplica(kind, len(rules)) for kind in hardware]
+        self._replicas = [FleetReplica(kind, len(rules), order) for kind in hardware]
         self._random = np.random.default_rng(seed)
         self._one_cache = OneCache(sum(kind.num_pages for kind in hardware), hardware[0].page_size)
         self._queue: list[tuple[float, int, int, Any]] = []

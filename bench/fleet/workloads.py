@@ -11,6 +11,7 @@ from bench.load.workload import BLOCK, SHARED, TURN, UNIQUE, TokenSpan, poisson
 
 LOADS = ("mooncake", "zipf", "hot_prefix", "bursts", "agents")
 MOST_TOKEN = 1 << 30
+FLOOD, QUIET = "flood", "quiet"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +25,7 @@ class FleetRequest:
     | `spans` | the prompt |
     | `output_tokens` | length of the answer, which ends with span (TURN, number) |
     | `then` | the next request of the same client |
+    | `client` | the client's name, for fairness |
     """
 
     number: int
@@ -31,6 +33,7 @@ class FleetRequest:
     spans: tuple[TokenSpan, ...]
     output_tokens: int
     then: "FleetRequest | None" = None
+    client: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,6 +103,21 @@ def zipf(rng: np.random.Generator, count: int, num_replicas: int) -> list[FleetR
     shares = 1 / np.arange(1, num_prefixes + 1)
     prefixes = rng.choice(num_prefixes, size=count, p=shares / shares.sum())
     return _shared_prefixes(rng, prefixes, 4096, 1024)
+
+
+def two_clients(rng: np.random.Generator, count: int, num_replicas: int) -> list[FleetRequest]:
+    """The requests of `zipf` by two clients with prefixes of their own: of every 11 requests `FLOOD` sends 10 and
+    `QUIET` one."""
+    requests = zipf(rng, count, num_replicas)
+    is_quiet = (rng.random(count) < 1 / 11).tolist()
+    return [_of_client(request, quiet) for request, quiet in zip(requests, is_quiet, strict=True)]
+
+
+def _of_client(request: FleetRequest, is_quiet: bool) -> FleetRequest:
+    if not is_quiet:
+        return replace(request, client=FLOOD)
+    shared, own = request.spans
+    return replace(request, client=QUIET, spans=(TokenSpan((*shared.key, 1), shared.tokens), own))
 
 
 def hot_prefix(rng: np.random.Generator, count: int, num_replicas: int) -> list[FleetRequest]:

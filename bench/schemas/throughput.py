@@ -105,7 +105,7 @@ class Job:
         return job
 
     def sampling(self, guided: bool) -> list[SamplingParams]:
-        """Of each request. A guided one ends with its end token, another one with as many tokens."""
+        """Parameters of each request. A guided one ends with its end token, another one with as many tokens."""
         return [
             SamplingParams(
                 max_tokens=len(output),

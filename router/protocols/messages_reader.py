@@ -92,6 +92,7 @@ def generation_request(request: MessagesRequest) -> GenerationRequest:
         top_p=request.top_p,
         top_k=request.top_k,
         stop=request.stop_sequences,
+        user=None if request.metadata is None else request.metadata.user_id,
         response_format=None
         if schema is None
         else JsonSchemaFormat(json_schema=JsonSchema(name=schema.name or "answer", schema=schema.schema)),

@@ -47,7 +47,7 @@ def messages_routes(models: Models, limits: RateLimits, answer: Answer) -> APIRo
         "/v1/messages",
         dependencies=[Depends(limits.admit)],
         openapi_extra=openapi.body(MessagesRequest),
-        responses=openapi.answers(MessageAnswer, *_ERRORS, 429, 503, events=_EVENTS, error=AnthropicError),
+        responses=openapi.answers(MessageAnswer, *_ERRORS, 429, 503, 504, events=_EVENTS, error=AnthropicError),
     )
     @models.passing_on
     async def messages(request: Request) -> Response:

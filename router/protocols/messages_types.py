@@ -226,7 +226,7 @@ class OutputConfig(Body, frozen=True, kw_only=True):
 
 
 class Metadata(Body, frozen=True):
-    """Facts about the request. Not used, and not kept."""
+    """Facts about the request, which are not kept. `user_id`: whom it is for, where the API key has `by_user`."""
 
     user_id: str | None = None
 

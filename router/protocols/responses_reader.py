@@ -291,6 +291,7 @@ def _instructions(request: ResponsesRequest) -> list[tuple[str, Item]]:
 def _generation(request: ResponsesRequest) -> GenerationRequest:
     """The fields that all protocols share, with the form of the text by its name there."""
     fields = {name: getattr(request, name) for name in GenerationRequest.__struct_fields__}
+    fields["user"] = request.safety_identifier or request.user
     form = request.text.format if request.text else None
     if isinstance(form, SchemaFormat):
         schema = JsonSchema(name=form.name, schema=form.schema, description=form.description, strict=form.strict)

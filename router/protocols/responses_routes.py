@@ -40,7 +40,7 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
         "/v1/responses",
         dependencies=[Depends(limits.admit)],
         openapi_extra=openapi.body(ResponsesRequest),
-        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 408, 413, 415, 429, 500, 502, 503)),
+        responses=_streamed(openapi.answers(ResponseObject, 400, 401, 404, 408, 413, 415, 429, 500, 502, 503, 504)),
     )
     @models.passing_on
     async def create_response(request: Request) -> Response:
@@ -68,7 +68,7 @@ def responses_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRoute
             arrived,
         )
         form = ResponsesFormat(job, response, service.tokenizer)
-        generation = Generation(service, job, form, request.state.name, request.state.ticket)
+        generation = Generation(service, job, form, request.state.name, request.state.ticket, request.state.timeout_s)
         stored = StoredResponse(response, [_listed(item, asked.referred) for item in items] if keeps else [])
         if body.background:
             await runs.start(tenant, stored, generation, form, bool(body.stream))

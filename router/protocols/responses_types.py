@@ -272,7 +272,7 @@ class ResponsesRequest(GenerationRequest, frozen=True, kw_only=True):
         Literal["auto", "default", "flex", "priority"] | None,
         Meta(description="there is one tier: the answer says default"),
     ] = None
-    safety_identifier: Annotated[str | None, Meta(description="whom the request is for; not used")] = None
+    safety_identifier: Annotated[str | None, Meta(description="as user, and before it")] = None
     prompt_cache_key: Annotated[str | None, Meta(description="not used: shared prefixes are found without it")] = None
     client_metadata: Annotated[dict[str, str] | None, Meta(description="not used, and not kept")] = None
     chat_template_kwargs: TemplateArguments = None

@@ -432,6 +432,7 @@ class Stack:
     server: Server
     fakes: dict[str, FakeReplica]
     metrics: Metrics
+    models: Models
     client: OpenAI = field(init=False)
 
     def __post_init__(self) -> None:
@@ -570,10 +571,11 @@ def make_stack(tokenizer: Tokenizer, make_service: ServiceMaker, serve: Callable
         metrics = Metrics()
         settings = config or RouterConfig()
         service = make_service(metrics, *fakes, config=settings, tokens=tokens, defaults=defaults)
-        server = serve(Models([service], metrics, settings))
+        models = Models([service], metrics, settings)
+        server = serve(models)
         named = {f"r{number}": fake for number, fake in enumerate(fakes)}
         placer: Any = service._placer
-        return Stack(tokens, placer.fleet, placer, service.replicas, service, server, named, metrics)
+        return Stack(tokens, placer.fleet, placer, service.replicas, service, server, named, metrics, models)
 
     return make
 

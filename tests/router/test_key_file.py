@@ -25,6 +25,8 @@ keys:
     tokens_per_minute: 100000
     concurrent_requests: 16
     max_priority: -1
+    weight: 2.5
+    by_user: true
     expires: 2027-01-31
   - {key: [sk-two, sk-new], name: chat, expires: 2027-01-31T12:00:00+01:00}
 """
@@ -35,7 +37,9 @@ def test_a_table_names_clients_and_limits_them() -> None:
     assert list(clients) == ["sk-one", "sk-two", "sk-new"]
     batch, chat = clients["sk-one"], clients["sk-two"]
     assert batch.name == "batch" and batch.requests_per_minute == 600 and batch.tokens_per_minute == 100_000
-    assert batch.concurrent_requests == 16 and batch.max_priority == -1
+    assert batch.concurrent_requests == 16 and batch.max_priority == -1 and batch.weight == 2.5
+    assert batch.user("ann") != batch.user("bob") and "ann" not in batch.user("ann") and batch.user(None) == ""
+    assert chat.weight == 1 and chat.user("ann") == ""
     assert batch.expires == datetime(2027, 1, 31, tzinfo=UTC)
     assert chat.expires == datetime(2027, 1, 31, 12, tzinfo=timezone(timedelta(hours=1)))
     assert clients["sk-new"] == chat and chat.tenant != batch.tenant
@@ -76,6 +80,8 @@ def test_a_client_stays_the_same_when_its_key_changes() -> None:
             "concurrent_requests: input should be a valid int",
         ),
         ("keys: [{name: a, key: sk-one, expires: soon}]", "expires: "),
+        ("keys: [{name: a, key: sk-one, weight: 0}]", "weight: input should be greater"),
+        ("keys: [{name: a, key: sk-one, by_user: 1}]", "by_user: input should be a valid bool"),
         ("keys: [{name: a, key: sk-one, sk-two: 1}]", "may have key, name,"),
         ("keys: [{name: a, key: sk-one, 1: 1}]", "may have key, name,"),
         ("keys: [{name: a, key: sk-one}, {name: a, key: sk-two}]", "entry 2: another client is named a"),

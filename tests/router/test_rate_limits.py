@@ -227,6 +227,29 @@ def test_priorities_end_where_the_key_says(make_stack: Any, make_replica: Any, k
     assert page["components"]["schemas"]["ChatRequest"]["properties"]["priority"]["anyOf"][0]["maximum"] == 5
 
 
+def test_replicas_hear_whose_request_it_is(make_stack: Any, make_replica: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(
+        "keys:\n- {name: one, key: sk-one, weight: 2, by_user: true}\n- {name: other, key: sk-other}\n"
+    )
+    fake = make_replica()
+    stack = make_stack(fake, config=RouterConfig(api_key_file=tmp_path / "keys"))
+    one, other = (stack.client.with_options(api_key=f"sk-{name}") for name in ("one", "other"))
+    ask(one)
+    ask(one, user="ann")
+    one.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], user="bob", extra_body={"safety_identifier": "ann"}
+    )
+    one.responses.create(model="tiny", input="x", safety_identifier="bob")
+    said = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    sent = said | {"metadata": {"user_id": "bob"}}
+    assert httpx.post(f"{stack.url}/v1/messages", json=sent, headers={"x-api-key": "sk-one"}).status_code == 200
+    ask(other, user="ann")
+    plain, ann, again, bob, also, last = fake.requests()
+    assert plain.user == "" and plain.weight == 2 and plain.client == ann.client != last.client
+    assert ann.user == again.user != bob.user == also.user and "ann" not in ann.user
+    assert (last.user, last.weight) == ("", 1)
+
+
 def test_answers_and_refusals_tell_what_is_left(make_stack: Any, make_replica: Any, keys: RouterConfig) -> None:
     stack = make_stack(make_replica(), config=keys)
     chat = stack.client.with_options(api_key="sk-chat")

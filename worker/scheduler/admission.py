@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from worker.config import WorkerConfig
+from worker.scheduler.fair_share import FairShare
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.kv_demand import PeakKVEstimator
 from worker.scheduler.running import RunningSequences
@@ -36,8 +37,9 @@ class Admission:
         kv_cache: KVCacheManager,
         table: SequenceTable[Sequence],
         order: QueueOrder,
+        shares: FairShare,
     ) -> None:
-        self.queue = WaitingQueue(config.starvation_s, kv_cache.cached_tokens, order, table)
+        self.queue = WaitingQueue(config.starvation_s, kv_cache.cached_tokens, order, table, shares)
         self.held: dict[str, Sequence] = {}  # by request id
         self.kv_demand = PeakKVEstimator(kv_cache.page_size)
         self._running = running

@@ -45,6 +45,7 @@ from worker.drafts.speculative_decoding import SpeculativeDecoding
 from worker.lengths import OutputLengthPredictor
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
 from worker.scheduler.admission import Admission
+from worker.scheduler.fair_share import FairShare
 from worker.scheduler.integrity import check_sequences
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.output_queue import OutputQueue
@@ -129,7 +130,8 @@ class Scheduler:
             order = QueueOrder.ARRIVAL
         if policy.longest_first:
             order = QueueOrder.LONGEST_OUTPUT
-        self._waiting = Admission(config, self.running, self.kv_cache, self._table, order)
+        self._shares = FairShare()
+        self._waiting = Admission(config, self.running, self.kv_cache, self._table, order, self._shares)
         self._preemption = Preemption(self.running, self._waiting, self.kv_cache, self._in_flight)
         self._stop_checker = StopChecker(vocab_size)
         self._outputs = OutputQueue(self._table, self._stop_checker)
@@ -185,6 +187,7 @@ class Scheduler:
             arrived_s=self.clock(),
             token_limit=limit,
             eos_token_ids=self.eos_token_ids,
+            share=self._shares.open(request.client, request.user, request.weight),
         )
         if not seq.ends_at_limit:
             seq.length = self._lengths.arrived(request)
@@ -384,6 +387,7 @@ class Scheduler:
         if output.finish_reason is None:
             return False
         self._table.remove(seq.row)
+        self._shares.close(seq.share)
         self.counters.finished += 1
         self._outputs.add(output)
         return True
@@ -494,20 +498,26 @@ class Scheduler:
             builder.add_drafts(drafted)
 
     def _in_chunk_order(self, prefills: list[Sequence]) -> Iterator[Sequence]:
-        """Running prefills and waiting sequences, in the order in which they may have chunks: running ones first, or
-        all by urgency, so that short prompts overtake a long one."""
+        """Running prefills and waiting sequences, in the order in which they may have chunks: clients in turn, and of
+        each client running ones first, or all by urgency, so that short prompts overtake a long one."""
         queue, now_s = self._waiting.queue, self.clock()
         waiting = self._waiting.candidates(now_s)
-        if queue.order is not QueueOrder.SHORTEST_PREFILL:
+
+        def merged(prefills: list[Sequence], waiting: list[Sequence]) -> Iterator[Sequence]:
+            if queue.order is not QueueOrder.SHORTEST_PREFILL:
+                yield from prefills
+                yield from waiting
+                return
+            prefills = queue.by_urgency(prefills, now_s)
+            for seq in waiting:
+                while prefills and queue.is_before(prefills[0], seq, now_s):
+                    yield prefills.pop(0)
+                yield seq
             yield from prefills
-            yield from waiting
-            return
-        prefills = queue.by_urgency(prefills, now_s)
-        for seq in waiting:
-            while prefills and queue.is_before(prefills[0], seq, now_s):
-                yield prefills.pop(0)
-            yield seq
-        yield from prefills
+
+        if queue.is_fair and self._shares.is_contended:
+            return queue.in_turn(prefills, waiting, merged, self._builder.__contains__)
+        return merged(prefills, waiting)
 
     def _schedule_chunk(self, seq: Sequence) -> None:
         """Adds the next chunk of a running sequence to the step, unless there are no tokens or pages for it now."""
@@ -525,6 +535,7 @@ class Scheduler:
             seq.started_s = self.clock()
             self._starts_s.append(seq.started_s)
             seq.cached_tokens = min(seq.num_computed, seq.num_prompt)
+            self._shares.charge(seq.share, seq.num_tokens - seq.num_computed)
             self.counters.prompt_tokens += seq.num_prompt
             self.counters.cached_tokens += seq.cached_tokens
         self._builder.watch(seq)
@@ -545,6 +556,7 @@ class Scheduler:
             self._waiting.remove(seq)
         self._in_flight.drop(seq)
         self._table.remove(seq.row)
+        self._shares.close(seq.share)
 
     def _confirm(self, step: ScheduledStep, is_past_prompt: np.ndarray) -> None:
         """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree. `is_past_prompt`:
@@ -572,6 +584,9 @@ class Scheduler:
                     seq, start = step.sequences[chunk], int(step.plan.starts[chunk])
                     accepted = len(sampled.following.get(i, ()))
                     self._speculation.verified(seq, start, len(step.drafts[chunk]), accepted)
+        if self._shares.counts:
+            rows = step.rows[chosen[~step.dropped[chosen]] if step.has_dropped else chosen]
+            self._shares.charge_outputs(self._table.client[rows])
         for seq in self._outputs.add_tokens(step, chosen, sampled, now_s):
             self._waiting.kv_demand.end(seq)
             if seq.length is not None:

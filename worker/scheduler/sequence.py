@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from worker.messages import Generate, SamplingParams, TokenLogprobs
+from worker.scheduler.fair_share import ClientShare
 from worker.scheduler.pool import Pool
 from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
@@ -91,6 +92,7 @@ class Sequence:
         "request_id",
         "row",
         "sampling",
+        "share",
         "started_s",
         "stop_ids",
         "table",
@@ -105,12 +107,14 @@ class Sequence:
         arrived_s: float,
         token_limit: int,
         eos_token_ids: frozenset[int],
+        share: ClientShare,
     ) -> None:
         """Takes a row in `table`.
 
         - `arrival`: number of the request, in the order of arrival.
         - `arrived_s`: the scheduler's clock at arrival.
         - `token_limit`: prompt + output tokens with which the sequence ends.
+        - `share`: the client's, in the order of the queue.
         """
         self.request_id = request.request_id
         self.sampling: SamplingParams = request.sampling
@@ -137,6 +141,8 @@ class Sequence:
         self.num_tokens = self.num_prompt + len(request.output_ids)
         self.token_limit = token_limit
         table.last_output_s[self.row] = arrived_s
+        self.share = share
+        table.client[self.row] = share.index
         self._token_ids = IntBuffer(request.prompt_ids + request.output_ids)
         self.new_token_ids: list[int] = []  # the newest known tokens, which `token_ids` moves to the array
         self.last_token = int(self._token_ids.values[-1])

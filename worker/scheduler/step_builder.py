@@ -52,6 +52,9 @@ class StepBuilder:
     def __bool__(self) -> bool:
         return bool(self._sizes) or len(self._decodes) > 0
 
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._sizes
+
     def limit(self, seq: Sequence) -> int:
         """The longest chunk that `seq` may have in this step, in tokens."""
         size = self._chunk(seq.num_computed, seq.num_missing)

@@ -7,10 +7,12 @@ from enum import Enum, auto
 
 import numpy as np
 
+from worker.scheduler.fair_share import ClientShare, FairShare
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 
 WINDOW = 128  # number of sequences at the front of the queue that compete for being next
+LEAST_OF_CLIENT = 4  # of each client, where there are many
 # Prompt tokens that a second of waiting is worth: a sequence that arrives a second later goes first if it has more than
 # this many fewer remaining tokens. Tuned in the simulator on Azure's conversations, with the costs of an 8B model on an
 # H200: 1,000 to 12,000 differ by 15% in the median time to the first token, and by 20%, the other way, in the 99th
@@ -51,6 +53,9 @@ class WaitingQueue:
     3. Sequences that have waited longer than `starvation_s`, first come, first served.
     4. By the `QueueOrder`.
 
+    With `SHORTEST_PREFILL` and `LONGEST_PREFIX`, rules 3 and 4 are for the sequences of one client. Between clients,
+    their counters decide (`FairShare`).
+
     While slots or pages are short, other sequences wait because of a sequence's whole output and not of its prompt
     alone, and all may have waited for long. Then the response ratio replaces rules 3 and 4 (`most_due`). With
     `ARRIVAL`, the order is that of arrival throughout.
@@ -70,9 +75,14 @@ class WaitingQueue:
         look_up: Callable[[Sequence], int],
         order: QueueOrder,
         table: SequenceTable[Sequence],
+        shares: FairShare,
     ) -> None:
-        """`look_up` returns how many of a sequence's tokens the tree has now. `table` has the sequences' rows."""
+        """`look_up` returns how many of a sequence's tokens the tree has now. `table` has the sequences' rows. `shares`
+        has the clients' counters."""
         self.order = order
+        self.shares = shares
+        self.is_fair = order in (QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX)
+        self._by_client: dict[ClientShare, list[Sequence]] = {}  # each sorted by `_place`
         self._table = table
         self._starvation_s = starvation_s
         self._job, self._job_began_s = 0, -math.inf  # the newest job
@@ -104,23 +114,33 @@ class WaitingQueue:
         self._table.counts_from_s[seq.row] = seq.arrived_s - seq.head_start_s
         self._table.queue_class[seq.row] = -2 * seq.priority - seq.is_preempted
         insort(self._queue, seq, key=self._place)
+        self.shares.enqueue(seq.share)
+        insort(self._by_client.setdefault(seq.share, []), seq, key=self._place)
 
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence."""
         self._rows = None
-        del self._queue[bisect_left(self._queue, self._place(seq), key=self._place)]
+        self.shares.dequeue(seq.share)
+        of_client = self._by_client[seq.share]
+        for queue in (self._queue, of_client):
+            del queue[bisect_left(queue, self._place(seq), key=self._place)]
+        if not of_client:
+            del self._by_client[seq.share]
 
     def window(self, step: int) -> list[Sequence]:
         """The sequences that compete for being next. Looks up cached prefixes that are out of date."""
         window = self._queue[:WINDOW]
+        if self.is_fair and len(self._by_client) > 1:
+            each = max(LEAST_OF_CLIENT, WINDOW // len(self._by_client))
+            window = [seq for queue in self._by_client.values() for seq in queue[:each]]
         old = [seq for seq in window if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step]
         for seq in sorted(old, key=lambda seq: seq.estimated_at_step)[:LOOKUPS_A_STEP]:
             self._estimate(seq, step)
         return window
 
     def most_due(self, count: int, step: int, now_s: float) -> list[Sequence]:
-        """The `count` sequences that should start first while slots or pages are short: by rules 1 and 2, then by the
-        most response ratio per work.
+        """The `count` sequences of each client that should start first while slots or pages are short: by rules 1 and
+        2, then by the most response ratio per work.
 
         - Work is counted in steps: the expected output, and the uncached prompt in chunks.
         - A sequence that has waited for `starvation_s` and `PATIENCE_S` for each step goes first, by arrival.
@@ -137,7 +157,12 @@ class WaitingQueue:
         due = (waited_s + HEAD_START_S) / steps**2
         starved = waited_s > self._starvation_s + PATIENCE_S * steps
         due[starved] = waited_s[starved]
-        best = np.lexsort((-due, ~starved, table.queue_class[rows]))[:count]
+        best = np.lexsort((-due, ~starved, table.queue_class[rows]))
+        if len(self._by_client) > 1:
+            clients = table.client[rows][best]
+            best = np.concatenate([best[clients == share.index][:count] for share in self._by_client])
+        else:
+            best = best[:count]
         found = table.sequences_at(rows[best])
         for seq in found[:LOOKUPS_A_STEP]:
             if seq.estimated_at_step + LOOKUP_EVERY_STEPS < step:
@@ -151,6 +176,24 @@ class WaitingQueue:
     def is_before(self, prefill: Sequence, waiting: Sequence, now_s: float) -> bool:
         """Whether a running prefill is more urgent than a waiting sequence."""
         return self._urgency(prefill, now_s) < self._urgency(waiting, now_s)
+
+    def in_turn(
+        self,
+        prefills: list[Sequence],
+        waiting: list[Sequence],
+        merged: Callable[[list[Sequence], list[Sequence]], Iterator[Sequence]],
+        is_served: Callable[[Sequence], bool],
+    ) -> Iterator[Sequence]:
+        """Running `prefills` and `waiting` sequences by rules 1 and 2, then by the turns of their clients. `merged`
+        gives those of one client in their order. `is_served`: whether the step that is built has a sequence's chunk."""
+        of_client: dict[ClientShare, tuple[list[Sequence], list[Sequence]]] = {}
+        for number, sequences in enumerate((prefills, waiting)):
+            for seq in sequences:
+                of_client.setdefault(seq.share, ([], []))[number].append(seq)
+        if len(of_client) < 2:
+            return merged(prefills, waiting)
+        queues = [(share, merged(*both)) for share, both in of_client.items()]
+        return self.shares.order(queues, _rank, _uncharged_tokens, is_served)
 
     def outdate(self, seq: Sequence, step: int) -> None:
         """Marks a sequence's cached prefix as out of date: from the next step on, the tree will have more of it."""
@@ -177,3 +220,12 @@ class WaitingQueue:
     def _estimate(self, seq: Sequence, step: int) -> None:
         seq.cached_estimate = self._look_up(seq)
         seq.estimated_at_step = step
+
+
+def _rank(seq: Sequence) -> tuple[int, ...]:
+    return -seq.priority, not seq.is_preempted
+
+
+def _uncharged_tokens(seq: Sequence) -> int:
+    """Prompt tokens for which its client is charged when it starts."""
+    return 0 if seq.started_s is not None else seq.num_tokens - seq.cached_estimate
