@@ -218,7 +218,7 @@ class Fleet:
         with self._lock:
             if not self._replicas:
                 return None
-            candidates = self._candidates(sorted(self._replicas))
+            candidates = self._candidates()
         return ShortestQueue(float(wait_s(candidates).min()), int(candidates["waiting_tokens"].min()))
 
     def booking(self, request_id: str) -> Booking | None:
