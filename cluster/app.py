@@ -137,7 +137,11 @@ class _Router:
 def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics) -> Service:
     folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
     return open_service(
-        config, folder, metrics, lambda fleet, replicas: ServePlacer(handle, fleet, replicas, config.replica_wait_s)
+        config,
+        folder,
+        metrics,
+        lambda fleet, replicas: ServePlacer(handle, fleet, replicas, config.replica_wait_s),
+        peer_host=ray.util.get_node_ip_address(),
     )
 
 

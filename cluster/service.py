@@ -24,13 +24,18 @@ UNKNOWN_CONTEXT = 1 << 20  # tokens: for a model whose files name no limit, unti
 
 
 def open_service(
-    config: DeploymentConfig, folder: Path, metrics: Metrics, placer: Callable[[Fleet, Replicas], Placer]
+    config: DeploymentConfig,
+    folder: Path,
+    metrics: Metrics,
+    placer: Callable[[Fleet, Replicas], Placer],
+    peer_host: str | None = None,
 ) -> Service:
-    """Makes the service for the model in `folder`, which needs no weights. `placer` makes its placer. Raises ValueError
-    for a broken `generation_config.json`, or for files about embeddings that are not supported."""
+    """Makes the service for the model in `folder`, which needs no weights. `placer` makes its placer. `peer_host`: as
+    `Replicas` has it. Raises ValueError for a broken `generation_config.json`, or for files about embeddings that are
+    not supported."""
     fleet = Fleet(config.placement)
     model_metrics = metrics.model(config.name)
-    replicas = Replicas(fleet, model_metrics)
+    replicas = Replicas(fleet, model_metrics, peer_host)
     defaults = SamplingDefaults.read(folder, config.sampling_defaults)
     for problem in defaults.problems:
         log.warning("%s", problem)

@@ -5,13 +5,14 @@ The fleet keeps one exact index of what all replicas have cached, updated by the
 keeps the load that it published last, and this router's own bookings. A published load counts all bookings that the
 replica had received by then (`ReplicaLoad.bookings_seen`), from every router. Younger bookings are "unseen", and the
 fleet adds them to the load. So each request is counted at once and only once, and each router sees the requests of the
-others.
+others. Routers tell each other their bookings (`on_booking`, `hear`), which count in the same way.
 
     place ──▶ unseen: its uncached tokens count as waiting ──first_token──▶ its prompt counts as context
                  └── a ReplicaLoad with `bookings_seen` >= its number: the replica counts it ──▶ release
 """
 
 import logging
+import math
 import random
 import threading
 import time
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from radix.index import PrefixIndex
 from radix.node import TOKEN_BYTES, pack
 from router.errors import NoReplica
-from router.known_replica import Booked, Booking, KnownReplica, pace_left
+from router.known_replica import PEER_EXPIRES_S, Booked, Booking, KnownReplica, PeerBooking, pace_left
 from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
 from router.placement import CANDIDATE, Candidates, Placement, Weights, least_load, rank, round_robin
 from router.popularity import Popularity
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 PLACEMENTS: dict[str, Placement] = {"cache_aware": rank, "least_load": least_load, "round_robin": round_robin}
 WEIGHTS = Weights()
+# While other routers place requests, too. Tuned by `shoal bench fleet` on zipf at 80% of 64 replicas' capacity with 32
+# routers and steps of 200 ms: 99th percentile of TTFT 1.31 times that of one router without, 1.05 with (seeds 0, 1).
+SHARED_WEIGHTS = Weights(spread=0.2)
 # Nodes of caches that are gone, taken out of the index with each message of a replica: less than 0.1 ms.
 TIDIED = 64
 _row = attrgetter(*(CANDIDATE.names or ()))
@@ -72,9 +76,13 @@ class Fleet:
         placement: Literal["cache_aware", "least_load", "round_robin"] = "cache_aware",
         clock: Callable[[], float] = time.monotonic,
         turn: int | None = None,
+        name: str = "",
     ) -> None:
         """`clock` returns seconds. `turn`: which of several equal replicas gets the first request. The default is
-        random: routers that all began with the same replica would crowd it."""
+        random: routers that all began with the same replica would crowd it. `name`: of this router, for the others."""
+        self.name = name
+        self.on_booking: Callable[[PeerBooking], None] | None = None
+        self._shared_until_s = -math.inf  # for how long other routers count as placing requests
         self._rank = PLACEMENTS[placement]
         self._clock = clock
         self._lock = threading.Lock()
@@ -176,12 +184,34 @@ class Fleet:
             choices["cached_tokens"] = cached
             choices["wanted_tokens"] = self._popularity.wanted_tokens(hashes, ends, cached)
             self._popularity.add(hashes, len(rows))
-            best = int(self._rank(choices, num_tokens, WEIGHTS, self._turn)[0])
+            is_shared = self._clock() < self._shared_until_s
+            best = int(self._rank(choices, num_tokens, SHARED_WEIGHTS if is_shared else WEIGHTS, self._turn)[0])
             self._turn += 1
             replica = self._replicas[self._names[rows[best]]]
             booked = self._book(request_id, replica, num_tokens, int(cached[best]))
             self._expected.add(replica.slot, hashes, self._clock())
-            return booked.booking
+        booking = booked.booking
+        if self.on_booking is not None:
+            self.on_booking(
+                PeerBooking(
+                    self.name, booking.replica_id, booking.number, num_tokens, booking.cached_tokens, list(hashes)
+                )
+            )
+        return booking
+
+    def hear(self, peer: PeerBooking) -> None:
+        """Counts a booking of another router, until the replica counts it."""
+        with self._lock:
+            replica = self._replicas.get(peer.replica_id)
+            if replica is None:
+                return
+            now_s = self._clock()
+            self._shared_until_s = now_s + PEER_EXPIRES_S
+            if replica.load is None or peer.number > replica.load.peers_seen.get(peer.router, 0):
+                replica.peers.add(peer, now_s)
+                self._stale.add(peer.replica_id)
+            self._popularity.add(peer.hashes, len(self._replicas))
+            self._expected.add(replica.slot, peer.hashes, now_s)
 
     def shortest_queue(self) -> ShortestQueue | None:
         """The least queue of all known replicas; None if there is none."""

@@ -2,8 +2,11 @@
 
 import logging
 import math
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +16,7 @@ from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
 
+PEER_EXPIRES_S = 5.0  # longer than a step: a replica tells what has arrived when its step ends
 PACE_S = 5.0  # time constant of `ArrivalPace`
 # A replica's mean output before its first one: the length, and the number of outputs that it counts as.
 FIRST_OUTPUT_TOKENS, FIRST_OUTPUTS = 200, 8
@@ -76,6 +80,52 @@ def pace_left(seconds: NDArray[np.float64], silent_s: NDArray[np.float64]) -> ND
     return left / np.maximum(1e-9, left + silent_s)
 
 
+class PeerBooking(msgspec.Struct, frozen=True, array_like=True):
+    """A booking, as a router tells it to all others.
+
+    | field | meaning |
+    | --- | --- |
+    | `router`, `number` | name of the router, and number of the booking among its own at that replica |
+    | `hashes` | the prompt's `prefix_hashes`: its prefixes will soon be cached there |
+    """
+
+    router: str
+    replica_id: str
+    number: int
+    prompt_tokens: int
+    cached_tokens: int
+    hashes: list[int]
+
+
+class PeerBookings:
+    """Bookings of other routers that a replica's load does not count yet.
+
+    A replica counts a booking when the request arrives. A request may never arrive, if its router ends just then: so a
+    booking counts for `PEER_EXPIRES_S` at most.
+    """
+
+    __slots__ = ("_by_router",)
+
+    def __init__(self) -> None:
+        self._by_router: dict[str, deque[tuple[float, PeerBooking]]] = {}
+
+    def __iter__(self) -> Iterator[PeerBooking]:
+        return (booking for bookings in self._by_router.values() for _, booking in bookings)
+
+    def add(self, booking: PeerBooking, now_s: float) -> None:
+        """Counts a booking that was made at `now_s` (seconds)."""
+        self._by_router.setdefault(booking.router, deque()).append((now_s + PEER_EXPIRES_S, booking))
+
+    def drop(self, seen: Mapping[str, int], now_s: float) -> None:
+        """Drops the bookings that the replica counts (`ReplicaLoad.peers_seen`), and old ones."""
+        for router, bookings in list(self._by_router.items()):
+            counted = seen.get(router, 0)
+            while bookings and (bookings[0][0] <= now_s or bookings[0][1].number <= counted):
+                bookings.popleft()
+            if not bookings:
+                del self._by_router[router]
+
+
 @dataclass(slots=True)
 class KnownReplica:
     """A replica with all that the router knows of it.
@@ -86,6 +136,7 @@ class KnownReplica:
     | `cache` | its cache in the router's index; None from a gap in the events (or the start) to the next snapshot |
     | `next_piece` | the piece of a snapshot that is to come next; None if the snapshot is complete |
     | `unseen` | the bookings that `load` does not count yet, in order of their numbers |
+    | `peers` | those of other routers |
     """
 
     replica_id: str
@@ -98,6 +149,7 @@ class KnownReplica:
     last_number: int = 0
     num_bookings: int = 0
     unseen: dict[str, Booked] = field(default_factory=dict)
+    peers: PeerBookings = field(default_factory=PeerBookings)
     pace: ArrivalPace = field(default_factory=ArrivalPace)
 
     def candidate(self) -> Candidate:
@@ -117,13 +169,19 @@ class KnownReplica:
             else:
                 waiting_tokens += prompt - cached
                 waiting_products += (prompt - cached) * (prompt + cached) // 2
+        waiting = load.waiting + len(self.unseen) - decoding
+        for peer in self.peers:
+            waiting += 1
+            prompt, cached = peer.prompt_tokens, peer.cached_tokens
+            waiting_tokens += prompt - cached
+            waiting_products += (prompt - cached) * (prompt + cached) // 2
         outputs = FIRST_OUTPUT_TOKENS * FIRST_OUTPUTS + load.output_tokens
         return Candidate(
             waiting_tokens=waiting_tokens,
             waiting_products=waiting_products,
             context_tokens=context_tokens,
             running=load.running + decoding,
-            waiting=load.waiting + len(self.unseen) - decoding,
+            waiting=waiting,
             kv_tokens=load.kv_tokens_total,
             output_tokens=outputs / (FIRST_OUTPUTS + load.finished),
             requests_s=self.pace.requests_s,
@@ -140,6 +198,7 @@ class KnownReplica:
         """Stores the load that has come at `now_s`, and drops the bookings that it counts from `unseen`."""
         self.pace.follow(load, now_s)
         self.load = load
+        self.peers.drop(load.peers_seen, now_s)
         while self.unseen:
             request_id, first = next(iter(self.unseen.items()))
             if first.booking.number > load.bookings_seen:

@@ -6,6 +6,7 @@ come, and what other requests lose by it. A cached prefix is worth the time that
 load gradually and for each replica on its own: no threshold over the whole fleet turns it off.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
 
@@ -79,6 +80,9 @@ class Weights:
     | `later` | the same for requests that will come |
     | `decode` | a second of the time in which an output is made |
 
+    `spread`: costs are random within this part of themselves. With several routers, bookings are on their way to each
+    other for a moment in which all would choose the same best replica.
+
     Tuned by `shoal bench fleet` on its loads zipf, bursts and agents: 16 replicas, 50 to 110% of capacity, seeds 0 and
     1; `later` on 64 replicas, too. Half of `later`: 99th percentiles of the slowdown +20% (zipf at half of the
     capacity), bursts -10%. Half of `decode` and `others`: zipf +10%, bursts -10%.
@@ -87,6 +91,7 @@ class Weights:
     others: float = 0.6
     later: float = 2.0
     decode: float = 0.1
+    spread: float = 0.0
 
 
 Placement = Callable[[Candidates, int, Weights, int], NDArray[np.intp]]
@@ -96,7 +101,10 @@ def rank(candidates: Candidates, num_prompt_tokens: int, weights: Weights, turn:
     """Cache-aware placement: the candidates' indices, cheapest first. A copy that the fleet wants counts as if it were
     there. Replicas of equal cost take turns: `turn` is any number that grows by one with each request."""
     cached = np.minimum(candidates["cached_tokens"] + candidates["wanted_tokens"], num_prompt_tokens)
-    return _order(cost_s(candidates, cached, num_prompt_tokens, weights), turn)
+    cost = cost_s(candidates, cached, num_prompt_tokens, weights)
+    if weights.spread:
+        cost *= 1 + weights.spread * _uniform(turn, len(cost))
+    return _order(cost, turn)
 
 
 def least_load(candidates: Candidates, num_prompt_tokens: int, weights: Weights, turn: int) -> NDArray[np.intp]:
@@ -147,6 +155,12 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
         + weights.later * later_s
         + weights.decode * (own_s * c["running"] + generation_s + slower_s)
     )
+
+
+def _uniform(turn: int, count: int) -> Floats:
+    """Numbers from 0 to 1 for each of `count` replicas, other ones in each turn: multiples of irrational numbers,
+    modulo 1 (Weyl 1916)."""
+    return (turn % 2**20 * math.sqrt(2) + np.arange(count) * (1 + math.sqrt(5)) / 2) % 1
 
 
 def _order(cost: Floats, turn: int) -> NDArray[np.intp]:

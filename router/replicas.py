@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from router.fleet import Fleet
 from router.metrics import ModelMetrics
+from router.peers import Peers
 from worker.messages import (
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
@@ -33,6 +34,7 @@ from worker.messages import (
     Output,
     Outputs,
     ReplicaLoad,
+    Routers,
     Subscribe,
     UsageReport,
     decode_from_replica,
@@ -141,12 +143,14 @@ class _Connection:
         context: zmq.asyncio.Context,
         fleet: Fleet,
         metrics: ModelMetrics,
+        peers: Peers | None,
         large: asyncio.Lock,
         on_usage: Callable[[UsageReport], None],
     ) -> None:
         """`large`: held while a large frame is handled, by one of all connections at a time."""
         self.replica_id = replica_id
         self._large = large
+        self._peers = peers
         self._address = address
         self.connected = False
         self.streams: dict[str, ReplicaStream] = {}
@@ -172,7 +176,7 @@ class _Connection:
             await self._event(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self.connected = True
             self._fleet.join(self.replica_id)
-            self.send(Subscribe())
+            self.send(self._subscription())
             changed()
             await self._until_lost(changed)
             return True
@@ -202,6 +206,8 @@ class _Connection:
         if self.connected:
             self.connected = False
             self._fleet.leave(self.replica_id)
+            if self._peers is not None:
+                self._peers.found(self.replica_id, {})
             self._metrics.loads.pop(self.replica_id, None)
         streams, self.streams = self.streams, {}
         for stream in streams.values():
@@ -233,7 +239,7 @@ class _Connection:
                     self._deliver(output)
             case CacheEvents():
                 if not self._fleet.apply_events(self.replica_id, message):
-                    self.send(Subscribe())  # there was a gap
+                    self.send(self._subscription())  # there was a gap
             case ReplicaLoad():
                 first = self.replica_id not in self._metrics.loads
                 self._metrics.loads[self.replica_id] = message
@@ -242,6 +248,12 @@ class _Connection:
                     changed()
             case UsageReport():
                 self._on_usage(message)
+            case Routers():
+                if self._peers is not None:
+                    self._peers.found(self.replica_id, message.addresses)
+
+    def _subscription(self) -> Subscribe:
+        return Subscribe() if self._peers is None else self._peers.subscription()
 
     def _deliver(self, output: Output) -> None:
         stream = self.streams.get(output.request_id)
@@ -269,8 +281,11 @@ class Replicas:
     """The connections to all replicas. Only `set_replicas` may be called outside of the event loop that called
     `start`. `on_usage`: called with the reports of other routers."""
 
-    def __init__(self, fleet: Fleet, metrics: ModelMetrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: ModelMetrics, peer_host: str | None = None) -> None:
+        """`peer_host`: an address of this machine at which other routers of the same replicas can hear of bookings.
+        None: there are no others."""
         self._fleet = fleet
+        self._peers = None if peer_host is None else Peers(fleet, peer_host)
         self._metrics = metrics
         self._addresses: dict[str, str] = {}
         self._connections: dict[str, _Connection] = {}
@@ -293,6 +308,8 @@ class Replicas:
     async def start(self) -> None:
         self._context = zmq.asyncio.Context()
         self._loop = asyncio.get_running_loop()
+        if self._peers is not None:
+            self._peers.start(self._context)
         self._reconcile()
 
     async def close(self) -> None:
@@ -302,6 +319,8 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        if self._peers is not None:
+            await self._peers.close()
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
@@ -372,6 +391,7 @@ class Replicas:
                 self._context,
                 self._fleet,
                 self._metrics,
+                self._peers,
                 self._large,
                 lambda report: self.on_usage(report),
             )

@@ -7,7 +7,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 | direction | messages |
 | --- | --- |
 | router to replica | `Generate`, `Abort`, `Release`, `Subscribe`, `UsageReport` |
-| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad`, and the `UsageReport` of another router |
+| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, and the `UsageReport` of another router |
 """
 
 from typing import Literal
@@ -146,9 +146,16 @@ class Release(msgspec.Struct, tag=True):
     owners: list[str]
 
 
-class Subscribe(msgspec.Struct, tag=True):
+class Subscribe(msgspec.Struct, tag=True, omit_defaults=True):
     """Send `CacheEvents` and `ReplicaLoad` to this router from now on, starting with a snapshot of the tree. A router
-    sends it again after a gap in the sequence numbers of the events."""
+    sends it again after a gap in the sequence numbers of the events.
+
+    `router`: the router's name, unique. `address`: where it publishes its bookings to other routers (ZeroMQ). A router
+    without these has no others.
+    """
+
+    router: str = ""
+    address: str = ""
 
 
 class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
@@ -283,6 +290,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | field | meaning |
     | --- | --- |
     | `bookings_seen` | the highest `Generate.booking` received from the router that gets this message |
+    | `peers_seen` | the same of all routers, by the names of their `Subscribe` |
     | `waiting_tokens` | prompt tokens of waiting and running requests that are neither computed nor cached |
     | `waiting_products` | for each of these tokens, the tokens before it in its prompt; their sum |
     | `context_tokens` | KV tokens that running requests hold |
@@ -296,6 +304,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
 
     incarnation: str
     bookings_seen: int = 0
+    peers_seen: dict[str, int] = {}
     waiting_tokens: int = 0
     waiting_products: int = 0
     context_tokens: int = 0
@@ -322,7 +331,14 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     costs: StepCosts = StepCosts()
 
 
-FromReplica = Outputs | CacheEvents | ReplicaLoad | UsageReport
+class Routers(msgspec.Struct, tag=True):
+    """The routers that have subscribed to this replica, by name, with their addresses. A replica sends it to all of
+    them when one comes or goes."""
+
+    addresses: dict[str, str]
+
+
+FromReplica = Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers
 
 _encoder = msgspec.msgpack.Encoder()
 _from_router = msgspec.msgpack.Decoder(FromRouter)

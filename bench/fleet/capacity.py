@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.fleet.hardware import MOST_RUNNING, OBJECTIVE, ReplicaHardware
+from bench.fleet.hardware import MOST_RUNNING, ReplicaHardware
 from bench.fleet.one_cache import OneCache
 from bench.fleet.workloads import FleetRequest, chain, token_ids
 from pipeline.shape import BatchShape
 
-STEP_S = 0.92 * OBJECTIVE.tbt_s  # a full step: the objective without its margin
+FULL = 0.92  # of the objective's step: without its margin
 
 
 def ideal_hits(requests: Sequence[FleetRequest], num_pages: int, page_size: int) -> list[tuple[FleetRequest, int]]:
@@ -30,7 +30,7 @@ def capacity(requests: Sequence[FleetRequest], hardware: ReplicaHardware, num_re
     """First requests a second that `num_replicas` replicas can just serve, with follow-ups, if each prompt has as much
     cached as one cache of all their pages would have.
 
-    In a full step of STEP_S seconds, d decodes make d tokens, and so d / output requests end. As many begin: their
+    In a full step, d decodes make d tokens, and so d / output requests end. As many begin: their
     uncached tokens are in the step too. d is the most for which such a step is not too long, and that slots and pages
     allow.
     """
@@ -52,10 +52,11 @@ def capacity(requests: Sequence[FleetRequest], hardware: ReplicaHardware, num_re
         shape.prefixes = round(tokens * cached.mean() / max(1.0, uncached.mean()))
         return hardware.costs.predict(shape)
 
+    full_s = FULL * hardware.objective.tbt_s
     least, most = 0.01, min(MOST_RUNNING, hardware.num_pages * hardware.page_size / context)
-    if step_s(most) > STEP_S:
+    if step_s(most) > full_s:
         for _ in range(40):
             middle = (least + most) / 2
-            least, most = (middle, most) if step_s(middle) <= STEP_S else (least, middle)
+            least, most = (middle, most) if step_s(middle) <= full_s else (least, middle)
     rate_s = most / output.mean() / max(step_s(most), 1e-9)
     return num_replicas * rate_s * len(requests) / len(hits)

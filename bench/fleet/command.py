@@ -2,7 +2,7 @@
 
     shoal bench fleet --load zipf --replicas 64
     shoal bench fleet --load mooncake --trace mooncake_conversation.jsonl --levels 0.95 1.1
-    shoal bench fleet --load zipf --routers 32 --rules shoal --levels 0.8 --name fleet.sim.routers32
+    shoal bench fleet --load zipf --routers 32 --rules shoal --levels 0.8 --step-ms 200 --name fleet.sim.routers32
     shoal bench fleet --summary
     shoal bench fleet --decision --replicas 64
     shoal bench fleet --fair --levels 0.5 0.8 0.95 1.1
@@ -17,6 +17,7 @@ tpot_vs_least_load      median time between tokens, divided by that of our place
 hit_rate_vs_one_cache   hit rate, divided by that of one cache of all pages
 replicas_used           fraction of the replicas that got a request
 routers_vs_1            99th percentile of our TTFT with --routers, divided by that with one router
+routersN_vs_1           the largest of these over all levels
 
 Requests of the first third warm the fleet up and do not count. --summary writes fleet.sim, with the worst and the
 median of slowdown_vs_best_other over the results of all loads.
@@ -90,7 +91,7 @@ def make_requests(args: argparse.Namespace) -> list[FleetRequest]:
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The summaries of all runs, by level and rule."""
-    hardware = ReplicaHardware(kv_tokens=args.kv_tokens)
+    hardware = ReplicaHardware(kv_tokens=args.kv_tokens, step_s=args.step_ms / 1e3)
     requests = make_requests(args)
     rate_s = capacity(requests, hardware, args.replicas)
     print(f"{args.load}: {args.replicas} replicas can serve {rate_s:.1f} requests/s", flush=True)
@@ -101,7 +102,11 @@ def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for rule in [*args.rules, *more]:
             began_s, routers = time.monotonic(), 1 if rule == ONE_ROUTER else args.routers
             make = RULES[OURS if rule == ONE_ROUTER else rule]
-            rules = [make(args.replicas, seed=args.seed + router) for router in range(routers)]
+            named = rule not in OTHER_RULES
+            rules = [
+                make(args.replicas, seed=args.seed + router, **({"name": str(router)} if named else {}))
+                for router in range(routers)
+            ]
             outcome = FleetSimulation(timed, rules, [hardware] * args.replicas, args.seed).run().summary()
             runs.setdefault(f"{level:g}", {})[rule] = outcome
             print(
@@ -213,6 +218,7 @@ def parser() -> Parser:
     p.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="placement rules (default: all)")
     p.add_argument("--requests", type=int, metavar="N", help="requests for each replica (default: by load)")
     p.add_argument("--kv-tokens", type=int, metavar="N", help="tokens in a replica's cache (default: what fits)")
+    p.add_argument("--step-ms", type=float, default=50, metavar="MS", help="the longest step (default 50)")
     p.add_argument("--seed", type=int, default=0, help="seed of requests and ties (default 0)")
     p.add_argument("--name", help="name of the result (default fleet.sim.LOAD; none: no result)")
     p.add_argument("--out", type=Path, default=results.FOLDER, metavar="FOLDER", help="folder of the result")
@@ -256,8 +262,14 @@ def main(argv: list[str] | None = None) -> int:
     if name != "none":
         if args.add:
             runs = merged(args.out / f"{name}.json", runs)
-        about = {key: getattr(args, key) for key in ("load", "replicas", "routers", "kv_tokens", "requests", "seed")}
-        path = results.write(name, figures(args.load, runs), {"about": about, "runs": runs}, folder=args.out)
+        about = {
+            key: getattr(args, key)
+            for key in ("load", "replicas", "routers", "step_ms", "kv_tokens", "requests", "seed")
+        }
+        made = figures(args.load, runs)
+        if ratios := [figure.value for figure in made if figure.name.endswith(".routers_vs_1")]:
+            made.append(Figure(f"fleet.sim.routers{args.routers}_vs_1", max(ratios), "ratio", False))
+        path = results.write(name, made, {"about": about, "runs": runs}, folder=args.out)
         print(f"written: {path.name}")
     return 0
 

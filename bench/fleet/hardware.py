@@ -13,7 +13,7 @@ from pipeline.shape import BatchShape
 
 TOKEN_BUDGET = 8192
 MOST_RUNNING = 1024
-OBJECTIVE = Objective(0.05, 5)  # the default of a replica on a GPU
+STEP_S = 0.05  # the default of a replica on a GPU
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ReplicaHardware:
     | `kv_tokens` | capacity of the KV cache; None: what fits into the device |
     | `page_size` | tokens of a page |
     | `slower` | factor on the time of every step |
+    | `step_s` | seconds that a step with prompts and decodes may take |
     """
 
     model: str = "llama-8b"
@@ -33,6 +34,11 @@ class ReplicaHardware:
     kv_tokens: int | None = None
     page_size: int = 16
     slower: float = 1.0
+    step_s: float = STEP_S
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.step_s, 5)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -51,7 +57,7 @@ class ReplicaHardware:
 
     def policy(self) -> Policy:
         """A new policy of schedule `uniform`, a replica's default on a GPU."""
-        return make_policy("uniform", PolicySettings(1, TOKEN_BUDGET, [self.cost_model], OBJECTIVE))
+        return make_policy("uniform", PolicySettings(1, TOKEN_BUDGET, [self.cost_model], self.objective))
 
     def alone_s(self, uncached: int, cached: int) -> float:
         """Seconds from the arrival of a prompt at an idle replica to its first token. `cached`: its tokens before the

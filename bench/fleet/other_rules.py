@@ -12,6 +12,8 @@ All have the exact prefix index of the fleet and its delay, except the approxima
 """  # noqa: E501
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +58,12 @@ class InFlightRule:
         pass
 
     def apply_load(self, replica: int, load: ReplicaLoad) -> None:
+        pass
+
+    def news(self) -> Sequence[Any]:
+        return ()
+
+    def hear(self, news: Sequence[Any], now_s: float) -> None:
         pass
 
     def first_token(self, request: FleetRequest) -> None:

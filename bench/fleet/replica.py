@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from bench.fleet.hardware import MOST_RUNNING, OBJECTIVE, TOKEN_BUDGET, ReplicaHardware
+from bench.fleet.hardware import MOST_RUNNING, TOKEN_BUDGET, ReplicaHardware
 from bench.fleet.workloads import FleetRequest, common_tokens, token_ids
 from pipeline.budget import Budget
 from pipeline.policy import SchedulerView
@@ -90,7 +90,7 @@ class FleetReplica:
         self._shares = FairShare()
         self._decodes_of: Counter[ClientShare] = Counter()
         self.costs, self.policy, self.page_size = hardware.costs, hardware.policy(), hardware.page_size
-        self.step_costs = step_costs([hardware.cost_model], OBJECTIVE, TOKEN_BUDGET)
+        self.step_costs = step_costs([hardware.cost_model], hardware.objective, TOKEN_BUDGET)
         self.events: list[Event] = []
         self.pool = PagePool(hardware.num_pages, hardware.page_size)
         self.tree = Tree(hardware.page_size, self.pool, on_event=self.events.append)

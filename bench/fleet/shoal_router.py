@@ -1,5 +1,6 @@
 """The project's router as a placement rule of the simulation: the real `Fleet`."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from bench.fleet.simulation import Placed
 from bench.fleet.workloads import FleetRequest
 from router.fleet import Fleet
+from router.known_replica import PeerBooking
 from worker.messages import CacheEvents, ReplicaLoad
 
 
@@ -19,9 +21,15 @@ class ShoalRule:
         placement: Literal["cache_aware", "least_load", "round_robin"] = "cache_aware",
         page_size: int = 16,
         seed: int = 0,
+        name: str = "0",
+        tells_peers: bool = True,
     ) -> None:
+        """`name`: as the simulation numbers the routers. `tells_peers`: whether the others hear of bookings at once."""
         self._now_s = 0.0
-        self.fleet = Fleet(placement, lambda: self._now_s, turn=seed)
+        self.fleet = Fleet(placement, lambda: self._now_s, turn=seed, name=name)
+        self._news: list[PeerBooking] = []
+        if tells_peers:
+            self.fleet.on_booking = self._news.append
         self._names = [f"{index:03d}" for index in range(num_replicas)]
         for name in self._names:
             self.fleet.join(name)
@@ -31,6 +39,15 @@ class ShoalRule:
         self._now_s = now_s
         booking = self.fleet.place(str(request.number), tokens, self._names)
         return Placed(int(booking.replica_id), booking.number)
+
+    def news(self) -> Sequence[PeerBooking]:
+        told, self._news[:] = list(self._news), []
+        return told
+
+    def hear(self, news: Sequence[PeerBooking], now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+        for booking in news:
+            self.fleet.hear(booking)
 
     def apply_events(self, replica: int, events: CacheEvents) -> None:
         if not self.fleet.apply_events(self._names[replica], events):

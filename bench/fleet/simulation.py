@@ -3,6 +3,7 @@
     client ─▶ router (a placement rule) ── HOP_S ─▶ replica: steps that take what the cost model says
                      ▲                                 │
                      └── HOP_S: cache events, load, first and last tokens, at the end of steps
+    router ── HOP_S ─▶ all other routers: its bookings
 
     outcome = simulate(requests, rules, replicas)
     outcome.slowdown(0.99), outcome.hit_rate, outcome.replicas_used
@@ -41,6 +42,12 @@ class PlacementRule(Protocol):
 
     def place(self, request: FleetRequest, tokens: np.ndarray, now_s: float) -> Placed:
         """Chooses the replica for a request. `tokens`: its prompt, int32 [n]."""
+
+    def news(self) -> Sequence[Any]:
+        """News for the other routers, since the last call."""
+
+    def hear(self, news: Sequence[Any], now_s: float) -> None:
+        """Hears the news of another router."""
 
     def apply_events(self, replica: int, events: CacheEvents) -> None:
         """Hears of changes in a replica's cache."""
@@ -136,7 +143,7 @@ class FleetOutcome:
         }
 
 
-ARRIVAL, DELIVERY, STEP_END, NEWS, SAMPLE = range(5)
+ARRIVAL, DELIVERY, STEP_END, NEWS, PEERS, SAMPLE = range(6)
 
 
 class FleetSimulation:
@@ -182,6 +189,11 @@ class FleetSimulation:
                     self._go_on(what, self._replicas[what].end_step(self.now_s), step_ended=True)
             elif kind == NEWS:
                 self._tell(*what)
+            elif kind == PEERS:
+                router, news = what
+                for other, rule in enumerate(self._rules):
+                    if other != router:
+                        rule.hear(news, self.now_s)
             else:
                 self._held.append([replica.held_tokens for replica in self._replicas])
                 self._push(self.now_s + SAMPLE_S, SAMPLE, None)
@@ -201,6 +213,8 @@ class FleetSimulation:
         replica, booking = self._rules[router].place(request, tokens, self.now_s)
         rows["replica"][number] = replica
         self._router[number] = router
+        if len(self._rules) > 1 and (news := self._rules[router].news()):
+            self._push(self.now_s + HOP_S, PEERS, (router, news))
         self._push(self.now_s + HOP_S, DELIVERY, (replica, request, tokens, router, booking))
 
     def _go_on(self, index: int, result: StepResult, step_ended: bool = False) -> None:
@@ -239,6 +253,8 @@ class FleetSimulation:
                 self._push(self.now_s + request.then.at_s, ARRIVAL, request.then)
             else:
                 self._in_flight -= 1
+        if load is not None:
+            load.peers_seen = {str(router): number for router, number in enumerate(seen)}
         for router, rule in enumerate(self._rules):
             if events is not None:
                 rule.apply_events(index, events)

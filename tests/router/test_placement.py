@@ -137,3 +137,13 @@ def test_what_a_replica_wrote_before_says_nothing_of_this_output() -> None:
     """Of two idle replicas, the one with the prefix is chosen, however long its outputs were."""
     idle = [Candidate(output_tokens=20), Candidate(output_tokens=900, cached_tokens=16)]
     assert rank(candidates_of(idle), 23, Weights(), turn=0).tolist() == [1, 0]
+
+
+def test_spread_chooses_among_near_costs_only_and_each_in_its_turn():
+    alike = candidates_of([Candidate(waiting_tokens=10 * n) for n in range(4)] + [Candidate(waiting_tokens=10**6)])
+    weights = Weights(spread=0.3)
+    first = [int(rank(alike, 1000, weights, turn)[0]) for turn in range(200)]
+    assert set(first) == {0, 1, 2, 3} and min(first.count(n) for n in range(4)) > 20
+    assert first == [int(rank(alike, 1000, weights, turn)[0]) for turn in range(200)]
+    assert {int(rank(alike, 1000, Weights(), turn)[0]) for turn in range(200)} == {0}
+    assert rank(candidates_of([]), 10, weights, 3).tolist() == []

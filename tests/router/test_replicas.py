@@ -14,7 +14,7 @@ from router import replicas as connections
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.replicas import ReplicaLost, Replicas
-from worker.messages import CacheEvents, Generate, Output, Outputs, ReplicaLoad, SamplingParams, Subscribe
+from worker.messages import CacheEvents, Generate, Output, Outputs, ReplicaLoad, Routers, SamplingParams, Subscribe
 
 Make = Callable[..., Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -226,6 +226,31 @@ def test_a_replica_that_is_not_there() -> None:
         assert replicas.ready == frozenset()
 
     asyncio.run(run())
+
+
+def test_a_replica_hears_of_the_router_and_tells_the_router_of_others(make_replica: Make) -> None:
+    fake = make_replica()
+
+    async def run() -> None:
+        replicas = Replicas(Fleet(), Metrics().model("tiny"), peer_host="127.0.0.1")
+        replicas.set_replicas({"a": fake.address})
+        await replicas.start()
+        while not replicas.ready:
+            await replicas.changed()
+        peers = replicas._peers
+        assert peers is not None and fake.received == [Subscribe(peers.name, peers.address)]
+        assert peers.address.startswith("tcp://127.0.0.1:")
+        fake.tell(Routers({peers.name: peers.address, "other": "tcp://127.0.0.1:9"}))
+        while not peers._listening:
+            await asyncio.sleep(0.002)
+        assert peers._listening.keys() == {"tcp://127.0.0.1:9"}
+        fake.die()
+        while replicas.ready:
+            await replicas.changed()
+        assert not peers._listening
+        await replicas.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 PARAMS = SamplingParams(max_tokens=400, logprobs=0, seed=1)

@@ -36,6 +36,7 @@ from worker.messages import (
     Output,
     Outputs,
     Release,
+    Routers,
     Subscribe,
     UsageReport,
     decode_from_router,
@@ -92,6 +93,7 @@ class Server:
         self._bookings: dict[bytes, int] = {}  # router: its highest booking so far
         self._subscribers: set[bytes] = set()  # those that have a whole snapshot
         self._snapshots: dict[bytes, SnapshotInPieces] = {}  # those that have not, in their turns
+        self._peers: dict[bytes, Subscribe] = {}  # those with a name, with what they said
         self._load_due = False
         self._load_sent_s = 0.0
         self._probed_s = 0.0
@@ -231,10 +233,11 @@ class Server:
             self.engine.release(message.owners)
             self._load_due = True
         elif isinstance(message, Subscribe):
-            self._subscribe(router)
+            self._subscribe(router, message)
         elif isinstance(message, UsageReport):
-            for other in self._subscribers - {router}:
-                self._send(other, message)
+            for other in self._listeners():
+                if other != router:
+                    self._send(other, message)
 
     def _generate(self, router: bytes, request: Generate) -> None:
         request_id = request.request_id
@@ -260,12 +263,15 @@ class Server:
             self._owners.pop(request_id, None)
         self._load_due = True
 
-    def _subscribe(self, router: bytes) -> None:
+    def _subscribe(self, router: bytes, message: Subscribe) -> None:
         self._send_events()  # these are in the tree already, where the walk begins
         self._subscribers.discard(router)
         self._snapshots.pop(router, None)
         self._snapshots[router] = SnapshotInPieces(self.engine.walk())
         self._load_due = True
+        if message.router and router not in self._peers:
+            self._peers[router] = message
+            self._tell_peers()
 
     # ------------------------------------------------------------ out
 
@@ -290,12 +296,24 @@ class Server:
             return
         self._load_due = False
         self._load_sent_s = now_s
-        if self._subscribers or self._snapshots:
+        listeners = self._listeners()
+        if listeners:
             load = self.engine.load()
             load.incarnation = self.incarnation
-            for router in [*self._subscribers, *self._snapshots]:
+            load.peers_seen = {peer.router: self._bookings[router] for router, peer in self._peers.items()}
+            for router in listeners:
                 load.bookings_seen = self._bookings[router]
                 self._send(router, load)
+
+    def _listeners(self) -> list[bytes]:
+        """The routers that have subscribed, with or without the whole snapshot."""
+        return [*self._subscribers, *self._snapshots]
+
+    def _tell_peers(self) -> None:
+        """Tells the routers of each other, after one came or went."""
+        message = Routers({peer.router: peer.address for peer in self._peers.values()})
+        for router in list(self._peers):
+            self._send(router, message)
 
     def _send_events(self) -> None:
         for snapshot in self._snapshots.values():
@@ -353,7 +371,10 @@ class Server:
             self._subscribers.discard(router)
             self._snapshots.pop(router, None)
             self._bookings.pop(router, None)
+            was_peer = self._peers.pop(router, None) is not None
             self._abort([i for i, owner in self._owners.items() if owner == router])
+            if was_peer:
+                self._tell_peers()
 
     # ------------------------------------------------------------ the socket
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.fleet.hardware import MOST_RUNNING, OBJECTIVE, TOKEN_BUDGET, ReplicaHardware
+from bench.fleet.hardware import MOST_RUNNING, TOKEN_BUDGET, ReplicaHardware
 from bench.fleet.other_rules import FewestRequests
 from bench.fleet.replica import FleetReplica
 from bench.fleet.simulation import FleetOutcome, FleetSimulation
@@ -31,7 +31,7 @@ def real(requests: list[FleetRequest], hardware: ReplicaHardware) -> Run:
         overlap=True,
     )
     seconds_of = hardware.cost_model.predict
-    costs = CostStore([CostModel(seconds_of, rows=hardware.cost_model.rows)], objective=OBJECTIVE)
+    costs = CostStore([CostModel(seconds_of, rows=hardware.cost_model.rows)], objective=hardware.objective)
     clock = SimulatedClock()
     replica = SimulatedReplica(
         config, costs, clock, lambda request: (token_ids(requests[request.number].spans) % VOCAB_SIZE).tolist()

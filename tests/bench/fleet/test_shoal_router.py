@@ -47,3 +47,17 @@ def test_a_replica_at_half_the_speed_gets_less_work():
     given = np.bincount(ours.replica[ours.measured].astype(int), minlength=REPLICAS)
     assert given[0] < 0.7 * given[1:].mean()
     assert ours.slowdown(0.99) < 0.7 * serve("zipf", 0.8, "least_load", slower=2.0).slowdown(0.99)
+
+
+def test_routers_that_tell_each_other_place_as_one():
+    """With long steps, after which alone the replicas tell what they were given."""
+    requests = MADE["zipf"](np.random.default_rng(3), 25 * REPLICAS, REPLICAS)
+    hardware = replace(HARDWARE, step_s=0.2)
+    timed = at_rate(requests, 0.8 * capacity(requests, hardware, REPLICAS))
+
+    def ttft_s(routers: int, tells_peers: bool = True) -> float:
+        rules = [ShoalRule(REPLICAS, seed=n, name=str(n), tells_peers=tells_peers) for n in range(routers)]
+        return FleetSimulation(timed, rules, [hardware] * REPLICAS).run().ttft_s(0.99)
+
+    one, told, alone = ttft_s(1), ttft_s(16), ttft_s(16, tells_peers=False)
+    assert told < 1.25 * one and told < 0.9 * alone

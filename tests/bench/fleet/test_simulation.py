@@ -58,7 +58,8 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     assert "fleet.sim.zipf.50.slowdown_vs_best_other" in names
     routers = ["--rules", "shoal", "--routers", "2", "--name", "fleet.sim.routers", "--out", str(tmp_path)]
     assert command.main([*line, *routers]) == 0
-    assert "zipf.50.routers_vs_1" in (tmp_path / "fleet.sim.routers.json").read_text()
+    told = (tmp_path / "fleet.sim.routers.json").read_text()
+    assert "zipf.50.routers_vs_1" in told and "fleet.sim.routers2_vs_1" in told
     assert command.main(["--summary", "--out", str(tmp_path)]) == 0
     ratio = next(figure.value for figure in command.figures("zipf", runs) if figure.name.endswith("vs_best_other"))
     assert {figure.value for figure in command.summary(tmp_path)} == {ratio}

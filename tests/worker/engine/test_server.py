@@ -26,6 +26,7 @@ from worker.messages import (
     Outputs,
     Release,
     ReplicaLoad,
+    Routers,
     SamplingParams,
     Subscribe,
     UsageReport,
@@ -47,6 +48,7 @@ class Router:
         self.loads: list[ReplicaLoad] = []
         self.events: list[CacheEvents] = []
         self.reports: list[UsageReport] = []
+        self.routers: list[dict[str, str]] = []
 
     def send(self, message) -> None:
         self.socket.send(encode(message))
@@ -66,6 +68,8 @@ class Router:
             self.loads.append(message)
         elif isinstance(message, UsageReport):
             self.reports.append(message)
+        elif isinstance(message, Routers):
+            self.routers.append(message.addresses)
         else:
             self.events.append(message)
 
@@ -344,6 +348,40 @@ def snapshots(router: Router) -> list[list[CacheEvents]]:
                 whole.append(pieces)
                 pieces = []
     return whole
+
+
+def test_routers_hear_of_each_other_and_of_what_was_seen_from_each(serve):
+    s = serve()
+    a, b, nameless = s.router(), s.router(), s.router()
+    nameless.send(Subscribe())
+    a.send(Subscribe("a", "tcp://a"))
+    a.until(lambda: a.routers)
+    assert a.routers == [{"a": "tcp://a"}]
+    b.send(Subscribe("b", "tcp://b"))
+    for router in (a, b):
+        router.until(lambda r=router: r.routers and len(r.routers[-1]) == 2)
+        assert router.routers[-1] == {"a": "tcp://a", "b": "tcp://b"}
+    a.generate("x", [1, 2, 3], booking=5)
+    nameless.generate("y", [1, 2, 3], booking=9)
+    for router in (a, b):
+        router.until(lambda r=router: r.loads and r.loads[-1].finished == 2)
+        assert router.loads[-1].peers_seen == {"a": 5, "b": 0}
+    b.send(Subscribe("b", "tcp://b"))  # after a gap: no news for the others
+    b.until(lambda: len(snapshots(b)) == 2)
+    b.close()
+    a.until(lambda: a.routers[-1] == {"a": "tcp://a"} or a.send(Release([])))
+    assert len(a.routers) == 3 and nameless.routers == []
+
+
+def test_reports_reach_routers_whose_snapshot_is_on_its_way(serve, monkeypatch):
+    monkeypatch.setattr(Server, "_send_piece", lambda self: None)
+    s = serve()
+    a, b = s.router(), s.router()
+    b.send(Subscribe("b", "tcp://b"))
+    b.until(lambda: b.routers)
+    a.send(UsageReport("a", {}))
+    b.until(lambda: b.reports)
+    assert [report.router for report in b.reports] == ["a"]
 
 
 def test_load_counts_the_bookings_of_each_router(serve):
