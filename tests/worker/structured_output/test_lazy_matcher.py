@@ -13,7 +13,8 @@ from worker.structured_output import CompiledGrammar, GrammarError, GrammarState
 from worker.structured_output.ebnf import START, Complement, Intersection, Regex, Seq, Terminal, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, engine_for
 from worker.structured_output.lark import to_lark
-from worker.structured_output.lazy_matcher import LazyGrammar, LazyMatcher, LazyVocabulary
+from worker.structured_output.lazy_grammar import LazyGrammar
+from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
 from worker.structured_output.schema import schema_rules
 from worker.structured_output.text_rules import text_rules
 
