@@ -1,4 +1,4 @@
-"""What a replica has learned of output lengths, kept on disk by model. A replica that starts again need not learn anew.
+"""A file for what a replica has learned of output lengths: the next start of the model goes on from there.
 
 The file holds sums of hashed features. No prompt can be read from it.
 """

@@ -3,7 +3,7 @@
 `schema.py` and `regex.py` convert what clients write into rules (`ebnf.py`) and refuse what cannot be converted. Two
 engines follow the same rules: xgrammar, and llguidance where xgrammar cannot or would take too much (`engines.py` has
 the choice, `lark.py` and `lazy_matcher.py` the way to llguidance). `process.py` compiles grammars in processes that can
-be killed.
+be killed. `unique_items.py` adds to llguidance what no grammar says: items that must differ.
 
 Read `compiler.py` first, then `state.py`.
 """

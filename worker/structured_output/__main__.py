@@ -64,10 +64,10 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
     limit_time(cpu_s, wall_s)
     limit_memory(memory_bytes)
     try:
-        engine, reply = compilation.run(kind, text, after, begin)
+        engine, reply, places = compilation.run(kind, text, after, begin)
         if len(reply) > _REPLY_LIMIT_BYTES:
             raise GrammarError("the grammar is too large")
-        connection.sendall(OK + json.dumps([engine, cpu_time_s()]).encode() + b"\n" + reply)
+        connection.sendall(OK + json.dumps([engine, cpu_time_s(), places]).encode() + b"\n" + reply)
     except GrammarError as error:
         connection.sendall((TEXT_REFUSED if error.of_text else REFUSED) + str(error).encode("utf-8", "replace"))
     except MemoryError:

@@ -17,13 +17,16 @@ from worker.structured_output.ebnf import START, Node, Ref, rule_text, seq, to_t
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, XGRAMMAR_BYTES, XGRAMMAR_CPU_S, engine_for
 from worker.structured_output.error import GrammarError
 from worker.structured_output.forks import in_fork
-from worker.structured_output.lark import to_lark
-from worker.structured_output.lazy_matcher import LazyGrammar, LazyMatcher, LazyVocabulary
+from worker.structured_output.lark import has_unique_items, to_lark
+from worker.structured_output.lazy_grammar import LazyGrammar
+from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
 from worker.structured_output.markers import Speller
+from worker.structured_output.schema import schema_places
 from worker.structured_output.serialised import serialised
 from worker.structured_output.text_rules import text_rules
 from worker.structured_output.tokens import GrammarVocabulary
 from worker.structured_output.tool_calls import tool_calls_to_ebnf
+from worker.structured_output.unique_places import Place
 
 RAW_VOCABULARY = 0  # xgrammar.VocabType.RAW: tokens are given as bytes
 TEXT_KINDS = ("json_schema", "json_object", "regex", "choice")
@@ -32,6 +35,7 @@ _LAZY_TRIAL_TOKENS = 16  # each may take a millisecond
 SLOW_FILL_S = 0.25
 
 
+Compiled = tuple[str, bytes, list[Place]]
 _LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)
 
 
@@ -82,31 +86,33 @@ class Compilation:
         self._lazy = LazyVocabulary(self._vocabulary.token_bytes(kept_apart("")), eos_token_ids)
         self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
 
-    def run(self, kind: str, text: str, marker: str | None = None, begin: str | None = None) -> tuple[str, bytes]:
-        """The engine, and the compiled grammar for it, as `serialised` or `to_lark` writes it. `marker` and `begin`: as
-        `messages.Grammar.after` and `begin`. Raises GrammarError or MemoryError."""
+    def run(self, kind: str, text: str, marker: str | None = None, begin: str | None = None) -> Compiled:
+        """The engine, the compiled grammar for it, as `serialised` or `to_lark` writes it, and the places of unique
+        items. `marker` and `begin`: as `messages.Grammar.after` and `begin`. Raises GrammarError or MemoryError."""
         try:
             if marker is None and kind in TEXT_KINDS:
-                return self._with_rules(text_rules(kind, text))
+                rules = text_rules(kind, text)
+                places = schema_places(text) if has_unique_items(rules) else []
+                return self._with_rules(rules, places)
             ebnf, root = to_ebnf(kind, text, self._vocabulary), "root"
             if marker is not None:
                 ebnf, root = after(marker, begin, ebnf, self._vocabulary)
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply") from None
-        return XGRAMMAR, self._with_xgrammar(kind, ebnf, root)
+        return XGRAMMAR, self._with_xgrammar(kind, ebnf, root), []
 
-    def _with_rules(self, rules: dict[str, Node]) -> tuple[str, bytes]:
+    def _with_rules(self, rules: dict[str, Node], places: list[Place]) -> Compiled:
         """Compiles rules for the first engine that can follow them at a moderate cost."""
         if XGRAMMAR in engine_for(rules):
             ebnf = to_text(rules, START)
             found = in_fork(lambda: self._with_xgrammar("", ebnf, "root"), XGRAMMAR_CPU_S, XGRAMMAR_BYTES)
             if found is not None:
-                return XGRAMMAR, found
-        return LLGUIDANCE, self._with_llguidance(to_lark(rules, START))
+                return XGRAMMAR, found, []
+        return LLGUIDANCE, self._with_llguidance(to_lark(rules, START), places), places
 
-    def _with_llguidance(self, lark: str) -> bytes:
+    def _with_llguidance(self, lark: str, places: list[Place]) -> bytes:
         try:
-            matcher = LazyGrammar(lark, self._lazy).matcher()
+            matcher = LazyGrammar(lark, self._lazy, places).matcher()
         except ValueError as error:
             raise GrammarError(f"the grammar does not compile: {str(error)[:500]}") from None
         self._try_out(matcher, _LAZY_TRIAL_TOKENS)

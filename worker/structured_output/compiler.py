@@ -15,7 +15,8 @@ from worker.messages import Grammar
 from worker.structured_output.compilation import kept_apart
 from worker.structured_output.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.error import CompilerUnavailable
-from worker.structured_output.lazy_matcher import LAZY_BYTES, LAZY_BYTES_PER_BYTE, LazyGrammar, LazyVocabulary
+from worker.structured_output.lazy_grammar import LAZY_BYTES, LAZY_BYTES_PER_BYTE, LazyGrammar
+from worker.structured_output.lazy_matcher import LazyVocabulary
 from worker.structured_output.process import CompilerProcess
 from worker.structured_output.state import CompiledGrammar
 from worker.structured_output.tokens import GrammarVocabulary
@@ -116,7 +117,7 @@ class GrammarCompiler:
         import xgrammar
 
         if found.engine == LLGUIDANCE:
-            handle: Any = LazyGrammar(found.text, self._lazy_vocabulary())
+            handle: Any = LazyGrammar(found.text, self._lazy_vocabulary(), found.places)
             size_bytes = LAZY_BYTES + LAZY_BYTES_PER_BYTE * len(found.text)
         else:
             handle = xgrammar.CompiledGrammar.deserialize_json(found.text, info)

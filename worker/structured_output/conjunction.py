@@ -1,6 +1,7 @@
 """Conjunction of two JSON schemas, as `allOf` means it, and keywords next to `$ref` and `anyOf`."""
 
 import json
+import re
 from typing import Any
 
 from worker.structured_output.error import GrammarError
@@ -24,6 +25,8 @@ def conjoin(a: Schema, b: Schema, at: str) -> Schema | None:
             out[key] = min(a[key], b[key])
         elif key in _BOTH:
             out[key] = both(a[key], b[key])
+        elif key == "patternProperties":
+            pass  # below
         elif key == "not":  # of texts
             out[key] = {"enum": [*a[key]["enum"], *b[key]["enum"]]}
         elif key == "uniqueItems":
@@ -37,6 +40,8 @@ def conjoin(a: Schema, b: Schema, at: str) -> Schema | None:
     if "prefixItems" in out and _items(a) and _items(b) and _items(a) != _items(b):
         raise GrammarError(f"prefixItems at {at} is combined with another schema of the items, which is not supported")
     out |= _properties(a, b)
+    if "patternProperties" in out:
+        out["patternProperties"] = {**_patterns(a, b), **_patterns(b, a)}
     if "type" in a and "type" in b:
         out["type"] = _types(a["type"], b["type"])
         if not out["type"]:
@@ -69,10 +74,26 @@ def _properties(a: Schema, b: Schema) -> Schema:
     mine, theirs = a.get("properties", {}), b.get("properties", {})
     out = {}
     for key in (*mine, *(k for k in theirs if k not in mine)):
-        left = mine.get(key, a.get("additionalProperties", True))
-        right = theirs.get(key, b.get("additionalProperties", True))
+        left = mine.get(key, _speaks_of(a, key) or a.get("additionalProperties", True))
+        right = theirs.get(key, _speaks_of(b, key) or b.get("additionalProperties", True))
         out[key] = both(left, right)
     return {"properties": out}
+
+
+def _patterns(a: Schema, b: Schema) -> Schema:
+    """The `patternProperties` of `a`, whose members must also satisfy what `b` says of them. What it says only of those
+    without a name or a pattern is applied to all."""
+    theirs, others = b.get("patternProperties", {}), b.get("additionalProperties", True)
+    mine = a.get("patternProperties", {})
+    return {pattern: both(value, theirs.get(pattern, others)) for pattern, value in mine.items()}
+
+
+def _speaks_of(schema: Schema, name: str) -> bool:
+    """Whether a pattern of `patternProperties` is found in the name."""
+    try:
+        return any(re.search(each, name) for each in schema.get("patternProperties", {}))
+    except re.error:
+        return False
 
 
 def _types(a: str | list[str], b: str | list[str]) -> list[str]:

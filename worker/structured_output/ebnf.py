@@ -104,7 +104,16 @@ class Complement:
     part: "Node"
 
 
-Node = Terminal | Regex | Ref | Seq | Alt | Repeat | Token | FreeText | Intersection | Complement
+@dataclass(frozen=True, slots=True)
+class UniqueItems:
+    """Matches the arrays of `part` whose items all differ, which no grammar can say: `unique_items.py` does. `what`: as
+    `Intersection` has it."""
+
+    part: "Node"
+    what: str
+
+
+Node = Terminal | Regex | Ref | Seq | Alt | Repeat | Token | FreeText | Intersection | Complement | UniqueItems
 
 NEVER = Alt(())
 EMPTY = Terminal("")
@@ -169,6 +178,8 @@ def _matches(node: Node, finite: set[str]) -> bool:
             return least == 0 or _matches(part, finite)
         case FreeText(triggers):
             return all(name in finite for _, name in triggers)
+        case UniqueItems(part, _):
+            return _matches(part, finite)
     return True
 
 
@@ -181,6 +192,8 @@ def _prune(node: Node, finite: set[str]) -> Node:
             return kept[0] if len(kept) == 1 else Alt(kept)
         case Repeat(part, least, most):
             return Repeat(_prune(part, finite), least, most) if _matches(part, finite) else EMPTY
+        case UniqueItems(part, what):
+            return UniqueItems(_prune(part, finite), what)
     return node
 
 
@@ -191,7 +204,7 @@ def _refs(node: Node) -> Iterator[str]:
         case Seq(parts) | Alt(parts):
             for part in parts:
                 yield from _refs(part)
-        case Repeat(part, _, _):
+        case Repeat(part, _, _) | UniqueItems(part, _):
             yield from _refs(part)
         case FreeText(triggers):
             yield from (name for _, name in triggers)
@@ -210,6 +223,8 @@ def prefixed(rules: dict[str, Node], prefix: str) -> dict[str, Node]:
                 return Alt(tuple(map(renamed, choices)))
             case Repeat(part, least, most):
                 return Repeat(renamed(part), least, most)
+            case UniqueItems(part, what):
+                return UniqueItems(renamed(part), what)
             case FreeText(triggers):
                 return replace(node, triggers=tuple((mark, prefix + name) for mark, name in triggers))
         return node
@@ -262,7 +277,7 @@ class _Writer:
             case Repeat(part, least, most):
                 inner = self.expression(part)
                 return self._times(lambda n, m: f"({inner}){_bounds(n, m)}", least, most)
-            case Intersection(_, what):
+            case Intersection(_, what) | UniqueItems(_, what):
                 raise GrammarError(f"{what}: not supported in calls of tools, and after thinking")
             case Complement():
                 raise ValueError("a complement outside of an intersection")

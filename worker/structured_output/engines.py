@@ -10,10 +10,12 @@ Both follow the same rules, which `schema.py` and `regex.py` make. So neither th
 outputs are valid.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from worker.structured_output.ebnf import START, Node, to_text
 from worker.structured_output.lark import needs_lark
+from worker.structured_output.unique_places import Place
 
 XGRAMMAR, LLGUIDANCE = "xgrammar", "llguidance"
 
@@ -33,12 +35,14 @@ class CompiledText(NamedTuple):
     | --- | --- |
     | `engine` | `XGRAMMAR` or `LLGUIDANCE` |
     | `text` | xgrammar's serialisation, or the grammar in llguidance's Lark |
+    | `places` | places of unique items in the values of the grammar, as `unique_places` returns them |
     | `cpu_s` | CPU time that the grammar has taken, with attempts that led nowhere |
     """
 
     engine: str
     text: str
     cpu_s: float
+    places: Sequence[Place] = ()
 
 
 def engine_for(rules: dict[str, Node]) -> tuple[str, ...]:

@@ -9,7 +9,18 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 
-from worker.structured_output.ebnf import Alt, Complement, Intersection, Node, Ref, Regex, Repeat, Seq, Terminal
+from worker.structured_output.ebnf import (
+    Alt,
+    Complement,
+    Intersection,
+    Node,
+    Ref,
+    Regex,
+    Repeat,
+    Seq,
+    Terminal,
+    UniqueItems,
+)
 from worker.structured_output.error import GrammarError
 
 # Without `no_forcing`, a mask would admit forced text in its canonical tokens only.
@@ -22,10 +33,15 @@ def needs_lark(rules: dict[str, Node]) -> bool:
     todo: list[Node] = list(rules.values())
     while todo:
         node = todo.pop()
-        if isinstance(node, Intersection | Complement):
+        if isinstance(node, Intersection | Complement | UniqueItems):
             return True
         todo += _children(node)
     return False
+
+
+def has_unique_items(rules: dict[str, Node]) -> bool:
+    """Whether a grammar has arrays of unique items, which the engine alone cannot follow."""
+    return any(isinstance(each, UniqueItems) for node in rules.values() for each in _nodes(node))
 
 
 def to_lark(rules: dict[str, Node], start: str) -> str:
@@ -60,6 +76,8 @@ class _LarkWriter:
                 return "(" + " | ".join(map(self.expression, choices)) + ")"
             case Repeat(part, least, most):
                 return f"({self.expression(part)}){_times(least, most)}"
+            case UniqueItems(part, _):
+                return self.expression(part)
         raise GrammarError("the grammar has tokens by their ids, which its engine cannot follow")
 
     def _terminal(self, expression: str) -> str:
@@ -115,7 +133,7 @@ def _children(node: Node) -> Iterable[Node]:
             return parts
         case Intersection(parts, _):
             return parts
-        case Repeat(part, _, _) | Complement(part):
+        case Repeat(part, _, _) | Complement(part) | UniqueItems(part, _):
             return (part,)
     return ()
 

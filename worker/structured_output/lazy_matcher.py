@@ -9,20 +9,15 @@ here:
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from worker.structured_output.boundary_tokens import BoundaryTokens
+
 if TYPE_CHECKING:
     import torch
-
-# Most states of a grammar's automata, of 1 to 2 kB each. llguidance's default is 250,000.
-_MOST_STATES = 20_000
-# Outputs after which a grammar's automata are dropped and built again, so that they do not grow without end.
-_OUTPUTS_A_MATCHER = 64
-# Memory of a grammar, roughly, by the size of its text.
-LAZY_BYTES, LAZY_BYTES_PER_BYTE = 2 << 20, 20
 
 
 @cache
@@ -40,6 +35,7 @@ class LazyVocabulary:
         """`token_bytes`: as `GrammarVocabulary.token_bytes` has them. `end_ids`: tokens that end an output."""
         import llguidance
 
+        self.tokens = token_bytes
         self.num_tokens = len(token_bytes)
         self.end_ids = list(end_ids)
         ids = {text: token_id for token_id, text in enumerate(token_bytes) if len(text) == 1}
@@ -47,6 +43,11 @@ class LazyVocabulary:
         """The token of each byte, None for those that have none."""
         wrapper = llguidance.TokenizerWrapper(_Bytes(token_bytes, self.end_ids, self.byte_ids))
         self.handle: Any = llguidance.LLTokenizer(wrapper, n_vocab=self.num_tokens, eos_token=self.end_ids or [0])
+
+    @cached_property
+    def boundaries(self) -> BoundaryTokens:
+        """The tokens by what they may end. Made when it is first needed, in 0.1 s for 49,152 tokens."""
+        return BoundaryTokens(self.tokens)
 
 
 class _Bytes:
@@ -62,33 +63,6 @@ class _Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return [token_id for byte in text if (token_id := self._byte_ids[byte]) is not None]
-
-
-class LazyGrammar:
-    """A grammar in Lark, ready for use by any number of outputs. They share automata."""
-
-    def __init__(self, lark: str, vocabulary: LazyVocabulary) -> None:
-        """Raises ValueError with llguidance's words if the grammar is wrong."""
-        self._lark, self.vocabulary = lark, vocabulary
-        self._first = self._new()
-        self._used = 0
-
-    def matcher(self) -> "LazyMatcher":
-        """A new matcher at the grammar's beginning."""
-        if self._used >= _OUTPUTS_A_MATCHER:
-            self._first, self._used = self._new(), 0
-        self._used += 1
-        return LazyMatcher(self.vocabulary, self._first.deep_copy())
-
-    def _new(self) -> Any:
-        import llguidance
-
-        limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
-        grammar = llguidance.LLMatcher.grammar_from_lark(self._lark)
-        matcher = llguidance.LLMatcher(self.vocabulary.handle, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ValueError(str(matcher.get_error()))
-        return matcher
 
 
 class LazyMatcher:
@@ -146,8 +120,12 @@ class LazyMatcher:
         row = bitmask[index].numpy() if not isinstance(bitmask, np.ndarray) else bitmask[index]
         if not self.handle.is_error():
             self.handle.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self.narrow(row)
         if self.handle.is_error():
             row[:] = 0
+
+    def narrow(self, row: "np.ndarray[Any, Any]") -> None:
+        """Leaves out tokens of the mask int32[ceil(vocab / 32)] for what the grammar does not say: none here."""
 
     def find_jump_forward_string(self) -> str:
         """The text that alone may follow. Raises UnicodeDecodeError, with the bytes, if it ends within a character."""
@@ -171,6 +149,8 @@ def fill_lazy(matchers: Sequence[LazyMatcher], bitmask: "torch.Tensor", rows: Se
         for matcher, row in zip(matchers, rows, strict=True):
             if matcher.handle.is_error():
                 words[row] = 0
+            else:
+                matcher.narrow(words[row])
     else:
         for matcher, row in zip(matchers, rows, strict=True):
             matcher.fill_next_token_bitmask(bitmask, row)

@@ -44,6 +44,9 @@ def _negated(key: str, value: Any, schema: Schema) -> list[Schema] | None:
         case "minLength" | "minItems" | "minProperties":
             most = "max" + key[3:]
             return [{"type": _REVERSED_COUNTS[key], most: int(value) - 1}] if value > 0 else []
+        case "maxLength" | "maxItems":
+            least = "min" + key[3:]
+            return [{"type": _REVERSED_COUNTS[least], least: int(value) + 1}]
         case "minimum":
             return [{"type": "number", "exclusiveMaximum": value}]
         case "maximum":

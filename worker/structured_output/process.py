@@ -32,6 +32,7 @@ from pathlib import Path
 
 from worker.structured_output.engines import CompiledText
 from worker.structured_output.error import CompilerUnavailable, GrammarError
+from worker.structured_output.unique_places import Place
 
 _LEAST_WALL_S, _WALL_PER_CPU_S = 60.0, 6.0  # ten seconds of CPU may take two minutes
 _GRACE_S = 10.0  # for the process to start, and to report that a compilation has ended
@@ -177,8 +178,8 @@ def _read(reply: bytearray, cpu_s: float) -> CompiledText:
         raise CompilerUnavailable("the process that compiled the grammar was killed, or got too little time")
     if verdict == OK:
         head, _, text = body.partition(b"\n")
-        engine, took_s = json.loads(head)
-        return CompiledText(engine, text.decode(), took_s)
+        engine, took_s, places = json.loads(head)
+        return CompiledText(engine, text.decode(), took_s, [Place(*each) for each in places])
     if verdict in (REFUSED, TEXT_REFUSED):
         raise GrammarError(body.decode(), of_text=verdict == TEXT_REFUSED)
     raise RuntimeError(f"the grammar's compiler failed: {body.decode()}")

@@ -5,7 +5,9 @@ A grammar may be narrower than its schema:
 - Objects have their properties in the schema's order, and no others unless `additionalProperties` says so.
 - Whitespace is at most one space after a comma or a colon.
 - Numbers have at most 15 digits.
-- Where `not` leaves out more than keywords can say, the rest is left out.
+- Where `not`, or the other branches of `oneOf`, leave out more than keywords can say, the rest is left out.
+- Within items that must differ (`uniqueItems`), each value has one spelling, and objects have named properties only, or
+  one member of any name.
 
 A grammar is never wider: a keyword that a grammar cannot enforce is an error that names it.
 
@@ -17,27 +19,27 @@ published schemas its grammars accepted 20 of 778 instances that do not fit, and
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
-from urllib.parse import unquote
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from worker.structured_output import drafts, regex, values
-from worker.structured_output.conjunction import Schema, conjoin
+from worker.structured_output import drafts, values
+from worker.structured_output.conjunction import Schema, both, conjoin
 from worker.structured_output.ebnf import (
     EMPTY,
     NEVER,
     START,
     Alt,
+    Intersection,
     Node,
     Ref,
-    Regex,
     Repeat,
     Terminal,
+    UniqueItems,
     alt,
     optional,
     prune,
@@ -46,28 +48,24 @@ from worker.structured_output.ebnf import (
 )
 from worker.structured_output.error import GrammarError
 from worker.structured_output.exclusion import Exclusion
-from worker.structured_output.modern import anchors, modern
+from worker.structured_output.keywords import KEYWORDS_OF, generated_types
+from worker.structured_output.modern import modern
 from worker.structured_output.negation import negated
+from worker.structured_output.references import SchemaReferences
 from worker.structured_output.spelling import JSON, Spelling
+from worker.structured_output.unique_places import Place, unique_places
+from worker.structured_output.value_counts import ValueCounts
 from worker.structured_output.values import COLON, COMMA
 
 _COMBINED = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "not", "if")
 _UNSUPPORTED = ("dependencies", "contains", "unevaluatedItems", "$recursiveRef")
-_KEYWORDS_OF = {
-    "object": (
-        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-        *("minProperties", "maxProperties", "unevaluatedProperties"),
-    ),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}
 # All other keywords say nothing about a value, or are refused.
 # Of `not`, only a list of texts that a string is not, as `negated` leaves it.
-_ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in _KEYWORDS_OF.values() for k in keys)))
+_ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in KEYWORDS_OF.values() for k in keys)))
 _MOST_RULES = 5_000
 _MOST_ALTERNATIVES = 256
 _MOST_MEMBERS_COUNTED = 8
+_MOST_DECIDED = 2
 _MOST_SHUFFLED = 6  # values of which all orders have a rule: one for each set of them
 
 
@@ -88,6 +86,11 @@ def schema_rules(text: str) -> dict[str, Node]:
             return converter.rules(converter.whole)
     except GrammarError as error:
         raise GrammarError(drafts.remark(schema, str(error))) from None
+
+
+def schema_places(text: str) -> list[Place]:
+    """The places of unique items in the JSON schema `text`, which has rules. Raises GrammarError."""
+    return unique_places(SchemaConverter(json.loads(text)).root)
 
 
 def any_object_rules() -> dict[str, Node]:
@@ -123,7 +126,11 @@ class SchemaConverter:
         root = modern(root)
         Draft202012Validator.check_schema(root)
         self._root = root
-        self._anchors = anchors(root)
+        self._references = SchemaReferences(root)
+        self._counts = ValueCounts(self.simple, self.listed)
+        self._deciding = 0  # calls of `_is_decided` that have not returned
+        self._distinct = False  # whether each value has one spelling
+        self._orders: set[tuple[str, str]] = set()  # of names of members, where values have one spelling
         self._spelling = spelling
         self._prefix = prefix
         self._validator = Draft202012Validator(root)
@@ -152,10 +159,10 @@ class SchemaConverter:
     def value(self, schema: Any, at: str) -> Node:
         """The node for a schema. Schemas with the same text share a rule, so a schema may contain itself."""
         if schema is True or schema == {}:
-            return Ref("any")
+            return Ref("distinct_any" if self._distinct else "any")
         if schema is False:
             return NEVER
-        key = json.dumps(schema)
+        key = ("distinct " if self._distinct else "") + json.dumps(schema)
         if key not in self._names:
             if len(self._names) >= _MOST_RULES:
                 raise GrammarError(f"the JSON schema has more than {_MOST_RULES} parts")
@@ -174,11 +181,13 @@ class SchemaConverter:
         if not own and len(combined) == 1:
             key = combined[0]
             if key in ("$ref", "$dynamicRef"):
-                return self.value(*self._resolve(schema[key], at, key))
+                return self.value(*self._references.resolve(schema[key], at, key))
             if key == "oneOf":
                 before = self._narrowed
                 branches = [self.simple(s, f"{at}/oneOf/{i}") for i, s in enumerate(schema["oneOf"])]
-                self._check_one_of(branches, at, exact=self._narrowed == before)
+                exclusive = self._exclusive(branches, schema["oneOf"], at, 0, exact=self._narrowed == before)
+                if exclusive != branches:
+                    return alt(self._typed(each, at) for branch in exclusive for each in branch)
             if key in ("anyOf", "oneOf") or (key == "allOf" and len(schema[key]) == 1):
                 return alt(self.value(branch, f"{at}/{key}/{i}") for i, branch in enumerate(schema[key]))
         return alt(self._typed(simple, at) for simple in self.simple(schema, at))
@@ -193,7 +202,7 @@ class SchemaConverter:
         out: list[Schema] = [{k: v for k, v in schema.items() if k in _ASSERTIONS}]
         for key in ("$ref", "$dynamicRef"):
             if key in schema:
-                out = self._product(out, self.simple(*self._resolve(schema[key], at, key), depth + 1), at)
+                out = self._product(out, self.simple(*self._references.resolve(schema[key], at, key), depth + 1), at)
         for name, others in schema.get("dependentRequired", {}).items():
             there: list[Schema] = [{"required": [name, *(other for other in others if other != name)]}]
             out = self._product(out, [{"properties": {name: False}}, *there], at)
@@ -209,7 +218,8 @@ class SchemaConverter:
                 branches = [self.simple(s, f"{at}/{key}/{i}", depth + 1) for i, s in enumerate(schema[key])]
                 branches = [self._product(out, branch, at) for branch in branches]
                 if key == "oneOf":
-                    self._check_one_of(branches, at, exact=self._narrowed == before)
+                    exact = self._narrowed == before
+                    branches = self._exclusive(branches, schema["oneOf"], at, depth, exact=exact)
                 out = [simple for branch in branches for simple in branch]
         if "not" in schema:
             out = self._product(out, self._complement(schema["not"], f"{at}/not", at, depth), at)
@@ -240,11 +250,28 @@ class SchemaConverter:
         out: list[Schema] = [{}]
         for part in parts:
             others, whole = negated(part)
+            decided = [each for each in others if self._is_decided(each, at, depth)]
+            others, whole = decided, whole and len(decided) == len(others)
             self._narrowed += not whole
             if not others and not whole:
                 raise GrammarError(f"{key} at {at} is not supported for {', '.join(part)}")
             out = self._product(out, others, at)
         return out
+
+    def _is_decided(self, schema: Schema, at: str, depth: int) -> bool:
+        """Whether what `negated` leaves to be negated can be. Not if it is nested too deeply to be looked into."""
+        left = [each for each in schema.get("properties", {}).values() if isinstance(each, dict) and "not" in each]
+        if self._deciding >= _MOST_DECIDED:
+            return not left
+        self._deciding += 1
+        try:
+            for each in left:
+                self.simple(each, at, depth + 1)
+        except GrammarError:
+            return False
+        finally:
+            self._deciding -= 1
+        return True
 
     @staticmethod
     def _product(left: list[Schema], right: list[Schema], at: str) -> list[Schema]:
@@ -253,43 +280,37 @@ class SchemaConverter:
         both = (conjoin(a, b, at) for a in left for b in right)
         return [schema for schema in both if schema is not None]
 
-    def _check_one_of(self, branches: list[list[Schema]], at: str, *, exact: bool) -> None:
+    def _exclusive(
+        self, branches: list[list[Schema]], schemas: list[Any], at: str, depth: int, *, exact: bool
+    ) -> list[list[Schema]]:
+        """The branches of `oneOf`, each without the values of the others. A branch is left out if what others admit of
+        it cannot be told. Raises GrammarError if no branch stays."""
         if not exact:
             raise GrammarError(f"oneOf at {at} is not supported for branches that are enforced more narrowly")
-        for i, one in enumerate(branches):
+        out: list[list[Schema]] = []
+        refusal: GrammarError | None = None
+        for i, branch in enumerate(branches):
+            left = branch
             for j, other in enumerate(branches):
-                if i != j and not self._exclusion.never(one, other):
-                    raise GrammarError(
-                        f"oneOf at {at}: a value could match branches {min(i, j)} and {max(i, j)} at once, which a "
-                        "grammar cannot rule out; use anyOf, or give each branch a required property of its own value"
-                    )
+                if i == j or not left or self._exclusion.never(left, other):
+                    continue
+                try:
+                    left = self._product(left, self._complement(schemas[j], f"{at}/oneOf", at, depth), at)
+                except GrammarError:
+                    left = []
+                    self._narrowed += 1
+                refusal = refusal or self._overlap(i, j, at)
+            out.append(left)
+        if refusal is not None and not any(map(_may_have_values, chain(*out))):
+            raise refusal
+        return out
 
-    def _resolve(self, ref: str, at: str, key: str = "$ref") -> tuple[Any, str]:
-        """The schema that a reference points to, and its place. `$dynamicRef` is the same as `$ref`, since a schema has
-        no other schema in it."""
-        own = self._root.get("$id") if isinstance(self._root, dict) else None
-        if isinstance(own, str) and own.split("#")[0] and ref.split("#")[0] == own.split("#")[0]:
-            ref = "#" + ref.partition("#")[2]
-        if ref == "#":
-            return self._root, "#"
-        if re.match("#[^/]", ref):
-            if ref[1:] in self._anchors:
-                return self._anchors[ref[1:]], ref
-            raise GrammarError(f"{key} at {at}: {drafts.named(ref)}")
-        if not ref.startswith("#/"):
-            raise GrammarError(
-                f"{key} at {at}: only references into the schema itself (#/...) are supported, not {ref!r}"
-            )
-        target = self._root
-        for part in unquote(ref[2:]).split("/"):
-            key = part.replace("~1", "/").replace("~0", "~")
-            try:
-                target = target[int(key)] if isinstance(target, list) else target[key]
-            except (KeyError, IndexError, ValueError, TypeError):
-                raise GrammarError(f"{key} at {at}: there is no {ref!r} in the schema") from None
-        if not isinstance(target, bool | dict):
-            raise GrammarError(f"{key} at {at}: {ref!r} is not a schema")
-        return target, ref
+    @staticmethod
+    def _overlap(i: int, j: int, at: str) -> GrammarError:
+        return GrammarError(
+            f"oneOf at {at}: a value could match branches {min(i, j)} and {max(i, j)} at once, which a grammar cannot "
+            "rule out; use anyOf, or give each branch a required property of its own value"
+        )
 
     def _refuse(self, schema: Schema, at: str) -> None:
         """Raises GrammarError for keywords that a grammar cannot enforce."""
@@ -306,8 +327,8 @@ class SchemaConverter:
     def _typed(self, schema: Schema, at: str) -> Node:
         if "enum" in schema or "const" in schema:
             return alt(map(self.constant, self.listed(schema)))
-        types = generated_types(schema) or ([] if "not" not in schema else [*_KEYWORDS_OF, "boolean", "null"])
-        return alt(self._of_type(t, schema, at) for t in types) if types else Ref("any")
+        types = generated_types(schema) or ([] if "not" not in schema else [*KEYWORDS_OF, "boolean", "null"])
+        return alt(self._of_type(t, schema, at) for t in types) if types else self.value(True, at)
 
     def listed(self, schema: Schema) -> list[Any]:
         """The values of `enum` or `const` that satisfy the rest of the schema, which has neither reference nor
@@ -318,6 +339,8 @@ class SchemaConverter:
 
     def constant(self, value: Any) -> Node:
         """Exactly this value."""
+        if self._distinct:
+            value = values.simple_number(value)
         return self._spelling.constant(value)
 
     def _of_type(self, type_: str, schema: Schema, at: str) -> Node:
@@ -327,12 +350,15 @@ class SchemaConverter:
             case "array":
                 return self._array(schema, at)
             case "string":
-                return values.string(schema, at, self._spelling)
+                return self._one_way(values.string(schema, at, self._spelling))
             case "boolean":
                 return Alt(tuple(map(Terminal, self._spelling.words[:2])))
             case "null":
                 return Terminal(self._spelling.words[2])
-        return values.number(schema, at, whole=type_ == "integer")
+        number = values.number(
+            {"minimum": -(10**15), **schema} if self._distinct else schema, at, whole=type_ == "integer"
+        )
+        return values.distinct_number(number) if self._distinct else number
 
     def _array(self, schema: Schema, at: str) -> Node:
         prefix = schema.get("prefixItems", [])
@@ -341,15 +367,31 @@ class SchemaConverter:
         if most is not None and most < least:
             return NEVER
         if schema.get("uniqueItems") and (most is None or most > 1):
-            if prefix:
-                raise GrammarError(f"uniqueItems at {at} is not supported together with prefixItems")
-            return self._unique(self._all_values(items, f"{at}/items"), least, most, at)
+            return self._unique(prefix, items, least, most, at)
+        return self._any_items(prefix, items, least, most, at)
+
+    def _any_items(self, prefix: list[Any], items: Any, least: int, most: Any, at: str) -> Node:
         shown = prefix if most is None else prefix[: int(most)]
         nodes = [self.value(s, f"{at}/prefixItems/{i}") for i, s in enumerate(shown)]
         return values.array(nodes, self.value(items, f"{at}/items"), least, None if most is None else int(most))
 
-    def _all_values(self, items: Any, at: str) -> list[Any]:
-        """All values that satisfy a schema, each once. Raises GrammarError unless the schema lists them."""
+    def _unique(self, prefix: list[Any], items: Any, least: int, most: Any, at: str) -> Node:
+        """An array of unique items. If they are a few given values, its grammar says so. Otherwise, it writes each
+        value in one way, so that their texts can be compared."""
+        listed = None if prefix else self._all_values(items, f"{at}/items")
+        if listed is not None and (len(listed) <= _MOST_SHUFFLED or most is None or most >= len(listed)):
+            return self._given(listed, least, most)
+        for i, each in enumerate([*prefix, *[items] * (least > len(prefix))]):
+            if not self._counts.has(each, i + 1 if i < len(prefix) else least, at):
+                raise GrammarError(f"uniqueItems at {at} is not supported: there may be too few different items")
+        self._rules |= values.distinct_rules()
+        before, self._distinct = self._distinct, True
+        array = self._any_items(prefix, items, least, most, at)
+        self._distinct = before
+        return UniqueItems(array, f"uniqueItems at {at}")
+
+    def _all_values(self, items: Any, at: str) -> list[Any] | None:
+        """All values that satisfy a schema, each once. None unless the schema lists them, and they are simple."""
         found: dict[str, Any] = {}
         for simple in self.simple(items, at):
             if "enum" in simple or "const" in simple:
@@ -357,13 +399,13 @@ class SchemaConverter:
             elif simple.get("type") == "boolean":
                 listed = [False, True]
             else:
-                raise GrammarError(f"uniqueItems at {at.removesuffix('/items')} is supported only for items of an enum")
+                return None
             if any(isinstance(each, list | dict | float) for each in listed):
-                raise GrammarError(f"uniqueItems at {at.removesuffix('/items')} is supported for simple values only")
+                return None
             found.update({json.dumps(each): each for each in listed})
         return list(found.values())
 
-    def _unique(self, listed: list[Any], least: int, most: Any, at: str) -> Node:
+    def _given(self, listed: list[Any], least: int, most: Any) -> Node:
         """An array of `least` to `most` of these values, each at most once: in any order if there are few values, and
         otherwise in theirs."""
         nodes = [self.constant(each) for each in listed]
@@ -371,8 +413,6 @@ class SchemaConverter:
         if least > most:
             return NEVER
         if len(nodes) > _MOST_SHUFFLED:
-            if most < len(nodes):
-                raise GrammarError(f"maxItems at {at} is not supported together with uniqueItems of many values")
             body = self.members([(node, False) for node in nodes], None, least)
         else:
             body = self._shuffled(nodes, least, most)
@@ -396,12 +436,22 @@ class SchemaConverter:
         properties, needed, more = self.properties(schema, at, counts=True)
         if not properties:
             return self._map(schema, more, at)
-        extra = self._extra(properties, more, at) if more not in (None, False) else None
+        if self._distinct:
+            self._keep_order(list(properties), at)
+        extra = NEVER if self._distinct else self._extra(schema, properties, more, at)
         members = [
             (seq(self._spelling.constant(name), COLON, self.value(sub, f"{at}/properties/{name}")), name in needed)
             for name, sub in properties.items()
         ]
-        return seq(Terminal("{"), self.members(members, extra, int(schema.get("minProperties", 0))), Terminal("}"))
+        least = int(schema.get("minProperties", 0))
+        return seq(Terminal("{"), self.members(members, None if extra == NEVER else extra, least), Terminal("}"))
+
+    def _keep_order(self, names: list[str], at: str) -> None:
+        """Raises GrammarError if names of members, in items that must differ, come in two orders."""
+        pairs = set(combinations(names, 2))
+        if any((later, first) in self._orders for first, later in pairs):
+            raise GrammarError(f"uniqueItems is not supported where properties have several orders, as at {at}")
+        self._orders |= pairs
 
     def properties(self, schema: Schema, at: str, *, counts: bool = False) -> tuple[dict[str, Any], set[str], Any]:
         """The properties of a schema without `$ref` and combinations: their schemas by name, the names of those that an
@@ -413,7 +463,9 @@ class SchemaConverter:
         properties = dict(schema.get("properties", {}))
         required = list(dict.fromkeys(schema.get("required", [])))
         for name in required:
-            properties.setdefault(name, True if more is None else more)
+            if name not in properties:
+                spoken = any(_is_found(each, name, at) for each in schema.get("patternProperties", {}))
+                properties[name] = True if more is None or spoken else more
         if not properties:
             return {}, set(), more
         self._check_names(schema, properties, at)
@@ -425,26 +477,42 @@ class SchemaConverter:
     def _check_names(self, schema: Schema, properties: dict[str, Any], at: str) -> None:
         """Applies `patternProperties` and `propertyNames` to declared properties. Raises GrammarError where a grammar
         cannot."""
-        open_ended = schema.get("additionalProperties", False) is not False
-        for expression in schema.get("patternProperties", {}):
-            try:
-                touched = open_ended or any(re.search(expression, name) for name in properties)
-            except re.error as error:
-                raise GrammarError(f"patternProperties at {at}: {expression!r} is not valid: {error}") from None
-            if touched:
-                raise GrammarError(
-                    f"patternProperties at {at} is supported only where no other keyword names properties"
-                )
+        patterns = schema.get("patternProperties", {})
+        for expression, value in patterns.items():
+            for name in properties:
+                if _is_found(expression, name, at):
+                    properties[name] = both(properties[name], value)
         if "propertyNames" in schema:
-            if open_ended:
+            if patterns or schema.get("additionalProperties", False) is not False:
                 raise GrammarError(f"propertyNames at {at} is not supported together with properties and others")
             validator = self._validator.evolve(schema=schema["propertyNames"])
             for name in properties:
                 if not validator.is_valid(name):
                     properties[name] = False
 
-    def _extra(self, properties: dict[str, Any], more: Any, at: str) -> Node:
-        return seq(values.other_name(properties, self._spelling), COLON, self.value(more, f"{at}/additionalProperties"))
+    def _extra(self, schema: Schema, properties: dict[str, Any], more: Any, at: str) -> Node:
+        """A member with a name that is not declared. NEVER if there is none."""
+        patterns: dict[str, Any] = schema.get("patternProperties", {})
+        others = values.other_name(properties, self._spelling)
+        found: list[Node] = []
+        for expression, value in patterns.items():
+            name = values.found_name(expression, at, self._spelling)
+            if name == NEVER or not _has_other(expression, properties, at):
+                continue
+            for another, its in patterns.items():
+                value = value if another == expression or _are_apart(expression, another) else both(value, its)
+            name = Intersection((name, others), f"patternProperties at {at}") if properties else name
+            found.append(seq(self._one_way(name), COLON, self.value(value, f"{at}/patternProperties/{expression}")))
+        first = [_first_letter(each) for each in patterns]
+        if more not in (None, False) and None not in first:
+            if patterns:
+                without = values.name_without("".join(filter(None, first)), self._spelling)
+                others = Intersection((others, without), f"patternProperties at {at}")
+            found.append(seq(self._one_way(others), COLON, self.value(more, f"{at}/additionalProperties")))
+        return alt(found)
+
+    def _one_way(self, text: Node) -> Node:
+        return values.distinct_string(text) if self._distinct else text
 
     def members(self, members: list[tuple[Node, bool]], extra: Node | None, least: int = 0) -> Node:
         """`least` or more of an object's members in order with commas, then any number of `extra`. Members not needed
@@ -478,35 +546,54 @@ class SchemaConverter:
         least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
         if least > 1:
             raise GrammarError(f"minProperties at {at}: more than 1 is supported only for properties that are named")
-        patterns = schema.get("patternProperties", {})
-        key: Node = Ref("string")
-        value = True if more is None else more
-        if patterns:
-            if len(patterns) > 1 or "propertyNames" in schema:
-                raise GrammarError(
-                    f"patternProperties at {at} is supported with one pattern, and without propertyNames"
-                )
-            expression, value = next(iter(patterns.items()))
-            inner = regex.in_json(expression, plain=self._spelling.plain)
-            key = NEVER if inner is None else Regex(f'"(?:{inner})"')
-        elif "propertyNames" in schema:
-            key = self.value({"allOf": [schema["propertyNames"], {"type": "string"}]}, f"{at}/propertyNames")
-        member = seq(key, COLON, self.value(value, f"{at}/additionalProperties"))
+        if self._distinct:
+            most = 1 if most is None else min(int(most), 1)  # the order of several would not matter
         if most is not None and most < least:
             return NEVER
+        if "patternProperties" in schema:
+            if "propertyNames" in schema:
+                raise GrammarError(f"patternProperties at {at} is supported without propertyNames only")
+            member = self._extra(schema, {}, more, at)
+        else:
+            key: Node = self._one_way(Ref("string"))
+            if "propertyNames" in schema:
+                key = self.value({"allOf": [schema["propertyNames"], {"type": "string"}]}, f"{at}/propertyNames")
+            member = seq(key, COLON, self.value(True if more is None else more, f"{at}/additionalProperties"))
         return seq(Terminal("{"), values.listed([], member, least, None if most is None else int(most)), Terminal("}"))
+
+
+def _may_have_values(schema: Schema) -> bool:
+    """Whether a schema does not need a property that it rules out."""
+    named = schema.get("properties", {})
+    return not any(named.get(name, True) in (False, {"not": {}}) for name in schema.get("required", ()))
+
+
+def _is_found(expression: str, name: str, at: str) -> bool:
+    try:
+        return re.search(expression, name) is not None
+    except re.error as error:
+        raise GrammarError(f"patternProperties at {at}: {expression!r} is not valid: {error}") from None
+
+
+def _has_other(expression: str, names: Iterable[str], at: str) -> bool:
+    """Whether certainly another text than `names` matches."""
+    return not expression.endswith("$") or not any(_is_found(expression, name, at) for name in names)
+
+
+def _first_letter(expression: str) -> str | None:
+    """The character that all matches begin with, None if that is not sure."""
+    match = re.match(r"\^(?:([A-Za-z0-9_@ -])|\\([^A-Za-z0-9]))(?![*?{])", expression)
+    return None if match is None or "|" in expression else match[1] or match[2]
+
+
+def _are_apart(one: str, other: str) -> bool:
+    """Whether certainly no text matches both patterns."""
+    first = {_first_letter(one), _first_letter(other)}
+    return len(first) == 2 and None not in first
 
 
 def _is_list_of_texts(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.keys() == {"enum"} and all(isinstance(v, str) for v in schema["enum"])
-
-
-def generated_types(schema: Schema) -> list[str]:
-    """Types of the values that are generated for a schema. Without `type`, these are the types that its keywords are
-    about. An empty list means any type."""
-    types = schema.get("type") or [t for t, keys in _KEYWORDS_OF.items() if any(k in schema for k in keys)]
-    types = [types] if isinstance(types, str) else list(types)
-    return [t for t in types if t != "integer" or "number" not in types]
 
 
 def _count_properties(

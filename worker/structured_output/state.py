@@ -9,7 +9,8 @@ import numpy as np
 
 from worker.structured_output.engines import XGRAMMAR
 from worker.structured_output.error import GrammarError
-from worker.structured_output.lazy_matcher import LazyGrammar, LazyMatcher, fill_lazy
+from worker.structured_output.lazy_grammar import LazyGrammar
+from worker.structured_output.lazy_matcher import LazyMatcher, fill_lazy
 
 if TYPE_CHECKING:  # slow to import, and the process that compiles needs neither
     import torch

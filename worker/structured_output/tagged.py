@@ -16,8 +16,9 @@ from worker.structured_output.conjunction import Schema
 from worker.structured_output.ebnf import NEVER, Node, Ref, Regex, Repeat, Terminal, alt, optional, seq
 from worker.structured_output.error import GrammarError
 from worker.structured_output.formats import FORMATS
+from worker.structured_output.keywords import generated_types
 from worker.structured_output.markers import Speller
-from worker.structured_output.schema import SchemaConverter, generated_types
+from worker.structured_output.schema import SchemaConverter
 from worker.structured_output.unmarked import TEXT, may_break, without_bracket
 
 _NAME = re.compile(r"[^\s<>\"'=](?:[^<>\"'=\n]*[^\s<>\"'=])?")

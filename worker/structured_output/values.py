@@ -30,6 +30,9 @@ _LIMITS = ("minLength", "maxLength", "pattern", "format")
 _MOST_STATES = 128  # characters of a string that an automaton counts
 _MOST_COUNTED = 100_000
 
+_ONE_STRING = rf'"(?:{pattern(JSON.plain)}|\\(?:["\\bfnrt]|u00(?:0[0-7bef]|1[0-9a-f])))*"'
+_ONE_NUMBER = r"(?:0|-{0,1}[1-9][0-9]*(?:\.[0-9]*[1-9]){0,1}|-{0,1}0\.[0-9]*[1-9])"
+
 # At most one space: a small model that may write any whitespace sometimes never stops.
 COMMA = seq(Terminal(","), Ref("space"))
 COLON = seq(Terminal(":"), Ref("space"))
@@ -46,6 +49,39 @@ def common_rules(spelling: Spelling = JSON) -> dict[str, Node]:
         "object": seq(Terminal("{"), listed([], seq(Ref("string"), COLON, Ref("any")), 0, None), Terminal("}")),
         "array": array([], Ref("any"), 0, None),
     }
+
+
+def distinct_rules() -> dict[str, Node]:
+    """As `common_rules`, for values that have one spelling each, spaces aside. So an object has at most one member."""
+    words = [Terminal(word) for word in JSON.words]
+    member = seq(Ref("distinct_string"), COLON, Ref("distinct_any"))
+    kinds = [Ref(f"distinct_{kind}") for kind in ("object", "array", "string", "number")]
+    return {
+        "distinct_string": Regex(_ONE_STRING),
+        "distinct_number": distinct_number(number({"minimum": -(10**15)}, "", whole=False)),
+        "distinct_any": Alt((*kinds, *words)),
+        "distinct_object": seq(Terminal("{"), listed([], member, 0, 1), Terminal("}")),
+        "distinct_array": array([], Ref("distinct_any"), 0, None),
+    }
+
+
+def distinct_string(text: Node) -> Node:
+    """The strings of `text` in one spelling, which is that of `json.dumps`."""
+    if text == Ref("string"):
+        return Ref("distinct_string")
+    return NEVER if text == NEVER else Intersection((text, Regex(_ONE_STRING)), "uniqueItems")
+
+
+def distinct_number(found: Node) -> Node:
+    """The numbers of `found` without exponent, without zeros at the end of a fraction, and without a sign of zero."""
+    return NEVER if found == NEVER else Intersection((found, Regex(_ONE_NUMBER)), "uniqueItems")
+
+
+def simple_number(value: Any) -> Any:
+    """A constant that has one spelling. Raises GrammarError for others."""
+    if isinstance(value, list | dict) or (isinstance(value, float) and "e" in repr(value)):
+        raise GrammarError("uniqueItems is not supported for items of given objects, arrays and large numbers")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def array(first: Sequence[Node], rest: Node, least: int, most: int | None) -> Node:
@@ -120,6 +156,22 @@ def _found(expression: str) -> str:
         return expression
     before = "" if expression.startswith("^") else r"[\s\S]*"
     return f"{before}{expression}" + ("" if expression.endswith("$") else r"[\s\S]*")
+
+
+def found_name(expression: str, at: str, spelling: Spelling = JSON) -> Node:
+    """A name in which the pattern is found. NEVER if there is none. Raises GrammarError."""
+    try:
+        inner = regex.in_json(_found(expression), plain=spelling.plain)
+    except GrammarError as error:
+        raise GrammarError(f"patternProperties at {at}: {error}") from None
+    return NEVER if inner is None else Regex(f'"(?:{inner})"')
+
+
+def name_without(first: str, spelling: Spelling = JSON) -> Node:
+    """A string that begins with none of these characters, of characters that need no escape."""
+    taken = complement(tuple(sorted((ord(char), ord(char)) for char in set(first))))
+    plain = pattern(spelling.plain)
+    return Regex(f'"(?:{pattern(intersection(taken, spelling.plain))}{plain}*){{0,1}}"')
 
 
 def _matching(expression: str, least: int, most: int | None, at: str, spelling: Spelling) -> Node:

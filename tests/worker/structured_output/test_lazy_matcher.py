@@ -13,7 +13,8 @@ from worker.structured_output import CompiledGrammar, GrammarError, GrammarState
 from worker.structured_output.ebnf import START, Complement, Intersection, Regex, Seq, Terminal, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, engine_for
 from worker.structured_output.lark import to_lark
-from worker.structured_output.lazy_matcher import LazyGrammar, LazyMatcher, LazyVocabulary
+from worker.structured_output.lazy_grammar import LazyGrammar
+from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
 from worker.structured_output.schema import schema_rules
 from worker.structured_output.text_rules import text_rules
 
@@ -158,7 +159,7 @@ def test_a_batch_mixes_engines(walker: Walker, vocabulary: LazyVocabulary, threa
 def test_an_output_whose_automata_grow_too_large_does_not_end(
     walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.structured_output.lazy_matcher._MOST_STATES", 40)
+    monkeypatch.setattr("worker.structured_output.lazy_grammar._MOST_STATES", 40)
     matcher = lazy(vocabulary, text_rules("regex", "(?:a|b)*a(?:a|b){12}c"))
     choose = random.Random(0)
     while (tokens := allowed(matcher, walker)) and matcher.accept_token(choose.choice(tokens)):

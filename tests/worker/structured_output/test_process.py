@@ -22,7 +22,7 @@ from worker.structured_output import __main__ as main
 
 class Compilation(main.Compilation):
     def run(self, kind, text, *after):
-        return ("xgrammar", str(eval(text)).encode()) if kind == "python" else super().run(kind, text, *after)
+        return ("xgrammar", str(eval(text)).encode(), []) if kind == "python" else super().run(kind, text, *after)
 
 main.Compilation = Compilation
 main._main()

@@ -1,0 +1,44 @@
+"""Grammars that llguidance follows, ready for any number of outputs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
+from worker.structured_output.unique_items import UniqueMatcher
+from worker.structured_output.unique_places import Place
+
+# Most states of a grammar's automata, of 1 to 2 kB each. llguidance's default is 250,000.
+_MOST_STATES = 20_000
+# Outputs after which a grammar's automata are dropped and built again, so that they do not grow without end.
+_OUTPUTS_A_MATCHER = 64
+# Memory of a grammar, roughly, by the size of its text.
+LAZY_BYTES, LAZY_BYTES_PER_BYTE = 2 << 20, 20
+
+
+class LazyGrammar:
+    """A grammar in Lark, ready for use by any number of outputs. They share automata."""
+
+    def __init__(self, lark: str, vocabulary: LazyVocabulary, places: Sequence[Place] = ()) -> None:
+        """`places`: those of unique items. Raises ValueError with llguidance's words if the grammar is wrong."""
+        self._lark, self.vocabulary, self._places = lark, vocabulary, places
+        self._first = self._new()
+        self._used = 0
+
+    def matcher(self) -> LazyMatcher:
+        """A new matcher at the grammar's beginning."""
+        if self._used >= _OUTPUTS_A_MATCHER:
+            self._first, self._used = self._new(), 0
+        self._used += 1
+        if self._places:
+            return UniqueMatcher(self.vocabulary, self._first.deep_copy(), self._places)
+        return LazyMatcher(self.vocabulary, self._first.deep_copy())
+
+    def _new(self) -> Any:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
+        grammar = llguidance.LLMatcher.grammar_from_lark(self._lark)
+        matcher = llguidance.LLMatcher(self.vocabulary.handle, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(str(matcher.get_error()))
+        return matcher
