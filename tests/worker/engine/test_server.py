@@ -439,7 +439,7 @@ def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkey
         return 0.05 if engine.executor.plans and "b" not in engine.scheduler else 0.0
 
     def wait_for_b(self, timeout_ms):
-        if timeout_ms is not None and timeout_ms <= 50 and "b" not in self._owners:
+        if s.parts.executor.plans and timeout_ms <= 50 and "b" not in self._owners:
             router.generate("b", [2, 3])
             timeout_ms = TIMEOUT_MS
         wait(self, timeout_ms)
