@@ -29,7 +29,7 @@ def described() -> Iterator[Described]:
     model.watch_programs(Programs())
     model.replica("0")
     counts = {"": 0}
-    model.loads["0"] = ReplicaLoad(
+    load = ReplicaLoad(
         incarnation="",
         proposals=counts,
         drafted=counts,
@@ -38,6 +38,7 @@ def described() -> Iterator[Described]:
         length_tau=0.0,
         length_ratio=1.0,
     )
+    model.told("0", load)
     model.attention["0"] = ("torch", "")
     metrics.upstream_seconds.labels("")
     for counter in vars(metrics).values():

@@ -303,11 +303,11 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
     @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def ready() -> Response:
-        """Whether a request would be answered now: 200 if a model's replica is connected, or requests for a model are
-        passed on to another endpoint; 503 otherwise."""
-        replicas = sum(reached().values())
-        is_ready = replicas > 0 or bool(models.upstreams)
-        return _json(Health("ok" if is_ready else "not ready", replicas, reached()), 200 if is_ready else 503)
+        """Whether requests would be answered now: 200 if every model that replicas serve has one that is connected and
+        not silent, else 503. Models at other endpoints count as there."""
+        found = reached()
+        is_ready = all(found.values())
+        return _json(Health("ok" if is_ready else "not ready", sum(found.values()), found), 200 if is_ready else 503)
 
     @routes.get("/version", responses=openapi.answers(Version))
     async def version_of_this() -> Response:

@@ -3,7 +3,8 @@
 The metrics of a replica go away with the replica, so the page does not grow with every replica that ever was.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -98,19 +99,47 @@ class ModelMetrics:
     | attribute | meaning |
     | --- | --- |
     | `loads` | the last report of each connected replica |
+    | `silent` | the connected replicas that have not been heard for too long |
     | `attention` | for each running replica: the attention backend, and why it is not the fastest ("" if it is) |
     | `wanted` | the number of replicas that there should be |
     """
 
     def __init__(self, metrics: "Metrics", model: str) -> None:
         self.loads: dict[str, ReplicaLoad] = {}
+        self.silent: set[str] = set()
+        self._told_s: dict[str, float] = {}  # when the loads came
         self.attention: dict[str, tuple[str, str]] = {}
         self._metrics = metrics
         self._model = model
         self._replicas: dict[str, ReplicaTimes] = {}
-        metrics.ready.labels(model).set_function(lambda: len(self.loads))
+        metrics.ready.labels(model).set_function(lambda: len(self.ready))
         self.wanted = metrics.wanted.labels(model)
         metrics.sequences.labels(model, "failed")  # starts at 0: the rate of a counter that begins with 1 misses it
+
+    @property
+    def ready(self) -> frozenset[str]:
+        """The replicas that requests can be sent to."""
+        return frozenset(self.loads.keys() - self.silent)
+
+    def told(self, replica_id: str, load: ReplicaLoad) -> None:
+        """Stores a load that has come now."""
+        self.loads[replica_id] = load
+        self._told_s[replica_id] = self._metrics.clock()
+
+    def lost(self, replica_id: str) -> None:
+        """Drops the load of a replica that is connected no longer."""
+        self.silent.discard(replica_id)
+        self._told_s.pop(replica_id, None)
+        self.loads.pop(replica_id, None)
+
+    def load_ages(self) -> dict[str, float]:
+        """Seconds since each replica's load came."""
+        now_s = self._metrics.clock()
+        return {replica_id: now_s - told_s for replica_id, told_s in dict(self._told_s).items()}
+
+    def taken_out(self, reason: str) -> None:
+        """Counts a replica that gets no more requests."""
+        self._metrics.taken_out.labels(self._model, reason).inc()
 
     def watch_programs(self, programs: Programs) -> None:
         """Reads the gauges of programs off their table."""
@@ -148,10 +177,12 @@ class ModelMetrics:
 class Metrics:
     """The metrics of one router, in a registry of their own. Those of each model are its `ModelMetrics`."""
 
-    def __init__(self, router: str = "") -> None:
+    def __init__(self, router: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """`router`: a unique name for each of several routers behind one address, any of which may answer a scrape. It
-        becomes a label. Without it, counters would seem to go back when another router answers."""
+        becomes a label. Without it, counters would seem to go back when another router answers. `clock` returns
+        seconds."""
         self._router = router
+        self.clock = clock
         self._registry = CollectorRegistry()
         self._models: dict[str, ModelMetrics] = {}
 
@@ -175,6 +206,12 @@ class Metrics:
         self.resumed = counter(
             "shoal_resumed_sequences",
             "Sequences that were resumed after their replica was lost, or after their reader was too slow",
+            *("model", "reason"),
+        )
+        self.taken_out = counter(
+            "shoal_replicas_taken_out",
+            "Times that a replica got no more requests: it was connected and silent, its connection was lost, or the "
+            "connection ended with an error in this router (error)",
             *("model", "reason"),
         )
         self.missed_deadlines = counter(
@@ -284,6 +321,16 @@ class _Loads(Collector):
                 if (value := getattr(load, field)) is not None:
                     gauge.add_metric(which, value)
             yield gauge
+        gauge = GaugeMetricFamily(
+            "shoal_replica_load_age_seconds",
+            "Time since a replica told its load, which it does every second while idle, and between steps: it grows "
+            "in a long step, and when the replica hangs",
+            labels=labels,
+        )
+        for model, metrics in dict(self._models).items():
+            for replica_id, age_s in metrics.load_ages().items():
+                gauge.add_metric([model, replica_id], age_s)
+        yield gauge
         for field, (name, text) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=labels)
             for which, load in loads:

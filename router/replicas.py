@@ -1,7 +1,13 @@
 """The replicas that this router knows: one ZeroMQ connection to each, and the streams that run over it.
 
 A lost connection is noticed at once: TCP reports it, or ZeroMQ's heartbeats do when a machine vanishes. The replica's
-I/O thread answers heartbeats, so a long step does not look like death. When a connection is lost:
+I/O thread answers heartbeats, so a long step does not look like death.
+
+A replica speaks every `BEAT_S`, also in the middle of a step. One that is connected and silent for `SILENT_S` is not
+`ready` until it is heard again, so it gets no new requests. Its streams stay: only its process knows whether they will
+go on, and ends if they will not.
+
+When a connection is lost:
 
 1. Every stream on it raises `ReplicaLost`.
 2. The fleet forgets the replica.
@@ -43,6 +49,11 @@ from worker.messages import (
 
 log = logging.getLogger(__name__)
 
+# How long a connected replica may be silent before it gets no more requests: two beats and a half. Looks are counted,
+# not time, so a router that was stopped itself does not take out every replica as it goes on.
+LOOK_EVERY_S = 0.25
+SILENT_LOOKS = 10
+SILENT_S = SILENT_LOOKS * LOOK_EVERY_S
 RECONNECT_S = 0.1
 RECONNECT_MAX_S = 2.0
 # For a client that reads slower than the replica writes: its sequence is stopped when this many tokens are unread, and
@@ -153,6 +164,8 @@ class _Connection:
         self._peers = peers
         self._address = address
         self.connected = False
+        self._unheard_looks = 0
+        self._is_in_queue = False  # a frame of it has come and waits for its turn
         self.streams: dict[str, ReplicaStream] = {}
         self._fleet = fleet
         self._metrics = metrics
@@ -170,7 +183,7 @@ class _Connection:
     async def run(self, changed: Callable[[], None]) -> bool:
         """Returns when the connection is lost: True if the other side ended it, False if an error here did. Calls
         `changed` when the connection is made, ready, and lost."""
-        dropped = False
+        dropped, reason = False, "lost"
         try:
             self._socket.connect(self._address)
             await self._event(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -185,9 +198,33 @@ class _Connection:
             raise
         except Exception:  # a message of another version, or our own mistake: no request may hang because of it
             log.exception("the connection to replica %s at %s failed", self.replica_id, self._address)
+            reason = "error"
             return False
         finally:
+            if self.connected and not dropped:
+                self._metrics.taken_out(reason)
             self._close(dropped)
+            changed()
+
+    def look(self, changed: Callable[[], None]) -> None:
+        """Called every `LOOK_EVERY_S`. Takes the replica out if it has been silent for `SILENT_LOOKS` looks."""
+        if not self.connected or self._is_in_queue:
+            return
+        self._unheard_looks += 1
+        if self._unheard_looks == SILENT_LOOKS:
+            log.warning(
+                "replica %s at %s has said nothing for %g s; it gets no requests until it is heard again",
+                *(self.replica_id, self._address, SILENT_S),
+            )
+            self._metrics.silent.add(self.replica_id)
+            self._metrics.taken_out("silent")
+            changed()
+
+    def _heard(self, changed: Callable[[], None]) -> None:
+        self._unheard_looks = 0
+        if self.replica_id in self._metrics.silent:
+            self._metrics.silent.remove(self.replica_id)
+            log.info("replica %s at %s is heard again", self.replica_id, self._address)
             changed()
 
     async def _until_lost(self, changed: Callable[[], None]) -> None:
@@ -208,7 +245,7 @@ class _Connection:
             self._fleet.leave(self.replica_id)
             if self._peers is not None:
                 self._peers.found(self.replica_id, {})
-            self._metrics.loads.pop(self.replica_id, None)
+            self._metrics.lost(self.replica_id)
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.fail(ReplicaLost(self.replica_id, dropped))
@@ -225,10 +262,13 @@ class _Connection:
         version."""
         while True:
             frame = await self._socket.recv()
+            self._heard(changed)
             if len(frame) < LARGE_FRAME:
                 self._handle(decode_from_replica(frame), changed)
                 continue
+            self._is_in_queue = True
             async with self._large:
+                self._is_in_queue = False
                 self._handle(decode_from_replica(frame), changed)
                 await asyncio.sleep(0)
 
@@ -242,7 +282,7 @@ class _Connection:
                     self.send(self._subscription())  # there was a gap
             case ReplicaLoad():
                 first = self.replica_id not in self._metrics.loads
-                self._metrics.loads[self.replica_id] = message
+                self._metrics.told(self.replica_id, message)
                 self._fleet.apply_load(self.replica_id, message)
                 if first:
                     changed()
@@ -291,6 +331,7 @@ class Replicas:
         self._connections: dict[str, _Connection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # each is named after the replica's address
         self._ending: dict[str, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.asyncio.Context | None = None
         self._changed = asyncio.Event()
@@ -310,11 +351,14 @@ class Replicas:
         self._loop = asyncio.get_running_loop()
         if self._peers is not None:
             self._peers.start(self._context)
+        self._looking = self._loop.create_task(self._look_often())
         self._reconcile()
 
     async def close(self) -> None:
         self._loop = None
         tasks = [*self._tasks.values(), *self._ending.values()]
+        if self._looking is not None:
+            tasks.append(self._looking)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -327,8 +371,8 @@ class Replicas:
 
     @property
     def ready(self) -> frozenset[str]:
-        """Ids of the replicas that can answer: connected, and their first load has come."""
-        return frozenset(self._metrics.loads)
+        """Ids of the replicas that can answer: connected, their first load has come, and they are not silent."""
+        return self._metrics.ready
 
     @property
     def known(self) -> frozenset[str]:
@@ -360,6 +404,16 @@ class Replicas:
         """Sends a message to one of the ready replicas, of which there must be one, by `turn`."""
         ready = sorted(self.ready)
         self._connections[ready[turn % len(ready)]].send(message)
+
+    def look(self) -> None:
+        """Takes out the replicas that are silent. Called every `LOOK_EVERY_S`."""
+        for connection in list(self._connections.values()):
+            connection.look(self._notify)
+
+    async def _look_often(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.look()
 
     def _notify(self) -> None:
         self._changed.set()

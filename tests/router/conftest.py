@@ -34,6 +34,7 @@ from router.replicas import Replicas
 from router.service import Service
 from router.tokenizer import Tokenizer
 from worker.messages import (
+    BEAT_S,
     Abort,
     CacheEvents,
     Generate,
@@ -186,6 +187,7 @@ class FakeReplica:
         self.cached_tokens = 3
         self.load = ReplicaLoad(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
         self.tells_load = True
+        self.speaks_idle = True
         self.logprob = -0.5
         self._credit: int | None = None
         self._running: list[Running] = []
@@ -298,8 +300,11 @@ class FakeReplica:
         self._poller.register(self._ear, zmq.POLLIN)
         while self._alive:
             busy = bool(self._running) and self._credit != 0
-            ready = dict(self._poller.poll(0 if busy else None))
+            ready = dict(self._poller.poll(0 if busy else int(BEAT_S * 1000)))
             with self._news:
+                if not ready and not busy and self.speaks_idle:
+                    for router in self._subscribers:
+                        self._socket.send_multipart([router, encode(Outputs([]))])
                 if self._ear in ready:
                     self._ear.recv()
                     self._inbox.pop(0)()

@@ -98,6 +98,26 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
     }
 
 
+def test_the_age_of_loads_is_told() -> None:
+    now_s = 100.0
+    metrics = Metrics(clock=lambda: now_s)
+    model = metrics.model("tiny")
+
+    def ages() -> dict[str, float]:
+        page = parsed(metrics.page().decode())
+        name = "shoal_replica_load_age_seconds"
+        return {dict(labels)["replica"]: value for (metric, labels), value in page.items() if metric == name}
+
+    model.told("r0", ReplicaLoad(incarnation="one"))
+    now_s = 103.0
+    model.told("r1", ReplicaLoad(incarnation="one"))
+    now_s = 103.5
+    assert ages() == {"r0": 3.5, "r1": 0.5}
+    model.told("r0", ReplicaLoad(incarnation="one"))
+    model.lost("r1")
+    assert ages() == {"r0": 0.0}
+
+
 def test_the_page_does_not_grow_with_replicas_that_are_gone(make_stack: Make, make_replica: Make) -> None:
     stack = make_stack(make_replica())
     address = stack.fakes["r0"].address

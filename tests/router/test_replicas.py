@@ -46,6 +46,97 @@ def test_ready_is_connected_and_has_told_its_load(make_stack: Make, make_replica
     assert stack.fleet.snapshot() == []
 
 
+@pytest.mark.usefixtures("looks_are_mine")
+def test_a_silent_replica_gets_no_requests_until_it_is_heard(make_stack: Make, make_replica: Make) -> None:
+    """Its connection stays, and so do its streams."""
+    silent, other = make_replica().hold(), make_replica().hold()
+    silent.speaks_idle = False
+    stack = make_stack(silent)
+    silent.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        looks(stack, connections.SILENT_LOOKS - 1)
+        silent.tell(Outputs([]))
+        stack.until(lambda: unheard(stack, "r0") == 0)
+        looks(stack, connections.SILENT_LOOKS - 1)
+        assert ready(stack) == 200
+        looks(stack, 1)
+        assert ready(stack) == 503 and stack.replicas.ready == frozenset()
+        looks(stack, 5)
+        assert stack.metric('shoal_replicas_taken_out_total{model="tiny",reason="silent"}') == 1
+        assert stack.metric("shoal_replicas_ready") == 0
+        stack.replicas.set_replicas({"r0": silent.address, "r1": other.address})
+        stack.ready("r1")
+        silent.tell(Outputs([]))
+        stack.ready("r0", "r1")
+        assert ready(stack) == 200
+        silent.allow(None)
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop" and not other.requests()
+    silent.die()
+    stack.ready("r1")
+    assert stack.metric('shoal_replicas_taken_out_total{model="tiny",reason="lost"}') == 1
+    assert stack.metric("shoal_resumed_sequences_total") == 0
+    other.die()
+
+
+@pytest.mark.usefixtures("looks_are_mine")
+def test_a_replica_that_is_gone_is_silent_no_longer(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica()
+    fake.speaks_idle = False
+    stack = make_stack(fake)
+    looks(stack, connections.SILENT_LOOKS)
+    assert stack.replicas.ready == frozenset()
+    fake.hang_up()
+    stack.ready("r0")  # connected anew
+
+
+@pytest.mark.usefixtures("looks_are_mine")
+def test_a_frame_that_waits_for_its_turn_has_been_heard(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica()
+    fake.speaks_idle = False
+    stack = make_stack(fake)
+    stack.server.do(stack.replicas._large.acquire())
+    fake.tell(CacheEvents("one", 1, [Stored(1, 0, pack(range(connections.LARGE_FRAME)))], 16))
+    stack.until(lambda: stack.replicas._connections["r0"]._is_in_queue)
+    looks(stack, connections.SILENT_LOOKS)
+    assert stack.replicas.ready == {"r0"}
+    stack.server.loop.call_soon_threadsafe(stack.replicas._large.release)
+    stack.until(lambda: indexed(stack, "r0"))
+
+
+def test_a_router_looks_by_itself(make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LOOK_EVERY_S", 0.001)
+    silent = make_replica()
+    silent.speaks_idle = False
+    stack = make_stack()
+    stack.replicas.set_replicas({"a": silent.address})
+    stack.until(lambda: stack.metric('shoal_replicas_taken_out_total{model="tiny",reason="silent"}') == 1)
+    assert ready(stack) == 503
+    silent.die()
+
+
+@pytest.fixture
+def looks_are_mine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the test looks at the replicas, so only it says how much time has passed."""
+    monkeypatch.setattr(connections, "LOOK_EVERY_S", 1e6)
+
+
+def looks(stack: Any, number: int) -> None:
+    """So many looks at once; no other comes between."""
+
+    async def look() -> None:
+        for _ in range(number):
+            stack.replicas.look()
+
+    stack.server.do(look())
+
+
+def unheard(stack: Any, replica_id: str) -> int:
+    count: int = stack.replicas._connections[replica_id]._unheard_looks
+    return count
+
+
 class Network:
     """Between routers and a replica. Bytes that come once it is cut are lost, and nobody is told."""
 

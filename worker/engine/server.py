@@ -1,7 +1,9 @@
 """The replica's server: a ZeroMQ socket and the loop around the engine. Requests come in; tokens, cache events and load
 go out.
 
-One thread runs the loop: receive, step, send. It blocks when there is nothing to compute.
+One thread runs the loop: receive, step, send. It blocks when there is nothing to compute. Every `BEAT_S` routers hear
+something: an idle loop sends its load, and a second thread speaks while the loop is in a long step. A loop that hangs
+outside of a step is silent, so routers send it nothing. A step that hangs is for `step_timeout_s`.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from radix.snapshot import SnapshotWalk
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine, frozen_heap, load_components
 from worker.messages import (
+    BEAT_S,
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
     Abort,
@@ -45,7 +48,8 @@ from worker.messages import (
 
 log = logging.getLogger(__name__)
 
-LOAD_EVERY_S = 0.05  # while steps run; load is sent at once after a new request and after the last step
+# While steps run. An idle replica sends its load every `BEAT_S`; any sends it after a new request and the last step.
+LOAD_EVERY_S = 0.05
 PROBE_EVERY_S = 1.0  # how often lost routers are detected while there is work
 MESSAGES_A_STEP = 64  # a flood of requests must not delay the running ones
 # Of snapshots of the radix tree, in each turn of the loop: about a millisecond's work, and of each at most this much,
@@ -96,6 +100,8 @@ class Server:
         self._peers: dict[bytes, Subscribe] = {}  # those with a name, with what they said
         self._load_due = False
         self._load_sent_s = 0.0
+        self._talking = threading.Lock()  # held by the thread that uses the socket: the loop, except during a step
+        self._ended = threading.Event()
         self._probed_s = 0.0
         self._turns = 0
         self._waits = True  # whether the loop waits for something to do
@@ -110,13 +116,15 @@ class Server:
 
     def run(self) -> None:
         """Serves until `stop`, then frees everything. Raises DeviceLost, after which the engine cannot go on."""
+        beats = threading.Thread(target=self._beat, name="beats", daemon=True)
+        beats.start()
         try:
-            with frozen_heap():
+            with frozen_heap(), self._talking:
                 while not self._stopping.is_set():
                     self._turns += 1
                     self._receive()
                     if self.engine.has_work:
-                        self._send_outputs(self.engine.step())
+                        self._send_outputs(self._step())
                         if not self.engine.has_work:
                             self._load_due = True
                     self._publish()
@@ -124,6 +132,8 @@ class Server:
                     if not self.engine.has_work:
                         self._answer()
         finally:
+            self._ended.set()
+            beats.join()
             self.close()
 
     @property
@@ -178,6 +188,31 @@ class Server:
             while True:
                 yield self._questions.get_nowait()
 
+    def _step(self) -> list[Output]:
+        """Runs a step. Meanwhile the other thread may use the socket."""
+        self._talking.release()
+        try:
+            return self.engine.step()
+        finally:
+            self._talking.acquire()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._say_alive()
+
+    def _say_alive(self) -> bool:
+        """Sends an empty message to the routers if the loop is in a step; returns whether it is. Routers that are gone
+        are left to the loop, since the engine cannot abort in the middle of a step."""
+        if not self._talking.acquire(blocking=False):
+            return False
+        try:
+            for router in self._listeners():
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.send_multipart([router, encode(Outputs([]))], zmq.NOBLOCK)
+        finally:
+            self._talking.release()
+        return True
+
     # ------------------------------------------------------------ in
 
     def _receive(self) -> None:
@@ -185,8 +220,7 @@ class Server:
         planning of the next step can be put off."""
         if not self.engine.has_work:
             # Requests may wait for their grammars to compile while nothing runs: their routers are probed.
-            idle_ms = int(PROBE_EVERY_S * 1000) if self._owners else None
-            self._wait(0 if self._snapshots else idle_ms)
+            self._wait(0 if self._snapshots else self._idle_ms())
         until_s = time.monotonic() + self.engine.spare_s()
         self._handle_arrived()
         while (left_ms := int((until_s - time.monotonic()) * 1000)) > 0 and not self._stopping.is_set():
@@ -209,8 +243,13 @@ class Server:
                 continue
             self._handle(router, message)
 
-    def _wait(self, timeout_ms: int | None) -> None:
-        """Waits until a message arrives, `_wake` is called, or the timeout has passed; None for no timeout."""
+    def _idle_ms(self) -> int:
+        """Until the load is due, or lost routers are to be detected."""
+        left_s = min(self._load_sent_s + BEAT_S - time.monotonic(), PROBE_EVERY_S)
+        return max(0, int(left_s * 1000)) + 1
+
+    def _wait(self, timeout_ms: int) -> None:
+        """Waits until a message arrives, `_wake` is called, or the timeout has passed."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
@@ -292,7 +331,8 @@ class Server:
         self._send_events()
         self._send_piece()
         now_s = time.monotonic()
-        if not self._load_due and (not self.engine.has_work or now_s - self._load_sent_s < LOAD_EVERY_S):
+        every_s = LOAD_EVERY_S if self.engine.has_work else BEAT_S
+        if not self._load_due and now_s - self._load_sent_s < every_s:
             return
         self._load_due = False
         self._load_sent_s = now_s

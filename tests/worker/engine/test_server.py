@@ -1,6 +1,7 @@
 """The server on a real socket with fake parts, spoken to as a router does."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,7 @@ class Router:
         self.events: list[CacheEvents] = []
         self.reports: list[UsageReport] = []
         self.routers: list[dict[str, str]] = []
+        self.beats = 0
 
     def send(self, message) -> None:
         self.socket.send(encode(message))
@@ -62,6 +64,7 @@ class Router:
         assert self.socket.poll(TIMEOUT_MS), "the server is silent"
         message = decode_from_replica(self.socket.recv())
         if isinstance(message, Outputs):
+            self.beats += not message.outputs
             for output in message.outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
         elif isinstance(message, ReplicaLoad):
@@ -74,7 +77,9 @@ class Router:
             self.events.append(message)
 
     def until(self, condition) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_MS / 1000
         while not condition():
+            assert time.monotonic() < deadline_s, "the server says other things"
             self.hear()
 
     def finished(self, *request_ids: str) -> bool:
@@ -434,7 +439,7 @@ def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkey
         return 0.05 if engine.executor.plans and "b" not in engine.scheduler else 0.0
 
     def wait_for_b(self, timeout_ms):
-        if timeout_ms is not None and timeout_ms <= 50 and "b" not in self._owners:
+        if s.parts.executor.plans and timeout_ms <= 50 and "b" not in self._owners:
             router.generate("b", [2, 3])
             timeout_ms = TIMEOUT_MS
         wait(self, timeout_ms)
@@ -468,6 +473,43 @@ def test_a_step_that_does_not_end_is_a_turn_that_does_not_end(serve, monkeypatch
     )
     assert s.server.at_rest(lambda engine: engine.has_work) is False  # so it waits once more
     assert polled.get(timeout=20) is None
+
+
+def test_an_idle_replica_tells_its_load_again_and_again(serve, monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    router = serve().router()
+    router.send(Subscribe())
+    router.until(lambda: len(router.loads) >= 5)
+    assert {load.steps for load in router.loads} == {0}
+
+
+def test_a_replica_in_a_long_step_is_heard(serve, monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 1000.0)
+    s = serve()
+    steps = gate(s.parts.executor)
+    begun, forward = threading.Event(), s.parts.executor.forward
+    s.parts.executor.forward = lambda plan: begun.set() or forward(plan)
+    router, stranger = s.router(), s.router()
+    router.send(Subscribe())
+    router.until(lambda: router.loads)
+    stranger.generate("x", [1, 2, 3])
+    assert begun.wait(20)
+    router.until(lambda: router.beats >= 3)
+    told = len(router.loads)
+    router.until(lambda: router.beats >= 6)
+    assert len(router.loads) == told  # beats alone, while no step ends
+    stranger.socket.close()  # a beat to a router that is gone does no harm
+    router.until(lambda: router.beats >= 9)
+    steps.release(OPEN)
+    router.until(lambda: router.loads[-1].finished + router.loads[-1].aborts == 1)
+
+
+def test_only_a_step_is_spoken_for(serve):
+    """A loop that hangs elsewhere must be silent."""
+    assert serve().server.at_rest(lambda engine: True) is True
+    s = serve()
+    assert s.server.at_rest(lambda engine: s.server._say_alive()) is False
 
 
 def test_a_lost_device_ends_the_loop_with_its_name(serve, monkeypatch):
