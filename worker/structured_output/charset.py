@@ -62,6 +62,7 @@ def literal(text: str) -> str:
     return "".join("\\" + c if c in _SPECIAL else c for c in text)
 
 
+@lru_cache(1024)
 def pattern(ranges: Ranges) -> str:
     """A pattern for one character of the set, which must not be empty."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:

@@ -152,17 +152,18 @@ def prune(rules: dict[str, Node], root: str) -> dict[str, Node] | None:
 
 def _productive(rules: dict[str, Node]) -> set[str]:
     """The names of the rules that match at least one finite text."""
-    users: dict[str, list[str]] = {}
+    users: dict[str, set[str]] = {}
     for name, node in rules.items():
         for ref in _refs(node):
-            users.setdefault(ref, []).append(name)
+            users.setdefault(ref, set()).add(name)
     finite: set[str] = set()
-    todo = list(rules)
-    while todo:
-        name = todo.pop()
-        if name not in finite and _matches(rules[name], finite):
+    due = dict.fromkeys(rules)  # in order; a rule that several others make due is looked at once
+    while due:
+        name = next(iter(due))
+        del due[name]
+        if _matches(rules[name], finite):
             finite.add(name)
-            todo += users.get(name, [])
+            due.update((user, None) for user in users.get(name, ()) if user not in finite)
     return finite
 
 

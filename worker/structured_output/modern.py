@@ -29,6 +29,9 @@ _DROPPED = (
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
     *("$recursiveAnchor", "$vocabulary"),
 )
+_ANCHOR = re.compile("[A-Za-z_][-A-Za-z0-9._]*")
+_BEFORE_2019 = ("draft-04", "draft-06", "draft-07")
+_OF_2019 = ("$anchor", "$dynamicAnchor")  # keywords without a meaning before
 
 
 def modern(schema: Any) -> Any:
@@ -43,7 +46,20 @@ def modern(schema: Any) -> Any:
     if draft is None:
         return schema
     draft.check_schema(schema)
+    if match is not None and match[1] in _BEFORE_2019:
+        schema = _without_later(schema)
     return {**_modern(schema), "$schema": Draft202012Validator.META_SCHEMA["$id"]}
+
+
+def _without_later(schema: Any) -> Any:
+    """The schema without what only later drafts see in it. There, `$defs` may hold anything; references lead to what is
+    a schema of it."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in _OF_2019}
+    if isinstance(kept.get("$defs"), dict):
+        kept["$defs"] = {name: each for name, each in kept["$defs"].items() if isinstance(each, dict | bool)}
+    return _with_parts(kept, _without_later)
 
 
 def _modern(schema: Any) -> Any:
@@ -63,7 +79,9 @@ def _modern(schema: Any) -> Any:
         out[kind] = {**out.get(kind, {}), name: each}
     for key in ("$id", "id"):
         if isinstance(out.get(key), str) and out[key].startswith("#"):
-            out["$anchor"] = out.pop(key)[1:]
+            name = out.pop(key)[1:]
+            if _ANCHOR.fullmatch(name):  # others, such as `#/definitions/a`, name nothing
+                out["$anchor"] = name
     if out.get("$recursiveRef") == "#" and "$ref" not in out:
         out["$ref"] = out.pop("$recursiveRef")
     return out

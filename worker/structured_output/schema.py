@@ -63,7 +63,7 @@ _UNSUPPORTED = ("dependencies", "contains", "unevaluatedItems", "$recursiveRef")
 # Of `not`, only a list of texts that a string is not, as `negated` leaves it.
 _ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in KEYWORDS_OF.values() for k in keys)))
 _MOST_RULES = 5_000
-_MOST_ALTERNATIVES = 256
+_MOST_ALTERNATIVES = 1024
 _MOST_MEMBERS_COUNTED = 8
 _MOST_DECIDED = 2
 _MOST_SHUFFLED = 6  # values of which all orders have a rule: one for each set of them
@@ -129,6 +129,7 @@ class SchemaConverter:
         self._references = SchemaReferences(root)
         self._counts = ValueCounts(self.simple, self.listed)
         self._deciding = 0  # calls of `_is_decided` that have not returned
+        self._decided: dict[str, tuple[bool, int]] = {}  # answers of `_is_decided`, and how often they narrowed
         self._distinct = False  # whether each value has one spelling
         self._orders: set[tuple[str, str]] = set()  # of names of members, where values have one spelling
         self._spelling = spelling
@@ -261,17 +262,26 @@ class SchemaConverter:
     def _is_decided(self, schema: Schema, at: str, depth: int) -> bool:
         """Whether what `negated` leaves to be negated can be. Not if it is nested too deeply to be looked into."""
         left = [each for each in schema.get("properties", {}).values() if isinstance(each, dict) and "not" in each]
-        if self._deciding >= _MOST_DECIDED:
+        if not left or self._deciding >= _MOST_DECIDED:
             return not left
-        self._deciding += 1
-        try:
-            for each in left:
-                self.simple(each, at, depth + 1)
-        except GrammarError:
-            return False
-        finally:
-            self._deciding -= 1
-        return True
+        # Schemas of schemas lead to the same question thousands of times.
+        key = f"{self._deciding} {json.dumps(left)}"
+        if key not in self._decided:
+            before = self._narrowed
+            self._deciding += 1
+            try:
+                for each in left:
+                    self.simple(each, at, depth + 1)
+                is_decided = True
+            except GrammarError:
+                is_decided = False
+            finally:
+                self._deciding -= 1
+            self._decided[key] = is_decided, self._narrowed - before
+            self._narrowed = before
+        is_decided, narrowed = self._decided[key]
+        self._narrowed += narrowed
+        return is_decided
 
     @staticmethod
     def _product(left: list[Schema], right: list[Schema], at: str) -> list[Schema]:
@@ -494,6 +504,7 @@ class SchemaConverter:
         """A member with a name that is not declared. NEVER if there is none."""
         patterns: dict[str, Any] = schema.get("patternProperties", {})
         others = values.other_name(properties, self._spelling)
+        allowed = self._allowed_names(schema, at)
         found: list[Node] = []
         for expression, value in patterns.items():
             name = values.found_name(expression, at, self._spelling)
@@ -502,14 +513,27 @@ class SchemaConverter:
             for another, its in patterns.items():
                 value = value if another == expression or _are_apart(expression, another) else both(value, its)
             name = Intersection((name, others), f"patternProperties at {at}") if properties else name
+            if allowed is not None:
+                name = Intersection((name, allowed), f"propertyNames at {at}")
             found.append(seq(self._one_way(name), COLON, self.value(value, f"{at}/patternProperties/{expression}")))
         first = [_first_letter(each) for each in patterns]
         if more not in (None, False) and None not in first:
             if patterns:
                 without = values.name_without("".join(filter(None, first)), self._spelling)
                 others = Intersection((others, without), f"patternProperties at {at}")
+            if allowed is not None:
+                others = Intersection((others, allowed), f"propertyNames at {at}")
             found.append(seq(self._one_way(others), COLON, self.value(more, f"{at}/additionalProperties")))
         return alt(found)
+
+    def _allowed_names(self, schema: Schema, at: str) -> Node | None:
+        """The names that `propertyNames` allows, without references to rules. None if it allows all."""
+        if "propertyNames" not in schema:
+            return None
+        place = f"{at}/propertyNames"
+        parts = self.simple({"allOf": [schema["propertyNames"], {"type": "string"}]}, place)
+        names = alt(self._typed(each, place) for each in parts)
+        return None if _has_choice(names, Ref("string")) else names
 
     def _one_way(self, text: Node) -> Node:
         return values.distinct_string(text) if self._distinct else text
@@ -551,8 +575,6 @@ class SchemaConverter:
         if most is not None and most < least:
             return NEVER
         if "patternProperties" in schema:
-            if "propertyNames" in schema:
-                raise GrammarError(f"patternProperties at {at} is supported without propertyNames only")
             member = self._extra(schema, {}, more, at)
         else:
             key: Node = self._one_way(Ref("string"))
@@ -560,6 +582,10 @@ class SchemaConverter:
                 key = self.value({"allOf": [schema["propertyNames"], {"type": "string"}]}, f"{at}/propertyNames")
             member = seq(key, COLON, self.value(True if more is None else more, f"{at}/additionalProperties"))
         return seq(Terminal("{"), values.listed([], member, least, None if most is None else int(most)), Terminal("}"))
+
+
+def _has_choice(node: Node, choice: Node) -> bool:
+    return node == choice or (isinstance(node, Alt) and any(_has_choice(each, choice) for each in node.choices))
 
 
 def _may_have_values(schema: Schema) -> bool:

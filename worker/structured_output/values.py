@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from worker.structured_output import decimals, regex
-from worker.structured_output.charset import complement, intersection, literal, pattern
+from worker.structured_output.charset import Ranges, complement, intersection, literal, pattern
 from worker.structured_output.conjunction import Schema
 from worker.structured_output.ebnf import (
     EMPTY,
@@ -212,24 +213,27 @@ def _of_length(least: int, most: int | None, spelling: Spelling) -> Node:
 
 def other_name(names: Iterable[str], spelling: Spelling = JSON) -> Node:
     """A string that is none of `names`, of characters that need no escape."""
+    return _other_name(tuple(names), spelling.plain)
+
+
+@lru_cache(256)  # schemas ask for the same names many times, once for each way to combine their parts
+def _other_name(names: tuple[str, ...], plain: Ranges) -> Regex:
     trie: dict[str, Any] = {}
-    plain = [
-        name for name in names if all(any(first <= ord(c) <= last for first, last in spelling.plain) for c in name)
-    ]
-    for name in plain:
+    written = [name for name in names if all(any(first <= ord(c) <= last for first, last in plain) for c in name)]
+    for name in written:
         node = trie
         for char in name:
             node = node.setdefault(char, {})
         node[""] = {}
-    any_name, taken = f'"{pattern(spelling.plain)}*"', tuple(f'"{name}"' for name in plain)
-    return Regex(f'"{_none_of(trie, spelling)}"', (any_name, taken) if taken else None)
+    any_name, taken = f'"{pattern(plain)}*"', tuple(f'"{name}"' for name in written)
+    return Regex(f'"{_none_of(trie, plain)}"', (any_name, taken) if taken else None)
 
 
-def _none_of(trie: dict[str, Any], spelling: Spelling) -> str:
+def _none_of(trie: dict[str, Any], plain: Ranges) -> str:
     following = sorted(char for char in trie if char)
     taken = complement(tuple((ord(char), ord(char)) for char in following))
-    choices = [f"{pattern(intersection(taken, spelling.plain))}{pattern(spelling.plain)}*"]
-    choices += [literal(char) + _none_of(trie[char], spelling) for char in following]
+    choices = [f"{pattern(intersection(taken, plain))}{pattern(plain)}*"]
+    choices += [literal(char) + _none_of(trie[char], plain) for char in following]
     if "" not in trie:
         choices.append("")
     return f"(?:{'|'.join(choices)})"

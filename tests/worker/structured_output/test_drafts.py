@@ -107,3 +107,16 @@ def test_a_declared_draft_is_read_as_what_it_means(draft: str, old: dict[str, ob
 def test_a_schema_is_checked_by_its_own_draft() -> None:
     assert "not valid at #/items" in refusal({"$schema": OLD, "items": 3})
     assert "not valid at #/exclusiveMinimum" in refusal({"$schema": OLD, "minimum": 1, "exclusiveMinimum": True})
+
+
+def test_what_an_older_draft_does_not_know_is_not_read() -> None:
+    """`$defs` may hold anything there, `$anchor` too, and an `$id` that is a path names nothing."""
+    kept = modern(
+        {
+            "$schema": OLD,
+            "$defs": {"a": {"$anchor": "/a", "type": "null"}, "description": "of the parts"},
+            "definitions": {"b": {"$id": "#/definitions/b", "$ref": "#/$defs/a"}, "c": {"$id": "#c"}},
+        }
+    )
+    assert kept["$defs"] == {"a": {"type": "null"}}
+    assert kept["definitions"] == {"b": {"$ref": "#/$defs/a"}, "c": {"$anchor": "c"}}

@@ -174,3 +174,19 @@ def test_nothing_is_allowed_after_an_error(walker: Walker, vocabulary: LazyVocab
     bitmask = new_bitmask(1, len(walker.tokens))
     assert fill_masks([state], bitmask, [0])[0].args == ("the grammar allows no token here",)
     assert state.fill_after([ord("a")], bitmask, [0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [('{"": 1}', True), ('{"ab": 1, "c": 2}', True), ('{"a1": 1}', False), ('{"ab": "x"}', False)]
+)
+def test_names_of_patterns_are_those_of_property_names(
+    walker: Walker, vocabulary: LazyVocabulary, text: str, expected: bool
+) -> None:
+    schema = {
+        "type": "object",
+        "propertyNames": {"anyOf": [{"const": ""}, {"pattern": "^[a-z]+$"}]},
+        "patternProperties": {"^.*$": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    matcher = lazy(vocabulary, schema_rules(json.dumps(schema)))
+    assert matcher.accept_string(text) == expected == Draft202012Validator(schema).is_valid(json.loads(text))

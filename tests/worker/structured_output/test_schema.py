@@ -278,7 +278,7 @@ def test_a_keyword_means_what_it_says(walker, schema, good, bad):
         ({"type": "string", "pattern": "a(?=b)"}, "pattern at #: .*look-ahead"),
         ({"type": "object", "minProperties": 2}, "minProperties at #"),
         ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2}, "maxProperties at #"),
-        ({"type": "object", "patternProperties": {"a": {}}, "propertyNames": {}}, "patternProperties at #"),
+        ({"type": "object", "patternProperties": {"a": {}}, "propertyNames": {"maxLength": 1}}, "propertyNames at #"),
         ({"properties": {"ab": {}}, "patternProperties": {"^(?=a)": {}}}, "patternProperties at #"),
         ({"properties": {"a": {}}, "propertyNames": {}, "additionalProperties": {}}, "propertyNames at #"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf at #.*branches 0 and 1"),
