@@ -303,10 +303,10 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
     @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def ready() -> Response:
-        """Whether requests would be answered now: 200 if every model that replicas serve has one that is connected and
-        not silent, else 503. Models at other endpoints count as there."""
+        """Whether a request would be answered now: 200 if any model has a replica that is connected and not silent, or
+        is at another endpoint, else 503. By the first model that is down, a load balancer would take out all others."""
         found = reached()
-        is_ready = all(found.values())
+        is_ready = any(found.values()) or bool(models.upstreams)
         return _json(Health("ok" if is_ready else "not ready", sum(found.values()), found), 200 if is_ready else 503)
 
     @routes.get("/version", responses=openapi.answers(Version))
