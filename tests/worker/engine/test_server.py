@@ -432,7 +432,7 @@ def test_does_not_spin_when_idle(serve, monkeypatch):
 
 def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkeypatch):
     s = serve({"overlap": True, "token_budget": 64})
-    router = s.router()
+    router, other = s.router(), s.router()  # sockets are for one thread each; the server's thread sends b
     wait = Server._wait
 
     def spare_s(engine):
@@ -440,14 +440,15 @@ def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkey
 
     def wait_for_b(self, timeout_ms):
         if s.parts.executor.plans and timeout_ms <= 50 and "b" not in self._owners:
-            router.generate("b", [2, 3])
+            other.generate("b", [2, 3])
             timeout_ms = TIMEOUT_MS
         wait(self, timeout_ms)
 
     monkeypatch.setattr("worker.engine.engine.Engine.spare_s", spare_s)
     monkeypatch.setattr(Server, "_wait", wait_for_b)
     router.generate("a", [1, 2, 3])
-    router.until(lambda: router.finished("a", "b"))
+    router.until(lambda: router.finished("a"))
+    other.until(lambda: other.finished("b"))
     plans = s.parts.executor.plans
     assert [len(plan) for plan in plans[:2]] == [1, 2]
 
