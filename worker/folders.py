@@ -1,6 +1,8 @@
 """Folders on disk."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -9,3 +11,13 @@ def cache_folder() -> Path:
     if own := os.environ.get("SHOAL_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
+
+
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """Yields a path of this process to write, which then takes the place of `file` at once: half of it is never read,
+    and of several processes the last one wins. Makes the folder. Raises OSError if it cannot be written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    half = file.with_name(f"{file.name}.{os.getpid()}")
+    yield half
+    half.replace(file)

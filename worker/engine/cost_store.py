@@ -5,7 +5,6 @@ device therefore gets the roofline of a known one.
 """
 
 import logging
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
 from worker.engine.step_costs import step_costs
 from worker.executor.gpu_defaults import roofline_model
+from worker.folders import replaced
 from worker.messages import StepCosts
 from worker.models.config import decoder_config, read_config
 from worker.models.sharding import Shard
@@ -119,12 +119,9 @@ class CostStore:
             return
         self._saved_s, self._num_saved = time.monotonic(), self._num_observed
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             for model in self.models:
-                file = self._file(self._folder, model)
-                half = file.with_suffix(f".{os.getpid()}")
-                model.save(half)
-                half.replace(file)
+                with replaced(self._file(self._folder, model)) as half:
+                    model.save(half)
         except OSError as error:
             log.warning("what steps cost is not kept: %s", error)
             self._folder = None

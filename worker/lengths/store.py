@@ -4,13 +4,13 @@ The file holds sums of hashed features. No prompt can be read from it.
 """
 
 import logging
-import os
 import time
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
+from worker.folders import replaced
 from worker.lengths.predictor import OutputLengthPredictor
 
 log = logging.getLogger(__name__)
@@ -48,11 +48,8 @@ class LengthStore:
             return
         self._saved_s, self._num_saved = time.monotonic(), self.predictor.num_learned
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            half = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-            with half.open("wb") as file:
+            with replaced(self._file) as half, half.open("wb") as file:
                 np.savez(file, **self.predictor.learned())  # type: ignore[arg-type]
-            half.replace(self._file)
         except OSError as error:
             log.warning("what was learned of output lengths is not kept: %s", error)
             self._file = None
