@@ -14,6 +14,10 @@ class Rope:
     """The parameters of a rotary embedding. `kind` is one of KINDS, `theta` the base, `scaling` the other parameters of
     that kind, with the names that Hugging Face configurations give them.
 
+    Dimension i of a head is paired with `i + head_dim // 2`. A model with other pairs, or one that rotates only the first
+    `rotated` dimensions (None: all), has its heads in `order`: the weights of queries and keys are rearranged as they
+    load, which changes no product of the two. Pairs that are not rotated turn by an angle of zero.
+
     The dynamic kind has no effect up to the model's own context length, and longer contexts are not served: beyond it,
     a token's keys would depend on the lengths of other sequences in the batch.
     """
@@ -22,10 +26,30 @@ class Rope:
     theta: float
     kind: str = "default"
     scaling: dict[str, Any] = field(default_factory=dict, hash=False)
+    rotated: int | None = None
+    is_interleaved: bool = False  # whether the model's own pairs are neighbours
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"rope type {self.kind!r} is not supported; these are: {', '.join(KINDS)}")
+        if self.rotated is not None and self.rotated % 2:
+            raise ValueError(f"an odd number of dimensions, {self.rotated}, cannot be rotated in pairs")
+        if self._size < self.head_dim and self.amplitude != 1.0:
+            raise ValueError("yarn that changes the amplitude of a part of each head is not supported")
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The model's own dimension at each place of a head; None if all are in their places."""
+        size, rest = self._size, range(self._size, self.head_dim)
+        step, half = (2, 1) if self.is_interleaved else (1, size // 2)
+        firsts = [*range(0, size if self.is_interleaved else half, step), *rest[: len(rest) // 2]]
+        order = (*firsts, *(place + half for place in firsts[: size // 2]), *rest[len(rest) // 2 :])
+        return None if order == tuple(range(self.head_dim)) else order
+
+    @property
+    def _size(self) -> int:
+        """Number of rotated dimensions of a head."""
+        return self.head_dim if self.rotated is None else self.rotated
 
     @property
     def amplitude(self) -> float:
@@ -42,7 +66,12 @@ class Rope:
 
     def frequencies(self) -> torch.Tensor:
         """Radians per position of each pair of dimensions: float32 `[head_dim // 2]`."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        turning = self._turning() if self._size else torch.empty(0)
+        return torch.cat((turning, torch.zeros((self.head_dim - self._size) // 2)))
+
+    def _turning(self) -> torch.Tensor:
+        """Radians per position of each pair that is rotated."""
+        exponents = torch.arange(0, self._size, 2, dtype=torch.float32) / self._size
         plain = 1.0 / (self.theta**exponents)
         if self.kind == "linear":
             return plain / self.scaling["factor"]
@@ -71,16 +100,16 @@ class Rope:
 
         def dimension(rotations: float) -> float:
             """The dimension that makes `rotations` full turns within the original context."""
-            return self.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+            return self._size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low = dimension(self.scaling.get("beta_fast") or 32)
         high = dimension(self.scaling.get("beta_slow") or 1)
         if self.scaling.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
+        low, high = max(low, 0), min(high, self._size - 1)
         if low == high:
             high += 0.001
-        ramp = ((torch.arange(self.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        ramp = ((torch.arange(self._size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         return plain / self.scaling["factor"] * ramp + plain * (1 - ramp)
 
 

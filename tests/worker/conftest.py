@@ -48,6 +48,25 @@ COMMON = {
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32, "factor": 4.0}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+}
+
 # By name: model_type, and what differs from COMMON.
 TINY: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -87,6 +106,34 @@ TINY: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
+    "granite": ("granite", GRANITE | {"attention_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 9}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3_partial": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "glm": ("glm", {"attention_bias": True}),
+    "glm4": ("glm4", {"attention_bias": True, "rms_norm_eps": 1e-5}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
+    "qwen3_moe_sparse_step": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}),
+    "granitemoe": ("granitemoe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 24},
+    ),
+    "glm4_moe": ("glm4_moe", SIGMOID | {"use_qk_norm": True, "attention_bias": True, "head_dim": 16}),
+    "dots1": ("dots1", SIGMOID | {"sliding_window": None}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 2},
+    ),
 }
 
 
@@ -102,6 +149,9 @@ def make_tiny(name: str, folder: Path, layers: int = 4, **save: object) -> Path:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0.0, 0.25)
+        for key, buffer in model.named_buffers():
+            if "e_score_correction_bias" in key:
+                buffer.normal_(0.0, 0.25)
     model.save_pretrained(folder, **save)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     return folder

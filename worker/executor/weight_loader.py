@@ -24,18 +24,55 @@ Progress = Callable[[int, int], None]
 Parameters = dict[str, torch.Tensor | Fp8Weight]
 """Parameters by name, as `parameter_shapes` names them."""
 
+_FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
+_FUSED_GATE_UP = ("phi3", "glm", "glm4", "granitemoeshared")  # and with one for gates and ups
+_SANDWICH_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "attention_out_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_out_norm",
+}
+_GLM4_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_self_attn_layernorm": "attention_out_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_mlp_layernorm": "mlp_out_norm",
+}
+# The names of experts in checkpoints, and those of `_expert_destinations`: Mixtral's, Granite's, Qwen2's and Ernie's.
+_EXPERT_NAMES = (
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"\.experts\.(\d+)\.w1\."), r".experts.\1.gate_proj."),
+    (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
+    (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),
+    (re.compile(r"\.mlp\.input_linear\.weight$"), ".mlp.experts.gate_up_proj"),
+    (re.compile(r"\.mlp\.output_linear\.weight$"), ".mlp.experts.down_proj"),
+    (re.compile(r"\.mlp\.router(\.layer)?\.weight$"), ".mlp.gate.weight"),
+    (re.compile(r"\.shared_mlp\.input_linear\."), ".mlp.shared_experts.gate_up_proj."),
+    (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
+    (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
+    (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
+)
 _QUANTIZED = ("qkv", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
 
 
+class _Piece(NamedTuple):
+    """The elements `kept` of a checkpoint's tensor along a dimension, which a parameter has from `first` on. `order` is
+    that of `Rope.order` if they are heads, whose dimensions are rearranged."""
+
+    first: int
+    kept: range
+    order: tuple[int, ...] | None = None
+
+
 class _Destination(NamedTuple):
-    """Destination of a checkpoint's tensor of `shape`: its part `kept` along `dim` goes to `parameter`, from index
-    `first` on along `dim`."""
+    """Destination of a checkpoint's tensor of `shape`: its `pieces` along `dim` go to `parameter`. `expert` is the index
+    in the parameter's first dimension, which the tensor lacks; None if it has all dimensions."""
 
     parameter: str
-    first: int
     shape: tuple[int, ...]
     dim: int
-    kept: range
+    pieces: tuple[_Piece, ...]
+    expert: int | None = None
 
 
 class _Tensor(NamedTuple):
@@ -59,10 +96,13 @@ def load_weights(
 
     A rank reads only its own part, into `device`'s memory. `dummy` reads no tensors, and makes the same random weights
     for any number of ranks. With `quantization`, each matrix of the layers becomes an `Fp8Weight` as soon as it is
-    complete. Raises ValueError if a file cannot be read, or a tensor is missing, unexpected or of the wrong shape.
+    complete. Raises ValueError if a file cannot be read, or a tensor is missing, unexpected or of the wrong shape, or if
+    the model has experts and is to be quantized.
     """
     config = shard.whole
-    destinations = _destinations(shard)
+    if quantization is not None and config.experts is not None:
+        raise ValueError(f"quantization {quantization} does not support models with experts: leave it out")
+    destinations = _destinations(shard, load_format == "dummy" or _has_stacked_experts(model, config))
     shapes = parameter_shapes(shard.config)
     parameters: dict[str, torch.Tensor] = {}
     quantized: dict[str, Fp8Weight] = {}
@@ -82,13 +122,9 @@ def load_weights(
         if name not in parameters:
             make = torch.empty if shard.size == 1 else torch.zeros  # padding of a rank's part is zero
             parameters[name] = make(shapes[name], device=device, dtype=_dtype(config, name, dtype))
-        if len(destination.kept):
-            target = parameters[name].narrow(destination.dim, destination.first, len(destination.kept))
-            part = tensor.read(destination.dim, destination.kept)
-            if device.type == "cuda" and part.device.type == "cpu":
-                # All cores copy the file into pinned memory. The GPU fetches it from there while they go on.
-                part = part.pin_memory()
-            target.copy_(part, non_blocking=True)
+        target = parameters[name] if destination.expert is None else parameters[name][destination.expert]
+        for piece in destination.pieces:
+            _copy(tensor, destination.dim, piece, target, config.head_dim)
         missing.discard(tensor.name)
         parts[name] -= 1
         if quantization is not None and not parts[name] and name.rpartition(".")[2] in _QUANTIZED:
@@ -107,17 +143,41 @@ def load_weights(
     return {**parameters, **quantized}
 
 
-def _destinations(shard: Shard) -> dict[str, _Destination]:
-    """Destinations of all tensors of a model that this rank needs, by Hugging Face's names."""
+def _copy(tensor: _Tensor, dim: int, piece: _Piece, target: torch.Tensor, head_dim: int) -> None:
+    """Copies a piece of a tensor to its place in `target`."""
+    if not len(piece.kept):
+        return
+    part = tensor.read(dim, piece.kept)
+    if piece.order is not None:
+        part = part.unflatten(0, (-1, head_dim))[:, list(piece.order)].flatten(0, 1)
+    if target.device.type == "cuda" and part.device.type == "cpu":
+        # All cores copy the file into pinned memory. The GPU fetches it from there while they go on.
+        part = part.pin_memory()
+    target.narrow(dim, piece.first, len(piece.kept)).copy_(part, non_blocking=True)
+
+
+def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> _Destination:
+    """The destination of a tensor of which the first elements of a parameter are the part `kept`, by default all."""
+    return _Destination(parameter, shape, 0, (_Piece(0, range(shape[0]) if kept is None else kept),))
+
+
+def _destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]:
+    """Destinations of all tensors of a model that this rank needs, by Hugging Face's names. `stacked`: whether the
+    experts of a layer are one tensor."""
     shapes = parameter_shapes(shard.config)
-    vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), range(shard.whole.hidden_size)
+    vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), shard.whole.hidden_size
     destinations = {
-        "model.embed_tokens.weight": _Destination("embedding", 0, vocabulary, 0, shard.vocabulary),
-        "model.norm.weight": _Destination("norm", 0, (len(hidden),), 0, hidden),
-        "lm_head.weight": _Destination("head", 0, vocabulary, 0, shard.vocabulary),
+        "model.embed_tokens.weight": _whole("embedding", vocabulary, shard.vocabulary),
+        "model.norm.weight": _whole("norm", (hidden,)),
+        "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
     }
-    layer = _layer_destinations(shard)
     for own, index in enumerate(shard.layers):
+        layer = _attention_destinations(shard, shard.whole.ropes[index].order) | _norm_destinations(shard.whole)
+        experts = shard.config.experts_of(own)
+        if experts is None:
+            layer |= _mlp_destinations(shard, "mlp", shard.whole.intermediate_size, shard.intermediate)
+        else:
+            layer |= _expert_destinations(shard, stacked)
         for tensor, destination in layer.items():
             destinations[f"model.layers.{index}.{tensor}"] = destination._replace(
                 parameter=f"layers.{own}.{destination.parameter}"
@@ -125,52 +185,101 @@ def _destinations(shard: Shard) -> dict[str, _Destination]:
     return {tensor: destination for tensor, destination in destinations.items() if destination.parameter in shapes}
 
 
-def _layer_destinations(shard: Shard) -> dict[str, _Destination]:
-    """Destinations of the tensors of any one layer, including biases and norms that the model may not have."""
+def _attention_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str, _Destination]:
+    """Destinations of the tensors of a layer's attention, including biases and norms that the model may not have."""
     whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
-    q_rows, kv_rows, inner_rows = (
-        whole.num_heads * whole.head_dim,
-        whole.num_kv_heads * whole.head_dim,
-        whole.intermediate_size,
-    )
-    q, kv, inner = _scaled(shard.heads, whole.head_dim), _scaled(shard.kv_heads, whole.head_dim), shard.intermediate
-    first_k = own.num_heads * own.head_dim
-    first_v = first_k + own.num_kv_heads * own.head_dim
-    destinations: dict[str, _Destination] = {}
-    for tensor, parameter, first, rows, kept in (
-        ("self_attn.q_proj", "qkv", 0, q_rows, q),
-        ("self_attn.k_proj", "qkv", first_k, kv_rows, kv),
-        ("self_attn.v_proj", "qkv", first_v, kv_rows, kv),
-        ("mlp.gate_proj", "gate_up", 0, inner_rows, inner),
-        ("mlp.up_proj", "gate_up", own.intermediate_size, inner_rows, inner),
+    size = whole.head_dim
+    q_rows, kv_rows = whole.num_heads * size, whole.num_kv_heads * size
+    q, kv = _scaled(shard.heads, size), _scaled(shard.kv_heads, size)
+    first_k = own.num_heads * size
+    first_v = first_k + own.num_kv_heads * size
+    destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
+    if whole.model_type in _FUSED_QKV:
+        k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
+        pieces = _Piece(0, q, order), _Piece(first_k, k, order), _Piece(first_v, v)
+        rows = q_rows + 2 * kv_rows
+        destinations["self_attn.qkv_proj.weight"] = _Destination("qkv", (rows, hidden), 0, pieces)
+    else:
+        for tensor, first, rows, kept, turned in (
+            ("self_attn.q_proj", 0, q_rows, q, order),
+            ("self_attn.k_proj", first_k, kv_rows, kv, order),
+            ("self_attn.v_proj", first_v, kv_rows, kv, None),
+        ):
+            piece = (_Piece(first, kept, turned),)
+            destinations[f"{tensor}.weight"] = _Destination("qkv", (rows, hidden), 0, piece)
+            destinations[f"{tensor}.bias"] = _Destination("qkv_bias", (rows,), 0, piece)
+    all_heads = whole.qk_norm == "all"
+    for tensor, parameter, rows, kept in (
+        ("self_attn.q_norm", "q_norm", q_rows, q),
+        ("self_attn.k_norm", "k_norm", kv_rows, kv),
     ):
-        destinations[f"{tensor}.weight"] = _Destination(parameter, first, (rows, hidden), 0, kept)
-        destinations[f"{tensor}.bias"] = _Destination(f"{parameter}_bias", first, (rows,), 0, kept)
-    for tensor, parameter, columns, kept in (
-        ("self_attn.o_proj", "out", q_rows, q),
-        ("mlp.down_proj", "down", inner_rows, inner),
-    ):
-        once = range(hidden if shard.rank == 0 else 0)  # only rank 0 has the bias: ranks' outputs are added up
-        destinations[f"{tensor}.weight"] = _Destination(parameter, 0, (hidden, columns), 1, kept)
-        destinations[f"{tensor}.bias"] = _Destination(f"{parameter}_bias", 0, (hidden,), 0, once)
-    for tensor, parameter, size in (
-        ("self_attn.q_norm", "q_norm", whole.head_dim),
-        ("self_attn.k_norm", "k_norm", whole.head_dim),
-        *((tensor, parameter, hidden) for tensor, parameter in _layer_norms(whole)),
-    ):
-        destinations[f"{tensor}.weight"] = _Destination(parameter, 0, (size,), 0, range(size))
+        piece = (_Piece(0, kept if all_heads else range(size), order),)
+        destinations[f"{tensor}.weight"] = _Destination(parameter, (rows if all_heads else size,), 0, piece)
     return destinations
 
 
-def _layer_norms(config: DecoderConfig) -> list[tuple[str, str]]:
-    if not config.sandwich_norms:
-        return [("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm")]
-    return [
-        ("input_layernorm", "input_norm"),
-        ("post_attention_layernorm", "attention_out_norm"),
-        ("pre_feedforward_layernorm", "mlp_norm"),
-        ("post_feedforward_layernorm", "mlp_out_norm"),
-    ]
+def _mlp_destinations(
+    shard: Shard, name: str, rows: int, kept: range, parameters: tuple[str, str] = ("gate_up", "down")
+) -> dict[str, _Destination]:
+    """Destinations of the tensors of the gated MLP `name`, of whose `rows` intermediate elements this rank has
+    `kept`."""
+    gate_up, down = parameters
+    hidden, own_rows = shard.whole.hidden_size, -(-rows // shard.size)
+    destinations = _outward(f"{name}.down_proj", down, shard, rows, kept)
+    ups = range(kept.start + rows, kept.stop + rows)
+    if shard.whole.model_type in _FUSED_GATE_UP:
+        pieces = _Piece(0, kept), _Piece(own_rows, ups)
+        destinations[f"{name}.gate_up_proj.weight"] = _Destination(gate_up, (2 * rows, hidden), 0, pieces)
+        return destinations
+    for tensor, first in ((f"{name}.gate_proj", 0), (f"{name}.up_proj", own_rows)):
+        piece = (_Piece(first, kept),)
+        destinations[f"{tensor}.weight"] = _Destination(gate_up, (rows, hidden), 0, piece)
+        destinations[f"{tensor}.bias"] = _Destination(f"{gate_up}_bias", (rows,), 0, piece)
+    return destinations
+
+
+def _outward(tensor: str, parameter: str, shard: Shard, columns: int, kept: range) -> dict[str, _Destination]:
+    """Destinations of a matrix that ends a sublayer, and of its bias."""
+    hidden = shard.whole.hidden_size
+    once = range(hidden if shard.rank == 0 else 0)  # only rank 0 has the bias: ranks' outputs are added up
+    return {
+        f"{tensor}.weight": _Destination(parameter, (hidden, columns), 1, (_Piece(0, kept),)),
+        f"{tensor}.bias": _whole(f"{parameter}_bias", (hidden,), once),
+    }
+
+
+def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]:
+    """Destinations of the tensors of a layer's experts, by the names of `_canonical`."""
+    experts, hidden = shard.whole.experts, shard.whole.hidden_size
+    assert experts is not None
+    rows, kept, own_rows = experts.intermediate_size, shard.expert_intermediate, -(-experts.intermediate_size // shard.size)
+    destinations = _mlp_destinations(shard, "mlp.shared_experts", experts.shared_size, shard.shared_intermediate)
+    destinations["mlp.shared_expert_gate.weight"] = _whole("shared_gate", (1, hidden))
+    destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
+    destinations["mlp.gate.e_score_correction_bias"] = _whole("choice_bias", (experts.count,))
+    if stacked:
+        pieces = _Piece(0, kept), _Piece(own_rows, range(kept.start + rows, kept.stop + rows))
+        shape = experts.count, 2 * rows, hidden
+        destinations["mlp.experts.gate_up_proj"] = _Destination("experts_gate_up", shape, 1, pieces)
+        shape = experts.count, hidden, rows
+        destinations["mlp.experts.down_proj"] = _Destination("experts_down", shape, 2, (_Piece(0, kept),))
+        return destinations
+    for expert in range(experts.count):
+        own = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, ("experts_gate_up", "experts_down"))
+        destinations |= {name: to._replace(expert=expert) for name, to in own.items() if name.endswith(".weight")}
+    return destinations
+
+
+def _norm_destinations(config: DecoderConfig) -> dict[str, _Destination]:
+    if config.model_type == "glm4":
+        names = _GLM4_NORMS
+    elif not config.pre_norms:
+        names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+    elif config.sandwich_norms:
+        names = _SANDWICH_NORMS
+    else:
+        names = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+    return {f"{tensor}.weight": _whole(parameter, (config.hidden_size,)) for tensor, parameter in names.items()}
 
 
 def _scaled(part: range, factor: int) -> range:
@@ -182,7 +291,8 @@ def _is_norm(name: str) -> bool:
 
 
 def _dtype(config: DecoderConfig, name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if config.gemma_norms and _is_norm(name) else dtype
+    is_float32 = (config.gemma_norms and _is_norm(name)) or name.endswith(".choice_bias")
+    return torch.float32 if is_float32 else dtype
 
 
 def _is_ignored(name: str, config: DecoderConfig) -> bool:
@@ -195,7 +305,7 @@ def _is_elsewhere(name: str, shard: Shard) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         index = int(layer[1])
-        return index < shard.whole.num_layers and index not in shard.layers
+        return index < shard.whole.num_layers + shard.whole.extra_layers and index not in shard.layers
     if name == "model.embed_tokens.weight":
         return not shard.config.has_embedding
     return name in ("model.norm.weight", "lm_head.weight") and not shard.config.is_last
@@ -220,15 +330,28 @@ def _safetensors(folder: Path) -> Iterator[_Tensor]:
             with safe_open(path, framework="pt") as file:
                 for name in list(file.keys()):
                     tensor = file.get_slice(name)
-                    yield _Tensor(_full_name(name), tuple(tensor.get_shape()), partial(_cut, tensor))
+                    shape = tuple(tensor.get_shape())
+                    if name.endswith("moe_statics.e_score_correction_bias"):  # of one group of experts
+                        shape, tensor = shape[1:], tensor[0]
+                    yield _Tensor(_full_name(name), shape, partial(_cut, tensor))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _full_name(name: str) -> str:
-    """The name of a tensor in a model with a head. In a checkpoint of the layers alone, as embedding models have,
-    names begin without `model.`."""
+    """The name of a tensor in a model with a head, as `_destinations` has it. In a checkpoint of the layers alone, as
+    embedding models have, names begin without `model.`. Names of experts differ by family."""
+    if ".mlp." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
+        for pattern, new in _EXPERT_NAMES:
+            name = pattern.sub(new, name)
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
+
+
+def _has_stacked_experts(model: Path, config: DecoderConfig) -> bool:
+    """Whether a checkpoint has one tensor for all experts of a layer, in place of one for each."""
+    if config.experts is None:
+        return False
+    return any(tensor.name.endswith(".mlp.experts.gate_up_proj") for tensor in _safetensors(model))
 
 
 def _cut(tensor: Any, dim: int, part: range) -> torch.Tensor:
@@ -276,6 +399,6 @@ def _dummy(
     1."""
     if _is_norm(destination.parameter):
         return torch.full(destination.shape, 0.0 if config.gemma_norms else 1.0, device=device, dtype=dtype)
-    scale = 0.02 if len(destination.shape) == 1 else destination.shape[1] ** -0.5
+    scale = 0.02 if len(destination.shape) == 1 else destination.shape[-1] ** -0.5
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.empty(destination.shape, device=device, dtype=dtype).normal_(0.0, scale, generator=generator)

@@ -4,8 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +15,8 @@ import msgspec
 from kernels.attention.interface import AttentionShape
 from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
-
-HfConfig = Any
-"""A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
+from worker.models.experts import ExpertsConfig
+from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
 
 
 class _EndTokens(msgspec.Struct):
@@ -36,7 +34,13 @@ class DecoderConfig:
     | `context_length` | the longest context that the model is made for, in tokens |
     | `windows`, `ropes` | one entry a layer; a window of None means full attention |
     | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
+    | `pre_norms` | attention and MLP read the hidden states through a norm |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
+    | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together |
+    | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
+    | `experts` | of the layers that have experts in place of an MLP |
+    | `logit_scale` | factor of all logits |
+    | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
     | `ranks` | number of ranks that share the layers (`worker.models.sharding`) |
     | `is_first` | the layers are the model's first, with the embedding before them |
     | `is_last` | the layers are the model's last, with norm and head after them |
@@ -63,12 +67,17 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    qk_norm_sizes: tuple[int, int] = (0, 0)
     gemma_norms: bool = False
+    pre_norms: bool = True
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
+    experts: ExpertsConfig | None = None
+    extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
     is_last: bool = True
@@ -84,6 +93,10 @@ class DecoderConfig:
         GPU; rows of the last ranks may then lie beyond the vocabulary."""
         return self.vocab_size if self.ranks == 1 else -(-self.vocab_size // (8 * self.ranks)) * 8
 
+    def experts_of(self, index: int) -> ExpertsConfig | None:
+        """The experts of layer `index`; None if it has an MLP."""
+        return self.experts if self.experts is not None and self.experts.layers[index] else None
+
     @property
     def attention_shape(self) -> AttentionShape:
         return AttentionShape(
@@ -95,55 +108,6 @@ class DecoderConfig:
             softcap=self.attention_softcap,
         )
 
-
-def _llama(hf: HfConfig) -> dict[str, Any]:
-    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
-
-
-def _mistral(hf: HfConfig) -> dict[str, Any]:
-    return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
-
-
-def _qwen2(hf: HfConfig) -> dict[str, Any]:
-    return {"qkv_bias": True}
-
-
-def _qwen3(hf: HfConfig) -> dict[str, Any]:
-    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": True}
-
-
-def _gemma(hf: HfConfig) -> dict[str, Any]:
-    return {
-        "qkv_bias": hf.attention_bias,
-        "out_bias": hf.attention_bias,
-        "gemma_norms": True,
-        "embedding_scale": hf.hidden_size**0.5,
-    }
-
-
-def _gemma2(hf: HfConfig) -> dict[str, Any]:
-    return _gemma(hf) | {
-        "sandwich_norms": True,
-        "attention_scale": hf.query_pre_attn_scalar**-0.5,
-        "attention_softcap": hf.attn_logit_softcapping,
-        "logit_softcap": hf.final_logit_softcapping,
-    }
-
-
-def _gemma3(hf: HfConfig) -> dict[str, Any]:
-    return _gemma2(hf) | {"qk_norm": True}
-
-
-# Differences from a plain Llama without biases, by `model_type`.
-ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
-}
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -237,8 +201,15 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
     if getattr(hf, "use_bidirectional_attention", False):
         raise ValueError("models with bidirectional attention are not supported")
+    if getattr(hf, "quantization_config", None):
+        method = hf.quantization_config.get("quant_method", "an unknown method")
+        raise ValueError(
+            f"the checkpoint is quantized ({method}), which is not supported: take one in bfloat16, float16 or float32"
+        )
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)
+    own = ARCHITECTURES[hf.model_type](hf)
+    rules = own.pop("rope_rules", RopeRules())
     common: dict[str, Any] = {
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -253,10 +224,14 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,
         "windows": tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in layer_types),
-        "ropes": tuple(_rope(hf, kind, head_dim) for kind in layer_types),
+        "ropes": tuple(_rope(hf, kind, head_dim, rules, index) for index, kind in enumerate(layer_types)),
         "attention_scale": head_dim**-0.5,
     }
-    return DecoderConfig(**(common | ARCHITECTURES[hf.model_type](hf)))
+    config = DecoderConfig(**(common | own))
+    if config.qk_norm == "all":
+        sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
+        config = replace(config, qk_norm_sizes=sizes)
+    return config
 
 
 def _layer_types(hf: HfConfig) -> list[str]:
@@ -273,9 +248,12 @@ def _activation(hf: HfConfig) -> Literal["silu", "gelu_tanh"]:
     return _ACTIVATIONS[name]
 
 
-def _rope(hf: HfConfig, layer_type: str, head_dim: int) -> Rope:
+def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index: int) -> Rope:
     parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+    part = parameters.pop("partial_rotary_factor", 1.0)
+    if not rules.layers.get(index, True):
+        return Rope(head_dim, theta, rotated=0)
+    if part != 1.0 and not rules.is_partial:
         raise ValueError("models that rotate only a part of each head are not supported")
-    return Rope(head_dim, theta, kind, parameters)
+    return Rope(head_dim, theta, kind, parameters, int(head_dim * part), rules.is_interleaved)

@@ -86,7 +86,7 @@ class Decoder:
         memory together for one layer at a time. `dtype` is that of the activations."""
         self.config, self.dtype = config, dtype
         self.communicator = group or Communicator.single()
-        self.device = parameters["layers.0.input_norm"].device
+        self.device = parameters["layers.0.out"][0].device
         self.embedding: torch.Tensor | None = parameters.pop("embedding", None)
         if config.is_last:
             self.norm = parameters.pop("norm")
@@ -119,13 +119,8 @@ class Decoder:
         last = Epilogue.ADDED if adds else Epilogue.PLAIN
         uses = [(self.head, Epilogue.FLOAT32)] if self.config.is_last else []
         for layer in self.layers:
-            own = (
-                (layer.attention.qkv, Epilogue.PLAIN),
-                (layer.attention.out, last),
-                (layer.mlp.gate_up, Epilogue.PLAIN),
-                (layer.mlp.down, last),
-            )
-            uses += [(linear, use) for linear, use in own if isinstance(linear, Linear)]
+            own = layer.linears
+            uses += [(each, last if adds else Epilogue.PLAIN) for each, adds in own if isinstance(each, Linear)]
         return autotune(uses, step_sizes, max_tokens, folder=folder)
 
     @torch.inference_mode()
@@ -209,6 +204,8 @@ class Decoder:
         if self.communicator.size > 1:
             scores = self.communicator.all_gather(scores)[:, : self.config.vocab_size]
             scores = scores.contiguous() if out is None else out.copy_(scores)
+        if self.config.logit_scale != 1.0:
+            scores.mul_(self.config.logit_scale)
         if (cap := self.config.logit_softcap) is not None:
             scores.div_(cap).tanh_().mul_(cap)
         return scores

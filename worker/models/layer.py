@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from kernels.attention.interface import AttentionBackend, KVSlots
+from kernels.experts.experts import Experts
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
 from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
+from worker.models.experts import ExpertMLP, ExpertsConfig, SharedExperts
 from worker.models.residual_stream import Activation, ResidualStream
 
 
@@ -39,18 +41,20 @@ class ForwardContext:
 class SelfAttention:
     """Attention of layer `index`, over the KV cache. Parameters are named as in `parameter_shapes`.
 
-    `rope_table` is the `Rope.table` of this layer, on a GPU.
+    `rope_table` is the `Rope.table` of this layer, on a GPU. `q_norm` and `k_norm` are for each head by itself,
+    `norms_of_all` for all heads together.
     """
 
     config: DecoderConfig
     index: int
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     qkv: Linear | Fp8Linear
     out: Linear | Fp8Linear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     out_norm: torch.Tensor | None = None
     rope_table: torch.Tensor | None = None
+    norms_of_all: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def rope(self) -> Rope:
@@ -59,7 +63,8 @@ class SelfAttention:
     def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queries, keys and values before rotation, `[n, (num_heads + 2 * num_kv_heads) * head_dim]`, in `out` if
         given."""
-        return x.project(self.input_norm, self.qkv, out)
+        qkv = x.project(self.input_norm, self.qkv, out)
+        return qkv if self.norms_of_all is None else self._normalise_all(qkv, x, *self.norms_of_all)
 
     def forward(self, qkv: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Concatenated outputs of the heads, `[n, num_heads * head_dim]`. Keys and values are in the KV cache
@@ -96,6 +101,18 @@ class SelfAttention:
             queries,
         )
 
+    def _normalise_all(
+        self, qkv: torch.Tensor, x: ResidualStream, q_norm: torch.Tensor, k_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Normalises queries and keys in place, each over all heads of all ranks. Returns `qkv`."""
+        q, k = qkv.narrow(1, 0, len(q_norm)), qkv.narrow(1, len(q_norm), len(k_norm))
+        squares = torch.stack([part.float().square().sum(1) for part in (q, k)])
+        for part, norm, sums, size in zip(
+            (q, k), (q_norm, k_norm), x.sum_of_ranks(squares), self.config.qk_norm_sizes, strict=True
+        ):
+            part.copy_(part * (sums / size + self.config.norm_eps).rsqrt()[:, None] * norm)
+        return qkv
+
     def _rotate(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +130,7 @@ class SelfAttention:
 class GatedMLP:
     """Gated MLP of a layer (https://arxiv.org/abs/2002.05202). Parameters are named as in `parameter_shapes`."""
 
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     gate_up: Linear | Fp8Linear
     down: Linear | Fp8Linear
     activation: Activation
@@ -129,35 +146,49 @@ class GatedMLP:
 class DecoderLayer:
     """A layer: attention, then an MLP. Each reads the residual stream through a norm, and adds its output to it.
 
-    The parts are members, so that a layer of another kind has another member: experts in place of `mlp`, or attention
-    with a state of its own in place of `attention`.
+    The parts are members, so that a layer of another kind has another member, such as attention with a state of its own
+    in place of `attention`.
     """
 
     attention: SelfAttention
-    mlp: GatedMLP
+    mlp: GatedMLP | ExpertMLP
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
         `qkv`, `out`, `gate_up` and `down` are linear layers."""
+        norms = parameters.get("q_norm"), parameters.get("k_norm")
         attention = SelfAttention(
             config,
             index,
-            parameters["input_norm"],
+            parameters.get("input_norm"),
             parameters["qkv"],
             parameters["out"],
-            parameters.get("q_norm"),
-            parameters.get("k_norm"),
+            *(norms if config.qk_norm == "head" else (None, None)),
             parameters.get("attention_out_norm"),
+            norms_of_all=norms if config.qk_norm == "all" else None,
         )
+        activation = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
+        experts = config.experts_of(index)
+        if experts is not None:
+            return cls(attention, _expert_mlp(experts, activation, parameters))
         mlp = GatedMLP(
-            parameters["mlp_norm"],
+            parameters.get("mlp_norm"),
             parameters["gate_up"],
             parameters["down"],
-            silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul,
+            activation,
             parameters.get("mlp_out_norm"),
         )
         return cls(attention, mlp)
+
+    @property
+    def linears(self) -> list[tuple[Linear | Fp8Linear, bool]]:
+        """All linear layers, each with whether its product is what a sublayer adds to the hidden states."""
+        mlp = self.mlp if isinstance(self.mlp, GatedMLP) else self.mlp.shared
+        own: list[tuple[Linear | Fp8Linear, bool]] = [(self.attention.qkv, False), (self.attention.out, True)]
+        if mlp is not None:
+            own += [(mlp.gate_up, False), (mlp.down, isinstance(mlp, GatedMLP))]
+        return own
 
     def forward(self, x: ResidualStream, context: ForwardContext) -> None:
         """Runs the layer: the part before attention, attention, and the part after it."""
@@ -170,3 +201,18 @@ class DecoderLayer:
         hidden states."""
         self.attention.add_output(x, attended)
         self.mlp.forward(x)
+
+
+def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict[str, Any]) -> ExpertMLP:
+    shared = None
+    if experts.shared_size:
+        shared = SharedExperts(parameters["gate_up"], parameters["down"], activation, parameters.get("shared_gate"))
+    return ExpertMLP(
+        parameters.get("mlp_norm"),
+        parameters["router"],
+        Experts(parameters.pop("experts_gate_up"), parameters.pop("experts_down"), activation),
+        experts.routing,
+        parameters.get("choice_bias"),
+        shared,
+        parameters.get("mlp_out_norm"),
+    )

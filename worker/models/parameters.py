@@ -7,39 +7,69 @@ import torch
 from kernels.linear.fp8_linear import Fp8Linear, Fp8Weight
 from kernels.linear.linear import Linear
 from worker.models.config import DecoderConfig
+from worker.models.experts import ExpertsConfig
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the decoder's parameters, by name. Matrices are `[out, in]`. The rows of `qkv` and `gate_up` are
-    stacked in the order that the names say."""
+    stacked in the order that the names say. Those of experts are `[experts, out, in]`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.has_embedding:
+        shapes["embedding"] = (config.vocab_rows, config.hidden_size)
+    if config.is_last:
+        shapes["norm"] = (config.hidden_size,)
+        if not config.tied_embeddings:
+            shapes["head"] = (config.vocab_rows, config.hidden_size)
+    for index in range(config.num_layers):
+        experts = config.experts_of(index)
+        mlp = _mlp_shapes(config) if experts is None else _expert_shapes(config, experts)
+        layer = _attention_shapes(config) | mlp
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, head_dim = config.hidden_size, config.head_dim
-    q_size, qkv_size = config.num_heads * head_dim, (config.num_heads + 2 * config.num_kv_heads) * head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_norm": (hidden,),
-        "qkv": (qkv_size, hidden),
-        "out": (hidden, q_size),
-        "mlp_norm": (hidden,),
-        "gate_up": (2 * config.intermediate_size, hidden),
-        "down": (hidden, config.intermediate_size),
-    }
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    qkv_size = q_size + 2 * kv_size
+    layer: dict[str, tuple[int, ...]] = {"qkv": (qkv_size, hidden), "out": (hidden, q_size)}
+    if config.pre_norms:
+        layer |= {"input_norm": (hidden,), "mlp_norm": (hidden,)}
     if config.qkv_bias:
         layer["qkv_bias"] = (qkv_size,)
     if config.out_bias:
         layer["out_bias"] = (hidden,)
-    if config.mlp_bias:
-        layer |= {"gate_up_bias": (2 * config.intermediate_size,), "down_bias": (hidden,)}
-    if config.qk_norm:
+    if config.qk_norm == "head":
         layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+    elif config.qk_norm == "all":
+        layer |= {"q_norm": (q_size,), "k_norm": (kv_size,)}
     if config.sandwich_norms:
         layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
-    shapes: dict[str, tuple[int, ...]] = {}
-    if config.has_embedding:
-        shapes["embedding"] = (config.vocab_rows, hidden)
-    if config.is_last:
-        shapes["norm"] = (hidden,)
-        if not config.tied_embeddings:
-            shapes["head"] = (config.vocab_rows, hidden)
-    return shapes | {f"layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    return layer
+
+
+def _mlp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, size = config.hidden_size, config.intermediate_size
+    layer: dict[str, tuple[int, ...]] = {"gate_up": (2 * size, hidden), "down": (hidden, size)}
+    if config.mlp_bias:
+        layer |= {"gate_up_bias": (2 * size,), "down_bias": (hidden,)}
+    return layer
+
+
+def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
+    hidden, size = config.hidden_size, experts.intermediate_size
+    layer: dict[str, tuple[int, ...]] = {
+        "router": (experts.count, hidden),
+        "experts_gate_up": (experts.count, 2 * size, hidden),
+        "experts_down": (experts.count, hidden, size),
+    }
+    if experts.has_bias:
+        layer["choice_bias"] = (experts.count,)
+    if experts.shared_size:
+        layer |= {"gate_up": (2 * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
+    if experts.has_shared_gate:
+        layer["shared_gate"] = (1, hidden)
+    return layer
 
 
 def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -47,7 +77,9 @@ def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dic
     become linear layers; `dtype` is that of the activations."""
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)}
-    for name in ("qkv", "out", "gate_up", "down"):
+    for name in ("qkv", "out", "gate_up", "down", "router"):
+        if name not in own:
+            continue
         weight, bias = own[name], own.pop(f"{name}_bias", None)
         own[name] = Fp8Linear(weight, bias, dtype) if isinstance(weight, Fp8Weight) else Linear(weight, bias)
     return own

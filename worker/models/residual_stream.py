@@ -1,7 +1,7 @@
 """The residual stream, which the sublayers of a decoder read and add to, and three ways to run that on a device.
 
-A sublayer reads the stream through a norm (`project`, `project_gated`) and ends with a product that is added to the
-stream (`add`). `worker.models.layer` says once which sublayers a layer has. The classes here say which kernels that
+A sublayer reads the stream through a norm (`project`, `project_gated`, `normalised`) and ends with a product that is
+added to the stream (`add`, `add_product`). `worker.models.layer` says once which sublayers a layer has. The classes here say which kernels that
 makes, and when the ranks of tensor parallelism sum their parts. The sublayers are the same in each.
 """
 
@@ -17,6 +17,10 @@ from worker.parallel.communicator import Communicator
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Gated activation, `[n, 2 * size]` to `[n, size]`."""
+
+Part = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Last operator of a sublayer, `[n, size]` to this rank's part of the output, `[n, hidden_size]`, in the second tensor if
+given."""
 
 EMBEDDING_TURN = 2
 """Turn of `Communicator.reduce_buffer` for the sum of embeddings. The sums of a stream alternate between turns 0 and 1,
@@ -42,23 +46,35 @@ class ResidualStream:
         self._update: torch.Tensor | None = None
         self._is_summed = False
 
-    def project(self, norm: torch.Tensor, linear: Linear | Fp8Linear, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Product of the normalised hidden states, `[n, linear's outputs]`, in `out` if given. norm:
-        `[hidden_size]`."""
-        return linear(self._normalised(norm), out)
+    def project(
+        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Product of the normalised hidden states, `[n, linear's outputs]`, in `out` if given. norm: `[hidden_size]`,
+        or None for the hidden states as they are."""
+        return linear(self.normalised(norm), out)
 
-    def project_gated(self, norm: torch.Tensor, linear: Linear | Fp8Linear, activation: Activation) -> torch.Tensor:
+    def project_gated(
+        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, activation: Activation
+    ) -> torch.Tensor:
         """`project`, followed by the activation: `[n, linear's outputs / 2]`."""
-        return activation(linear(self._normalised(norm)))
+        return activation(linear(self.normalised(norm)))
 
     def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """Adds the sum of all ranks' `linear(y)`, normalised if there is a `norm`. y: `[n, linear's inputs]`."""
         if norm is None and self._communicator.size == 1 and isinstance(linear, Linear) and linear.adds:
             linear.add_to(self.x, y)
             return
-        self._update, self._is_summed = linear(y, self._reduce_buffer()), False
+        self.add_product(linear, y, norm)
+
+    def add_product(self, product: Part, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        """`add` for any last operator of a sublayer."""
+        self._update, self._is_summed = product(y, self._reduce_buffer()), False
         if norm is not None:
             self._update, self._is_summed = rms_norm(self._communicator.all_reduce(self._update), norm, self._eps), True
+
+    def sum_of_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, which may be overwritten."""
+        return x if self._communicator.size == 1 else self._communicator.all_reduce(x)
 
     def complete(self) -> torch.Tensor:
         """The hidden states with everything that was added, `[n, hidden_size]`."""
@@ -67,8 +83,10 @@ class ResidualStream:
             return self.x
         return self.x.add_(update if self._is_summed else self._communicator.all_reduce(update))
 
-    def _normalised(self, norm: torch.Tensor) -> torch.Tensor:
-        """Adds the last sublayer's output to x, and returns x normalised."""
+    def normalised(self, norm: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states with everything that was added, normalised, `[n, hidden_size]`. norm: as for `project`."""
+        if norm is None:
+            return self.complete()
         update = self._take_update()
         if update is None:
             return rms_norm(self.x, norm, self._eps)
@@ -97,8 +115,11 @@ class HalfBatchStream(ResidualStream):
         self._wait_for_sum: Callable[[], torch.Tensor] | None = None
 
     def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        self.add_product(linear, y, norm)
+
+    def add_product(self, product: Part, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         assert norm is None, "a norm of the output would need the sum at once"
-        self._wait_for_sum, self._is_summed = self._communicator.all_reduce_async(linear(y)), True
+        self._wait_for_sum, self._is_summed = self._communicator.all_reduce_async(product(y, None)), True
 
     def _take_update(self) -> torch.Tensor | None:
         wait, self._wait_for_sum = self._wait_for_sum, None
@@ -113,12 +134,16 @@ class OneTokenStream(ResidualStream):
     sequence at 233 tokens/s in bfloat16 and at 359 in fp8 (bench/RESULTS.md: gpu.llama8b, gpu.llama8b.fp8).
     """
 
-    def project(self, norm: torch.Tensor, linear: Linear | Fp8Linear, out: torch.Tensor | None = None) -> torch.Tensor:
+    def project(
+        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from kernels.linear.gemv import gemv
 
         return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, out=out)
 
-    def project_gated(self, norm: torch.Tensor, linear: Linear | Fp8Linear, activation: Activation) -> torch.Tensor:
+    def project_gated(
+        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, activation: Activation
+    ) -> torch.Tensor:
         from kernels.linear.gemv import gated_gemv
 
         gelu = activation is gelu_tanh_and_mul
@@ -131,4 +156,11 @@ class OneTokenStream(ResidualStream):
         residual = self.x if self._communicator.rank == 0 else None  # only one rank's part of the sum includes it
         out = self._reduce_buffer()
         part = gemv(y, linear.weight, linear.bias, linear.scales, residual=residual, out=out)
+        self.x = self._communicator.all_reduce(part)
+
+    def add_product(self, product: Part, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        assert norm is None, "the product adds its output to the hidden states"
+        part = product(y, self._reduce_buffer())
+        if self._communicator.rank == 0:  # only one rank's part of the sum includes them
+            part += self.x
         self.x = self._communicator.all_reduce(part)

@@ -1,6 +1,6 @@
 """Part of a model that each rank holds: its share of the layers of its stage.
 
-- Attention is cut by heads, the MLP by its intermediate size, embedding and head by rows of the vocabulary. Every rank
+- Attention is cut by heads, the MLP and each expert by its intermediate size, embedding and head by rows of the vocabulary. Every rank
   has all norms.
 - Sizes that cannot be divided are padded with heads, rows and columns of zeros. These add exactly nothing, and all
   ranks have the same shapes.
@@ -12,6 +12,7 @@ from functools import cached_property
 
 from pipeline.stages import contiguous, split_layers
 from worker.models.config import DecoderConfig
+from worker.models.experts import ExpertsConfig
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Shard:
         whole = self.whole
         if self.stages > 1:
             layers = slice(self.layers.start, self.layers.stop)
+            experts = whole.experts
             whole = replace(
                 whole,
                 num_layers=len(self.layers),
                 windows=whole.windows[layers],
                 ropes=whole.ropes[layers],
+                experts=None if experts is None else replace(experts, layers=experts.layers[layers]),
                 is_first=self.stage == 0,
                 is_last=self.stage == self.stages - 1,
             )
@@ -69,6 +72,8 @@ class Shard:
             num_heads=self._heads_per_rank,
             num_kv_heads=self._kv_heads_per_rank,
             intermediate_size=_share(self.whole.intermediate_size, self.size),
+            experts=None if whole.experts is None else self._own_experts(whole.experts),
+            qk_norm_sizes=(whole.qk_norm_sizes[0], whole.qk_norm_sizes[1] * self._copies),
             ranks=self.size,
         )
 
@@ -104,6 +109,25 @@ class Shard:
     def intermediate(self) -> range:
         """Elements of the MLP's intermediate state."""
         return _part(self.whole.intermediate_size, self.rank, self.config.intermediate_size)
+
+    @property
+    def expert_intermediate(self) -> range:
+        """Elements of the intermediate state of each expert. Empty without experts."""
+        whole, own = self.whole.experts, self.config.experts
+        return range(0) if whole is None or own is None else _part(whole.intermediate_size, self.rank, own.intermediate_size)
+
+    @property
+    def shared_intermediate(self) -> range:
+        """Elements of the intermediate state of the shared experts. Empty without experts."""
+        whole, own = self.whole.experts, self.config.experts
+        return range(0) if whole is None or own is None else _part(whole.shared_size, self.rank, own.shared_size)
+
+    def _own_experts(self, experts: ExpertsConfig) -> ExpertsConfig:
+        return replace(
+            experts,
+            intermediate_size=_share(experts.intermediate_size, self.size),
+            shared_size=_share(experts.shared_size, self.size),
+        )
 
     @property
     def vocabulary(self) -> range:

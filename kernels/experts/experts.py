@@ -1,0 +1,66 @@
+"""The products of a layer's experts: gated MLPs (https://arxiv.org/abs/2002.05202), of which each token uses a few."""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.linear.linear import Linear
+from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Experts:
+    """A layer's experts, or the part of them that a rank holds: for a token x, the sum of `weight * down(gate * up)`
+    over its experts, with `gate` activated.
+
+    | where | how |
+    | --- | --- |
+    | CPU | tokens are grouped by expert, and only experts with tokens are computed, each with a `Linear` |
+    | GPU | grouped products in Triton (`kernels.experts.grouped`), which need no number from the device |
+
+    `first` is the number of the first expert here. A token's experts that are elsewhere add nothing.
+    """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0) -> None:
+        """gate_up: `[experts, 2 * size, hidden_size]`, the gates first. down: `[experts, hidden_size, size]`. The
+        activation is `silu_and_mul` or `gelu_tanh_and_mul`."""
+        if activation not in (silu_and_mul, gelu_tanh_and_mul):
+            raise ValueError("experts are activated by silu or the tanh form of gelu")
+        self.first, self.count = first, len(gate_up)
+        self.activation = activation
+        self._each: list[tuple[Linear, Linear]] = []
+        if gate_up.is_cuda:
+            self.gate_up, self.down = gate_up.contiguous(), down.contiguous()
+        else:
+            self._each = [(Linear(own), Linear(other)) for own, other in zip(gate_up, down, strict=True)]
+
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns `[n, hidden_size]` in x's dtype, in `out` if that is given. x: `[n, hidden_size]`, contiguous.
+        chosen, weights: as `kernels.experts.routing.route` returns them."""
+        if x.is_cuda:
+            from kernels.experts import grouped
+
+            return grouped.experts(self, x, chosen, weights, out)
+        return self._by_expert(x, chosen, weights, out)
+
+    def _by_expert(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Runs each expert once, on all its tokens. A token's experts are summed up in the order of their numbers, so
+        that the sum does not depend on the other tokens."""
+        total = torch.zeros_like(x) if out is None else out.zero_()
+        pairs = chosen.flatten().argsort(stable=True)
+        tokens = pairs // chosen.shape[1]
+        weight = weights.flatten()[pairs, None].to(x.dtype)
+        counts = torch.bincount(chosen.flatten(), minlength=self.first + self.count).tolist()
+        begin = sum(counts[: self.first])
+        for (gate_up, down), count in zip(self._each, counts[self.first : self.first + self.count], strict=True):
+            if count:
+                own = tokens[begin : begin + count]
+                product = down(self.activation(gate_up(x[own])))
+                total.index_add_(0, own, product.mul_(weight[begin : begin + count]))
+            begin += count
+        return total

@@ -1,0 +1,259 @@
+"""The supported architectures: how each maps its configuration onto the decoder. `ARCHITECTURES` is the table.
+
+A row says how a family differs from a plain Llama without biases, in fields of `DecoderConfig`. docs/MODELS.md says how
+to add one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernels.experts.routing import Routing
+from worker.models.experts import ExpertsConfig
+
+HfConfig = Any
+"""A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
+
+
+@dataclass(frozen=True)
+class RopeRules:
+    """How a family rotates queries and keys, besides what its configuration says.
+
+    | field | meaning |
+    | --- | --- |
+    | `is_partial` | only the first dimensions of a head may be rotated |
+    | `is_interleaved` | neighbouring dimensions are a pair, in place of dimension i and `i + head_dim / 2` |
+    | `layers` | whether the layer of a number is rotated; by default it is |
+    """
+
+    is_partial: bool = False
+    is_interleaved: bool = False
+    layers: Mapping[int, bool] = field(default_factory=dict)
+
+
+def _llama(hf: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+
+
+def _mistral(hf: HfConfig) -> dict[str, Any]:
+    return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
+
+
+def _qwen2(hf: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": True}
+
+
+def _qwen3(hf: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "head"}
+
+
+def _gemma(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "gemma_norms": True,
+        "embedding_scale": hf.hidden_size**0.5,
+    }
+
+
+def _gemma2(hf: HfConfig) -> dict[str, Any]:
+    return _gemma(hf) | {
+        "sandwich_norms": True,
+        "attention_scale": hf.query_pre_attn_scalar**-0.5,
+        "attention_softcap": hf.attn_logit_softcapping,
+        "logit_softcap": hf.final_logit_softcapping,
+    }
+
+
+def _gemma3(hf: HfConfig) -> dict[str, Any]:
+    return _gemma2(hf) | {"qk_norm": "head"}
+
+
+def _smollm3(hf: HfConfig) -> dict[str, Any]:
+    rotated = {index: bool(has_rope) for index, has_rope in enumerate(hf.no_rope_layers)}
+    return _llama(hf) | {"rope_rules": RopeRules(layers=rotated)}
+
+
+def _granite(hf: HfConfig) -> dict[str, Any]:
+    """Sublayers' outputs are multiplied by `residual_multiplier` as they are added. The decoder keeps the hidden states
+    divided by it, which norms undo: their epsilon is divided by its square."""
+    multiplier = hf.residual_multiplier
+    return {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "mlp_bias": getattr(hf, "mlp_bias", False),
+        "norm_eps": hf.rms_norm_eps / multiplier**2,
+        "embedding_scale": hf.embedding_multiplier / multiplier,
+        "attention_scale": hf.attention_multiplier,
+        "logit_scale": 1.0 / hf.logits_scaling,
+    }
+
+
+def _olmo2(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "qk_norm": "all",
+        "pre_norms": False,
+        "sandwich_norms": True,
+    }
+
+
+def _phi3(hf: HfConfig) -> dict[str, Any]:
+    return {"windows": (hf.sliding_window,) * hf.num_hidden_layers, "rope_rules": RopeRules(is_partial=True)}
+
+
+def _glm(hf: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": hf.attention_bias, "rope_rules": RopeRules(is_partial=True, is_interleaved=True)}
+
+
+def _glm4(hf: HfConfig) -> dict[str, Any]:
+    return _glm(hf) | {"sandwich_norms": True}
+
+
+def _ernie(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": hf.use_bias,
+        "out_bias": hf.use_bias,
+        "mlp_bias": hf.use_bias,
+        "rope_rules": RopeRules(is_interleaved=True),
+    }
+
+
+def _expert_count(hf: HfConfig) -> int:
+    """Number of experts of a layer. Raises ValueError if the configuration has none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    count = next((value for name in names if (value := getattr(hf, name, None))), None)
+    if count is None:
+        raise ValueError(f"the configuration of the {hf.model_type} model says no number of experts")
+    return int(count)
+
+
+def _mixtral(hf: HfConfig) -> dict[str, Any]:
+    return _mistral(hf) | {
+        "experts": ExpertsConfig(
+            _expert_count(hf),
+            hf.intermediate_size,
+            Routing(hf.num_experts_per_tok),
+            (True,) * hf.num_hidden_layers,
+        )
+    }
+
+
+def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
+    return _qwen3(hf) | {"windows": (hf.sliding_window,) * hf.num_hidden_layers, "experts": _qwen_experts(hf)}
+
+
+def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
+    experts = _qwen_experts(hf, shared_size=hf.shared_expert_intermediate_size, has_shared_gate=True)
+    return {"qkv_bias": hf.qkv_bias, "experts": experts}
+
+
+def _qwen_experts(hf: HfConfig, **shared: Any) -> ExpertsConfig:
+    layers = tuple(
+        index not in hf.mlp_only_layers and (index + 1) % hf.decoder_sparse_step == 0
+        for index in range(hf.num_hidden_layers)
+    )
+    routing = Routing(hf.num_experts_per_tok, is_normalised=hf.norm_topk_prob)
+    return ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, **shared)
+
+
+def _olmoe(hf: HfConfig) -> dict[str, Any]:
+    if hf.clip_qkv is not None:
+        raise ValueError("olmoe models with clip_qkv are not supported")
+    routing = Routing(hf.num_experts_per_tok, is_normalised=hf.norm_topk_prob)
+    layers = (True,) * hf.num_hidden_layers
+    return {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "qk_norm": "all",
+        "experts": ExpertsConfig(_expert_count(hf), hf.intermediate_size, routing, layers),
+    }
+
+
+def _granite_moe(hf: HfConfig) -> dict[str, Any]:
+    experts = ExpertsConfig(
+        _expert_count(hf),
+        hf.intermediate_size,
+        Routing(hf.num_experts_per_tok),
+        (True,) * hf.num_hidden_layers,
+        shared_size=getattr(hf, "shared_intermediate_size", 0),
+    )
+    return _granite(hf) | {"experts": experts}
+
+
+def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig:
+    """Experts as DeepSeek-V3 has them."""
+    routing = Routing(
+        hf.num_experts_per_tok,
+        "sigmoid",
+        hf.norm_topk_prob,
+        hf.routed_scaling_factor,
+        hf.n_group,
+        hf.topk_group,
+        least_sum=1e-20,
+    )
+    layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
+    shared_size = hf.moe_intermediate_size * (hf.n_shared_experts or 0)
+    return ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size, has_bias=True)
+
+
+def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": hf.attention_bias,
+        "qk_norm": "head" if hf.use_qk_norm else None,
+        "rope_rules": RopeRules(is_partial=True),
+        "experts": _sigmoid_experts(hf),
+        "extra_layers": getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", 0),
+    }
+
+
+def _dots1(hf: HfConfig) -> dict[str, Any]:
+    return _qwen3(hf) | {"experts": _sigmoid_experts(hf)}
+
+
+def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
+    if hf.use_bias:
+        raise ValueError("ernie4_5_moe models with biases are not supported")
+    layers = tuple(
+        (index + 1) % hf.moe_layer_interval == 0 and hf.moe_layer_start_index <= index <= hf.moe_layer_end_index
+        for index in range(hf.num_hidden_layers)
+    )
+    experts = ExpertsConfig(
+        _expert_count(hf),
+        hf.moe_intermediate_size,
+        Routing(hf.moe_k, least_sum=hf.moe_norm_min),
+        layers,
+        hf.moe_intermediate_size * hf.moe_num_shared_experts,
+        has_bias=True,
+    )
+    return _ernie(hf) | {"experts": experts}
+
+
+# Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
+ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "olmo3": _olmo2,
+    "phi3": _phi3,
+    "glm": _glm,
+    "glm4": _glm4,
+    "ernie4_5": _ernie,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "granitemoe": _granite_moe,
+    "granitemoeshared": _granite_moe,
+    "glm4_moe": _glm4_moe,
+    "dots1": _dots1,
+    "ernie4_5_moe": _ernie_moe,
+}
