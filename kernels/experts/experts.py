@@ -1,13 +1,26 @@
 """The products of a layer's experts: gated MLPs (https://arxiv.org/abs/2002.05202), of which each token uses a few."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+from kernels.experts.tiles import ExpertTiles, TunedTiles, default_tiles
 from kernels.linear.linear import Linear
 from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+"""Gated activation, `[n, 2 * size]` to `[n, size]`."""
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of a layer's experts: `[experts, 2 * size, hidden]`, gates first, and `[experts, hidden, size]`, both
+    contiguous. `first` is the number of the first expert, `is_gelu` whether gates are activated by gelu."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    first: int
+    is_gelu: bool
 
 
 class Experts:
@@ -29,9 +42,11 @@ class Experts:
             raise ValueError("experts are activated by silu or the tanh form of gelu")
         self.first, self.count = first, len(gate_up)
         self.activation = activation
+        self.tuned: TunedTiles | None = None  # set by `kernels.experts.autotune.autotune`
         self._each: list[tuple[Linear, Linear]] = []
         if gate_up.is_cuda:
-            self.gate_up, self.down = gate_up.contiguous(), down.contiguous()
+            is_gelu = activation is gelu_tanh_and_mul
+            self.weights = ExpertWeights(gate_up.contiguous(), down.contiguous(), first, is_gelu)
         else:
             self._each = [(Linear(own), Linear(other)) for own, other in zip(gate_up, down, strict=True)]
 
@@ -43,8 +58,12 @@ class Experts:
         if x.is_cuda:
             from kernels.experts import grouped
 
-            return grouped.experts(self, x, chosen, weights, out)
+            return grouped.experts(self.weights, x, chosen, weights, self.tiles(len(x), chosen.shape[1]), out)
         return self._by_expert(x, chosen, weights, out)
+
+    def tiles(self, tokens: int, top_k: int) -> ExpertTiles:
+        """Tiles of the grouped products for a step of `tokens` tokens."""
+        return default_tiles(tokens, top_k, self.count) if self.tuned is None else self.tuned.find(tokens)
 
     def _by_expert(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None

@@ -43,12 +43,19 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = No
         from kernels.experts import routing_kernel
 
         return routing_kernel.route(logits, routing, bias)
+    return choose(logits, routing, bias)
+
+
+def choose(
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route` by PyTorch's operators."""
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
     ranks = scores if bias is None else scores + bias
     if routing.groups > 1:
         by_group = ranks.unflatten(1, (routing.groups, -1))
         kept = by_group.topk(2)[0].sum(-1).topk(routing.groups_kept)[1]
-        left_out = torch.ones(len(ranks), routing.groups, dtype=torch.bool).scatter_(1, kept, False)
+        left_out = torch.ones(len(ranks), routing.groups, dtype=torch.bool, device=ranks.device).scatter_(1, kept, False)
         ranks = by_group.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
     chosen = ranks.topk(routing.top_k)[1]
     weights = scores.gather(1, chosen)

@@ -55,7 +55,7 @@ class ModelRunner(Executor):
 
         - `model`: a Hugging Face folder.
         - `stage`: the rank's place among all ranks of the replica; by default it is the only one.
-        - `gemm_folder`: keeps the choice of matrix products for the next start on such a GPU.
+        - `gemm_folder`: keeps the choice of matrix products, and of experts' tiles, for the next start on such a GPU.
 
         Raises ValueError if the model or the configuration is not supported.
         """
@@ -283,6 +283,7 @@ class ModelRunner(Executor):
         """Chooses the algorithms of matrix products. Before CUDA graphs are captured, which hold the choice."""
         sizes = product_sizes(self._max_running, self._max_graph_tokens)
         self.decoder.autotune_gemms(sizes, self._token_budget, gemm_folder)
+        self.decoder.autotune_experts(self._token_budget, gemm_folder)
 
     def _warm_up(self) -> None:
         """Loads kernels that a step of a pipeline would otherwise load (`Decoder.warm_up`)."""

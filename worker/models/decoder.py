@@ -23,6 +23,7 @@ from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
 from kernels.linear.linear import Linear
 from kernels.ops.norm import rms_norm
 from worker.models.config import DecoderConfig
+from worker.models.experts import ExpertMLP
 from worker.models.layer import DecoderLayer, ForwardContext
 from worker.models.parameters import pop_layer
 from worker.models.residual_stream import EMBEDDING_TURN, HalfBatchStream, OneTokenStream, ResidualStream
@@ -122,6 +123,16 @@ class Decoder:
             own = layer.linears
             uses += [(each, last if adds else Epilogue.PLAIN) for each, adds in own if isinstance(each, Linear)]
         return autotune(uses, step_sizes, max_tokens, folder=folder)
+
+    @torch.inference_mode()
+    def autotune_experts(self, max_tokens: int, folder: Path | None = None) -> None:
+        """Chooses the tiles of experts for steps of up to `max_tokens` tokens (`kernels.experts.autotune`); `folder`
+        keeps the choices. On a GPU, call before CUDA graphs are captured. Nothing to do for a model without experts."""
+        mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertMLP)]
+        if mlps and self.is_on_gpu:
+            from kernels.experts import autotune as tiles
+
+            tiles.autotune([mlp.experts for mlp in mlps], mlps[0].routing.top_k, max_tokens, folder)
 
     @torch.inference_mode()
     def warm_up(self, max_logits: int) -> None:

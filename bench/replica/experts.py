@@ -1,0 +1,203 @@
+"""Time of a layer's experts on a GPU, by the number of tokens, with the tiles that are the fastest there.
+
+    python -m bench.replica.experts --shape qwen3-30b-a3b --tokens 1,8,64,256,1024,4096 --out experts.json
+
+Results are first compared with PyTorch's, in float32. The last table has for each number of tokens the microseconds of
+a layer with the default and with the chosen tiles, of its parts, and of the floor: reading the experts that are chosen, or
+the arithmetic, whichever takes longer at the rates of `--bytes-per-s` and `--flops`.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.experts import grouped
+from kernels.experts.autotune import TileChoice, autotune, graph_times, routes
+from kernels.experts.experts import Experts
+from kernels.experts.routing import Routing, choose, route
+from kernels.experts.tiles import EACH_PAIR, ExpertTiles, default_tiles
+from kernels.ops.activation import silu_and_mul
+
+LAYERS = 4  # so that no run finds its weights in the L2 cache
+ROUNDS = 20
+TOLERANCE = 0.02  # relative error of bfloat16 against float32
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of a layer's experts."""
+
+    count: int
+    top_k: int
+    hidden: int
+    size: int
+
+
+SHAPES = {
+    "qwen3-30b-a3b": ExpertShape(128, 8, 2048, 768),
+    "qwen3-30b-a3b-tp2": ExpertShape(128, 8, 2048, 384),
+    "mixtral-8x7b": ExpertShape(8, 2, 4096, 14336),
+    "olmoe": ExpertShape(64, 8, 2048, 1024),
+    "tiny": ExpertShape(8, 2, 64, 32),
+}
+
+
+def make_layers(shape: ExpertShape, device: torch.device, dtype: torch.dtype) -> list[Experts]:
+    """Experts of LAYERS layers with random weights, such that outputs are about as large as inputs."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*sizes: int) -> torch.Tensor:
+        made = torch.empty(sizes, device=device, dtype=dtype)
+        return made.normal_(0.0, sizes[-1] ** -0.5, generator=generator)
+
+    count, hidden, size = shape.count, shape.hidden, shape.size
+    return [
+        Experts(random(count, 2 * size, hidden), random(count, hidden, size), silu_and_mul) for _ in range(LAYERS)
+    ]
+
+
+def reference(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """The output of experts on a GPU by PyTorch's operators, in float32."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        tokens, number = torch.where(chosen == expert)
+        gate, up = (x[tokens].float() @ experts.weights.gate_up[expert].float().t()).chunk(2, dim=1)
+        product = (torch.nn.functional.silu(gate) * up) @ experts.weights.down[expert].float().t()
+        total.index_add_(0, tokens, product * shares[tokens, number, None])
+    return total
+
+
+def error(experts: Experts, shape: ExpertShape, tokens: int, tiles: ExpertTiles) -> float:
+    """The relative error of experts with some tiles, also where a part of the experts is elsewhere."""
+    weights = experts.weights
+    chosen, shares = routes(tokens, shape.top_k, shape.count, 1, weights.down.device)[0]
+    x = torch.randn(tokens, shape.hidden, device=weights.down.device).to(weights.down.dtype)
+    wanted = reference(experts, x, chosen, shares)
+    got = grouped.experts(weights, x, chosen, shares, tiles)
+    first = shape.count // 2
+    halves = [
+        weights._replace(gate_up=weights.gate_up[:first], down=weights.down[:first]),
+        weights._replace(gate_up=weights.gate_up[first:], down=weights.down[first:], first=first),
+    ]
+    of_halves = sum(grouped.experts(half, x, chosen, shares, tiles).float() for half in halves)
+    return max(float((each - wanted).norm() / wanted.norm()) for each in (got.float(), of_halves))
+
+
+def routing_errors(shape: ExpertShape, device: torch.device) -> int:
+    """Number of tokens whose experts differ from PyTorch's choice."""
+    logits = torch.randn(512, shape.count, device=device)
+    wrong = 0
+    for routing in (Routing(shape.top_k), Routing(shape.top_k, "sigmoid", scale=2.5, least_sum=1e-20)):
+        bias = torch.rand(shape.count, device=device) if routing.scores == "sigmoid" else None
+        (got, got_shares), (wanted, wanted_shares) = route(logits, routing, bias), choose(logits, routing, bias)
+        wrong += int((got != wanted).any(1).sum())
+        wrong += int(((got_shares - wanted_shares).abs() > 1e-5).any(1).sum())
+    return wrong
+
+
+def floor_us(shape: ExpertShape, tokens: int, bytes_per_s: float, flops: float) -> float:
+    """Microseconds of a layer's experts at a device's rates."""
+    hit = shape.count * (1 - (1 - shape.top_k / shape.count) ** tokens)
+    weights = 3 * shape.hidden * shape.size
+    return 1e6 * max(hit * weights * 2 / bytes_per_s, 2 * weights * tokens * shape.top_k / flops)
+
+
+def parts_us(layers: list[Experts], shape: ExpertShape, tokens: int, tiles: ExpertTiles) -> dict[str, float]:
+    """Microseconds of a layer's parts, each by itself as one CUDA graph of all layers."""
+    device = layers[0].weights.down.device
+    routed = routes(tokens, shape.top_k, shape.count, len(layers), device)
+    x = torch.randn(tokens, shape.hidden, device=device).to(layers[0].weights.down.dtype)
+    logits = torch.randn(tokens, shape.count, device=device)
+    runs: dict[str, list[Any]] = {"route": [partial(route, logits, Routing(shape.top_k)) for _ in layers]}
+    if tiles.rows != EACH_PAIR:
+        per_layer: dict[str, list[Any]] = {"sort": [], "gate_up": [], "down": [], "combine": []}
+        for layer, (chosen, shares) in zip(layers, routed, strict=True):
+            weights = layer.weights
+            sort = partial(grouped.sort_pairs, chosen, 0, shape.count, tiles.rows)
+            blocks = sort()
+            gate_up = partial(grouped.gate_up, weights, x, shape.top_k, blocks, tiles)
+            down = partial(grouped.down, weights, gate_up(), shares, blocks, tiles)
+            per_layer["sort"].append(sort)
+            per_layer["gate_up"].append(gate_up)
+            per_layer["down"].append(down)
+            per_layer["combine"].append(partial(grouped.combine, down(), chosen, 0, shape.count))
+        runs |= per_layer
+    taken = graph_times(list(runs.values()), ROUNDS)
+    return {name: us / len(layers) for name, us in zip(runs, taken, strict=True)}
+
+
+def whole_us(layers: list[Experts], shape: ExpertShape, tokens: int, tiles: ExpertTiles) -> float:
+    """Microseconds of a layer's experts, without the router."""
+    routed = routes(tokens, shape.top_k, shape.count, len(layers), layers[0].weights.down.device)
+    x = torch.randn(tokens, shape.hidden, device=layers[0].weights.down.device).to(layers[0].weights.down.dtype)
+    run = [
+        partial(grouped.experts, layer.weights, x, chosen, shares, tiles)
+        for layer, (chosen, shares) in zip(layers, routed, strict=True)
+    ]
+    return graph_times([run], ROUNDS)[0] / len(layers)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m bench.replica.experts", description=__doc__.split("\n\n")[0])
+    p.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b", help="default: %(default)s")
+    p.add_argument("--tokens", default="1,8,64,256,1024,4096", help="numbers of tokens; default: %(default)s")
+    p.add_argument("--limit-s", type=float, default=300.0, help="seconds of timing tiles; default: %(default)s")
+    p.add_argument("--bytes-per-s", type=float, default=2.5e12, help="for the floor; default: %(default)s, of an H100")
+    p.add_argument("--flops", type=float, default=670e12, help="for the floor; default: %(default)s, of an H100")
+    p.add_argument("--cache", type=Path, help="folder that keeps the chosen tiles")
+    p.add_argument("--out", type=Path, help="file for the results, as JSON")
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("experts: needs a GPU", file=sys.stderr)
+        return 1
+    device, shape = torch.device("cuda"), SHAPES[args.shape]
+    tokens = [int(n) for n in args.tokens.split(",")]
+    layers = make_layers(shape, device, torch.bfloat16)
+    print(f"{args.shape} on {torch.cuda.get_device_name()}: {routing_errors(shape, device)} tokens routed otherwise")
+    failed = routing_errors(shape, device) > 0
+    for n in tokens:
+        wrong = error(layers[0], shape, n, default_tiles(n, shape.top_k, shape.count))
+        print(f"{n} tokens, default tiles: relative error {wrong:.4f}", flush=True)
+        failed |= not wrong < TOLERANCE
+    chosen: dict[int, TileChoice] = autotune(
+        layers, shape.top_k, max(tokens), args.cache, limit_s=args.limit_s
+    )
+    for n, choice in chosen.items():
+        print(f"{n} tokens: {choice.default_us:.1f} -> {choice.chosen_us:.1f} us, {choice.tiles}", flush=True)
+    rows = []
+    for n in tokens:
+        tiles = layers[0].tiles(n, shape.top_k)
+        wrong = error(layers[0], shape, n, tiles)
+        failed |= not wrong < TOLERANCE
+        row: dict[str, Any] = {"tokens": n, "floor": floor_us(shape, n, args.bytes_per_s, args.flops)}
+        row["default"] = whole_us(layers, shape, n, default_tiles(n, shape.top_k, shape.count))
+        row["chosen"] = whole_us(layers, shape, n, tiles)
+        row |= parts_us(layers, shape, n, tiles)
+        rows.append(row | {"error": wrong, "rows": tiles.rows, "gate_up_tile": tiles.gate_up, "down_tile": tiles.down})
+    columns = ("tokens", "floor", "default", "chosen", "route", "sort", "gate_up", "down", "combine", "error", "rows")
+    print(" ".join(f"{name:>8}" for name in columns))
+    for row in rows:
+        print(" ".join(f"{_shown(row.get(name, math.nan)):>8}" for name in columns))
+    if args.out is not None:
+        found = {"device": torch.cuda.get_device_name(), "shape": asdict(shape), "us": rows, "choices": chosen}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return int(failed)
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4f}" if value < 1 else f"{value:.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

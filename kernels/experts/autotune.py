@@ -1,0 +1,254 @@
+"""Autotuning of the grouped products of experts: times tiles at start, and takes the fastest for each number of tokens.
+
+Numbers of tokens are powers of two up to the largest step; a step uses the tiles of the next larger one. Both products
+are timed by themselves, with every number of rows of a block that suits so many tokens, and the rows with the least sum
+are taken. Triton compiles each tile at its first use, which takes longer than timing it: a second or more. So choices are
+kept on disk, and where time runs out, the defaults of `kernels.experts.tiles` remain.
+"""
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels.experts.experts import Experts
+from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles, default_tiles
+from kernels.linear.gemm_autotune import Call, Times, gpu_times
+
+logger = logging.getLogger(__name__)
+
+LIMIT_S = 60.0
+"""Seconds after which timing stops; sizes that have not been timed by then have default tiles."""
+
+VERSION = 1  # of the kernels: choices for another version are not used
+_LAYERS = 4  # layers whose weights a run reads, one after the other
+_ROUNDS = 5
+
+_ROWS = (16, 32, 64, 128)
+# Tiles that were fastest for some number of tokens and some shape, by the rows of a block.
+_GATE_UP = {
+    EACH_PAIR: (ProductTile(2, 1024, 4, 1), ProductTile(4, 512, 4, 1), ProductTile(4, 1024, 4, 1), ProductTile(8, 512, 4, 1)),
+    16: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 3)),
+    32: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 3)),
+    64: (ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(128, 64, 4, 3), ProductTile(128, 64, 8, 3)),
+    128: (ProductTile(64, 64, 4, 4), ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 3), ProductTile(128, 64, 8, 4)),
+}
+_DOWN = {
+    EACH_PAIR: (ProductTile(2, 1024, 4, 1), ProductTile(4, 256, 4, 1), ProductTile(4, 1024, 4, 1), ProductTile(8, 256, 4, 1)),
+    16: (ProductTile(64, 128, 4, 4), ProductTile(128, 64, 4, 4), ProductTile(128, 128, 4, 3), ProductTile(64, 256, 4, 3)),
+    32: (ProductTile(64, 128, 4, 4), ProductTile(128, 64, 4, 4), ProductTile(128, 128, 4, 3), ProductTile(256, 64, 8, 4)),
+    64: (ProductTile(128, 64, 4, 4), ProductTile(128, 128, 4, 3), ProductTile(256, 64, 4, 4), ProductTile(256, 64, 8, 4)),
+    128: (ProductTile(128, 64, 4, 4), ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 3), ProductTile(256, 64, 8, 4)),
+}
+_EACH_PAIR_UP_TO = 16  # tokens: beyond, experts are read several times
+
+
+class TileChoice(NamedTuple):
+    """The result of timing one number of tokens: the fastest tiles, and microseconds of a layer's experts with them and
+    with the default ones."""
+
+    tiles: ExpertTiles
+    chosen_us: float
+    default_us: float
+
+
+def token_counts(most_tokens: int) -> list[int]:
+    """The numbers of tokens to time, the most useful first."""
+    sizes = [1 << power for power in range((most_tokens - 1).bit_length() + 1)]
+    return sorted(sizes, key=lambda size: (size not in (1, 64, 256, 2048), size > 512, -size))
+
+
+def autotune(
+    layers: Sequence[Experts],
+    top_k: int,
+    most_tokens: int,
+    folder: Path | None = None,
+    times: Times | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    limit_s: float = LIMIT_S,
+) -> dict[int, TileChoice]:
+    """Times tiles for all numbers of tokens of steps up to `most_tokens`, and sets the fastest in the layers' `tuned`.
+
+    layers: the experts of all layers, of one shape, on a GPU. folder: where choices are kept; None keeps none. Returns
+    what was chosen by the number of tokens, also if it was kept from an earlier start.
+    """
+    began_s = clock()
+    cache = TileCache(folder, _identity(layers[0], top_k))
+    choices: dict[int, TileChoice] = {}
+    untimed = []
+    for tokens in token_counts(most_tokens):
+        choice = cache.find(tokens)
+        if choice is None and clock() - began_s < limit_s:
+            choice = _fastest(layers[:_LAYERS], top_k, tokens, times or graph_times)
+            cache.add(tokens, choice)
+        if choice is None:
+            untimed.append(tokens)
+        else:
+            choices[tokens] = choice
+    if untimed:
+        logger.warning("It takes too long: experts of %s tokens have default tiles", ", ".join(map(str, sorted(untimed))))
+    cache.save()
+    tiles = {tokens: default_tiles(tokens, top_k, layers[0].count) for tokens in untimed}
+    tuned = TunedTiles(tiles | {tokens: choice.tiles for tokens, choice in choices.items()})
+    for layer in layers:
+        layer.tuned = tuned
+    logger.info("Chose tiles of experts in %.1f s", clock() - began_s)
+    return dict(sorted(choices.items()))
+
+
+def routes(tokens: int, top_k: int, experts: int, count: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`count` random choices of experts with their weights, evenly spread, as `kernels.experts.routing.route` returns
+    them."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    found = []
+    for _ in range(count):
+        scores = torch.rand(tokens, experts, generator=generator, device=device)
+        found.append((scores.topk(top_k)[1].int(), torch.full((tokens, top_k), 1.0 / top_k, device=device)))
+    return found
+
+
+def graph_times(runs: Sequence[Sequence[Call]], rounds: int) -> list[float]:
+    """`gpu_times` of runs as CUDA graphs: the host would take longer than the GPU to launch the kernels of few tokens one
+    by one."""
+    graphs = []
+    for calls in runs:
+        for call in calls:
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        graphs.append([graph.replay])
+    return gpu_times(graphs, rounds)
+
+
+def _rows(tokens: int, top_k: int, experts: int) -> list[int]:
+    """The rows of blocks that suit a number of tokens."""
+    mean = max(1.0, tokens * top_k / experts)
+    suiting = [rows for rows in _ROWS if rows < 8 * mean or rows == _ROWS[0]]
+    suiting = [rows for rows in suiting if rows * 4 > mean or rows == _ROWS[-1]]
+    return [EACH_PAIR, *suiting] if tokens <= _EACH_PAIR_UP_TO else suiting
+
+
+def _fastest(layers: Sequence[Experts], top_k: int, tokens: int, times: Times) -> TileChoice:
+    """Times all tiles that suit a number of tokens. The rest of a layer's experts, such as sorting, takes the same time
+    whatever the tiles are, and is left out but for `EACH_PAIR`, which lacks it."""
+    own = layers[0]
+    routed = routes(tokens, top_k, own.count, len(layers), own.weights.down.device)
+    default = default_tiles(tokens, top_k, own.count)
+    found: list[tuple[float, ExpertTiles]] = []
+    for rows in _rows(tokens, top_k, own.count):
+        gate_ups = {default.gate_up, *_GATE_UP[rows]} if default.rows == rows else set(_GATE_UP[rows])
+        downs = {default.down, *_DOWN[rows]} if default.rows == rows else set(_DOWN[rows])
+        candidates = [ExpertTiles(rows, gate, next(iter(downs))) for gate in sorted(gate_ups)]
+        best = _best(layers, routed, candidates, times)
+        if best is not None:
+            candidates = [best[1]._replace(down=tile) for tile in sorted(downs)]
+            best = _best(layers, routed, candidates, times)
+        if best is not None:
+            found.append(best)
+    default_us = _best(layers, routed, [default], times)
+    best_us, tiles = min(found, default=(0.0, default))
+    return TileChoice(tiles, best_us, default_us[0] if default_us is not None else best_us)
+
+
+def _best(
+    layers: Sequence[Experts], routed: Sequence[Any], candidates: Iterable[ExpertTiles], times: Times
+) -> tuple[float, ExpertTiles] | None:
+    """The candidate with the least time, in microseconds of one layer; None if none of them runs."""
+    usable, runs = [], []
+    size = layers[0].weights.down.shape[1]
+    x = torch.randn(len(routed[0][0]), size, device=routed[0][0].device).to(layers[0].weights.down.dtype)
+    for tiles in candidates:
+        calls: list[Call] = [
+            partial(_run, layer, x, chosen, shares, tiles)
+            for layer, (chosen, shares) in zip(layers, routed, strict=True)
+        ]
+        if _compiles(calls[0]):
+            usable.append(tiles)
+            runs.append(calls)
+    if not usable:
+        return None
+    taken = times(runs, _ROUNDS)
+    best = min(range(len(usable)), key=taken.__getitem__)
+    return taken[best] / len(layers), usable[best]
+
+
+def _run(layer: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, tiles: ExpertTiles) -> None:
+    from kernels.experts import grouped
+
+    grouped.experts(layer.weights, x, chosen, shares, tiles)
+
+
+def _compiles(call: Call) -> bool:
+    """Whether a tile fits the GPU: one that needs too much shared memory does not."""
+    try:
+        call()
+    except Exception as error:  # Triton's errors have no common class
+        logger.debug("%s", error)
+        return False
+    return True
+
+
+def _identity(own: Experts, top_k: int) -> str:
+    import triton
+
+    count, hidden, size = own.weights.down.shape
+    dtype = str(own.weights.down.dtype).removeprefix("torch.")
+    device = torch.cuda.get_device_name(own.weights.down.device) if own.weights.down.is_cuda else "cpu"
+    return f"experts-{VERSION}-{device}-triton{triton.__version__}-{count}x{hidden}x{size}-top{top_k}-{dtype}"
+
+
+class TileCache:
+    """The choices for one shape on one kind of GPU, in a file of `folder`; without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None, identity: str) -> None:
+        """A file that cannot be read counts as empty."""
+        self._file = None if folder is None else folder / (re.sub(r"[^A-Za-z0-9.]+", "_", identity) + ".json")
+        self._choices = {} if self._file is None else _read(self._file)
+        self._is_new = False
+
+    def find(self, tokens: int) -> TileChoice | None:
+        """The choice for a number of tokens; None if it has not been timed."""
+        return self._choices.get(tokens)
+
+    def add(self, tokens: int, choice: TileChoice) -> None:
+        """Keeps a choice."""
+        self._choices[tokens], self._is_new = choice, True
+
+    def save(self) -> None:
+        """Writes the file if a choice was added. Gives up with a warning if the folder cannot be written."""
+        if self._file is None or not self._is_new:
+            return
+        half = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            half.write_text(json.dumps({str(tokens): choice for tokens, choice in self._choices.items()}))
+            half.replace(self._file)
+        except OSError as error:
+            logger.warning("The choice of tiles is not kept: %s", error)
+
+
+def _read(file: Path) -> dict[int, TileChoice]:
+    try:
+        saved = json.loads(file.read_text())
+        return {
+            int(tokens): TileChoice(
+                ExpertTiles(int(rows), ProductTile(*map(int, gate_up)), ProductTile(*map(int, down))),
+                float(chosen_us),
+                float(default_us),
+            )
+            for tokens, ((rows, gate_up, down), chosen_us, default_us) in saved.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("%s is ignored, and tiles are timed again: %s", file, error)
+        return {}

@@ -1,0 +1,167 @@
+"""The products of experts for few tokens on a GPU, which are bound by reading the weights of the experts chosen.
+
+Each (token, expert) pair is computed by itself, without sorting: `_gate_up_pair`, then `_down_token`, which also adds
+the outputs of a token's experts. An expert that several tokens have is read once for each, from the L2 cache at best.
+
+Imported only where there is a GPU (or Triton's interpreter). Arithmetic is in float32 whatever the tensors' dtypes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import pdl
+from kernels.experts.experts import ExpertWeights
+from kernels.experts.tiles import ExpertTiles
+from kernels.ops.fused import activated
+from kernels.pdl import launch_dependents, wait_for_previous
+
+
+def experts(
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    tiles: ExpertTiles,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.experts.grouped.experts` for few tokens. A tile's `columns` are outputs of a program, its `depth` the
+    columns of the weight that it reads at a time."""
+    inner = gate_up(weights, x, chosen, tiles)
+    return down(weights, inner, chosen, shares, tiles, out)
+
+
+def gate_up(weights: ExpertWeights, x: torch.Tensor, chosen: torch.Tensor, tiles: ExpertTiles) -> torch.Tensor:
+    """The activated intermediate states, `[n * top_k, size]`. Those of experts that are elsewhere are not set."""
+    count, hidden, size = len(weights.gate_up), x.shape[1], weights.down.shape[2]
+    tile = tiles.gate_up
+    inner = x.new_empty(chosen.numel(), size)
+    _gate_up_pair[(triton.cdiv(size, tile.columns), len(inner))](
+        x,
+        weights.gate_up,
+        chosen,
+        inner,
+        hidden,
+        size,
+        chosen.shape[1],
+        weights.first,
+        count,
+        weights.is_gelu,
+        tile.columns,
+        min(tile.depth, triton.next_power_of_2(hidden)),
+        num_warps=tile.warps,
+        **pdl.OPTIONS,
+    )
+    return inner
+
+
+def down(
+    weights: ExpertWeights,
+    inner: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    tiles: ExpertTiles,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum of each token's experts, times their shares, `[n, hidden]`, in `out` if given."""
+    (count, hidden, size), (n, top_k) = weights.down.shape, chosen.shape
+    tile = tiles.down
+    if out is None:
+        out = inner.new_empty(n, hidden)
+    _down_token[(triton.cdiv(hidden, tile.columns), n)](
+        inner,
+        weights.down,
+        chosen,
+        shares,
+        out,
+        hidden,
+        size,
+        weights.first,
+        count,
+        top_k,
+        tile.columns,
+        min(tile.depth, triton.next_power_of_2(size)),
+        num_warps=tile.warps,
+        **pdl.OPTIONS,
+    )
+    return out
+
+
+@triton.jit
+def _gate_up_pair(
+    x,
+    weight,
+    chosen,
+    inner,
+    hidden,
+    size,
+    top_k,
+    first,
+    experts,
+    GELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    launch_dependents()
+    wait_for_previous()
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(chosen + pair).to(tl.int64) - first
+    if (expert < 0) | (expert >= experts):
+        return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < size
+    at = tl.arange(0, BLOCK)
+    gates = weight + expert * 2 * size * hidden + row[:, None] * hidden
+    ups = gates + size * hidden
+    source = x + pair // top_k * hidden
+    gate = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    up = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for begin in range(0, hidden, BLOCK):
+        place = begin + at
+        inside = place < hidden
+        mask = is_row[:, None] & inside[None, :]
+        opened = tl.load(gates + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        lifted = tl.load(ups + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gate += opened.to(tl.float32) * value
+        up += lifted.to(tl.float32) * value
+    result = activated(tl.sum(gate, 1), GELU) * tl.sum(up, 1)
+    tl.store(inner + pair * size + row, result.to(inner.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _down_token(
+    inner,
+    weight,
+    chosen,
+    shares,
+    out,
+    hidden,
+    size,
+    first,
+    experts,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    launch_dependents()
+    wait_for_previous()
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < hidden
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for number in range(TOP_K):
+        pair = token * TOP_K + number
+        expert = tl.load(chosen + pair).to(tl.int64) - first
+        is_here = (expert >= 0) & (expert < experts)
+        share = tl.where(is_here, tl.load(shares + pair), 0.0)
+        lines = weight + tl.where(is_here, expert, 0) * hidden * size + row[:, None] * size
+        for begin in range(0, size, BLOCK):
+            place = begin + at
+            inside = (place < size) & is_here
+            mask = is_row[:, None] & inside[None, :]
+            part = tl.load(lines + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            value = tl.load(inner + pair * size + place, mask=inside, other=0.0).to(tl.float32) * share
+            total += part.to(tl.float32) * value[None, :]
+    tl.store(out + token * hidden + row, tl.sum(total, 1).to(out.dtype.element_ty), mask=is_row)
