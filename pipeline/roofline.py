@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.shape import BatchShape, unused_rows
-from pipeline.stages import split_layers
+from pipeline.stages import split_costs
 
 # How round the corner of the roofline is: max(a, b) ~ (a^p + b^p)^(1/p). Fitted to the linear layers of Llama-3.1-8B at
 # 1 to 2,048 tokens on an H200; the error is at most 4%.
@@ -58,7 +58,11 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a transformer, from its public configuration. Two bytes per number."""
+    """Sizes of a transformer, from its public configuration. Two bytes per number.
+
+    A model with `experts` has them in all layers but the first `dense_layers`: each token uses `chosen` experts of
+    inner size `expert_inner`, and shared ones of inner size `shared_inner` together.
+    """
 
     name: str
     layers: int
@@ -70,12 +74,40 @@ class ModelSpec:
     vocab: int
     gated: bool = True
     element_bytes: int = 2
+    experts: int = 0
+    chosen: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+    dense_layers: int = 0
+
+    @property
+    def sparse_layers(self) -> int:
+        """Number of layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def layer_weights(self) -> int:
-        """Number of matrix elements in one layer."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + self.hidden * self.inner * (3 if self.gated else 2)
+        """Number of matrix elements in one layer without experts."""
+        return self._attention_weights + self.hidden * self.inner * (3 if self.gated else 2)
+
+    @property
+    def all_weights(self) -> int:
+        """Number of matrix elements in all layers."""
+        sparse = self.sparse_layers
+        return (self.layers - sparse) * self.layer_weights + sparse * round(self.sparse_weights(self.experts))
+
+    def sparse_weights(self, experts: float) -> float:
+        """Number of matrix elements in a layer with experts, of which only as many count."""
+        always = self._attention_weights + self.hidden * (self.experts + 3 * self.shared_inner)
+        return always + 3.0 * self.hidden * self.expert_inner * experts
+
+    def experts_used(self, tokens: float) -> float:
+        """Number of a layer's experts that some of `tokens` tokens use, if all are as likely."""
+        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens)
+
+    @property
+    def _attention_weights(self) -> int:
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def head_weights(self) -> int:
@@ -113,6 +145,9 @@ MODELS = {
     "llama-8b": ModelSpec("llama-8b", 32, 4096, 14336, 32, 8, 128, 128256),
     "llama-70b": ModelSpec("llama-70b", 80, 8192, 28672, 64, 8, 128, 128256),
     "llama-405b": ModelSpec("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256),
+    "qwen3-30b-a3b": ModelSpec(
+        "qwen3-30b-a3b", 48, 2048, 6144, 32, 4, 128, 151936, experts=128, chosen=8, expert_inner=768
+    ),
     "falcon-180b": ModelSpec("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, gated=False),
 }
 
@@ -124,6 +159,7 @@ class StageSpec:
     - `link` joins the ranks; None for a single rank.
     - `has_head`: whether the stage has the head.
     - `rows`: number of rows that the stage computes for a step.
+    - `sparse_layers`: of the layers, the number of those with experts.
 
     With more ranks than KV heads, several ranks hold the same KV.
     """
@@ -135,16 +171,23 @@ class StageSpec:
     ranks: int = 1
     link: LinkSpec | None = None
     rows: PaddedSizes = UNPADDED
+    sparse_layers: int = 0
 
     def seconds(self, shape: BatchShape) -> float:
         """Seconds of one step."""
         model, device = self.model, self.device
         n = self.rows.padded(shape)
         whole = n + unused_rows(n)
-        seconds = self.layers * self._product_s(model.layer_weights, whole)
+        dense = self.layers - self.sparse_layers
+        seconds = dense * self._product_s(model.layer_weights, whole)
         layer_s = device.mixed_layer_s if shape.chunks else device.layer_s
-        small = n * model.element_bytes * (HIDDEN_PASSES * model.hidden + INNER_PASSES * model.inner / self.ranks)
-        seconds += self.layers * (layer_s + small / device.bytes_per_s + self._attention_s(shape))
+        seconds += self.layers * (layer_s + self._attention_s(shape))
+        seconds += dense * self._small_s(n, model.inner)
+        if self.sparse_layers:
+            read, multiplied = model.sparse_weights(model.experts_used(n)), model.sparse_weights(model.chosen)
+            inner = model.chosen * model.expert_inner + model.shared_inner
+            sparse_s = self._product_s(read, whole, multiplied) + self._small_s(n, inner)
+            seconds += self.sparse_layers * sparse_s
         if self.has_head:
             seconds += self._product_s(model.head_weights, shape.decodes + shape.chunks)
         if self.link is not None and self.ranks > 1:
@@ -154,7 +197,9 @@ class StageSpec:
     def kv_tokens(self, used: float = 0.9, reserved_bytes: float = 4e9) -> int:
         """Tokens whose KV the stage can hold. `used`: fraction of the memory for weights, KV and `reserved_bytes`."""
         model = self.model
-        weights = self.layers * model.layer_weights + (model.head_weights if self.has_head else 0)
+        weights = (self.layers - self.sparse_layers) * model.layer_weights
+        weights += self.sparse_layers * round(model.sparse_weights(model.experts))
+        weights += model.head_weights if self.has_head else 0
         free = self.device.memory_bytes * used - weights * model.element_bytes / self.ranks - reserved_bytes
         return max(0, int(free * self._kv_parts / (self.layers * model.kv_bytes)))
 
@@ -163,9 +208,16 @@ class StageSpec:
         """Number of parts into which the ranks divide the KV."""
         return min(self.ranks, self.model.kv_heads)
 
-    def _product_s(self, weights: int, tokens: int) -> float:
+    def _small_s(self, tokens: int, inner: int) -> float:
+        """Seconds of a layer's operators between its products."""
+        moved = HIDDEN_PASSES * self.model.hidden + INNER_PASSES * inner / self.ranks
+        return tokens * self.model.element_bytes * moved / self.device.bytes_per_s
+
+    def _product_s(self, weights: float, tokens: int, multiplied: float | None = None) -> float:
+        """Seconds of products that read `weights` elements, and multiply each token with `multiplied` of them, by
+        default all."""
         memory = weights * self.model.element_bytes / self.ranks / self.device.bytes_per_s
-        arithmetic = 2.0 * weights * tokens / self.ranks / self.device.flops
+        arithmetic = 2.0 * (weights if multiplied is None else multiplied) * tokens / self.ranks / self.device.flops
         return (memory**ROUNDNESS + arithmetic**ROUNDNESS) ** (1 / ROUNDNESS)
 
     def _attention_s(self, shape: BatchShape) -> float:
@@ -188,5 +240,19 @@ def make_stages(
     rows: PaddedSizes = UNPADDED,
 ) -> list[StageSpec]:
     """All layers divided over `stages` stages of `ranks` devices each."""
-    ranges = split_layers(model.layers, stages, model.head_weights / model.layer_weights)
-    return [StageSpec(model, device, len(layers), layers.stop == model.layers, ranks, link, rows) for layers in ranges]
+    is_sparse = [model.experts > 0 and index >= model.dense_layers for index in range(model.layers)]
+    read = [model.sparse_weights(model.experts) if sparse else float(model.layer_weights) for sparse in is_sparse]
+    multiplied = [model.sparse_weights(model.chosen) if sparse else float(model.layer_weights) for sparse in is_sparse]
+    return [
+        StageSpec(
+            model,
+            device,
+            len(layers),
+            layers.stop == model.layers,
+            ranks,
+            link,
+            rows,
+            sum(is_sparse[layers.start : layers.stop]),
+        )
+        for layers in split_costs(read, multiplied, stages, float(model.head_weights))
+    ]

@@ -43,6 +43,13 @@ _QWEN3 = {
     "sliding_window": None,
     "dtype": "bfloat16",
 }
+_QWEN3_MOE = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 _SMALL = _LLAMA | {"vocab_size": 10240, "bos_token_id": 10238, "eos_token_id": 10239}
 
 
@@ -73,6 +80,18 @@ SHAPES: dict[str, Shape] = {
     "llama-70b": _shape("llama70b", _LLAMA, 80, 8192, 28672, 64, 8),
     "qwen3-0.6b": _shape("qwen3_06b", _QWEN3, 28, 1024, 3072, 16, 8, tie_word_embeddings=True),
     "qwen3-14b": _shape("qwen3_14b", _QWEN3, 40, 5120, 17408, 40, 8),
+    "qwen3-30b-a3b": _shape(
+        "qwen3_30b_a3b",
+        _QWEN3_MOE,
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
     # For trying out a benchmark on any machine. The vocabulary holds the token ids of every workload. With `tiny`, a
     # CPU computes a step faster than the host prepares it; with `small`, computing takes longer.
     "tiny": _shape("tiny", _SMALL, 2, 64, 128, 4, 2, head_dim=64),

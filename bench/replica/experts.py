@@ -3,8 +3,8 @@
     python -m bench.replica.experts --shape qwen3-30b-a3b --tokens 1,8,64,256,1024,4096 --out experts.json
 
 Results are first compared with PyTorch's, in float32. The last table has for each number of tokens the microseconds of
-a layer with the default and with the chosen tiles, of its parts, and of the floor: reading the experts that are chosen, or
-the arithmetic, whichever takes longer at the rates of `--bytes-per-s` and `--flops`.
+a layer with the default and with the chosen tiles, of its parts, and of the floor: reading the experts that are chosen,
+or the arithmetic, whichever takes longer at the rates of `--bytes-per-s` and `--flops`.
 """
 
 import argparse
@@ -58,9 +58,7 @@ def make_layers(shape: ExpertShape, device: torch.device, dtype: torch.dtype) ->
         return made.normal_(0.0, sizes[-1] ** -0.5, generator=generator)
 
     count, hidden, size = shape.count, shape.hidden, shape.size
-    return [
-        Experts(random(count, 2 * size, hidden), random(count, hidden, size), silu_and_mul) for _ in range(LAYERS)
-    ]
+    return [Experts(random(count, 2 * size, hidden), random(count, hidden, size), silu_and_mul) for _ in range(LAYERS)]
 
 
 def reference(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -170,9 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         wrong = error(layers[0], shape, n, default_tiles(n, shape.top_k, shape.count))
         print(f"{n} tokens, default tiles: relative error {wrong:.4f}", flush=True)
         failed |= not wrong < TOLERANCE
-    chosen: dict[int, TileChoice] = autotune(
-        layers, shape.top_k, max(tokens), args.cache, limit_s=args.limit_s
-    )
+    chosen: dict[int, TileChoice] = autotune(layers, shape.top_k, max(tokens), args.cache, limit_s=args.limit_s)
     for n, choice in chosen.items():
         print(f"{n} tokens: {choice.default_us:.1f} -> {choice.chosen_us:.1f} us, {choice.tiles}", flush=True)
     rows = []

@@ -2,8 +2,8 @@
 
 Numbers of tokens are powers of two up to the largest step; a step uses the tiles of the next larger one. Both products
 are timed by themselves, with every number of rows of a block that suits so many tokens, and the rows with the least sum
-are taken. Triton compiles each tile at its first use, which takes longer than timing it: a second or more. So choices are
-kept on disk, and where time runs out, the defaults of `kernels.experts.tiles` remain.
+are taken. Triton compiles each tile at its first use, which takes longer than timing it: a second or more. So choices
+are kept on disk, and where time runs out, the defaults of `kernels.experts.tiles` remain.
 """
 
 import json
@@ -34,18 +34,48 @@ _ROUNDS = 5
 _ROWS = (16, 32, 64, 128)
 # Tiles that were fastest for some number of tokens and some shape, by the rows of a block.
 _GATE_UP = {
-    EACH_PAIR: (ProductTile(2, 1024, 4, 1), ProductTile(4, 512, 4, 1), ProductTile(4, 1024, 4, 1), ProductTile(8, 512, 4, 1)),
+    EACH_PAIR: (
+        ProductTile(2, 1024, 4, 1),
+        ProductTile(4, 512, 4, 1),
+        ProductTile(4, 1024, 4, 1),
+        ProductTile(8, 512, 4, 1),
+    ),
     16: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 3)),
     32: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 3)),
     64: (ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(128, 64, 4, 3), ProductTile(128, 64, 8, 3)),
     128: (ProductTile(64, 64, 4, 4), ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 3), ProductTile(128, 64, 8, 4)),
 }
 _DOWN = {
-    EACH_PAIR: (ProductTile(2, 1024, 4, 1), ProductTile(4, 256, 4, 1), ProductTile(4, 1024, 4, 1), ProductTile(8, 256, 4, 1)),
-    16: (ProductTile(64, 128, 4, 4), ProductTile(128, 64, 4, 4), ProductTile(128, 128, 4, 3), ProductTile(64, 256, 4, 3)),
-    32: (ProductTile(64, 128, 4, 4), ProductTile(128, 64, 4, 4), ProductTile(128, 128, 4, 3), ProductTile(256, 64, 8, 4)),
-    64: (ProductTile(128, 64, 4, 4), ProductTile(128, 128, 4, 3), ProductTile(256, 64, 4, 4), ProductTile(256, 64, 8, 4)),
-    128: (ProductTile(128, 64, 4, 4), ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 3), ProductTile(256, 64, 8, 4)),
+    EACH_PAIR: (
+        ProductTile(2, 1024, 4, 1),
+        ProductTile(4, 256, 4, 1),
+        ProductTile(4, 1024, 4, 1),
+        ProductTile(8, 256, 4, 1),
+    ),
+    16: (
+        ProductTile(64, 128, 4, 4),
+        ProductTile(128, 64, 4, 4),
+        ProductTile(128, 128, 4, 3),
+        ProductTile(64, 256, 4, 3),
+    ),
+    32: (
+        ProductTile(64, 128, 4, 4),
+        ProductTile(128, 64, 4, 4),
+        ProductTile(128, 128, 4, 3),
+        ProductTile(256, 64, 8, 4),
+    ),
+    64: (
+        ProductTile(128, 64, 4, 4),
+        ProductTile(128, 128, 4, 3),
+        ProductTile(256, 64, 4, 4),
+        ProductTile(256, 64, 8, 4),
+    ),
+    128: (
+        ProductTile(128, 64, 4, 4),
+        ProductTile(128, 64, 8, 4),
+        ProductTile(256, 64, 8, 3),
+        ProductTile(256, 64, 8, 4),
+    ),
 }
 _EACH_PAIR_UP_TO = 16  # tokens: beyond, experts are read several times
 
@@ -93,7 +123,9 @@ def autotune(
         else:
             choices[tokens] = choice
     if untimed:
-        logger.warning("It takes too long: experts of %s tokens have default tiles", ", ".join(map(str, sorted(untimed))))
+        logger.warning(
+            "It takes too long: experts of %s tokens have default tiles", ", ".join(map(str, sorted(untimed)))
+        )
     cache.save()
     tiles = {tokens: default_tiles(tokens, top_k, layers[0].count) for tokens in untimed}
     tuned = TunedTiles(tiles | {tokens: choice.tiles for tokens, choice in choices.items()})
@@ -103,7 +135,9 @@ def autotune(
     return dict(sorted(choices.items()))
 
 
-def routes(tokens: int, top_k: int, experts: int, count: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def routes(
+    tokens: int, top_k: int, experts: int, count: int, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """`count` random choices of experts with their weights, evenly spread, as `kernels.experts.routing.route` returns
     them."""
     generator = torch.Generator(device).manual_seed(tokens)
@@ -115,8 +149,8 @@ def routes(tokens: int, top_k: int, experts: int, count: int, device: torch.devi
 
 
 def graph_times(runs: Sequence[Sequence[Call]], rounds: int) -> list[float]:
-    """`gpu_times` of runs as CUDA graphs: the host would take longer than the GPU to launch the kernels of few tokens one
-    by one."""
+    """`gpu_times` of runs as CUDA graphs: the host would take longer than the GPU to launch the kernels of few tokens
+    one by one."""
     graphs = []
     for calls in runs:
         for call in calls:

@@ -6,8 +6,8 @@
 3. `_down` computes the output of each pair, times its weight.
 4. `_combine` adds the outputs of each token's pairs, in their order.
 
-Grids depend on the number of tokens alone: programs without a block end at once. So nothing waits for the device, and all
-of it may be in a CUDA graph. An output does not depend on the other tokens but by the choice of tiles.
+Grids depend on the number of tokens alone: programs without a block end at once. So nothing waits for the device, and
+all of it may be in a CUDA graph. An output does not depend on the other tokens but by the choice of tiles.
 
 Imported only where there is a GPU (or Triton's interpreter). Sums are in float32 whatever the tensors' dtypes.
 """
@@ -36,7 +36,7 @@ class PairBlocks(NamedTuple):
 
     | field | shape | meaning |
     | --- | --- | --- |
-    | `pairs` | int32 `[n * top_k]` | pairs in the order of their experts; those of experts that are elsewhere are left out |
+    | `pairs` | int32 `[n * top_k]` | pairs in the order of their experts, without those elsewhere |
     | `expert` | int32 `[most blocks]` | expert of each block, -1 for none |
     | `first`, `count` | int32 `[most blocks]` | the block's part of `pairs` |
     """
@@ -109,7 +109,9 @@ def sort_pairs(chosen: torch.Tensor, first: int, experts: int, rows: int) -> Pai
     return blocks
 
 
-def gate_up(weights: ExpertWeights, x: torch.Tensor, top_k: int, blocks: PairBlocks, tiles: ExpertTiles) -> torch.Tensor:
+def gate_up(
+    weights: ExpertWeights, x: torch.Tensor, top_k: int, blocks: PairBlocks, tiles: ExpertTiles
+) -> torch.Tensor:
     """The activated intermediate states, `[n * top_k, size]`, in the order of `blocks.pairs`."""
     hidden, size = x.shape[1], weights.down.shape[2]
     tile = tiles.gate_up
@@ -279,8 +281,8 @@ def _gate_up(
     launch_dependents()
     wait_for_previous()
     program = tl.program_id(0)
-    # Programs of a block follow each other, and then those of the expert's next block: its weight, and the tokens' states,
-    # are read from memory once.
+    # Programs of a block follow each other, and then those of the expert's next block: its weight, and the tokens'
+    # states, are read from memory once.
     columns = tl.cdiv(size, COLUMNS)
     block = program // columns
     column = program % columns * COLUMNS + tl.arange(0, COLUMNS)

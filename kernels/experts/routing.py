@@ -16,7 +16,7 @@ class Routing:
     | `scores` | how logits become scores |
     | `is_normalised` | the scores of a token's experts are divided by their sum |
     | `scale` | factor of all weights, applied last |
-    | `groups`, `groups_kept` | experts are in `groups` groups of the same size; a token's experts are in `groups_kept` of them |
+    | `groups`, `groups_kept` | experts are in `groups` equal groups; a token's are in `groups_kept` of them |
     | `least_sum` | least divisor of the normalisation |
 
     A softmax over the logits of the chosen experts alone, as some models have, is a softmax over all logits whose
@@ -32,7 +32,9 @@ class Routing:
     least_sum: float = 0.0
 
 
-def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the experts of each token, int32 `[n, top_k]`, and their weights, float32 `[n, top_k]`, in any order.
 
     logits: float32 `[n, experts]`. bias: float32 `[experts]`, added to scores for the choice of experts, and not for
@@ -55,7 +57,9 @@ def choose(
     if routing.groups > 1:
         by_group = ranks.unflatten(1, (routing.groups, -1))
         kept = by_group.topk(2)[0].sum(-1).topk(routing.groups_kept)[1]
-        left_out = torch.ones(len(ranks), routing.groups, dtype=torch.bool, device=ranks.device).scatter_(1, kept, False)
+        left_out = torch.ones(len(ranks), routing.groups, dtype=torch.bool, device=ranks.device).scatter_(
+            1, kept, False
+        )
         ranks = by_group.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
     chosen = ranks.topk(routing.top_k)[1]
     weights = scores.gather(1, chosen)

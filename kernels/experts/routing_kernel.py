@@ -12,7 +12,9 @@ from kernels.experts.routing import Routing, choose
 from kernels.pdl import launch_dependents, wait_for_previous
 
 
-def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.experts.routing.route` for contiguous logits. Experts in groups are chosen by PyTorch's operators."""
     if routing.groups > 1:
         return choose(logits, routing, bias)

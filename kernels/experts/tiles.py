@@ -8,8 +8,8 @@ EACH_PAIR = 0
 
 
 class ProductTile(NamedTuple):
-    """A program's part of one product. It computes `columns` outputs, and reads `depth` columns of the weight at a time,
-    `stages` of these in flight, with `warps` warps."""
+    """A program's part of one product. It computes `columns` outputs, and reads `depth` columns of the weight at a
+    time, `stages` of these in flight, with `warps` warps."""
 
     columns: int
     depth: int

@@ -14,9 +14,9 @@ class Rope:
     """The parameters of a rotary embedding. `kind` is one of KINDS, `theta` the base, `scaling` the other parameters of
     that kind, with the names that Hugging Face configurations give them.
 
-    Dimension i of a head is paired with `i + head_dim // 2`. A model with other pairs, or one that rotates only the first
-    `rotated` dimensions (None: all), has its heads in `order`: the weights of queries and keys are rearranged as they
-    load, which changes no product of the two. Pairs that are not rotated turn by an angle of zero.
+    Dimension i of a head is paired with `i + head_dim // 2`. A model with other pairs, or one that rotates only the
+    first `rotated` dimensions (None: all), has its heads in `order`: the weights of queries and keys are rearranged as
+    they load, which changes no product of the two. Pairs that are not rotated turn by an angle of zero.
 
     The dynamic kind has no effect up to the model's own context length, and longer contexts are not served: beyond it,
     a token's keys would depend on the lengths of other sequences in the batch.

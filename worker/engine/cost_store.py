@@ -179,8 +179,16 @@ def _load(model: CostModel, file: Path) -> None:
 def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: PaddedSizes) -> CostModel:
     known: DeviceSpec = next((found for key, found in DEVICES.items() if key in device.lower()), DEVICES["h200"])
     link = LINKS["nvlink"] if config.tp > 1 else None
+    experts = shard.config.experts
     stage = StageSpec(
-        roofline_model(name, shard.whole), known, len(shard.layers), shard.config.is_last, config.tp, link, rows
+        roofline_model(name, shard.whole),
+        known,
+        len(shard.layers),
+        shard.config.is_last,
+        config.tp,
+        link,
+        rows,
+        0 if experts is None else sum(experts.layers),
     )
     whole = shard.whole
     identity: dict[str, Any] = {
@@ -193,4 +201,6 @@ def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: Pad
         "pp": config.pp,
         "stage": shard.stage,
     }
+    if whole.experts is not None:
+        identity["experts"] = [whole.experts.count, whole.experts.routing.top_k, whole.experts.intermediate_size]
     return CostModel(stage.seconds, identity, shard.stage, rows)

@@ -27,7 +27,7 @@ class DraftBytes(NamedTuple):
         """Returns the memory of the model in a folder, for as many sequences at once."""
         config = decoder_config(read_config(model))
         sizes = roofline_model("", config)
-        parameters = config.num_layers * sizes.layer_weights + (1 if config.tied_embeddings else 2) * sizes.head_weights
+        parameters = sizes.all_weights + (1 if config.tied_embeddings else 2) * sizes.head_weights
         fixed = int(parameters * dtype.itemsize)
         if device.type == "cuda":
             fixed += 4 * max_running * config.vocab_size + GRAPHS_BYTES

@@ -65,8 +65,8 @@ class _Piece(NamedTuple):
 
 
 class _Destination(NamedTuple):
-    """Destination of a checkpoint's tensor of `shape`: its `pieces` along `dim` go to `parameter`. `expert` is the index
-    in the parameter's first dimension, which the tensor lacks; None if it has all dimensions."""
+    """Destination of a checkpoint's tensor of `shape`: its `pieces` along `dim` go to `parameter`. `expert` is the
+    index in the parameter's first dimension, which the tensor lacks; None if it has all dimensions."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -96,8 +96,8 @@ def load_weights(
 
     A rank reads only its own part, into `device`'s memory. `dummy` reads no tensors, and makes the same random weights
     for any number of ranks. With `quantization`, each matrix of the layers becomes an `Fp8Weight` as soon as it is
-    complete. Raises ValueError if a file cannot be read, or a tensor is missing, unexpected or of the wrong shape, or if
-    the model has experts and is to be quantized.
+    complete. Raises ValueError if a file cannot be read, or a tensor is missing, unexpected or of the wrong shape, or
+    if the model has experts and is to be quantized.
     """
     config = shard.whole
     if quantization is not None and config.experts is not None:
@@ -252,7 +252,11 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]
     """Destinations of the tensors of a layer's experts, by the names of `_canonical`."""
     experts, hidden = shard.whole.experts, shard.whole.hidden_size
     assert experts is not None
-    rows, kept, own_rows = experts.intermediate_size, shard.expert_intermediate, -(-experts.intermediate_size // shard.size)
+    rows, kept, own_rows = (
+        experts.intermediate_size,
+        shard.expert_intermediate,
+        -(-experts.intermediate_size // shard.size),
+    )
     destinations = _mlp_destinations(shard, "mlp.shared_experts", experts.shared_size, shard.shared_intermediate)
     destinations["mlp.shared_expert_gate.weight"] = _whole("shared_gate", (1, hidden))
     destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))

@@ -1,4 +1,4 @@
-"""Experts in place of a layer's MLP (https://arxiv.org/abs/1701.06538): a router chooses a few of them for each token."""
+"""Experts in place of a layer's MLP (https://arxiv.org/abs/1701.06538): a router chooses a few for each token."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,9 @@
 """The residual stream, which the sublayers of a decoder read and add to, and three ways to run that on a device.
 
 A sublayer reads the stream through a norm (`project`, `project_gated`, `normalised`) and ends with a product that is
-added to the stream (`add`, `add_product`). `worker.models.layer` says once which sublayers a layer has. The classes here say which kernels that
-makes, and when the ranks of tensor parallelism sum their parts. The sublayers are the same in each.
+added to the stream (`add`, `add_product`). `worker.models.layer` says once which sublayers a layer has. The classes
+here say which kernels that makes, and when the ranks of tensor parallelism sum their parts. The sublayers are the same
+in each.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 """Gated activation, `[n, 2 * size]` to `[n, size]`."""
 
 Part = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Last operator of a sublayer, `[n, size]` to this rank's part of the output, `[n, hidden_size]`, in the second tensor if
-given."""
+"""Last operator of a sublayer, `[n, size]` to this rank's part of the output, `[n, hidden_size]`, in the second tensor
+if given."""
 
 EMBEDDING_TURN = 2
 """Turn of `Communicator.reduce_buffer` for the sum of embeddings. The sums of a stream alternate between turns 0 and 1,

@@ -1,7 +1,7 @@
 """Part of a model that each rank holds: its share of the layers of its stage.
 
-- Attention is cut by heads, the MLP and each expert by its intermediate size, embedding and head by rows of the vocabulary. Every rank
-  has all norms.
+- Attention is cut by heads, the MLP and each expert by its intermediate size, embedding and head by rows of the
+  vocabulary. Every rank has all norms and routers.
 - Sizes that cannot be divided are padded with heads, rows and columns of zeros. These add exactly nothing, and all
   ranks have the same shapes.
 - With fewer KV heads than ranks, several ranks hold the same KV head.
@@ -10,7 +10,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeline.stages import contiguous, split_layers
+from pipeline.stages import contiguous, split_costs
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 
@@ -84,10 +84,8 @@ class Shard:
         whole = self.whole
         if self.cut is not None:
             return contiguous(self.cut)[self.stage]
-        attention = 2 * (whole.num_heads + whole.num_kv_heads) * whole.head_dim
-        # Weights per element of a token's hidden state.
-        head = whole.vocab_size / (attention + 3 * whole.intermediate_size)
-        return split_layers(whole.num_layers, self.stages, head)[self.stage]
+        read, multiplied = layer_weights(whole)
+        return split_costs(read, multiplied, self.stages, float(whole.vocab_size))[self.stage]
 
     @property
     def heads(self) -> range:
@@ -114,7 +112,11 @@ class Shard:
     def expert_intermediate(self) -> range:
         """Elements of the intermediate state of each expert. Empty without experts."""
         whole, own = self.whole.experts, self.config.experts
-        return range(0) if whole is None or own is None else _part(whole.intermediate_size, self.rank, own.intermediate_size)
+        return (
+            range(0)
+            if whole is None or own is None
+            else _part(whole.intermediate_size, self.rank, own.intermediate_size)
+        )
 
     @property
     def shared_intermediate(self) -> range:
@@ -159,3 +161,21 @@ def _share(total: int, parts: int) -> int:
 
 def _part(total: int, index: int, share: int) -> range:
     return range(min(total, index * share), min(total, (index + 1) * share))
+
+
+def layer_weights(config: DecoderConfig) -> tuple[list[float], list[float]]:
+    """Weights of each layer per element of a token's hidden state: those that a step of many decodes reads, which have
+    all experts between them, and those that each token is multiplied with."""
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    read, multiplied = [], []
+    for index in range(config.num_layers):
+        experts = config.experts_of(index)
+        if experts is None:
+            both = float(attention + 3 * config.intermediate_size)
+            read.append(both)
+            multiplied.append(both)
+        else:
+            always = attention + experts.count + 3 * experts.shared_size
+            read.append(float(always + 3 * experts.count * experts.intermediate_size))
+            multiplied.append(float(always + 3 * experts.routing.top_k * experts.intermediate_size))
+    return read, multiplied

@@ -74,9 +74,7 @@ def test_products(tokens: int, tiles: ExpertTiles, first: int, count: int, activ
     own = slice(first, first + count)
     x, (chosen, shares) = random(tokens, HIDDEN), routed(tokens)
     wanted = Experts(gate_up[own].cpu(), down[own].cpu(), activation, first)(x.cpu(), chosen.cpu(), shares.cpu())
-    weights = ExpertWeights(
-        gate_up[own].contiguous(), down[own].contiguous(), first, activation is gelu_tanh_and_mul
-    )
+    weights = ExpertWeights(gate_up[own].contiguous(), down[own].contiguous(), first, activation is gelu_tanh_and_mul)
     got = grouped.experts(weights, x, chosen, shares, tiles)
     torch.testing.assert_close(got.cpu(), wanted, atol=1e-5, rtol=1e-4)
     out = torch.full_like(x, float("nan"))
