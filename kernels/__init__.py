@@ -4,6 +4,7 @@
 | --- | --- |
 | `attention/` | paged attention: FlashInfer, Triton, and CPUs |
 | `linear/` | matrix products: plain, fp8, one row, tuned by cuBLASLt |
+| `experts/` | mixtures of experts: routing, grouped products |
 | `ops/` | norms, activations, rotary positions, argmax, and fused versions |
 | `comm/` | all-reduce over the GPUs of one machine |
 

@@ -42,6 +42,7 @@ ALLOWED = {
     "kernels.attention": {"kernels:"},
     "kernels.attention.cpu": {"kernels.attention"},
     "kernels.linear": {"kernels:", "kernels.ops"},
+    "kernels.experts": {"kernels:", "kernels.linear", "kernels.ops"},
     "kernels.ops": {"kernels:"},
     "kernels.comm": {"kernels:"},
     "bench": set(),

@@ -1,8 +1,10 @@
 """The arithmetic of a stage, against figures measured on an H200 and sizes that are public."""
 
+from dataclasses import replace
+
 import pytest
 
-from pipeline.roofline import DEVICES, LINKS, MODELS, StageSpec
+from pipeline.roofline import DEVICES, LINKS, MODELS, StageSpec, make_stages
 from pipeline.shape import BatchShape
 
 H200 = DEVICES["h200"]
@@ -39,6 +41,36 @@ def test_attention_of_a_layer_with_32_heads(chunks, measured_ms):
     bare = shape.copy()
     bare.decode_context = bare.prefix_products = bare.squares = bare.prefixes = 0
     assert (stage.seconds(shape) - stage.seconds(bare)) * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+def test_a_model_with_experts_has_the_parameters_that_its_name_says():
+    model = MODELS["qwen3-30b-a3b"]
+    assert (model.all_weights + 2 * model.head_weights) / 1e9 == pytest.approx(30.5, rel=0.01)
+    used = model.layers * model.sparse_weights(model.chosen) + 2 * model.head_weights
+    assert used / 1e9 == pytest.approx(3.3, rel=0.02)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_use():
+    """One sequence reads some 6 GB, and 256 read all 61 GB. A long prompt is bound by the arithmetic of 8 experts."""
+    model = MODELS["qwen3-30b-a3b"]
+    (stage,) = make_stages(model, H200, 1)
+    assert stage.sparse_layers == 48
+    one, many = (stage.seconds(BatchShape([(0, 1)] * n)) for n in (1, 256))
+    small_s = 48 * H200.layer_s
+    assert (one - small_s) * H200.bytes_per_s / 1e9 == pytest.approx(6.1, rel=0.05)
+    assert (many - small_s) * H200.bytes_per_s / 1e9 == pytest.approx(62, rel=0.08)
+    prompt = stage.seconds(BatchShape([(0, 8192)]))
+    arithmetic = 2 * 8192 * model.layers * model.sparse_weights(8) / H200.flops
+    assert arithmetic < prompt < 2.5 * arithmetic
+
+
+def test_layers_without_experts_come_first_and_cost_what_they_cost():
+    model = replace(MODELS["qwen3-30b-a3b"], dense_layers=3)
+    stages = make_stages(model, H200, 4)
+    assert [stage.layers for stage in stages] != [12, 12, 12, 12]
+    assert [stage.layers - stage.sparse_layers for stage in stages] == [3, 0, 0, 0]
+    whole = StageSpec(model, H200, 48, True, sparse_layers=45)
+    assert whole.kv_tokens() > make_stages(MODELS["qwen3-30b-a3b"], H200, 1)[0].kv_tokens()
 
 
 def test_ranks_share_the_work_and_pay_for_sums():

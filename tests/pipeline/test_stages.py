@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.roofline import MODELS
-from pipeline.stages import split_layers
+from pipeline.stages import split_costs, split_layers
 
 
 def sizes(layers, stages, head):
@@ -56,6 +56,39 @@ def test_no_cut_is_better(layers, stages, head):
     for cuts in itertools.combinations(range(1, layers), stages - 1):
         every.append([b - a for a, b in itertools.pairwise([0, *cuts, layers])])
     assert loss(found, head) == pytest.approx(min(loss(counts, head) for counts in every))
+
+
+def costliest(counts, read, multiplied, head):
+    """By definition: the sum of a stage's shares of all decodes' and all prompts' costs."""
+    ends = list(itertools.accumulate(counts))
+    shares = []
+    for begin, end in itertools.pairwise([0, *ends]):
+        reads = sum(read[begin:end]) + (head if end == ends[-1] else 0.0)
+        shares.append(reads / (sum(read) + head) + sum(multiplied[begin:end]) / sum(multiplied))
+    return max(shares)
+
+
+@given(
+    costs=st.lists(st.tuples(st.floats(1, 30), st.floats(1, 5)), min_size=1, max_size=9),
+    stages=st.integers(1, 4),
+    head=st.floats(0, 60),
+)
+def test_no_cut_of_unequal_layers_is_better(costs, stages, head):
+    read, multiplied = [r for r, _ in costs], [m for _, m in costs]
+    if stages > len(costs):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            split_costs(read, multiplied, stages, head)
+        return
+    if len(set(costs)) == 1:
+        assert split_costs(read, multiplied, stages, head) == split_layers(len(costs), stages, head / read[0])
+        return
+    ranges = split_costs(read, multiplied, stages, head)
+    assert [i for part in ranges for i in part] == list(range(len(costs))) and all(ranges)
+    every = []
+    for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
+        every.append([b - a for a, b in itertools.pairwise([0, *cuts, len(costs)])])
+    least = min(costliest(counts, read, multiplied, head) for counts in every)
+    assert costliest([len(part) for part in ranges], read, multiplied, head) == pytest.approx(least)
 
 
 def test_a_negative_head_is_refused():

@@ -1,5 +1,6 @@
 """Folders of models without weights: the decoder knows their configuration, and every id can be spelled."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from bench.replica import dummy_models
 from bench.replica.offline_workloads import HIGHEST_ID
 from router.tokenizer import Tokenizer
 from worker.models.config import decoder_config, read_config
+from worker.models.parameters import parameter_shapes
 from worker.structured_output.tokens import GrammarVocabulary
 
 
@@ -18,7 +20,7 @@ def test_the_decoder_runs_every_shape(name: str, tmp_path: Path) -> None:
     assert config.num_layers == wanted["num_hidden_layers"] and config.head_dim == wanted["head_dim"]
     assert config.vocab_size == wanted["vocab_size"] > HIGHEST_ID
     assert config.tied_embeddings == wanted["tie_word_embeddings"]
-    assert config.qk_norm == (config.model_type == "qwen3")
+    assert config.qk_norm == ("head" if config.model_type.startswith("qwen3") else None)
 
 
 @pytest.mark.slow
@@ -30,6 +32,15 @@ def test_shapes_are_of_the_sizes_that_they_are_named_after(tmp_path: Path) -> No
         layer = attention + 3 * c.hidden_size * c.intermediate_size
         embeddings = c.vocab_size * c.hidden_size * (1 if c.tied_embeddings else 2)
         assert c.num_layers * layer + embeddings == pytest.approx(parameters, rel=0.01)
+
+
+@pytest.mark.slow
+def test_experts_are_of_the_size_that_they_are_named_after(tmp_path: Path) -> None:
+    config = decoder_config(read_config(dummy_models.write("qwen3-30b-a3b", tmp_path)))
+    shapes = parameter_shapes(config).items()
+    assert sum(math.prod(shape) for _, shape in shapes) == pytest.approx(30.5e9, rel=0.01)
+    used = sum(math.prod(shape) * (8 / 128 if ".experts_" in name else 1.0) for name, shape in shapes)
+    assert used == pytest.approx(3.3e9, rel=0.02)
 
 
 def test_every_id_has_a_text_of_its_own(tmp_path: Path) -> None:

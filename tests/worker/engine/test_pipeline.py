@@ -234,7 +234,11 @@ def test_the_slot_of_one_that_is_preempted_may_be_anothers_before_its_step_ends(
 @pytest.mark.parametrize(
     ("name", "load_format", "cut"),
     [
-        *((name, load, None) for name in ("llama_biased_tied", "qwen3", "gemma3") for load in ("auto", "dummy")),
+        *(
+            (name, load, None)
+            for name in ("llama_biased_tied", "qwen3", "gemma3", "dots1")
+            for load in ("auto", "dummy")
+        ),
         ("qwen3", "auto", (1, 1, 2)),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from kernels.linear.fp8_linear import Fp8Weight, quantize
 from kernels.linear.linear import Linear
@@ -24,7 +25,7 @@ from worker.parallel.pipeline_stage import PipelineStage
 from worker.step import Chunk, Plan
 
 CPU = torch.device("cpu")
-NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3"]
+NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe"]
 
 
 def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "auto") -> dict[str, torch.Tensor]:
@@ -54,16 +55,34 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
         return torch.cat([padded(q[rows(shard.heads, size)], own.num_heads * size), *parts])
 
     def gated(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([padded(half[rows(shard.intermediate)], own.intermediate_size) for half in x.chunk(2)])
+        kept, size = inner(x.shape[0] // 2)
+        return torch.cat([padded(half[rows(kept)], size) for half in x.chunk(2)])
+
+    def inner(size: int) -> tuple[range, int]:
+        """The rank's part of an MLP's intermediate state, or of the shared experts'."""
+        if size == config.intermediate_size or own.experts is None:
+            return shard.intermediate, own.intermediate_size
+        return shard.shared_intermediate, own.experts.shared_size
+
+    def experts_gated(x: torch.Tensor) -> torch.Tensor:
+        assert own.experts is not None
+        rows_kept = rows(shard.expert_intermediate)
+        halves = [padded(half[:, rows_kept], own.experts.intermediate_size, 1) for half in x.chunk(2, 1)]
+        return torch.cat(halves, 1)
+
+    def experts_down(x: torch.Tensor) -> torch.Tensor:
+        assert own.experts is not None
+        return padded(x[:, :, rows(shard.expert_intermediate)], own.experts.intermediate_size, 2)
 
     cut: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "qkv": stacked,
         "gate_up": gated,
         "out": lambda x: padded(x[:, rows(shard.heads, size)], own.num_heads * size, 1),
-        "down": lambda x: padded(x[:, rows(shard.intermediate)], own.intermediate_size, 1),
+        "down": lambda x: padded(x[:, rows(inner(x.shape[1])[0])], inner(x.shape[1])[1], 1),
         "embedding": lambda x: padded(x[rows(shard.vocabulary)], own.vocab_rows),
         "out_bias": lambda x: x if shard.rank == 0 else torch.zeros_like(x),
     }
+    cut |= {"experts_gate_up": experts_gated, "experts_down": experts_down}
     cut |= {"qkv_bias": stacked, "gate_up_bias": gated, "head": cut["embedding"], "down_bias": cut["out_bias"]}
     return {name: cut.get(name.split(".")[-1], torch.clone)(x) for name, x in whole.items()}
 
@@ -124,6 +143,51 @@ def test_the_layers_alone(tiny_model: Callable[[str], Path], tmp_path: Path, in_
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+STACKED = ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"]
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_experts_as_one_tensor_and_each_by_itself(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As transformers has them in memory, and as they are published."""
+    folder = tiny_model(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert any(tensor.endswith(".experts.gate_up_proj") for tensor in names)
+    if name != "granitemoeshared":  # published as one
+        assert any("experts.3." in tensor for tensor in load_file(folder / "model.safetensors"))
+    for rank in range(2):
+        got, wanted = load(tmp_path, rank, 2), load(folder, rank, 2)
+        assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def test_layers_after_the_last_are_left_out(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A checkpoint of GLM has a layer that predicts one more token."""
+    folder = tiny_model("glm4_moe")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.4.eh_proj.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert load(tmp_path).keys() == load(folder).keys()
+    tensors["model.layers.5.eh_proj.weight"] = tensors.pop("model.layers.4.eh_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"does not: model\.layers\.5\.eh_proj"):
+        load(tmp_path)
+
+
+def test_what_is_not_supported_with_experts_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="quantization fp8 does not support models with experts"):
+        in_8_bits(tiny_model("mixtral"))
+
+
+def test_a_quantized_checkpoint_is_refused_by_its_format(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    config = json.loads((tiny_model("llama") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"the checkpoint is quantized \(fp8\), which is not supported"):
+        decoder_config(read_config(tmp_path))
 
 
 def test_random_weights_need_a_configuration_only(bare: Path) -> None:
