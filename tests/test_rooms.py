@@ -47,7 +47,7 @@ ALLOWED = {
     "kernels.comm": {"kernels:"},
     "bench": set(),
     "bench.load": {"bench:", "shoal", "worker"},
-    "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline"},
+    "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline", "kernels"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.fleet": {"bench:", "bench.load", "shoal", "router", "worker", "pipeline", "radix"},
     "bench.lengths": {"bench:", "bench.load", "bench.pipeline", "shoal", "cluster", "worker", "pipeline"},

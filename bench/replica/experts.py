@@ -20,8 +20,9 @@ import torch
 
 from kernels.experts import grouped
 from kernels.experts.autotune import TileChoice, autotune, graph_times, routes
+from kernels.experts.choice import Routing, choose
 from kernels.experts.experts import Experts
-from kernels.experts.routing import Routing, choose, route
+from kernels.experts.routing import route
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, default_tiles
 from kernels.ops.activation import silu_and_mul
 

@@ -1,9 +1,10 @@
 """Autotuning of the grouped products of experts: times tiles at start, and takes the fastest for each number of tokens.
 
-Numbers of tokens are powers of two up to the largest step; a step uses the tiles of the next larger one. Both products
-are timed by themselves, with every number of rows of a block that suits so many tokens, and the rows with the least sum
-are taken. Triton compiles each tile at its first use, which takes longer than timing it: a second or more. So choices
-are kept on disk, and where time runs out, the defaults of `kernels.experts.tiles` remain.
+Numbers of tokens are powers of two up to the largest step; a step uses the tiles of the next larger one. All of a
+layer's experts are timed, for every number of rows of a block that suits the number of tokens: first with each tile of
+the first product, then with each tile of the second. Triton compiles a tile at its first use, which takes longer than
+timing it: a second or more. So choices are kept on disk, and where time runs out, the defaults of
+`kernels.experts.tiles` remain.
 """
 
 import json
@@ -172,8 +173,7 @@ def _rows(tokens: int, top_k: int, experts: int) -> list[int]:
 
 
 def _fastest(layers: Sequence[Experts], top_k: int, tokens: int, times: Times) -> TileChoice:
-    """Times all tiles that suit a number of tokens. The rest of a layer's experts, such as sorting, takes the same time
-    whatever the tiles are, and is left out but for `EACH_PAIR`, which lacks it."""
+    """Times all tiles that suit a number of tokens."""
     own = layers[0]
     routed = routes(tokens, top_k, own.count, len(layers), own.weights.down.device)
     default = default_tiles(tokens, top_k, own.count)

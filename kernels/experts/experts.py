@@ -1,26 +1,16 @@
 """The products of a layer's experts: gated MLPs (https://arxiv.org/abs/2002.05202), of which each token uses a few."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from kernels.experts.tiles import ExpertTiles, TunedTiles, default_tiles
+from kernels.experts.weights import ExpertWeights
 from kernels.linear.linear import Linear
 from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Gated activation, `[n, 2 * size]` to `[n, size]`."""
-
-
-class ExpertWeights(NamedTuple):
-    """The weights of a layer's experts: `[experts, 2 * size, hidden]`, gates first, and `[experts, hidden, size]`, both
-    contiguous. `first` is the number of the first expert, `is_gelu` whether gates are activated by gelu."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    first: int
-    is_gelu: bool
 
 
 class Experts:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.experts import ExpertWeights
 from kernels.experts.tiles import ExpertTiles
+from kernels.experts.weights import ExpertWeights
 from kernels.ops.fused import activated
 from kernels.pdl import launch_dependents, wait_for_previous
 

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.experts import ExpertWeights
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles
+from kernels.experts.weights import ExpertWeights
 from kernels.ops.fused import activated
 from kernels.pdl import launch_dependents, wait_for_previous
 
@@ -38,13 +38,13 @@ class PairBlocks(NamedTuple):
     | --- | --- | --- |
     | `pairs` | int32 `[n * top_k]` | pairs in the order of their experts, without those elsewhere |
     | `expert` | int32 `[most blocks]` | expert of each block, -1 for none |
-    | `first`, `count` | int32 `[most blocks]` | the block's part of `pairs` |
+    | `first`, `rows` | int32 `[most blocks]` | the block's part of `pairs` |
     """
 
     pairs: torch.Tensor
     expert: torch.Tensor
     first: torch.Tensor
-    count: torch.Tensor
+    rows: torch.Tensor
 
 
 def experts(

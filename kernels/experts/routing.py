@@ -1,35 +1,8 @@
-"""Choice of the experts of each token, and of the weights of their outputs."""
-
-from dataclasses import dataclass
-from typing import Literal
+"""Routing: the experts of each token on any device."""
 
 import torch
 
-
-@dataclass(frozen=True)
-class Routing:
-    """How a layer's router chooses experts. `route` is the definition.
-
-    | field | meaning |
-    | --- | --- |
-    | `top_k` | number of experts of a token |
-    | `scores` | how logits become scores |
-    | `is_normalised` | the scores of a token's experts are divided by their sum |
-    | `scale` | factor of all weights, applied last |
-    | `groups`, `groups_kept` | experts are in `groups` equal groups; a token's are in `groups_kept` of them |
-    | `least_sum` | least divisor of the normalisation |
-
-    A softmax over the logits of the chosen experts alone, as some models have, is a softmax over all logits whose
-    chosen scores are normalised.
-    """
-
-    top_k: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    is_normalised: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    groups_kept: int = 1
-    least_sum: float = 0.0
+from kernels.experts.choice import Routing, choose
 
 
 def route(
@@ -46,23 +19,3 @@ def route(
 
         return routing_kernel.route(logits, routing, bias)
     return choose(logits, routing, bias)
-
-
-def choose(
-    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`route` by PyTorch's operators."""
-    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
-    ranks = scores if bias is None else scores + bias
-    if routing.groups > 1:
-        by_group = ranks.unflatten(1, (routing.groups, -1))
-        kept = by_group.topk(2)[0].sum(-1).topk(routing.groups_kept)[1]
-        left_out = torch.ones(len(ranks), routing.groups, dtype=torch.bool, device=ranks.device).scatter_(
-            1, kept, False
-        )
-        ranks = by_group.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
-    chosen = ranks.topk(routing.top_k)[1]
-    weights = scores.gather(1, chosen)
-    if routing.is_normalised:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_(min=routing.least_sum)
-    return chosen.int(), weights * routing.scale

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.routing import Routing, choose
+from kernels.experts.choice import Routing, choose
 from kernels.pdl import launch_dependents, wait_for_previous
 
 

@@ -80,16 +80,7 @@ def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) 
 def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:
     """Returns the sizes of a model in the form that the roofline takes."""
     experts = config.experts
-    sizes = {}
-    if experts is not None:
-        sizes = {
-            "experts": experts.count,
-            "chosen": experts.routing.top_k,
-            "expert_inner": experts.intermediate_size,
-            "shared_inner": experts.shared_size,
-            "dense_layers": experts.layers.count(False),
-        }
-    return ModelSpec(
+    model = ModelSpec(
         name,
         config.num_layers,
         config.hidden_size,
@@ -98,5 +89,14 @@ def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:
         config.num_kv_heads,
         config.head_dim,
         config.vocab_size,
-        **sizes,
+    )
+    if experts is None:
+        return model
+    return replace(
+        model,
+        experts=experts.count,
+        chosen=experts.routing.top_k,
+        expert_inner=experts.intermediate_size,
+        shared_inner=experts.shared_size,
+        dense_layers=experts.layers.count(False),
     )

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
-from kernels.experts.routing import Routing, route
+from kernels.experts.routing import route
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
 from worker.models.residual_stream import Activation, ResidualStream
@@ -71,7 +72,7 @@ class ExpertMLP:
         x.add_product(self.product, x.normalised(self.norm), self.out_norm)
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of the experts' output, `[n, hidden_size]`, in `out` if given. x: `[n, hidden_size]`."""
+        """Output of this rank's part of the experts, `[n, hidden_size]`, in `out` if given. x: `[n, hidden_size]`."""
         chosen, weights = route(self.router.in_float32(x), self.routing, self.choice_bias)
         total = self.experts(x, chosen, weights, out)
         return total if self.shared is None else total.add_(self.shared(x))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.experts.routing import Routing
+from kernels.experts.choice import Routing
 from worker.models.experts import ExpertsConfig
 
 HfConfig = Any

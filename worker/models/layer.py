@@ -157,16 +157,16 @@ class DecoderLayer:
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
         `qkv`, `out`, `gate_up` and `down` are linear layers."""
-        norms = parameters.get("q_norm"), parameters.get("k_norm")
         attention = SelfAttention(
             config,
             index,
             parameters.get("input_norm"),
             parameters["qkv"],
             parameters["out"],
-            *(norms if config.qk_norm == "head" else (None, None)),
+            parameters["q_norm"] if config.qk_norm == "head" else None,
+            parameters["k_norm"] if config.qk_norm == "head" else None,
             parameters.get("attention_out_norm"),
-            norms_of_all=norms if config.qk_norm == "all" else None,
+            norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
         )
         activation = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         experts = config.experts_of(index)

@@ -26,11 +26,11 @@ from kernels.attention.cpu.decode_kernel import attend_bfloat16, attend_float32
 from kernels.attention.interface import AttentionBatch, AttentionShape
 from kernels.attention.torch_backend import TorchAttention
 
-# The compiled kernel, which computes one query at a time, gets chunks of up to SHORT tokens, and longer ones for as long
-# as (tokens - SHORT) * context, its own tokens included, is at most SHORT_AREA. Beyond that, the matrix products of PyTorch's attention gain more
-# than its calls and the gathering of pages cost. On two threads with AVX-512, in float32, with 9 heads of which 3 KV
-# heads, both take the same time at 40 tokens after 100, 20 after 250, 8 after 1,000 and 7 after 4,000; with 32 heads of
-# which 8, at over 64, 13, 7 and 8.
+# The compiled kernel, which computes one query at a time, gets chunks of up to SHORT tokens, and longer ones for as
+# long as (tokens - SHORT) * context, its own tokens included, is at most SHORT_AREA. Beyond that, the matrix products
+# of PyTorch's attention gain more than its calls and the gathering of pages cost. On two threads with AVX-512, in
+# float32, with 9 heads of which 3 KV heads, both take the same time at 40 tokens after 100, 20 after 250, 8 after 1,000
+# and 7 after 4,000; with 32 heads of which 8, at over 64, 13, 7 and 8.
 SHORT, SHORT_AREA = 5, 3_500
 
 _KERNELS = {torch.float32: attend_float32, torch.bfloat16: attend_bfloat16}

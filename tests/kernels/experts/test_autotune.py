@@ -9,8 +9,9 @@ import torch
 
 from kernels.experts import autotune as module
 from kernels.experts.autotune import TileCache, autotune, token_counts
-from kernels.experts.experts import Experts, ExpertWeights
+from kernels.experts.experts import Experts
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles, default_tiles
+from kernels.experts.weights import ExpertWeights
 from kernels.ops.activation import silu_and_mul
 
 pytest.importorskip("triton")

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
-from kernels.experts.routing import Routing, route
+from kernels.experts.routing import route
 from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 
 HIDDEN, SIZE, COUNT = 24, 20, 8

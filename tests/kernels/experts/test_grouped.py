@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kernels.experts.experts import Experts, ExpertWeights
-from kernels.experts.routing import Routing, choose
+from kernels.experts.choice import Routing, choose
+from kernels.experts.experts import Experts
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile
+from kernels.experts.weights import ExpertWeights
 from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 
 pytest.importorskip("triton")
