@@ -10,6 +10,7 @@ import ray
 from cluster.config import ReplicaConfig
 from cluster.models import resolve, with_draft_folder
 from worker.folders import cache_folder
+from worker.progress import NewestSteps, Progress
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -20,11 +21,18 @@ if TYPE_CHECKING:
 
 
 class Pulse(NamedTuple):
-    """A rank's answer to a liveness check. `who`: its process and node, for people. `turn`: which turn of its loop the
-    leading rank is in; None while it has nothing to do, and for other ranks."""
+    """A rank's answer to a liveness check.
+
+    | field | meaning |
+    | --- | --- |
+    | `who` | its process and node, for people |
+    | `progress` | how far the replica's work is; None while there is none, and for ranks other than the leading one |
+    | `steps` | how far this rank has come |
+    """
 
     who: str
-    turn: int | None = None
+    progress: Progress | None = None
+    steps: NewestSteps | None = None
 
 
 class Rank:
@@ -34,6 +42,7 @@ class Rank:
     def __init__(self) -> None:
         self._loop: Server | Follower | None = None
         self._server: Server | None = None  # the same object, on the leading rank
+        self._follower: Follower | None = None  # on the others
         self._store: Store | None = None
 
     def open(self, config: ReplicaConfig) -> str | None:
@@ -60,7 +69,9 @@ class Rank:
         config = with_draft_folder(config)
         if rank != config.leading_rank:
             assert meeting is not None
-            self._loop = Follower(folder, config, rank, find_store(meeting), gemm_folder=cache_folder() / "gemm")
+            self._loop = self._follower = Follower(
+                folder, config, rank, find_store(meeting), gemm_folder=cache_folder() / "gemm"
+            )
             return {}
         self._loop = self._server = open_server(folder, config, _host(config), self._store)
         return published(self._server)
@@ -75,8 +86,14 @@ class Rank:
     def alive(self) -> Pulse:
         """Answers at once, whatever `run` is doing, unless the whole process hangs."""
         who = f"pid: {os.getpid()}, ip: {ray.util.get_node_ip_address()}"
-        # The leading rank's loop waits for the loops of the others, so its turn stands for all.
-        return Pulse(who, None if self._server is None else self._server.turn)
+        # The leading rank's loop waits for the loops of the others, so its progress stands for all.
+        if self._server is not None:
+            return Pulse(who, self._server.progress, self._server.engine.executor.newest_steps)
+        return Pulse(who, steps=None if self._follower is None else self._follower.newest_steps)
+
+    def farewell(self, message: str) -> bool:
+        """On the leading rank: tells routers that the replica ends because it hangs. Returns whether it could."""
+        return self._server is not None and self._server.farewell("hung", message)
 
     def run(self) -> None:
         """Runs the rank's loop. Raises the error that ends it."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import ObjectRef
@@ -19,7 +19,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ReplicaConfig
+from cluster.hang import Stalled, suspects
 from cluster.rank import Pulse, Rank
+from worker.progress import NewestSteps
 
 CONTROL_CPUS = 0.01  # the control actor sleeps nearly always, but a bundle must hold something
 ASK_S = 2.0  # interval between liveness checks of a rank
@@ -28,6 +30,12 @@ ASK_S = 2.0  # interval between liveness checks of a rank
 HANG_S = 60.0
 
 log = logging.getLogger("ray.serve")
+
+
+class NoProgress(NamedTuple):
+    """The replica had work, and no step has ended for `limit_s` seconds."""
+
+    limit_s: float
 
 
 class ReplicaError(RuntimeError):
@@ -52,7 +60,7 @@ class Replica:
 
     async def __init__(self, config: ReplicaConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         self._ended: str | None = None
-        self._longest_step_s = config.longest_step_s
+        self._tp, self._leading = config.tp, config.leading_rank
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         self._ranks = start_ranks(config, group)
@@ -76,15 +84,45 @@ class Replica:
     async def _watch(self) -> None:
         """Waits for the first rank that ends or hangs, and then ends the whole replica."""
         ranks = zip(self._ranks, self._runs, strict=True)
-        ends = [asyncio.ensure_future(_end(rank, run, self._longest_step_s)) for rank, run in ranks]
+        ends = [asyncio.ensure_future(_end(rank, run)) for rank, run in ranks]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        self._ended = next(f"rank {rank}: {end.result()}" for rank, end in enumerate(ends) if end.done())
-        for end in ends:
-            end.cancel()
+        rank, end = next((rank, end.result()) for rank, end in enumerate(ends) if end.done())
+        for other in ends:
+            other.cancel()
+        if isinstance(end, NoProgress):
+            self._ended = await self._blame(end)
+            # Only a goodbye: routers notice the end without it, and may not hear it.
+            await _answer(self._ranks[self._leading].farewell.remote(self._ended))
+        else:
+            self._ended = f"rank {rank}: {end}"
         log.error("replica at %s: %s", self._published["address"], self._ended)
         # Routers see the leading rank go, and resume its streams, without waiting for Serve.
         for left in self._ranks:
             ray.kill(left)
+
+    async def _blame(self, end: NoProgress) -> str:
+        """Says which rank hangs, after the replica has made no progress for too long."""
+        pulses = await asyncio.gather(*(_answer(rank.alive.remote()) for rank in self._ranks))
+        late = suspects([pulse and pulse.steps for pulse in pulses], self._tp, self._leading)
+        named = []
+        for rank in late:
+            pulse = pulses[rank]
+            where = "it does not answer" if pulse is None else f"{pulse.who}{_at(pulse.steps)}"
+            named.append(f"rank {rank} hangs ({where})")
+        return f"{', '.join(named)}: no step has ended for {end.limit_s:g} s"
+
+
+async def _answer(asked: ObjectRef) -> Any:
+    """A rank's answer; None if there is none within `ASK_S`."""
+    future = asyncio.ensure_future(asked)
+    await asyncio.wait((future,), timeout=ASK_S)
+    return future.result() if future.done() and future.exception() is None else None
+
+
+def _at(steps: NewestSteps | None) -> str:
+    if steps is None or steps.ended >= steps.begun:
+        return ", between two steps"
+    return f", in step {steps.ended + 1}"
 
 
 async def _gather(refs: Mapping[int, ObjectRef], within_s: float) -> dict[int, Any]:
@@ -106,15 +144,15 @@ async def _gather(refs: Mapping[int, ObjectRef], within_s: float) -> dict[int, A
     return {rank: future.result() for rank, future in futures.items()}
 
 
-async def _end(rank: ActorHandle, run: ObjectRef, longest_step_s: float) -> str:
+async def _end(rank: ActorHandle, run: ObjectRef) -> str | NoProgress:
     """Waits until the rank's loop or process has ended, or hangs. Returns how. `run` never returns while all is
     well."""
     loop = asyncio.ensure_future(run)
     answer: asyncio.Future[Pulse] | None = None
-    who, turn = "it never answered", None
+    who, stalled = "it never answered", Stalled(ASK_S)
     # Checks are counted, not seconds. If the whole machine stood still, this actor too, then each rank has missed one
-    # check at most, and no step counts as longer.
-    missed = in_turn = 0
+    # check at most.
+    missed = 0
     while missed * ASK_S < HANG_S:
         if answer is None:
             answer = asyncio.ensure_future(rank.alive.remote())
@@ -126,10 +164,9 @@ async def _end(rank: ActorHandle, run: ObjectRef, longest_step_s: float) -> str:
         if answer.done():
             if answer.exception() is None:  # otherwise it was out of reach: if it has ended, `run` says so
                 pulse, missed = answer.result(), 0
-                in_turn = in_turn + 1 if pulse.turn is not None and pulse.turn == turn else 0
-                who, turn = pulse
-                if in_turn * ASK_S >= longest_step_s:
-                    return f"its loop hangs ({who}): a step has not ended for step_timeout_s={longest_step_s:g}"
+                who = pulse.who
+                if (limit_s := stalled.look(pulse.progress)) is not None:
+                    return NoProgress(limit_s)
             answer = None
     return f"its process hangs ({who}): no answer for {HANG_S:g} s"
 

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from cluster.config import ReplicaConfig
+from cluster.hang import Stalled
 from worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -186,20 +187,18 @@ def _serve(spec: _ReplicaSpec, pipe: IO[bytes]) -> int:
     config = config.model_copy(update={"device": device.type})
     server = open_server(Path(spec.model), config, HOST)
     _report(pipe, _Report(ready=published(server)))
-    threading.Thread(target=_attend, args=(server, config.longest_step_s, pipe), daemon=True).start()
+    threading.Thread(target=_attend, args=(server, pipe), daemon=True).start()
     server.run()
     return 0
 
 
-def _attend(server: "Server", longest_step_s: float, pipe: IO[bytes]) -> None:
-    """Stops the server at the end of standard input. Ends the process when a step hangs."""
-    turn, in_turn = None, 0
+def _attend(server: "Server", pipe: IO[bytes]) -> None:
+    """Stops the server at the end of standard input. Ends the process when its work does not get on."""
+    stalled = Stalled(LOOK_S)
     while not select.select([sys.stdin.fileno()], [], [], LOOK_S)[0]:
-        before, turn = turn, server.turn
-        in_turn = in_turn + 1 if turn is not None and turn == before else 0
-        if in_turn * LOOK_S >= longest_step_s:
-            reason = f"the replica's loop hangs: a step has not ended for step_timeout_s={longest_step_s:g}"
-            _report(pipe, _Report(failed=reason))
+        limit_s = stalled.look(server.progress)
+        if limit_s is not None:
+            _report(pipe, _Report(failed=f"the replica's loop hangs: no step has ended for {limit_s:g} s"))
             os._exit(1)
     server.stop()
 

@@ -210,8 +210,8 @@ class Metrics:
         )
         self.taken_out = counter(
             "shoal_replicas_taken_out",
-            "Times that a replica got no more requests: it was connected and silent, its connection was lost, or the "
-            "connection ended with an error in this router (error)",
+            "Times that a replica got no more requests: it was connected and silent, its connection was lost, its "
+            "work did not get on (hung), or the connection ended with an error in this router (error)",
             *("model", "reason"),
         )
         self.missed_deadlines = counter(

@@ -34,6 +34,7 @@ from worker.messages import (
     HEARTBEAT_TIMEOUT_MS,
     Abort,
     CacheEvents,
+    Farewell,
     FromReplica,
     FromRouter,
     Generate,
@@ -144,6 +145,14 @@ def _merged(first: Output, second: Output) -> Output:
     )
 
 
+class _Left(Exception):
+    """The replica has said that it ends."""
+
+    def __init__(self, farewell: Farewell) -> None:
+        super().__init__(farewell.message)
+        self.farewell = farewell
+
+
 class _Connection:
     """A DEALER socket to one replica, from its first attempt to connect to its loss."""
 
@@ -196,6 +205,10 @@ class _Connection:
         except asyncio.CancelledError:
             dropped = True
             raise
+        except _Left as error:
+            reason = error.farewell.reason
+            log.warning("replica %s at %s ends: %s", self.replica_id, self._address, error.farewell.message)
+            return True
         except Exception:  # a message of another version, or our own mistake: no request may hang because of it
             log.exception("the connection to replica %s at %s failed", self.replica_id, self._address)
             reason = "error"
@@ -288,6 +301,8 @@ class _Connection:
                     changed()
             case UsageReport():
                 self._on_usage(message)
+            case Farewell():
+                raise _Left(message)
             case Routers():
                 if self._peers is not None:
                     self._peers.found(self.replica_id, message.addresses)

@@ -122,7 +122,8 @@ class WorkerConfig(BaseModel):
         None,
         gt=0,
         description="seconds after which a step that has not ended counts as hung, and its replica is replaced; must "
-        "be longer than the compilation of a kernel at its first use; by default 120, on a CPU 600",
+        "be longer than the compilation of a kernel at its first use; by default 120, on a CPU 600. A step of a kind "
+        "that has run often may take 20 times its predicted time, but at least 15 s, on a CPU 60 s",
     )
     cpu_threads: int | None = Field(
         None, ge=1, description="threads of one rank on a CPU; by default PyTorch's own choice"

@@ -7,7 +7,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 | direction | messages |
 | --- | --- |
 | router to replica | `Generate`, `Abort`, `Release`, `Subscribe`, `UsageReport` |
-| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, and the `UsageReport` of another router |
+| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, `Farewell`, others' `UsageReport` |
 """
 
 from typing import Literal
@@ -342,7 +342,15 @@ class Routers(msgspec.Struct, tag=True):
     addresses: dict[str, str]
 
 
-FromReplica = Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers
+class Farewell(msgspec.Struct, tag=True):
+    """The replica's last message: it ends now, and its streams are to go on elsewhere. hung: work did not get on.
+    `message` says which rank hangs, for people."""
+
+    reason: Literal["hung"]
+    message: str
+
+
+FromReplica = Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers | Farewell
 
 _encoder = msgspec.msgpack.Encoder()
 _from_router = msgspec.msgpack.Decoder(FromRouter)

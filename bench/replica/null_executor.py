@@ -6,6 +6,7 @@ from worker.executor.attention_selector import AttentionChoice
 from worker.executor.executor import Executor, ForwardOutput
 from worker.executor.page_table import PageTable
 from worker.executor.step_timer import StepTimer
+from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
 
 VOCAB_SIZE = 10_240
@@ -40,6 +41,10 @@ class NullExecutor(Executor):
 
     def finish_step(self, plan: Plan) -> None:
         self._step_timer.end(plan.step)
+
+    @property
+    def newest_steps(self) -> NewestSteps:
+        return NewestSteps(self._step_timer.ended, self._step_timer.ended)
 
     def take_step_times(self) -> list[StepTime]:
         return [StepTime(0, step, span) for step, span in self._step_timer.take_spans()]

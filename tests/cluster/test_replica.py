@@ -12,8 +12,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from cluster import replica as replica_module
 from cluster.rank import Pulse, Rank
 from cluster.replica import Replica, ReplicaError, _end_of_process, _gather
+from worker.progress import NewestSteps, Progress
 
 pytestmark = pytest.mark.anyio
+LIMIT_S = 0.05  # of work without progress
 
 
 @pytest.fixture
@@ -23,31 +25,43 @@ def anyio_backend() -> str:
 
 class FakeRank:
     """Answers the first `answers` questions, by default all; those after them fail with `then`, or get no answer. Its
-    loop is in `turns`, one an answer and then the last of them for ever."""
+    work is at `numbers`, one an answer and then the last of them for ever; None while it has none. `steps`: how far it
+    has come."""
 
     def __init__(
         self,
         name: str,
         answers: float = math.inf,
         then: Exception | None = None,
-        turns: Iterable[int | None] = (None,),
+        numbers: Iterable[int | None] = (None,),
+        steps: NewestSteps | None = None,
     ) -> None:
         self._name, self._answers, self._then = name, answers, then
-        self._turns, self._turn = iter(turns), None
+        self._numbers, self._number = iter(numbers), None
+        self._steps = steps
         self.alive = self
+        self.said: list[str] = []
+        self.farewell = SimpleNamespace(remote=self._say)
         self.asked = 0
         self.asked_often = asyncio.Event()
 
     def remote(self) -> asyncio.Future[Pulse]:
         answer: asyncio.Future[Pulse] = asyncio.get_running_loop().create_future()
-        self._turn = next(self._turns, self._turn)
+        self._number = next(self._numbers, self._number)
         self.asked += 1
         if self.asked > 20:
             self.asked_often.set()
         if self.asked <= self._answers:
-            answer.set_result(Pulse(f"pid: of {self._name}", self._turn))
+            progress = None if self._number is None else Progress(self._number, LIMIT_S)
+            answer.set_result(Pulse(f"pid: of {self._name}", progress, self._steps))
         elif self._then is not None:
             answer.set_exception(self._then)
+        return answer
+
+    def _say(self, message: str) -> asyncio.Future[bool]:
+        self.said.append(message)
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        answer.set_result(True)
         return answer
 
 
@@ -56,7 +70,7 @@ def watching(*ranks: FakeRank) -> tuple[Replica, list[asyncio.Future[None]]]:
     replica = Replica.__new__(Replica)
     runs: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in ranks]
     replica._ended = None
-    replica._longest_step_s = 0.05
+    replica._tp, replica._leading = len(ranks), 0
     replica._published = {"address": "tcp://127.0.0.1:1", "context_length": 64}
     replica._ranks = list(ranks)  # type: ignore[arg-type]
     replica._runs = runs  # type: ignore[assignment]
@@ -115,37 +129,68 @@ async def test_a_rank_that_answers_no_more_is_the_end_as_well(
     assert killed == ranks
 
 
-async def test_a_loop_that_stays_in_one_turn_is_the_end_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_that_does_not_get_on_is_the_end_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[FakeRank] = []
     monkeypatch.setattr(replica_module.ray, "kill", killed.append)
     monkeypatch.setattr(replica_module, "ASK_S", 0.01)
-    rank = FakeRank("0", turns=[None, 1, 1, 1, 2])
+    rank = FakeRank("0", numbers=[None, 1, 1, 1, 2], steps=NewestSteps(7, 6))
     replica, _ = watching(rank)
     await asyncio.wait_for(replica._watcher, 5)
-    with pytest.raises(ReplicaError, match=r"^rank 0: .* hangs \(pid: of 0\).*step_timeout_s"):
+    complaint = r"^rank 0 hangs \(pid: of 0, in step 7\): no step has ended for 0\.05 s$"
+    with pytest.raises(ReplicaError, match=complaint):
         replica.check_health()
     assert killed == [rank]
-    assert rank.asked == 5 + 5  # from the first answer of turn 2 on, five periods
+    assert rank.asked == 5 + 5 + 1  # from the first answer with number 2 on, five periods; then to name it
+    assert rank.said == [replica._ended], "routers are told"
 
 
-@pytest.mark.parametrize("turns", [(None,), range(1000), [number // 3 for number in range(1000)]])
-async def test_ranks_that_answer_go_on(turns: Iterable[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing to do, with a turn of its loop an answer, and with long ones."""
+@pytest.mark.parametrize(
+    ("other", "complaint"),
+    [
+        ({"steps": NewestSteps(6, 6)}, r"^rank 1 hangs \(pid: of 1, between two steps\): "),
+        ({"steps": NewestSteps(7, 6)}, r"^rank 0 hangs .*, in step 7\), rank 1 hangs .*, in step 7\): "),
+        ({"answers": 0}, r"^rank 1 hangs \(it does not answer\): "),
+    ],
+)
+async def test_of_several_ranks_the_one_that_hangs_is_named(
+    other: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leading rank's work stands still in each case: it waits for the other in a collective."""
+    monkeypatch.setattr(replica_module.ray, "kill", lambda rank: None)
+    monkeypatch.setattr(replica_module, "ASK_S", 0.01)
+    ranks = FakeRank("0", numbers=[1], steps=NewestSteps(7, 6)), FakeRank("1", **other)
+    replica, _ = watching(*ranks)
+    await asyncio.wait_for(replica._watcher, 5)
+    with pytest.raises(ReplicaError, match=complaint):
+        replica.check_health()
+    assert ranks[0].said == [replica._ended] and not ranks[1].said
+
+
+@pytest.mark.parametrize("numbers", [(None,), range(1000), [number // 3 for number in range(1000)]])
+async def test_ranks_that_answer_go_on(numbers: Iterable[int | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing to do, with a step an answer, and with long ones."""
     monkeypatch.setattr(replica_module, "ASK_S", 0.01)
     monkeypatch.setattr(replica_module, "HANG_S", 0.02)
-    rank = FakeRank("0", turns=turns)
+    rank = FakeRank("0", numbers=numbers)
     replica, _ = watching(rank)
     await asyncio.wait_for(rank.asked_often.wait(), 5)
     replica.check_health()
     replica._watcher.cancel()
 
 
-def test_a_rank_says_in_which_turn_its_loop_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.rank.ray.util.get_node_ip_address", lambda: "192.0.2.2")
-    rank = Rank()
-    assert rank.alive().turn is None and "192.0.2.2" in rank.alive().who
-    rank._server = SimpleNamespace(turn=7)  # type: ignore[assignment]
-    assert rank.alive().turn == 7
+    rank, at, steps = Rank(), Progress(7, 15.0), NewestSteps(9, 8)
+    assert rank.alive()[1:] == (None, None) and "192.0.2.2" in rank.alive().who
+    assert not rank.farewell("nobody hears it")
+    rank._follower = SimpleNamespace(newest_steps=steps)  # type: ignore[assignment]
+    assert rank.alive()[1:] == (None, steps)
+    engine = SimpleNamespace(executor=SimpleNamespace(newest_steps=steps))
+    said: list[tuple[str, str]] = []
+    leading: Any = SimpleNamespace(progress=at, engine=engine, farewell=lambda *its: bool(said.append(its)) or True)
+    rank._server = leading
+    assert rank.alive()[1:] == (at, steps)
+    assert rank.farewell("rank 1 hangs") and said == [("hung", "rank 1 hangs")]
 
 
 async def test_a_start_that_does_not_end_names_the_ranks_that_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:

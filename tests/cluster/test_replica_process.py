@@ -15,6 +15,7 @@ import pytest
 from cluster import replica_process
 from cluster.config import Config
 from cluster.replica_process import ReplicaEnded, ReplicaProcess, _attend
+from worker.progress import Progress
 
 WAIT_S = 20.0
 POPEN = subprocess.Popen
@@ -41,26 +42,32 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return end_after
 
 
-class Loop:
-    """A server whose loop is in one turn after another, one a look. `stopped` says whether it was told to stop."""
+LIMIT_S = 3 * replica_process.LOOK_S
 
-    def __init__(self, turns: Iterable[int | None]) -> None:
-        self._turns = iter(turns)
+
+class Loop:
+    """A server whose work is at one number after another, one a look. `stopped` says whether it was told to stop."""
+
+    def __init__(self, numbers: Iterable[int | None]) -> None:
+        self._numbers = iter(numbers)
         self.stopped = False
 
     @property
-    def turn(self) -> int | None:
-        return next(self._turns)
+    def progress(self) -> Progress | None:
+        number = next(self._numbers)
+        return None if number is None else Progress(number, LIMIT_S)
 
     def stop(self) -> None:
         self.stopped = True
 
 
-@pytest.mark.parametrize("turns", [[1, 2, 3, 4, 5, 6], [None] * 6, [1, 1, 1, 2, 2, 2], [1, None, 1, None, 1, None]])
-def test_a_loop_that_goes_on_is_stopped_at_the_end_of_the_input(looks: Callable[[int], None], turns: list) -> None:
+@pytest.mark.parametrize("numbers", [[1, 2, 3, 4, 5, 6], [None] * 6, [1, 1, 1, 2, 2, 2], [1, None, 1, None, 1, None]])
+def test_a_loop_that_goes_on_is_stopped_at_the_end_of_the_input(
+    looks: Callable[[int], None], numbers: list[int | None]
+) -> None:
     looks(6)
-    loop, pipe = Loop(turns), io.BytesIO()
-    _attend(loop, 3 * replica_process.LOOK_S, pipe)  # type: ignore[arg-type]
+    loop, pipe = Loop(numbers), io.BytesIO()
+    _attend(loop, pipe)  # type: ignore[arg-type]
     assert loop.stopped and pipe.getvalue() == b""
 
 
@@ -68,8 +75,8 @@ def test_a_step_that_hangs_ends_the_process_with_the_reason(looks: Callable[[int
     looks(6)
     loop, pipe = Loop([1, 2, 2, 2, 2, 2]), io.BytesIO()
     with pytest.raises(Exited):
-        _attend(loop, 3 * replica_process.LOOK_S, pipe)  # type: ignore[arg-type]
-    assert not loop.stopped and b"has not ended for step_timeout_s=6" in pipe.getvalue()
+        _attend(loop, pipe)  # type: ignore[arg-type]
+    assert not loop.stopped and b"no step has ended for 6 s" in pipe.getvalue()
 
 
 # ---------------------------------------------------------------- the parent

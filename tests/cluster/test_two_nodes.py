@@ -5,6 +5,7 @@ The one module of this room's tests that starts Ray in its own process; the clus
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,15 @@ from cluster.app import APP
 from cluster.config import Config
 from cluster.replica import Replica, ReplicaError, bundles, start_ranks
 from worker.engine.engine import Engine
-from worker.messages import Generate, Outputs, SamplingParams, decode_from_replica, encode
+from worker.messages import (
+    Farewell,
+    Generate,
+    Outputs,
+    SamplingParams,
+    Subscribe,
+    decode_from_replica,
+    encode,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 WAIT_S = 60.0
@@ -181,7 +190,7 @@ def test_a_rank_that_hangs_is_the_end_of_its_replica(
         (rank,) = replica._ranks
         replica._published = ray.get(rank.load.remote(config), timeout=WAIT_S)
         replica._runs = [rank.run.remote()]
-        replica._longest_step_s = config.longest_step_s
+        replica._tp, replica._leading = config.tp, config.leading_rank
         who = ray.get(rank.alive.remote(), timeout=WAIT_S).who
         (process,) = (process for process in ranks() if who.startswith(f"pid: {process.pid}, ip: "))
         process.suspend()
@@ -189,6 +198,41 @@ def test_a_rank_that_hangs_is_the_end_of_its_replica(
         with pytest.raises(ReplicaError, match=r"^rank 0: its process hangs .*: no answer for 5 s$"):
             replica.check_health()
         process.wait(WAIT_S)
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def test_of_two_ranks_the_one_that_hangs_is_named(
+    nodes: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leading rank waits in a collective for the other, whose process is stopped, and says goodbye."""
+    monkeypatch.setattr(replica_module, "ASK_S", 0.5)
+    settings = {"model": str(tiny_model), "device": "cpu", "kv_tokens": 1024, "cpu_threads": 1, "cpus_per_rank": 1}
+    config = Config(**settings, tp=2, step_timeout_s=2)
+    group = ray.util.placement_group(bundles(config), strategy="PACK")
+    replica = Replica.__new__(Replica)
+    try:
+        ray.get(group.ready(), timeout=WAIT_S)
+        actors = replica._ranks = start_ranks(config, group)
+        meeting = ray.get(actors[0].open.remote(config), timeout=WAIT_S)
+        loads = [rank.load.remote(config, i, meeting) for i, rank in enumerate(actors)]
+        replica._published = ray.get(loads, timeout=WAIT_S)[0]
+        replica._runs = [rank.run.remote() for rank in actors]
+        replica._tp, replica._leading = config.tp, config.leading_rank
+        who = ray.get(actors[1].alive.remote(), timeout=WAIT_S).who
+        (process,) = (process for process in ranks() if who.startswith(f"pid: {process.pid}, ip: "))
+        with asked_for(replica._published["address"], [], SamplingParams(max_tokens=1)) as router:
+            router.send(encode(Subscribe()))
+            assert router.poll(WAIT_S * 1000)
+            process.suspend()
+            asked = SamplingParams(max_tokens=500, temperature=0, ignore_eos=True)
+            router.send(encode(Generate(request_id="x", prompt_ids=[5, 6, 7], sampling=asked)))
+            asyncio.run(asyncio.wait_for(replica._watch(), WAIT_S))
+            reason = "rank 1 hangs (it does not answer): no step has ended for 2 s"
+            with pytest.raises(ReplicaError, match=f"^{re.escape(reason)}$"):
+                replica.check_health()
+            goodbye = Farewell("hung", reason)
+            until(lambda: router.poll(0) and decode_from_replica(router.recv()) == goodbye, "a goodbye")
     finally:
         ray.util.remove_placement_group(group)
 

@@ -14,7 +14,17 @@ from router import replicas as connections
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.replicas import ReplicaLost, Replicas
-from worker.messages import CacheEvents, Generate, Output, Outputs, ReplicaLoad, Routers, SamplingParams, Subscribe
+from worker.messages import (
+    CacheEvents,
+    Farewell,
+    Generate,
+    Output,
+    Outputs,
+    ReplicaLoad,
+    Routers,
+    SamplingParams,
+    Subscribe,
+)
 
 Make = Callable[..., Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -230,6 +240,22 @@ def test_requests_of_a_dropped_replica_go_on_elsewhere(make_stack: Make, make_re
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert other.requests()[0].output_ids
     other.die()
+
+
+def test_streams_of_a_replica_that_hangs_go_on_elsewhere_at_once(make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica().hold(), make_replica().hold())
+    for fake in stack.fakes.values():
+        fake.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        first, other = sorted(stack.fakes.values(), key=lambda fake: not fake.requests())
+        other.allow(None)
+        first.tell(Farewell("hung", "rank 3 hangs"))
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert other.requests()[0].output_ids
+    page = httpx.get(f"{stack.url}/metrics").text
+    assert 'shoal_replicas_taken_out_total{model="tiny",reason="hung"' in page
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from worker.engine.engine import Components
 from worker.executor.attention_selector import AttentionChoice
 from worker.executor.executor import Executor, ForwardOutput
 from worker.messages import Failure, Grammar
+from worker.progress import NewestSteps
 from worker.scheduler.kv_demand import KVClaim, peak_pages
 from worker.step import PENDING, Chunk, Plan, SampledTokens, StepTime
 
@@ -63,6 +64,11 @@ class FakeExecutor(Executor):
 
     def take_step_times(self) -> list[StepTime]:
         return []
+
+    @property
+    def newest_steps(self) -> NewestSteps:
+        newest = self.plans[-1].step if self.plans else 0
+        return NewestSteps(newest, newest)
 
     def forward(self, plan: Plan) -> ForwardOutput:
         assert not self.expected or self.expected.pop(0) is plan

@@ -27,6 +27,7 @@ from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import ENDS_S, CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
 from worker.engine.stage_timeline import StageTimeline
+from worker.engine.step_watch import StepWatch
 from worker.engine.steps import Steps
 from worker.executor.draft_model import DraftModel
 from worker.executor.executor import Executor
@@ -142,6 +143,7 @@ class Engine:
         self.tree = Tree(config.page_size, PagePool(self.executor.num_pages, config.page_size), on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
+        self.watch = StepWatch(self.costs, config.longest_step_s, self.executor.device.type)
         speculation = None
         if drafters:
             exposed_s = ENDS_S if overlap and config.pp == 1 else 0.0
@@ -162,7 +164,14 @@ class Engine:
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._steps = Steps(
-            self.scheduler, self.executor, self.sampler, self.timeline, self._grammar_queue, speculation, jump_forward
+            self.scheduler,
+            self.executor,
+            self.sampler,
+            self.timeline,
+            self.watch,
+            self._grammar_queue,
+            speculation,
+            jump_forward,
         )
         self._loop: StepLoop
         if config.pp > 1:

@@ -3,7 +3,8 @@ go out.
 
 One thread runs the loop: receive, step, send. It blocks when there is nothing to compute. Every `BEAT_S` routers hear
 something: an idle loop sends its load, and a second thread speaks while the loop is in a long step. A loop that hangs
-outside of a step is silent, so routers send it nothing. A step that hangs is for `step_timeout_s`.
+outside of a step is silent, so routers send it nothing. Whoever started the process watches `Server.progress`, and ends
+a replica whose work does not get on.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import zmq
@@ -33,6 +34,7 @@ from worker.messages import (
     Abort,
     CacheEvents,
     Failure,
+    Farewell,
     FromReplica,
     FromRouter,
     Generate,
@@ -45,12 +47,14 @@ from worker.messages import (
     decode_from_router,
     encode,
 )
+from worker.progress import Progress
 
 log = logging.getLogger(__name__)
 
 # While steps run. An idle replica sends its load every `BEAT_S`; any sends it after a new request and the last step.
 LOAD_EVERY_S = 0.05
 PROBE_EVERY_S = 1.0  # how often lost routers are detected while there is work
+FAREWELL_S = 0.5  # how long a thread with a last message waits for the socket
 MESSAGES_A_STEP = 64  # a flood of requests must not delay the running ones
 # Of snapshots of the radix tree, in each turn of the loop: about a millisecond's work, and of each at most this much,
 # which takes a router about two milliseconds to read.
@@ -103,8 +107,8 @@ class Server:
         self._talking = threading.Lock()  # held by the thread that uses the socket: the loop, except during a step
         self._ended = threading.Event()
         self._probed_s = 0.0
-        self._turns = 0
-        self._waits = True  # whether the loop waits for something to do
+        self._progress = 0  # of the loop, besides steps, which are counted apart
+        self._is_idle = True  # whether the loop waits for something to do
         self._context = zmq.Context()
         try:
             self._socket = self._bind(host)
@@ -121,10 +125,11 @@ class Server:
         try:
             with frozen_heap(), self._talking:
                 while not self._stopping.is_set():
-                    self._turns += 1
                     self._receive()
                     if self.engine.has_work:
-                        self._send_outputs(self._step())
+                        outputs = self._step()
+                        self._send_outputs(outputs)
+                        self._progress += bool(outputs)
                         if not self.engine.has_work:
                             self._load_due = True
                     self._publish()
@@ -137,10 +142,27 @@ class Server:
             self.close()
 
     @property
-    def turn(self) -> int | None:
-        """Number of the turn that `run` is in, None while it waits for something to do. A number that stays the same
-        for long means that a step hangs. May be called from any thread."""
-        return None if self._waits else self._turns
+    def progress(self) -> Progress | None:
+        """How far the work is; None while there is none. A number that stays the same for longer than the limit means
+        that a step hangs, or that no step comes about. May be called from any thread."""
+        if self._is_idle:
+            return None
+        watch = self.engine.watch
+        return Progress(self._progress + watch.ended, watch.limit_s)
+
+    def farewell(self, reason: Literal["hung"], message: str) -> bool:
+        """Tells routers that this replica is about to end, and why, so that they need not find out. Returns whether it
+        could. May be called from any thread, also while the loop hangs in a step."""
+        if self._ended.is_set() or not self._talking.acquire(timeout=FAREWELL_S):
+            return False
+        try:
+            frame = encode(Farewell(reason, message))
+            for router in self._listeners():
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.send_multipart([router, frame], zmq.NOBLOCK)
+        finally:
+            self._talking.release()
+        return True
 
     def stop(self) -> None:
         """Ends `run` after its current step. May be called from any thread."""
@@ -253,9 +275,11 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
-        self._waits = True
+        self._is_idle = not self.engine.has_work
         found = dict(poller.poll(timeout_ms))
-        self._waits = False
+        if self._is_idle:
+            self._progress += 1
+        self._is_idle = False
         if self._wake_out.fileno() in found:
             self._wake_out.recv(4096)
 
@@ -298,6 +322,7 @@ class Server:
 
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort(request_ids)
+        self._progress += 1
         for request_id in request_ids:
             self._owners.pop(request_id, None)
         self._load_due = True

@@ -9,6 +9,7 @@ import torch
 
 from worker.drafts.speculative_decoding import SpeculativeDecoding
 from worker.engine.stage_timeline import StageTimeline
+from worker.engine.step_watch import StepWatch
 from worker.errors import DeviceLost, RankLost, one_line
 from worker.executor.executor import Executor, ForwardOutput
 from worker.messages import Failure
@@ -65,13 +66,14 @@ class Steps:
         executor: Executor,
         sampler: Sampler,
         timeline: StageTimeline,
+        watch: StepWatch,
         grammar_queue: GrammarQueue,
         speculation: SpeculativeDecoding | None = None,
         jump_forward: "JumpForward | None" = None,
     ) -> None:
         """`jump_forward`: inserts forced tokens; None for a replica that does not."""
         self._speculation, self._jump_forward = speculation, jump_forward
-        self.scheduler, self.timeline = scheduler, timeline
+        self.scheduler, self.timeline, self._watch = scheduler, timeline, watch
         self._executor, self._sampler, self._grammar_queue = executor, sampler, grammar_queue
 
     def schedule(self) -> ScheduledStep | None:
@@ -82,6 +84,7 @@ class Steps:
             self.timeline.nothing(output.idle_reason)
         elif output.step is not None and len(output.step.plan):
             self.timeline.planned(output.step)
+            self._watch.began(output.step)
         return output.step
 
     def waits_for_tokens(self, step: ScheduledStep) -> bool:
@@ -114,6 +117,7 @@ class Steps:
             if launched is not None:
                 self._fail(step.sequences_left, f"the model failed in step {step.plan.step}", launched)
             self.timeline.finished(step, computed=False)
+            self._watch.finished(step, computed=False)
             return InFlightStep(step, _NONE, None, {}, is_computed=False)
         flight = self._sample(step, launched)
         if launched.hidden is not None:
@@ -144,6 +148,7 @@ class Steps:
         if self._jump_forward is not None:
             self._insert_forced(step, flight.chosen, self._jump_forward)
         self.timeline.finished(step)
+        self._watch.finished(step)
 
     def record_times(self) -> None:
         """Passes the times of computed steps on to the time line."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from worker.executor.attention_selector import AttentionChoice
+from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
 
 
@@ -77,6 +78,11 @@ class Executor(ABC):
     def take_step_times(self) -> list[StepTime]:
         """The times of steps that have ended since the last call, on all stages, by this machine's clock. Times of one
         stage are in order. Does not wait; times of other machines arrive later."""
+
+    @property
+    @abstractmethod
+    def newest_steps(self) -> NewestSteps:
+        """How far this process's own rank has come. May be read by any thread, also while the device hangs."""
 
     @abstractmethod
     def close(self) -> None:

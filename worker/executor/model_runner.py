@@ -28,6 +28,7 @@ from worker.models.config import HfConfig, decoder_config, eos_token_ids, read_c
 from worker.models.decoder import Decoder
 from worker.models.sharding import Shard
 from worker.parallel.pipeline_stage import PipelineStage
+from worker.progress import NewestSteps
 from worker.step import PROMPT_LOGIT_ROWS, Plan, StepTime
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class ModelRunner(Executor):
 
         self.decoder = self._load_decoder(model, shard, config, progress)
         self._step_timer = StepTimer.for_device(self.device)
+        self._begun = 0  # the newest step
         # The last entry is for padding of a batch to a graph's size.
         self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
         self._has_pending_tokens = False  # whether this step has tokens that only the device knows
@@ -115,6 +117,7 @@ class ModelRunner(Executor):
         """See `Executor.forward`. Computes this rank's part of the plan. A CUDA graph writes its greedy tokens to
         `last_tokens` too. A stage before the last one sends its output to the next stage, and returns no
         logits."""
+        self._begun = plan.step
         self._tables.update(plan)
         self._has_pending_tokens = self.model_config.is_first and plan.has_pending_tokens
         out = self._run(plan)
@@ -136,6 +139,11 @@ class ModelRunner(Executor):
         arrived, if the plan is all that the step needs on the first stage. Otherwise it is when the stage was ready to
         receive its input."""
         return [StepTime(self.stage.index, step, span) for step, span in self._step_timer.take_spans()]
+
+    @property
+    def newest_steps(self) -> NewestSteps:
+        """See `Executor.newest_steps`."""
+        return NewestSteps(self._begun, self._step_timer.ended)
 
     @property
     def is_running(self) -> bool:

@@ -39,6 +39,7 @@ from worker.executor.model_runner import ModelRunner
 from worker.executor.weight_loader import Progress
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.parallel.rendezvous import Rendezvous
+from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,11 @@ class MultiRankExecutor(Executor):
             ran += [StepTime(stage, step, Span(*(at_s + offset_s for at_s in span))) for stage, step, span in times.ran]
         return ran
 
+    @property
+    def newest_steps(self) -> NewestSteps:
+        """See `Executor.newest_steps`."""
+        return self.runner.newest_steps
+
     def close(self) -> None:
         """Ends the other ranks. Must not be called while another thread is in `forward`."""
         if self._closing.is_set():
@@ -334,6 +340,11 @@ class Follower:
             raise
         finally:
             self.close()
+
+    @property
+    def newest_steps(self) -> NewestSteps:
+        """How far this rank has come. May be read by any thread."""
+        return self._runner.newest_steps
 
     def _follow(self) -> None:
         """Announces every plan that has arrived before it runs the oldest, so that inputs of later steps arrive

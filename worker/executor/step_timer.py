@@ -9,6 +9,7 @@ later than the host saw it complete.
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class StepTimer(ABC):
 
     def __init__(self) -> None:
         self._came: dict[int, float] = {}
+        self._ended = 0  # newest step that was seen to have been computed
 
     @classmethod
     def for_device(cls, device: torch.device) -> "StepTimer":
@@ -54,6 +56,12 @@ class StepTimer(ABC):
     @abstractmethod
     def end(self, step: int) -> None:
         """Records the end of the step that began last. `step` is its number."""
+
+    @property
+    def ended(self) -> int:
+        """Number of the newest step that has been computed. May be read by any thread, also while the device
+        hangs."""
+        return self._ended
 
     @property
     @abstractmethod
@@ -82,6 +90,7 @@ class _OnCpu(StepTimer):
         came_s = self._came.pop(step, self._begin_s if self._ready_s is None else self._ready_s)
         self._ready_s = None
         self._over.append((step, Span(came_s, self._begin_s, time.monotonic())))
+        self._ended = step
 
     @property
     def is_running(self) -> bool:
@@ -121,6 +130,16 @@ class _OnGpu(StepTimer):
         self._ready = None
 
     @property
+    def ended(self) -> int:
+        # The thread that takes the times may wait for the device. It may also take some just now, and use their events
+        # again: then what it has seen is good enough.
+        with suppress(RuntimeError):
+            for step, _, _, mark in reversed(list(self._open)):
+                if mark.event.query():
+                    return step
+        return self._ended
+
+    @property
     def is_running(self) -> bool:
         return bool(self._open)
 
@@ -128,6 +147,7 @@ class _OnGpu(StepTimer):
         over = []
         while self._open and self._open[0][3].event.query():
             step, came, begun, ended = self._open.popleft()
+            self._ended = step
             came_s = self._time(came) if isinstance(came, _Mark) else came
             begin_s, end_s = self._time(begun), self._time(ended)
             over.append((step, Span(begin_s if came_s is None else came_s, begin_s, end_s)))

@@ -20,6 +20,7 @@ from worker.messages import (
     Abort,
     CacheEvents,
     ClientUsage,
+    Farewell,
     Generate,
     Grammar,
     Lease,
@@ -34,6 +35,8 @@ from worker.messages import (
     decode_from_replica,
     encode,
 )
+from worker.progress import Progress
+from worker.scheduler.scheduled_step import SchedulerOutput
 
 TIMEOUT_MS = 20_000
 
@@ -50,6 +53,7 @@ class Router:
         self.events: list[CacheEvents] = []
         self.reports: list[UsageReport] = []
         self.routers: list[dict[str, str]] = []
+        self.farewells: list[Farewell] = []
         self.beats = 0
 
     def send(self, message) -> None:
@@ -71,6 +75,8 @@ class Router:
             self.loads.append(message)
         elif isinstance(message, UsageReport):
             self.reports.append(message)
+        elif isinstance(message, Farewell):
+            self.farewells.append(message)
         elif isinstance(message, Routers):
             self.routers.append(message.addresses)
         else:
@@ -453,27 +459,68 @@ def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkey
     assert [len(plan) for plan in plans[:2]] == [1, 2]
 
 
-def test_a_step_that_does_not_end_is_a_turn_that_does_not_end(serve, monkeypatch):
-    s = serve()
+def test_work_gets_on_with_each_step_that_ends(serve, monkeypatch):
+    s = serve({"step_timeout_s": 7})
     steps = gate(s.parts.executor)
     begun, forward = threading.Semaphore(0), s.parts.executor.forward
     s.parts.executor.forward = lambda plan: begun.release() or forward(plan)
     router = s.router()
     router.generate("x", [1, 2, 3], max_tokens=2)
-    turns = []
+    seen = []
     for _ in range(2):
         assert begun.acquire(timeout=20)
-        turns += [s.server.turn, s.server.turn]
+        seen += [s.server.progress, s.server.progress]
         steps.release()
-    assert turns[0] == turns[1] < turns[2] == turns[3]
+    assert seen[0] == seen[1] < seen[2] == seen[3]
+    assert {at.limit_s for at in seen} == {7}
     router.until(lambda: router.finished("x"))
-    polled: SimpleQueue[int | None] = SimpleQueue()
+    polled: SimpleQueue[Progress | None] = SimpleQueue()
     poll = zmq.Poller.poll
     monkeypatch.setattr(
-        "worker.engine.server.zmq.Poller.poll", lambda poller, ms: (polled.put(s.server.turn), poll(poller, ms))[1]
+        "worker.engine.server.zmq.Poller.poll", lambda poller, ms: (polled.put(s.server.progress), poll(poller, ms))[1]
     )
     assert s.server.at_rest(lambda engine: engine.has_work) is False  # so it waits once more
     assert polled.get(timeout=20) is None
+
+
+def test_a_loop_that_goes_round_without_a_step_does_not_get_on(serve):
+    s = serve()
+    router = s.router()
+    router.send(Subscribe())
+    router.until(lambda: router.loads)
+    rounds, there = threading.Semaphore(0), s.server.engine.scheduler.schedule
+    nothing = SchedulerOutput(None, [], [], None)
+    s.server.engine.scheduler.schedule = lambda: rounds.release() or nothing
+    router.generate("x", [1, 2, 3])
+    seen = set()
+    for _ in range(20):
+        assert rounds.acquire(timeout=20)
+        seen.add(s.server.progress)
+    assert len(seen) == 1
+    s.server.engine.scheduler.schedule = there
+    router.until(lambda: router.finished("x"))
+
+
+def test_a_replica_that_hangs_in_a_step_says_goodbye(serve):
+    s = serve()
+    steps = gate(s.parts.executor)
+    begun, forward = threading.Event(), s.parts.executor.forward
+    s.parts.executor.forward = lambda plan: begun.set() or forward(plan)
+    router = s.router()
+    router.send(Subscribe())
+    router.until(lambda: router.loads)
+    router.generate("x", [1, 2, 3])
+    assert begun.wait(20)
+    assert s.server.farewell("hung", "rank 0 hangs")
+    router.until(lambda: router.farewells == [Farewell("hung", "rank 0 hangs")])
+    steps.release(OPEN)
+
+
+def test_who_holds_the_socket_in_a_loop_that_hangs_says_nothing(serve, monkeypatch):
+    monkeypatch.setattr(module, "FAREWELL_S", 0.01)
+    s = serve()
+    with s.server._talking:
+        assert not s.server.farewell("hung", "rank 0 hangs")
 
 
 def test_an_idle_replica_tells_its_load_again_and_again(serve, monkeypatch):
