@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 
 from worker.structured_output import drafts
 from worker.structured_output.conjunction import Schema, conjoin
-from worker.structured_output.error import GrammarError
+from worker.structured_output.error import ANY, GrammarError, KeywordError
 from worker.structured_output.exclusion import Exclusion
 from worker.structured_output.keywords import ASSERTIONS, generated_types
 from worker.structured_output.negation import negated
@@ -39,7 +39,7 @@ class Combinations:
         if isinstance(schema, bool):
             return [{}] if schema else []
         if depth > 32:
-            raise GrammarError(f"the schema at {at} refers to itself without end")
+            raise KeywordError(f"the schema at {at} refers to itself without end", ANY, at)
         self.refuse(schema, at)
         out: list[Schema] = [{k: v for k, v in schema.items() if k in ASSERTIONS}]
         for key in ("$ref", "$dynamicRef"):
@@ -85,7 +85,9 @@ class Combinations:
         before = self.narrowed
         parts = self.simple(schema, at)
         if self.narrowed != before:
-            raise GrammarError(f"oneOf at {at} is not supported for branches that are enforced more narrowly")
+            raise KeywordError(
+                f"oneOf at {at} is not supported for branches that are enforced more narrowly", "oneOf", at
+            )
         return parts
 
     def _complement(self, schema: Any, place: str, at: str, depth: int) -> list[Schema]:
@@ -96,7 +98,9 @@ class Combinations:
         before = self.narrowed
         parts = self.simple(schema, place, depth + 1)
         if self.narrowed != before:
-            raise GrammarError(f"{key} at {at} is not supported: a part of it is enforced more narrowly than it says")
+            raise KeywordError(
+                f"{key} at {at} is not supported: a part of it is enforced more narrowly than it says", key, at
+            )
         out: list[Schema] = [{}]
         for part in parts:
             others, whole = negated(part)
@@ -104,7 +108,7 @@ class Combinations:
             others, whole = decided, whole and len(decided) == len(others)
             self.narrowed += not whole
             if not others and not whole:
-                raise GrammarError(f"{key} at {at} is not supported for {', '.join(part)}")
+                raise KeywordError(f"{key} at {at} is not supported for {', '.join(part)}", key, at)
             out = self._product(out, others, at)
         return out
 
@@ -135,7 +139,7 @@ class Combinations:
     @staticmethod
     def _product(left: list[Schema], right: list[Schema], at: str) -> list[Schema]:
         if len(left) * len(right) > _MOST_ALTERNATIVES:
-            raise GrammarError(f"the schema at {at} combines more than {_MOST_ALTERNATIVES} alternatives")
+            raise KeywordError(f"the schema at {at} combines more than {_MOST_ALTERNATIVES} alternatives", ANY, at)
         both = (conjoin(a, b, at) for a in left for b in right)
         return [schema for schema in both if schema is not None]
 
@@ -145,7 +149,9 @@ class Combinations:
         """The branches of `oneOf`, each without the values of the others. A branch is left out if what others admit of
         it cannot be told. Raises GrammarError if no branch stays."""
         if not exact:
-            raise GrammarError(f"oneOf at {at} is not supported for branches that are enforced more narrowly")
+            raise KeywordError(
+                f"oneOf at {at} is not supported for branches that are enforced more narrowly", "oneOf", at
+            )
         out: list[list[Schema]] = []
         refusal: GrammarError | None = None
         for i, branch in enumerate(branches):
@@ -166,20 +172,24 @@ class Combinations:
 
     @staticmethod
     def _overlap(i: int, j: int, at: str) -> GrammarError:
-        return GrammarError(
+        return KeywordError(
             f"oneOf at {at}: a value could match branches {min(i, j)} and {max(i, j)} at once, which a grammar cannot "
-            "rule out; use anyOf, or give each branch a required property of its own value"
+            "rule out; use anyOf, or give each branch a required property of its own value",
+            "oneOf",
+            at,
         )
 
     def refuse(self, schema: Schema, at: str) -> None:
         """Raises GrammarError for keywords that a grammar cannot enforce."""
         for key in _UNSUPPORTED:
             if key in schema:
-                raise GrammarError(f"{key} at {at} {drafts.gone(key) or 'is not supported'}")
+                raise KeywordError(f"{key} at {at} {drafts.gone(key) or 'is not supported'}", key, at)
         if not isinstance(schema.get("unevaluatedProperties", True), bool):
-            raise GrammarError(f"unevaluatedProperties at {at} is supported as true or false only")
+            raise KeywordError(
+                f"unevaluatedProperties at {at} is supported as true or false only", "unevaluatedProperties", at
+            )
         if "$id" in schema and schema is not self._root:
-            raise GrammarError(f"$id at {at} is supported at the root of the schema only")
+            raise KeywordError(f"$id at {at} is supported at the root of the schema only", "$id", at)
 
 
 def _may_have_values(schema: Schema) -> bool:

@@ -47,7 +47,7 @@ from worker.structured_output.ebnf import (
     seq,
     to_text,
 )
-from worker.structured_output.error import GrammarError
+from worker.structured_output.error import ANY, GrammarError, KeywordError
 from worker.structured_output.keywords import ASSERTIONS, KEYWORDS_OF, generated_types
 from worker.structured_output.modern import modern
 from worker.structured_output.references import SchemaReferences
@@ -68,10 +68,7 @@ def schema_to_ebnf(text: str) -> str:
 
 def schema_rules(text: str) -> dict[str, Node]:
     """The rules of the JSON schema `text`, from `START` on. Raises GrammarError."""
-    try:
-        schema = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
+    schema = parsed(text)
     try:
         with refusals():
             converter = SchemaConverter(schema)
@@ -85,9 +82,22 @@ def schema_places(text: str) -> list[Place]:
     return unique_places(SchemaConverter(json.loads(text)).root)
 
 
+def parsed(text: str) -> Any:
+    """The JSON schema `text`, which need not be valid. Raises GrammarError if it is not JSON."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
+
+
 def any_object_rules() -> dict[str, Node]:
     """The rules of any JSON object, from `START` on."""
     return prune({**values.common_rules(), START: Ref("object")}, START) or {}
+
+
+def any_value_rules() -> dict[str, Node]:
+    """The rules of any JSON value, from `START` on."""
+    return prune({**values.common_rules(), START: Ref("any")}, START) or {}
 
 
 @contextmanager
@@ -155,7 +165,7 @@ class SchemaConverter:
         key = ("distinct " if self._distinct else "") + json.dumps(schema)
         if key not in self._names:
             if len(self._names) >= _MOST_RULES:
-                raise GrammarError(f"the JSON schema has more than {_MOST_RULES} parts")
+                raise KeywordError(f"the JSON schema has more than {_MOST_RULES} parts", ANY, at)
             self._names[key] = name = f"{self._prefix}v{len(self._names)}"
             self._rules[name] = self._build(schema, at)
         return Ref(self._names[key])
@@ -241,7 +251,9 @@ class SchemaConverter:
             return self._given(listed, least, most)
         for i, each in enumerate([*prefix, *[items] * (least > len(prefix))]):
             if not self._counts.has(each, i + 1 if i < len(prefix) else least, at):
-                raise GrammarError(f"uniqueItems at {at} is not supported: there may be too few different items")
+                raise KeywordError(
+                    f"uniqueItems at {at} is not supported: there may be too few different items", "uniqueItems", at
+                )
         self._rules |= values.distinct_rules()
         before, self._distinct = self._distinct, True
         array = self._any_items(prefix, items, least, most, at)
@@ -308,7 +320,9 @@ class SchemaConverter:
         """Raises GrammarError if names of members, in items that must differ, come in two orders."""
         pairs = set(combinations(names, 2))
         if any((later, first) in self._orders for first, later in pairs):
-            raise GrammarError(f"uniqueItems is not supported where properties have several orders, as at {at}")
+            raise KeywordError(
+                f"uniqueItems is not supported where properties have several orders, as at {at}", "uniqueItems", at
+            )
         self._orders |= pairs
 
     def properties(self, schema: Schema, at: str, *, counts: bool = False) -> tuple[dict[str, Any], set[str], Any]:
@@ -342,7 +356,9 @@ class SchemaConverter:
                     properties[name] = both(properties[name], value)
         if "propertyNames" in schema:
             if patterns or schema.get("additionalProperties", False) is not False:
-                raise GrammarError(f"propertyNames at {at} is not supported together with properties and others")
+                raise KeywordError(
+                    f"propertyNames at {at} is not supported together with properties and others", "propertyNames", at
+                )
             validator = self._validator.evolve(schema=schema["propertyNames"])
             for name in properties:
                 if not validator.is_valid(name):
@@ -417,7 +433,11 @@ class SchemaConverter:
         """An object whose schema names no property."""
         least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
         if least > 1:
-            raise GrammarError(f"minProperties at {at}: more than 1 is supported only for properties that are named")
+            raise KeywordError(
+                f"minProperties at {at}: more than 1 is supported only for properties that are named",
+                "minProperties",
+                at,
+            )
         if self._distinct:
             most = 1 if most is None else min(int(most), 1)  # the order of several would not matter
         if most is not None and most < least:
@@ -440,7 +460,9 @@ def _is_found(expression: str, name: str, at: str) -> bool:
     try:
         return re.search(expression, name) is not None
     except re.error as error:
-        raise GrammarError(f"patternProperties at {at}: {expression!r} is not valid: {error}") from None
+        raise KeywordError(
+            f"patternProperties at {at}: {expression!r} is not valid: {error}", "patternProperties", at
+        ) from None
 
 
 def _has_other(expression: str, names: Iterable[str], at: str) -> bool:
@@ -470,13 +492,17 @@ def _count_properties(
         if not more and least == len(properties):
             needed = set(properties)
         elif not counts or least > _MOST_MEMBERS_COUNTED:
-            raise GrammarError(
-                f"minProperties at {at} is supported only where it makes all properties, or none, needed"
+            raise KeywordError(
+                f"minProperties at {at} is supported only where it makes all properties, or none, needed",
+                "minProperties",
+                at,
             )
     if most is not None and (more or most < len(properties)):
         if more or most != len(needed):
-            raise GrammarError(
-                f"maxProperties at {at} is supported only where it allows all properties, or just the required"
+            raise KeywordError(
+                f"maxProperties at {at} is supported only where it allows all properties, or just the required",
+                "maxProperties",
+                at,
             )
         properties = {name: sub for name, sub in properties.items() if name in needed}
     return properties, needed
