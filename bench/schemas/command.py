@@ -15,13 +15,12 @@ llguidance_share        share of the accepted schemas that llguidance follows
 mask_us_per_sequence    CPU time for a mask, in batches of 64 outputs of 64 schemas
 rank_growth_mib         memory of a process after all schemas, beyond what it has before
 generated_valid         share of the finished answers that are valid, of a model at temperature 1 (with --generate)
-same_under_load         share of the schemas that are accepted, or refused, also while the model answers (with --generate)
+same_under_load         share of the schemas that get the same verdict while the model answers (with --generate)
 
 With --plain, the first three also of xgrammar's and llguidance's own conversions of the same schemas, each with 10 s of
 CPU time and 1 GiB for a schema.
 
-The exit code is 1 if an invalid instance is accepted, a generated answer is not valid, or a schema is refused under load
-alone.
+The exit code is 1 if an invalid instance is accepted, a generated answer is not valid, or a verdict differs under load.
 """
 
 import json

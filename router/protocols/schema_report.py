@@ -1,4 +1,4 @@
-"""What a choice says of its schema, where that is enforced in part."""
+"""The report on a choice whose schema is enforced in part."""
 
 from msgspec import UNSET, UnsetType
 

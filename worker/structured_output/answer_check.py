@@ -40,7 +40,7 @@ class AnswerToCheck(NamedTuple):
 
 
 class AnswerVerdict(NamedTuple):
-    """What is wrong with an answer: None if nothing is; and how many of its tokens come before that."""
+    """The violation in an answer, None if there is none, and the number of tokens before it."""
 
     violation: str | None
     kept_tokens: int = 0
@@ -60,7 +60,7 @@ def answer_verdict(answer: AnswerToCheck, token_bytes: Sequence[bytes]) -> Answe
     schema = json.loads(answer.schema)
     draft = validator_for(schema, default=Draft202012Validator)
     # By default, jsonschema would fetch what references of other schemas lead to.
-    validator = draft(schema, REGISTRY, format_checker=draft.FORMAT_CHECKER if answer.with_formats else None)
+    validator = draft(schema, registry=REGISTRY, format_checker=draft.FORMAT_CHECKER if answer.with_formats else None)
     try:
         errors = list(islice(validator.iter_errors(value), _MOST_ERRORS))
     except (Unresolvable, re.error, RecursionError) as error:

@@ -49,7 +49,7 @@ class AnswerChecks:
 
     @property
     def futures(self) -> list["Future[AnswerVerdict]"]:
-        """Those of the answers that are being judged."""
+        """Verdicts that are waited for."""
         return list(self._judging.values())
 
     def add(self, request: Generate) -> None:
