@@ -57,7 +57,7 @@ def compare(
     assert torch.equal(own, reference)
 
 
-MIXED = [(0, 1), (0, 5), (17, 1), (300, 1), (40, 30), (0, 33), (131, 7), (3, 1), (127, 8), (128, 2)]
+MIXED = [(0, 1), (0, 5), (200, 60), (17, 1), (300, 1), (40, 30), (0, 33), (131, 7), (3, 1), (127, 8), (128, 2)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
