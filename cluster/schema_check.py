@@ -1,5 +1,6 @@
 """Verdict on a JSON schema for structured output, without a server."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.models import resolve
@@ -15,14 +16,18 @@ class SchemaVerdict:
     | field | meaning |
     | --- | --- |
     | `refusal` | why it is refused; None if every finished answer satisfies it |
-    | `engine` | the library that follows its grammar |
+    | `engine` | the library that follows its grammar; empty if it is refused with `strict` false too |
     | `cpu_s`, `size_bytes` | CPU time to compile it, and memory of the grammar |
+    | `not_enforced` | keywords, with their places, that are left out with `strict` false |
+
+    The last four are of the grammar with `strict` false if the schema is refused otherwise.
     """
 
     refusal: str | None = None
     engine: str = ""
     cpu_s: float = 0.0
     size_bytes: int = 0
+    not_enforced: Sequence[str] = ()
 
 
 def check(text: str, model: str, timeout_s: float) -> SchemaVerdict:
@@ -33,10 +38,14 @@ def check(text: str, model: str, timeout_s: float) -> SchemaVerdict:
     config = read_config(model_dir)
     ends = eos_token_ids(model_dir, config.eos_token_id)
     compiler = GrammarCompiler(model_dir, config.vocab_size, timeout_s, ends)
+    refusal: str | None = None
     try:
-        compiled = compiler.submit(Grammar("json_schema", text)).result()
-    except GrammarError as error:
-        return SchemaVerdict(str(error))
+        for strict in (True, False):
+            try:
+                made = compiler.submit(Grammar("json_schema", text, strict=strict)).result()
+                return SchemaVerdict(refusal, made.engine, made.cpu_s, made.size_bytes, made.not_enforced)
+            except GrammarError as error:
+                refusal = refusal or str(error)
     finally:
         compiler.close()
-    return SchemaVerdict(None, compiled.engine, compiled.cpu_s, compiled.size_bytes)
+    return SchemaVerdict(refusal)

@@ -15,11 +15,15 @@ from router.prepared_request import Choice, PreparedRequest
 from router.programs import BranchUnknown, Held, Programs, Turn, kept_tokens
 from router.rate_limits import Ticket
 from router.responses import CompletionTokensDetails, PromptTokensDetails, Usage
+from router.sampling import sequence_seed
 from router.service import Service, SharedReplica
 from router.sse import Emit
 from router.structure import STRUCTURE
 from router.tokenizer import Tokenizer
-from worker.messages import Output, SamplingParams, TokenLogprobs
+from worker.messages import Output, SamplingParams, SchemaCheck, TokenLogprobs
+
+# With a keyword that half of the answers violate, one in 16 is still invalid then.
+_MOST_SAMPLED_AGAIN = 3
 
 OnPiece = Callable[[Piece], Awaitable[None]]
 
@@ -88,6 +92,7 @@ class Generation:
         self._name = name
         self._answers: list[Answer] = []
         self._shared = SharedReplica() if job.together else None
+        self._sends_at_once = True  # text is sent before its answer has ended
 
     async def stream(self, emit: Emit) -> None:
         """Emits server-sent events: chunks of all choices as they come. Raises ApiError."""
@@ -113,6 +118,7 @@ class Generation:
             await self._follow(sequence, self._answer(sequence), on_piece)
 
         one = follow_whole if self._job.whole_choices else follow
+        self._sends_at_once = not self._job.whole_choices
         self.ticket.add_tokens(prompt=self._job.prompt_tokens)
         await self._run_all([one(sequence) for sequence in self._job.sequences])
         await emit(self._form.closing(self._usage()))
@@ -120,6 +126,7 @@ class Generation:
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises ApiError."""
         answers = [Piece() for _ in self._job.sequences]
+        self._sends_at_once = False
 
         async def follow(sequence: Choice) -> None:
             answers[sequence.index] = await self._collected(sequence, self._answer(sequence))
@@ -153,6 +160,7 @@ class Generation:
                 deltas.extend(piece.deltas)
                 whole.deltas = deltas
             whole.embedding = piece.embedding
+            whole.check, whole.sampled_again = piece.check, piece.sampled_again
 
         await self._follow(sequence, answer, on_piece)
         whole.text = "".join(text)
@@ -262,13 +270,45 @@ class Generation:
                             finish_reason="length" if is_whole else None,
                         )
         if len(produced) < sampling.max_tokens:
-            rest = self._generate(sequence, sampling, sampling.max_tokens, produced)
+            grammar = sampling.grammar
+            if self._sends_at_once or grammar is None or grammar.strict:
+                rest = self._generate(sequence, sampling, sampling.max_tokens, produced)
+            else:
+                rest = self._judged(sequence, answer, produced)
             async with contextlib.aclosing(rest) as outputs:
                 async for output in outputs:
                     yield output
 
+    async def _judged(self, sequence: Choice, answer: "Answer", produced: list[int]) -> AsyncGenerator[Output, None]:
+        """The outputs of a sequence after the tokens `produced`, all at its end. One that violates its schema is
+        sampled again from the value that does, at most `_MOST_SAMPLED_AGAIN` times."""
+        sampling, held, kept_ids = sequence.sampling, list[Output](), list(produced)
+        while True:
+            name = f"-again{answer.sampled_again}" if answer.sampled_again else ""
+            new = self._generate(sequence, sampling, sampling.max_tokens, kept_ids, name)
+            async with contextlib.aclosing(new) as outputs:
+                async for output in outputs:
+                    held.append(output)
+            check = held[-1].check
+            if check is None or check.valid is not False or answer.sampled_again == _MOST_SAMPLED_AGAIN:
+                break
+            count = sum(len(output.token_ids) for output in held)
+            held = _first_tokens(held, check.kept_tokens - len(produced))
+            kept_ids = [*produced, *(token_id for output in held for token_id in output.token_ids)]
+            self.ticket.add_tokens(output=count + len(produced) - len(kept_ids))
+            answer.sampled_again += 1
+            sampling = msgspec.structs.replace(
+                sampling,
+                seed=sequence_seed(sampling.seed, answer.sampled_again),
+                # The likeliest tokens would be the same again.
+                temperature=sampling.temperature or 1.0,
+                top_k=0 if sampling.top_k == 1 else sampling.top_k,
+            )
+        for output in held:
+            yield output
+
     def _generate(
-        self, sequence: Choice, sampling: SamplingParams, max_tokens: int, produced: list[int]
+        self, sequence: Choice, sampling: SamplingParams, max_tokens: int, produced: list[int], name: str = ""
     ) -> AsyncGenerator[Output, None]:
         job = self._job
         if max_tokens < sampling.max_tokens:
@@ -277,7 +317,7 @@ class Generation:
         if produced:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return self._service.generate(
-            f"{self._name}-{sequence.index}" + ("-answer" if produced else ""),
+            f"{self._name}-{sequence.index}" + (name or ("-answer" if produced else "")),
             sequence.prompt.token_ids,
             sampling,
             self._priority,
@@ -321,6 +361,7 @@ class Answer:
     | `prompt_tokens` | tokens of its prompt |
     | `cached_tokens` | how many of them a replica had; 0 unless it is the first choice of its prompt |
     | `num_drafted`, `num_accepted` | tokens that were drafted; how many of them were right |
+    | `sampled_again` | how often a part of it was thrown away because it violated a schema |
     """
 
     def __init__(self, tokenizer: Tokenizer, job: PreparedRequest, sequence: Choice, continues: bool) -> None:
@@ -341,7 +382,8 @@ class Answer:
         self._one_call = syntax is not None and not syntax.parallel
         self._has_calls = False
         self.prompt_tokens = len(sequence.prompt.token_ids)
-        self.cached_tokens = self.num_drafted = self.num_accepted = 0
+        self.cached_tokens = self.num_drafted = self.num_accepted = self.sampled_again = 0
+        self._check: SchemaCheck | None = None
 
     @property
     def is_thinking(self) -> bool:
@@ -354,6 +396,8 @@ class Answer:
     def push(self, output: Output) -> Piece:
         """The piece that the output adds. A sequence that may have one call ends with it."""
         piece = self.text.push(output)
+        self._check = output.check or self._check
+        piece.check, piece.sampled_again = self._check, self.sampled_again
         if self._lexer is None or self._syntax is None:
             return piece
         found = self._lexer.push(piece.text, piece.marks)
@@ -387,6 +431,27 @@ def turn_on(programs: Programs, held: Held) -> Iterator[Turn]:
     except BaseException:
         programs.drop(turn)
         raise
+
+
+def _first_tokens(outputs: list[Output], count: int) -> list[Output]:
+    """The first `count` tokens of the outputs, which then have no end."""
+    kept: list[Output] = []
+    for output in outputs:
+        if count <= 0 and kept:
+            break
+        ids = output.token_ids[: max(0, count)]
+        kept.append(
+            msgspec.structs.replace(
+                output,
+                token_ids=ids,
+                logprobs=output.logprobs[: len(ids)],
+                finish_reason=None,
+                stop_token_id=None,
+                check=None,
+            )
+        )
+        count -= len(ids)
+    return kept
 
 
 def _without_tokens(output: Output) -> Output:

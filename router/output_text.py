@@ -7,7 +7,7 @@ from typing import Literal
 from router.deltas import Delta, TextDelta
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
-from worker.messages import Output, TokenLogprobs
+from worker.messages import Output, SchemaCheck, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -27,7 +27,8 @@ class Piece:
 
     `marks`: markers that are single tokens: the number of characters before each, and the number of output tokens.
     They come with their token or earlier than their text. `deltas`: what a lexer made of the text; None if there is no
-    lexer, and all is text. `embedding`: of a pooled prompt.
+    lexer, and all is text. `embedding`: of a pooled prompt. `check`, in the last piece: how the text keeps to a schema
+    that is enforced in part; `sampled_again`: how often a part of it was thrown away for that.
     """
 
     text: str = ""
@@ -38,6 +39,8 @@ class Piece:
     deltas: list[Delta] | None = None
     embedding: bytes = b""
     stop: str | None = None
+    check: SchemaCheck | None = None
+    sampled_again: int = 0
 
     @property
     def parts(self) -> list[Delta]:

@@ -142,6 +142,7 @@ def _merged(first: Output, second: Output) -> Output:
         failure=second.failure,
         num_drafted=first.num_drafted + second.num_drafted,
         num_accepted=first.num_accepted + second.num_accepted,
+        check=second.check or first.check,
     )
 
 

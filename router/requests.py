@@ -61,12 +61,18 @@ class JsonObjectFormat(Body, frozen=True, tag_field="type", tag="json_object"):
 
 
 class JsonSchema(Body, frozen=True):
-    """The schema that the output validates against, whatever `strict` says."""
+    """The schema that the output validates against."""
 
     name: NonEmpty
     schema: dict[str, Any]
     description: str | None = None
-    strict: Flag = None
+    strict: Annotated[
+        Flag,
+        Meta(
+            description="true: a keyword that cannot be enforced while the output is made is refused. false: it is "
+            "judged when the output is whole; the choice's schema_check names it, and says whether the output is valid"
+        ),
+    ] = None
 
 
 class JsonSchemaFormat(Body, frozen=True, tag_field="type", tag="json_schema"):

@@ -94,12 +94,31 @@ class AnswerMessage(msgspec.Struct):
     reasoning: str | UnsetType = UNSET
 
 
+class SchemaReport(msgspec.Struct):
+    """How a choice keeps to its schema, where that has keywords that cannot be enforced while the text is made
+    (`strict` is false).
+
+    | field | meaning |
+    | --- | --- |
+    | `not_enforced` | these keywords, with their places |
+    | `valid` | whether the text validates against the schema; null if it was cut off, or could not be judged |
+    | `violation` | what is wrong, or why it could not be judged |
+    | `sampled_again` | how often a part of the text was thrown away, from a violation on, and sampled again |
+    """
+
+    not_enforced: list[str]
+    valid: bool | None
+    violation: str | None
+    sampled_again: int
+
+
 class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     token_ids: list[int] | UnsetType = UNSET  # present if the request asks for them
+    schema_check: SchemaReport | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -140,6 +159,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    schema_check: SchemaReport | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -171,6 +191,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET  # present if the request asks for them
+    schema_check: SchemaReport | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 from router.answer_syntax import AnswerSyntax
 from router.conversation import Conversation
 from router.errors import invalid
-from router.requests import GenerationRequest, JsonObjectFormat, JsonSchemaFormat
+from router.requests import GenerationRequest, JsonObjectFormat, JsonSchema, JsonSchemaFormat
 from worker.messages import Grammar
 
 STRUCTURE = ("response_format", "regex", "choice", "ebnf")  # the replicas' names for a grammar that they refuse
@@ -22,7 +22,7 @@ def structure(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
         case JsonObjectFormat():
             asked.append(("response_format", Grammar("json_object")))
         case JsonSchemaFormat(json_schema=json_schema):
-            asked.append(("response_format", Grammar("json_schema", json.dumps(json_schema.schema))))
+            asked.append(("response_format", _of_schema(json_schema)))
     said = request.structured_outputs
     ways: list[tuple[str, Any]] = [
         ("regex", request.regex),
@@ -48,6 +48,12 @@ def structure(request: GenerationRequest) -> tuple[str | None, Grammar | None]:
     return asked[0] if asked else (None, None)
 
 
+def _of_schema(asked: JsonSchema) -> Grammar:
+    """A schema without `strict` is enforced or refused: a client that does not know the difference does not look
+    whether its answer is valid."""
+    return Grammar("json_schema", json.dumps(asked.schema), strict=asked.strict is not False)
+
+
 def constrained(
     conversation: Conversation, syntax: AnswerSyntax, param: str | None, grammar: Grammar | None
 ) -> tuple[str | None, Grammar | None]:
@@ -59,6 +65,8 @@ def constrained(
     | none are possible | text of this form |
     | possible | either calls, or text of this form |
     | one is asked for | calls, so the text's form does not matter |
+
+    Where calls are possible, a schema of the text is enforced as with `strict`.
     """
     is_required = conversation.choice.mode == "required"
     are_exact = is_required or any(tool.strict for tool in syntax.tools)

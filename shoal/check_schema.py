@@ -3,9 +3,14 @@
     shoal check-schema schema.json
     cat schema.json | shoal check-schema -
 
+enforced by xgrammar: 0.021 s of CPU time, 0.4 MiB
+refused: contains at #/properties/tags is not supported
+with "strict": false, enforced by llguidance but for this: 0.034 s of CPU time, 2.1 MiB
+  contains at #/properties/tags
+
 A schema that is enforced is enforced as a whole: no finished answer violates it. Otherwise the first keyword that no
-grammar can enforce is named, with its place, and a request with this schema would be refused with the same words. The
-exit code is then 1.
+grammar can enforce is named, with its place, and a request with this schema would be refused with the same words,
+unless "strict" is false. Then all keywords that would not be enforced are named. The exit code is 1.
 """
 
 import sys
@@ -38,10 +43,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if verdict.refusal is not None:
         print(f"refused: {verdict.refusal}")
-        return 1
-    cost = f"{verdict.cpu_s:.3f} s of CPU time, {verdict.size_bytes / 2**20:.1f} MiB"
-    print(f"enforced by {verdict.engine}: {cost}")
-    return 0
+    if verdict.engine:
+        cost = f"{verdict.cpu_s:.3f} s of CPU time, {verdict.size_bytes / 2**20:.1f} MiB"
+        if verdict.refusal is None:
+            print(f"enforced by {verdict.engine}: {cost}")
+        else:
+            print(f'with "strict": false, enforced by {verdict.engine} but for this: {cost}')
+            print("\n".join(f"  {each}" for each in verdict.not_enforced))
+    return 0 if verdict.refusal is None else 1
 
 
 if __name__ == "__main__":

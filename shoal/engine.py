@@ -70,6 +70,7 @@ class GeneratedText:
     | `finish_reason` | "stop" or "length"; None before the end |
     | `logprobs` | the tokens of the text, if log probabilities were asked for |
     | `prompt_tokens`, `cached_tokens` | tokens of the prompt, and how many of them were found in the cache |
+    | `schema_check` | of a schema that is enforced in part: `not_enforced`, `valid`, ..., as in the server's answers |
     """
 
     text: str = ""
@@ -78,6 +79,7 @@ class GeneratedText:
     logprobs: list[TokenLogprob] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    schema_check: dict[str, Any] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -356,6 +358,7 @@ def _add(answer: GeneratedText, choice: dict[str, Any]) -> str:
     answer.text += text
     answer.token_ids += choice.get("token_ids", ())
     answer.finish_reason = choice["finish_reason"]
+    answer.schema_check = choice.get("schema_check")
     if choice["logprobs"] is not None:
         answer.logprobs = (answer.logprobs or []) + list(_logprobs(choice["logprobs"]))
     return text

@@ -42,12 +42,16 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
     `begin`: the marker that begins this text, such as `<think>`. The output may leave both out. None: the prompt has
     begun the text.
+
+    `strict`: of a JSON schema. A keyword that no grammar enforces is refused; otherwise it is left out, and the whole
+    output is judged when it ends (`SchemaCheck`).
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf", "tool_calls"]
     text: str = ""
     after: str | None = None
     begin: str | None = None
+    strict: bool = True
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -212,6 +216,23 @@ class Failure(msgspec.Struct):
     retry_after_s: float | None = None
 
 
+class SchemaCheck(msgspec.Struct, omit_defaults=True, frozen=True):
+    """How an output keeps to a schema that its grammar enforces in part.
+
+    | field | meaning |
+    | --- | --- |
+    | `not_enforced` | keywords that the grammar leaves out, with their places |
+    | `valid` | whether the whole output validates; None if it is not whole, or could not be judged |
+    | `violation` | what is wrong, or why the output could not be judged |
+    | `kept_tokens` | number of its tokens before the value that is wrong |
+    """
+
+    not_enforced: list[str]
+    valid: bool | None = None
+    violation: str | None = None
+    kept_tokens: int = 0
+
+
 class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     """New tokens of one request, in order. The last output of a request has a `finish_reason`.
 
@@ -223,6 +244,8 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     were inserted unverified count as both.
 
     A pooled request has one output, with its `embedding` (little-endian float32) and finish reason "stop".
+
+    Where a grammar enforces a part of its schema only, the first and the last output have a `check`.
     """
 
     request_id: str
@@ -237,6 +260,7 @@ class Output(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
     embedding: bytes | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    check: SchemaCheck | None = None
 
 
 class Outputs(msgspec.Struct, tag=True):

@@ -15,11 +15,12 @@ llguidance_share        share of the accepted schemas that llguidance follows
 mask_us_per_sequence    CPU time for a mask, in batches of 64 outputs of 64 schemas
 rank_growth_mib         memory of a process after all schemas, beyond what it has before
 generated_valid         share of the finished answers that are valid, of a model at temperature 1 (with --generate)
+same_under_load         share of the schemas that get the same verdict while the model answers (with --generate)
 
 With --plain, the first three also of xgrammar's and llguidance's own conversions of the same schemas, each with 10 s of
 CPU time and 1 GiB for a schema.
 
-The exit code is 1 if an invalid instance is accepted, or a generated answer is not valid.
+The exit code is 1 if an invalid instance is accepted, a generated answer is not valid, or a verdict differs under load.
 """
 
 import json
@@ -29,8 +30,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ from worker.structured_output import (
 
 BATCH = 64
 TIMEOUT_S = 10.0
+_AT_ONCE = 32  # answers
+_MOST_TOKENS = 256  # of an answer; most that end have fewer than half of it
 _SHOWN = 12
 
 
@@ -205,25 +208,47 @@ def plain(found: Corpus, judged: Callable[..., GrammarVerdict], prefix: str) -> 
     return tally, tally.figures(prefix)
 
 
-def generated(found: Corpus, schemas: Sequence[PublishedSchema], answers: int) -> tuple[list[Figure], list[str]]:
-    """The figures of a model's answers, and the answers that are wrong."""
+def generated(
+    found: Corpus, schemas: Sequence[PublishedSchema], refused: Container[str], answers: int
+) -> tuple[list[Figure], list[str]]:
+    """The figures of a model's answers, and what is wrong with them. `refused`: names of the schemas that are refused
+    on an idle machine. Each of the others has its share of the answers, and each of these is asked once too."""
     import shoal
 
-    finished, wrong = 0, []
-    with shoal.Engine(found.model_dir) as engine:
-        for i in range(answers):
-            each = schemas[i % len(schemas)]
-            form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": each.schema, "strict": True}}
-            ask = [{"role": "user", "content": "Write an example in JSON, a short one."}]
-            answer = engine.chat(ask, temperature=1, seed=i, max_tokens=256, response_format=form)
-            if answer.finish_reason == "stop":
+    accepted = [each for each in schemas if each.name not in refused]
+    asked = [*(accepted[i % len(accepted)] for i in range(answers)), *(s for s in schemas if s.name in refused)]
+    random.Random(0).shuffle(asked)
+    finished, wrong = 0, list[str]()
+    changed = set[str]()
+    with shoal.Engine(found.model_dir) as engine, ThreadPoolExecutor(_AT_ONCE) as threads:
+
+        def answer(number: int) -> Any:
+            form = {"name": "answer", "schema": asked[number].schema, "strict": True}
+            try:
+                return engine.chat(
+                    [{"role": "user", "content": "Write an example in JSON, a short one."}],
+                    temperature=1,
+                    seed=number,
+                    max_tokens=_MOST_TOKENS,
+                    response_format={"type": "json_schema", "json_schema": form},
+                )
+            except shoal.RequestError as error:
+                return error
+
+        for each, given in zip(asked, threads.map(answer, range(len(asked))), strict=True):
+            if isinstance(given, shoal.RequestError) != (each.name in refused):
+                changed.add(each.name)
+                wrong.append(f"{each.name}: refused on an idle machine or under load, but not both")
+            elif not isinstance(given, shoal.RequestError) and given.finish_reason == "stop":
                 finished += 1
-                if not judge(each.schema).is_valid(json.loads(answer.text)):
-                    wrong.append(f"{each.name}: {answer.text[:300]}")
-    share = 1 - len(wrong) / finished if finished else 0.0
+                if not judge(each.schema).is_valid(json.loads(given.text)):
+                    wrong.append(f"{each.name}: invalid: {given.text[:300]}")
+    share = 1 - (len(wrong) - len(changed)) / finished if finished else 0.0
+    names = {each.name for each in asked}
     return [
         Figure("schemas.generated_valid", share, "ratio", True),
         Figure("schemas.generated_finished", finished, "answers", True),
+        Figure("schemas.same_under_load", 1 - len(changed) / len(names), "ratio", True),
     ], wrong
 
 
@@ -253,10 +278,10 @@ def main(argv: list[str] | None = None) -> int:
     for engine, judged in PLAIN.items() if args.plain else ():
         figures += plain(found, judged, f"schemas.{engine}")[1]
     if args.generate:
-        accepted = [each for each in schemas if each.name not in tally.refusals]
-        more, wrong = generated(found, accepted, args.generate)
+        more, wrong = generated(found, schemas, tally.refusals, args.generate)
         figures += more
-        problems += [f"generated, though invalid: {each}" for each in wrong]
+        problems += [f"with answers under load: {each}" for each in wrong]
+        raw["generated_wrong"] = wrong
     for reason, times in tally.reasons[:_SHOWN]:
         print(f"{times:4} refused: {reason}")
     for problem in problems[:_SHOWN]:

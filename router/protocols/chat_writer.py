@@ -11,6 +11,7 @@ from router.deltas import CallArguments, CallBegin, CallEnd, TextDelta, Thinking
 from router.output_text import Piece, TokenText
 from router.prepared_request import PreparedRequest
 from router.protocols.logprobs import content_logprobs
+from router.protocols.schema_report import schema_report
 from router.responses import (
     AnswerMessage,
     CalledFunction,
@@ -60,7 +61,8 @@ class ChatFormat:
             data += self._chunk(choice, usage)
             tokens, token_ids = [], [] if self._job.wants_token_ids else UNSET
         if piece.finish_reason is not None:
-            data += self._chunk(ChatChunkChoice(index, Delta(), None, piece.finish_reason), usage)
+            choice = ChatChunkChoice(index, Delta(), None, piece.finish_reason, schema_check=schema_report(piece))
+            data += self._chunk(choice, usage)
         return data
 
     def closing(self, usage: Usage) -> bytes:
@@ -72,7 +74,8 @@ class ChatFormat:
         for index, answer in enumerate(answers):
             assert answer.finish_reason is not None
             logprobs, token_ids = self._logprobs(answer.tokens), self._token_ids(answer)
-            choices.append(ChatChoice(index, _message(answer.parts), logprobs, answer.finish_reason, token_ids))
+            message, report = _message(answer.parts), schema_report(answer)
+            choices.append(ChatChoice(index, message, logprobs, answer.finish_reason, token_ids, report))
         return msgspec.json.encode(self._answer(ChatCompletion, choices, usage))
 
     def _chunk(self, choice: ChatChunkChoice, usage: Usage) -> bytes:

@@ -5,6 +5,7 @@ from msgspec import UNSET
 
 from router.output_text import Piece, TokenText
 from router.prepared_request import PreparedRequest
+from router.protocols.schema_report import schema_report
 from router.responses import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage, finite
 from router.sse import DONE, event
 from router.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ class CompletionFormat:
     def _choice(self, index: int, piece: Piece) -> CompletionChoice:
         logprobs = self._logprobs(piece.tokens) if self._job.wants_logprobs else None
         token_ids = piece.token_ids if self._job.wants_token_ids else UNSET
-        return CompletionChoice(index, piece.text, logprobs, piece.finish_reason, token_ids)
+        return CompletionChoice(index, piece.text, logprobs, piece.finish_reason, token_ids, schema_report(piece))
 
     def _logprobs(self, tokens: list[TokenText]) -> CompletionLogprobs:
         name = self._tokenizer.token_text

@@ -294,7 +294,7 @@ def _generation(request: ResponsesRequest) -> GenerationRequest:
     fields["user"] = request.safety_identifier or request.user
     form = request.text.format if request.text else None
     if isinstance(form, SchemaFormat):
-        schema = JsonSchema(name=form.name, schema=form.schema, description=form.description, strict=form.strict)
+        schema = JsonSchema(name=form.name, schema=form.schema, description=form.description, strict=True)
         return GenerationRequest(**fields | {"response_format": JsonSchemaFormat(json_schema=schema)})
     return GenerationRequest(**fields | {"response_format": form})
 

@@ -41,6 +41,7 @@ from worker.messages import (
     Output,
     Outputs,
     ReplicaLoad,
+    SchemaCheck,
     Subscribe,
     TokenLogprobs,
     UsageReport,
@@ -183,6 +184,7 @@ class FakeReplica:
         self._end_id = tokenizer.token_id("<|im_end|>")
         self.script = script
         self.reply: Callable[[Generate], Output | None] = lambda request: None
+        self.check: Callable[[Generate], SchemaCheck | None] = lambda request: None
         self.per_step = per_step
         self.cached_tokens = 3
         self.load = ReplicaLoad(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
@@ -368,6 +370,8 @@ class FakeReplica:
             finish_reason="stop" if stopped else "length" if length else None,
             stop_token_id=stopped[0] if stopped else None,
         )
+        if output.finish_reason is not None:
+            output.check = self.check(request)
         if sampling.logprobs is not None:
             output.logprobs = [self._logprobs(token_id, sampling.logprobs) for token_id in token_ids]
         if first:

@@ -35,7 +35,19 @@ def test_the_keyword_that_is_not_enforced_and_its_place(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('{"properties": {"a": {"contains": {}}}}'))
     assert check_schema.main(["-", "--model", str(model)]) == 1
-    assert capsys.readouterr().out.startswith("refused: contains at #/properties/a is not supported")
+    refused, without, *named = capsys.readouterr().out.splitlines()
+    assert refused == "refused: contains at #/properties/a is not supported"
+    assert without.startswith('with "strict": false, enforced by ') and "s of CPU time" in without
+    assert named == ["  contains at #/properties/a"]
+
+
+def test_what_is_no_schema_is_refused_either_way(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"type": "strnig"}'))
+    assert check_schema.main(["-", "--model", str(model)]) == 1
+    (refused,) = capsys.readouterr().out.splitlines()
+    assert "not valid at #/type" in refused
 
 
 def test_a_file_that_is_not_there(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

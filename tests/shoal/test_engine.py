@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import re
 import signal
@@ -371,6 +372,21 @@ def test_ctrl_c_leaves_it_usable_and_its_process_takes_the_replica_along(tiny_mo
 
 
 # ---------------------------------------------------------------- the real model
+
+
+def test_a_schema_that_is_enforced_in_part_says_whether_it_is_kept(llm: Engine) -> None:
+    """No grammar says that an array has a 2 in it. Some answers have none, and are sampled again."""
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "contains": {"const": 2}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": False}}
+    answers = llm.generate(list("abcdef"), response_format=form, max_tokens=30, temperature=1, seed=1)
+    again = 0
+    for answer in answers:
+        assert answer.schema_check["not_enforced"] == ["contains at #"] and answer.finish_reason == "stop"
+        assert answer.schema_check["valid"] == (2 in json.loads(answer.text))
+        again += answer.schema_check["sampled_again"]
+    assert again
+    with pytest.raises(RequestError, match="contains at #"):
+        llm.generate("a", response_format={**form, "json_schema": {**form["json_schema"], "strict": True}})
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from worker.messages import Failure, Grammar
 from worker.progress import NewestSteps
 from worker.scheduler.kv_demand import KVClaim, peak_pages
 from worker.step import PENDING, Chunk, Plan, SampledTokens, StepTime
+from worker.structured_output.answer_check import AnswerToCheck
 
 MASK = (1 << 62) - 1
 
@@ -176,11 +177,16 @@ class FakeGrammars:
 
     def __init__(self) -> None:
         self.futures: list[Future] = []
+        self.answers: list[tuple[AnswerToCheck, Future]] = []
         self.closed = False
 
     def submit(self, grammar: Grammar) -> Future:
         self.futures.append(Future())
         return self.futures[-1]
+
+    def check(self, answer: AnswerToCheck) -> Future:
+        self.answers.append((answer, Future()))
+        return self.answers[-1][1]
 
     def close(self) -> None:
         self.closed = True

@@ -38,7 +38,7 @@ from worker.messages import Failure, Generate, Output, ReplicaLoad, SamplingPara
 from worker.models.draft_vocabulary import check_draft_model
 from worker.sampling.sampler import Sampler
 from worker.scheduler.scheduler import Scheduler
-from worker.structured_output import GrammarCompiler, GrammarQueue
+from worker.structured_output import AnswerChecks, GrammarCompiler, GrammarQueue
 
 if TYPE_CHECKING:  # slow to import
     from worker.drafts.jump_forward import JumpForward
@@ -133,7 +133,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_event` is called with every change of the radix tree. `on_ready` is called, from any thread, when a
-        request whose grammar has compiled wants a `step`. `load` makes the components."""
+        request wants a `step`: its grammar has compiled, or its answer has been judged. `load` makes the components."""
         config = with_gpu_defaults(config, Path(model_dir))
         parts = load(Path(model_dir), config)
         self.executor, self.sampler, self.grammars, self.costs, drafters, jump_forward, self._draft_model, lengths = (
@@ -163,6 +163,7 @@ class Engine:
             lengths=self._lengths.predictor,
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
+        self._answer_checks = AnswerChecks(self.grammars, on_ready)
         self._steps = Steps(
             self.scheduler,
             self.executor,
@@ -186,6 +187,7 @@ class Engine:
         grammar = request.sampling.grammar
         if self.scheduler.add(request, ready=grammar is None) and grammar is not None:
             self._grammar_queue.submit(request.request_id, grammar)
+            self._answer_checks.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets these requests and frees their pages at once. Unknown ids are ignored. No output follows."""
@@ -193,6 +195,7 @@ class Engine:
         self.scheduler.abort(request_ids)
         for request_id in request_ids:
             self._grammar_queue.forget(request_id)
+            self._answer_checks.forget(request_id)
         self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
 
     def release(self, owners: Iterable[str]) -> None:
@@ -201,8 +204,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now. Requests that wait for a grammar do not count: `on_ready` tells."""
-        return self.scheduler.has_work or self._loop.has_work or self._grammar_queue.has_ready
+        """Whether `step` has anything to do now. Requests that wait for a grammar, or to be judged by its schema, do
+        not count: `on_ready` tells."""
+        is_ready = self._grammar_queue.has_ready or self._answer_checks.has_ready
+        return self.scheduler.has_work or self._loop.has_work or is_ready
 
     def spare_s(self) -> float:
         """Seconds for which the next `step` may be put off, because the device is busy until then."""
@@ -219,6 +224,8 @@ class Engine:
         self._steps.record_times()
         self._loop.turn()
         outputs = self.scheduler.take_outputs()
+        if len(self._answer_checks):
+            outputs = list(self._answer_checks.pass_on(outputs, self._grammar_queue.compiled))
         if not self.has_work:
             self._rest()
         self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
@@ -252,7 +259,7 @@ class Engine:
                             Generate(request_id=name, prompt_ids=prompt, sampling=params, prediction_ids=list(guess))
                         )
                     if not self.has_work:
-                        self._grammar_queue.wait()
+                        self._grammar_queue.wait(self._answer_checks.futures)
                     for output in self.step():
                         finished[output.request_id].add(output)
                         num_done += output.finish_reason is not None

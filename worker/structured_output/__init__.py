@@ -3,17 +3,20 @@
 `schema.py` and `regex.py` convert what clients write into rules (`ebnf.py`) and refuse what cannot be converted. Two
 engines follow the same rules: xgrammar, and llguidance where xgrammar cannot or would take too much (`engines.py` has
 the choice, `lark.py` and `lazy_matcher.py` the way to llguidance). `process.py` compiles grammars in processes that can
-be killed. `unique_items.py` adds to llguidance what no grammar says: items that must differ.
+be killed. `relaxation.py` leaves out what no grammar enforces, for requests that allow it; `answer_checks.py` has their
+answers judged. `unique_items.py` adds to llguidance what no grammar says: items that must differ.
 
 Read `compiler.py` first, then `state.py`.
 """
 
+from worker.structured_output.answer_checks import AnswerChecks
 from worker.structured_output.compiler import GrammarCompiler
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.grammar_queue import GrammarQueue
 from worker.structured_output.state import CompiledGrammar, GrammarState, apply_bitmask, fill_masks, new_bitmask
 
 __all__ = [
+    "AnswerChecks",
     "CompiledGrammar",
     "CompilerUnavailable",
     "GrammarCompiler",

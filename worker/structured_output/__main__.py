@@ -15,7 +15,7 @@ from pathlib import Path
 from worker.structured_output.compilation import Compilation
 from worker.structured_output.error import GrammarError
 from worker.structured_output.forks import cpu_time_s, limit_memory, limit_time
-from worker.structured_output.process import BROKEN, OK, REFUSED, TEXT_REFUSED, TOO_LARGE, Ending
+from worker.structured_output.process import BROKEN, CHECK, OK, REFUSED, TEXT_REFUSED, TOO_LARGE, Ending
 
 # A reply for a large schema has 9 MB with SmolLM2's vocabulary. Reading it takes ten times as much memory for a moment.
 _REPLY_LIMIT_BYTES = 48 << 20
@@ -60,14 +60,18 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
     request = bytearray()
     while data := connection.recv(1 << 20):
         request += data
-    kind, text, after, begin, cpu_s, wall_s = json.loads(request)
+    kind, text, after, begin, strict, cpu_s, wall_s = json.loads(request)
     limit_time(cpu_s, wall_s)
     limit_memory(memory_bytes)
     try:
-        engine, reply, places = compilation.run(kind, text, after, begin)
+        if kind == CHECK:
+            connection.sendall(OK + compilation.check(text))
+            return
+        engine, reply, places, not_enforced = compilation.run(kind, text, after, begin, strict=strict)
         if len(reply) > _REPLY_LIMIT_BYTES:
             raise GrammarError("the grammar is too large")
-        connection.sendall(OK + json.dumps([engine, cpu_time_s(), places]).encode() + b"\n" + reply)
+        head = json.dumps([engine, cpu_time_s(), places, not_enforced]).encode()
+        connection.sendall(OK + head + b"\n" + reply)
     except GrammarError as error:
         connection.sendall((TEXT_REFUSED if error.of_text else REFUSED) + str(error).encode("utf-8", "replace"))
     except MemoryError:

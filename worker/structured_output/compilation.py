@@ -1,6 +1,7 @@
 """Compilation of one grammar, inside the process that is made for it, for the engine that suits it."""
 
 import importlib.util
+import json
 import os
 import random
 import re
@@ -8,10 +9,11 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from worker.structured_output.answer_check import AnswerToCheck, answer_verdict
 from worker.structured_output.call_formats import MARKERS
 from worker.structured_output.ebnf import START, Node, Ref, rule_text, seq, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, XGRAMMAR_BYTES, XGRAMMAR_CPU_S, engine_for
@@ -21,6 +23,7 @@ from worker.structured_output.lark import has_unique_items, to_lark
 from worker.structured_output.lazy_grammar import LazyGrammar
 from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
 from worker.structured_output.markers import Speller
+from worker.structured_output.relaxation import Relaxed
 from worker.structured_output.schema import schema_places
 from worker.structured_output.serialised import serialised
 from worker.structured_output.text_rules import text_rules
@@ -35,7 +38,16 @@ _LAZY_TRIAL_TOKENS = 16  # each may take a millisecond
 SLOW_FILL_S = 0.25
 
 
-Compiled = tuple[str, bytes, list[Place]]
+class CompiledBytes(NamedTuple):
+    """A compiled grammar: for which engine, as `serialised` or `to_lark` writes it, the places of unique items, and
+    what of its schema it leaves out."""
+
+    engine: str
+    data: bytes
+    places: list[Place]
+    not_enforced: list[str]
+
+
 _LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)
 
 
@@ -86,29 +98,39 @@ class Compilation:
         self._lazy = LazyVocabulary(self._vocabulary.token_bytes(kept_apart("")), eos_token_ids)
         self._threads = max(1, min(4, (os.cpu_count() or 1) // 2))
 
-    def run(self, kind: str, text: str, marker: str | None = None, begin: str | None = None) -> Compiled:
-        """The engine, the compiled grammar for it, as `serialised` or `to_lark` writes it, and the places of unique
-        items. `marker` and `begin`: as `messages.Grammar.after` and `begin`. Raises GrammarError or MemoryError."""
+    def run(
+        self, kind: str, text: str, marker: str | None = None, begin: str | None = None, *, strict: bool = True
+    ) -> CompiledBytes:
+        """Compiles a `messages.Grammar`, whose `after` is `marker`. Raises GrammarError or MemoryError."""
+        not_enforced: list[str] = []
         try:
+            if not strict and kind == "json_schema":
+                relaxed = Relaxed(text)
+                text, not_enforced = json.dumps(relaxed.schema), relaxed.not_enforced
             if marker is None and kind in TEXT_KINDS:
                 rules = text_rules(kind, text)
                 places = schema_places(text) if has_unique_items(rules) else []
-                return self._with_rules(rules, places)
+                return self._with_rules(rules, places)._replace(not_enforced=not_enforced)
             ebnf, root = to_ebnf(kind, text, self._vocabulary), "root"
             if marker is not None:
                 ebnf, root = after(marker, begin, ebnf, self._vocabulary)
         except RecursionError:
             raise GrammarError("the grammar is nested too deeply") from None
-        return XGRAMMAR, self._with_xgrammar(kind, ebnf, root), []
+        return CompiledBytes(XGRAMMAR, self._with_xgrammar(kind, ebnf, root), [], not_enforced)
 
-    def _with_rules(self, rules: dict[str, Node], places: list[Place]) -> Compiled:
+    def check(self, text: str) -> bytes:
+        """The `AnswerVerdict` on an `AnswerToCheck`, both as JSON."""
+        answer = AnswerToCheck(*json.loads(text))
+        return json.dumps(answer_verdict(answer, self._vocabulary.token_bytes())).encode()
+
+    def _with_rules(self, rules: dict[str, Node], places: list[Place]) -> CompiledBytes:
         """Compiles rules for the first engine that can follow them at a moderate cost."""
         if XGRAMMAR in engine_for(rules):
             ebnf = to_text(rules, START)
             found = in_fork(lambda: self._with_xgrammar("", ebnf, "root"), XGRAMMAR_CPU_S, XGRAMMAR_BYTES)
             if found is not None:
-                return XGRAMMAR, found, []
-        return LLGUIDANCE, self._with_llguidance(to_lark(rules, START), places), places
+                return CompiledBytes(XGRAMMAR, found, [], [])
+        return CompiledBytes(LLGUIDANCE, self._with_llguidance(to_lark(rules, START), places), places, [])
 
     def _with_llguidance(self, lark: str, places: list[Place]) -> bytes:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.messages import Grammar
+from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
 from worker.structured_output.compilation import kept_apart
 from worker.structured_output.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.error import CompilerUnavailable
@@ -68,6 +69,7 @@ class GrammarCompiler:
         self._bytes = 0  # of all grammars, in the cache or held by requests
         self._closed = False
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._judging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
             self._threads.submit(self._process.start)
             self._threads.submit(self._lazy_vocabulary)
@@ -90,14 +92,21 @@ class GrammarCompiler:
         shared.add_done_callback(lambda done: _pass_on(done, own))
         return own
 
+    def check(self, answer: AnswerToCheck) -> "Future[AnswerVerdict]":
+        """Judges an answer by its schema, in the background and within the limits of a compilation. The future fails
+        with GrammarError if the schema takes too much, and with CompilerUnavailable if the machine is at fault."""
+        return self._judging.submit(self._process.check, answer, self._timeout_s)
+
     def close(self) -> None:
         """Ends the process and the threads. Compilations in flight fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._judging.shutdown(wait=False, cancel_futures=True)
         with self._room:
             self._closed = True
             self._room.notify_all()
         self._process.close()
         self._threads.shutdown(wait=True)
+        self._judging.shutdown(wait=True)
 
     @property
     def pid(self) -> int | None:
@@ -107,7 +116,9 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
-        found = self._process.compile(grammar.kind, grammar.text, self._timeout_s, grammar.after, grammar.begin)
+        found = self._process.compile(
+            grammar.kind, grammar.text, self._timeout_s, grammar.after, grammar.begin, strict=grammar.strict
+        )
         with self._reading:
             compiled = self._read(found, grammar.kind, info)
         log.info("a grammar (%s) is followed by %s: %.3f s of CPU", grammar.kind, found.engine, found.cpu_s)
@@ -124,7 +135,9 @@ class GrammarCompiler:
             # The size that xgrammar reports leaves out the automata of rules, which may be most of it. The text has
             # them.
             size_bytes = len(found.text)
-        compiled = CompiledGrammar(handle, kind, size_bytes, engine=found.engine, cpu_s=found.cpu_s)
+        compiled = CompiledGrammar(
+            handle, kind, size_bytes, engine=found.engine, cpu_s=found.cpu_s, not_enforced=found.not_enforced
+        )
         with self._room:
             self._bytes += compiled.size_bytes
         weakref.finalize(compiled, self._gone, compiled.size_bytes).atexit = False

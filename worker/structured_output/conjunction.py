@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from worker.structured_output.error import GrammarError
+from worker.structured_output.error import KeywordError
 
 Schema = dict[str, Any]
 
@@ -34,11 +34,15 @@ def conjoin(a: Schema, b: Schema, at: str) -> Schema | None:
         elif key == "required":
             out[key] = list(dict.fromkeys(a[key] + b[key]))
         elif key not in ("type", "enum", "const", "properties", "prefixItems") and a[key] != b[key]:
-            raise GrammarError(
-                f"{key} is given twice, by {at} and by a schema it is combined with, which is not supported"
+            raise KeywordError(
+                f"{key} is given twice, by {at} and by a schema it is combined with, which is not supported", key, at
             )
     if "prefixItems" in out and _items(a) and _items(b) and _items(a) != _items(b):
-        raise GrammarError(f"prefixItems at {at} is combined with another schema of the items, which is not supported")
+        raise KeywordError(
+            f"prefixItems at {at} is combined with another schema of the items, which is not supported",
+            "prefixItems",
+            at,
+        )
     out |= _properties(a, b)
     if "patternProperties" in out:
         out["patternProperties"] = {**_patterns(a, b), **_patterns(b, a)}

@@ -37,12 +37,14 @@ class CompiledText(NamedTuple):
     | `text` | xgrammar's serialisation, or the grammar in llguidance's Lark |
     | `places` | places of unique items in the values of the grammar, as `unique_places` returns them |
     | `cpu_s` | CPU time that the grammar has taken, with attempts that led nowhere |
+    | `not_enforced` | keywords of the schema, with their places, that the grammar leaves out |
     """
 
     engine: str
     text: str
     cpu_s: float
     places: Sequence[Place] = ()
+    not_enforced: Sequence[str] = ()
 
 
 def engine_for(rules: dict[str, Node]) -> tuple[str, ...]:

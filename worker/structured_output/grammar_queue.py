@@ -2,8 +2,9 @@
 
 import logging
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
 
 from worker.errors import one_line
 from worker.messages import Failure, Grammar
@@ -39,9 +40,9 @@ class GrammarQueue:
         self._compiling[request_id] = future, grammar
         future.add_done_callback(lambda done: self._wake(request_id, done))
 
-    def wait(self) -> None:
-        """Waits until a compilation has ended or failed."""
-        wait([future for future, _ in self._compiling.values()], return_when=FIRST_COMPLETED)
+    def wait(self, others: Iterable[Future[Any]] = ()) -> None:
+        """Waits until a compilation has ended or failed, or one of `others`."""
+        wait([*(future for future, _ in self._compiling.values()), *others], return_when=FIRST_COMPLETED)
 
     def poll(self) -> Iterator[tuple[str, Failure | None]]:
         """(request, None or failure) for each compilation that has ended since the last call. None: the grammar is

@@ -11,6 +11,9 @@ KEYWORDS_OF = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
+# All other keywords say nothing about a value, or are refused.
+# Of `not`, only a list of texts that a string is not, as `negated` leaves it.
+ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in KEYWORDS_OF.values() for k in keys)))
 
 
 def generated_types(schema: Schema) -> list[str]:

@@ -117,4 +117,16 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
         part = todo.pop()
         if isinstance(part, dict):
             yield part
-            _with_parts(part, lambda each: todo.append(each))
+            todo += (each for _, each in parts_of(part))
+
+
+def parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas in a schema, not those in them, each with its way there: a keyword, and a name or a number after a
+    slash where it has several."""
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            yield from ((f"{key}/{name}", each) for name, each in value.items())
+        elif (key in _LISTS or key == "items") and isinstance(value, list):
+            yield from ((f"{key}/{number}", each) for number, each in enumerate(value))
+        elif key in _SINGLE:
+            yield key, value

@@ -29,7 +29,9 @@ import sys
 import threading
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
+from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
 from worker.structured_output.engines import CompiledText
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.unique_places import Place
@@ -38,8 +40,9 @@ _LEAST_WALL_S, _WALL_PER_CPU_S = 60.0, 6.0  # ten seconds of CPU may take two mi
 _GRACE_S = 10.0  # for the process to start, and to report that a compilation has ended
 
 # A reply consists of a verdict (one byte), its text, and an `Ending`: how the process that gave the verdict ended. The
-# text of a grammar comes after a line with its engine and its cost.
+# text of a grammar comes after a line with all else of `CompiledText`.
 OK, REFUSED, TEXT_REFUSED, TOO_LARGE, BROKEN = b"+", b"-", b"t", b"m", b"!"
+CHECK = "check"  # in place of a grammar's kind
 
 
 class Ending(bytes, Enum):
@@ -83,13 +86,29 @@ class CompilerProcess:
             self._start()
 
     def compile(
-        self, kind: str, text: str, cpu_s: float, after: str | None = None, begin: str | None = None
+        self,
+        kind: str,
+        text: str,
+        cpu_s: float,
+        after: str | None = None,
+        begin: str | None = None,
+        *,
+        strict: bool = True,
     ) -> CompiledText:
         """Compiles a `messages.Grammar`.
 
         Raises GrammarError if the grammar is at fault (`cpu_s` seconds of CPU time do not suffice, for example),
         CompilerUnavailable if the machine is, RuntimeError if the compiler is.
         """
+        head, _, body = self._ask([kind, text, after, begin, strict], cpu_s).partition(b"\n")
+        engine, took_s, places, not_enforced = json.loads(head)
+        return CompiledText(engine, body.decode(), took_s, [Place(*each) for each in places], not_enforced)
+
+    def check(self, answer: AnswerToCheck, cpu_s: float) -> AnswerVerdict:
+        """Judges an answer. Raises what `compile` does."""
+        return AnswerVerdict(*json.loads(self._ask([CHECK, json.dumps(answer), None, None, True], cpu_s)))
+
+    def _ask(self, question: list[Any], cpu_s: float) -> bytes:
         wall_s = _LEAST_WALL_S + _WALL_PER_CPU_S * cpu_s
         try:
             connection = self._hand_over()
@@ -99,7 +118,7 @@ class CompilerProcess:
         with connection:
             connection.settimeout(wall_s + _GRACE_S)
             try:
-                connection.sendall(json.dumps([kind, text, after, begin, cpu_s, wall_s]).encode())
+                connection.sendall(json.dumps([*question, cpu_s, wall_s]).encode())
                 connection.shutdown(socket.SHUT_WR)
                 while data := connection.recv(1 << 20):
                     reply += data
@@ -167,8 +186,8 @@ class CompilerProcess:
             self._process = None
 
 
-def _read(reply: bytearray, cpu_s: float) -> CompiledText:
-    """The compiled grammar of a reply, or the error that its verdict or its ending stands for."""
+def _read(reply: bytearray, cpu_s: float) -> bytes:
+    """The text of a reply, or the error that its verdict or its ending stands for."""
     verdict, body, ending = bytes(reply[:1]), reply[1:-1], bytes(reply[-1:])
     if ending == Ending.TOO_SLOW:
         raise GrammarError(f"the grammar takes more than {cpu_s:g} s of CPU time to compile: make it simpler")
@@ -177,9 +196,7 @@ def _read(reply: bytearray, cpu_s: float) -> CompiledText:
     if ending != Ending.BY_ITSELF:
         raise CompilerUnavailable("the process that compiled the grammar was killed, or got too little time")
     if verdict == OK:
-        head, _, text = body.partition(b"\n")
-        engine, took_s, places = json.loads(head)
-        return CompiledText(engine, text.decode(), took_s, [Place(*each) for each in places])
+        return bytes(body)
     if verdict in (REFUSED, TEXT_REFUSED):
         raise GrammarError(body.decode(), of_text=verdict == TEXT_REFUSED)
     raise RuntimeError(f"the grammar's compiler failed: {body.decode()}")

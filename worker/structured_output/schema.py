@@ -21,14 +21,15 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from worker.structured_output import drafts, values
-from worker.structured_output.conjunction import Schema, both, conjoin
+from worker.structured_output.combinations import COMBINED, Combinations
+from worker.structured_output.conjunction import Schema, both
 from worker.structured_output.ebnf import (
     EMPTY,
     NEVER,
@@ -46,26 +47,17 @@ from worker.structured_output.ebnf import (
     seq,
     to_text,
 )
-from worker.structured_output.error import GrammarError
-from worker.structured_output.exclusion import Exclusion
-from worker.structured_output.keywords import KEYWORDS_OF, generated_types
+from worker.structured_output.error import ANY, GrammarError, KeywordError
+from worker.structured_output.keywords import ASSERTIONS, KEYWORDS_OF, generated_types
 from worker.structured_output.modern import modern
-from worker.structured_output.negation import negated
 from worker.structured_output.references import SchemaReferences
 from worker.structured_output.spelling import JSON, Spelling
 from worker.structured_output.unique_places import Place, unique_places
 from worker.structured_output.value_counts import ValueCounts
 from worker.structured_output.values import COLON, COMMA
 
-_COMBINED = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "not", "if")
-_UNSUPPORTED = ("dependencies", "contains", "unevaluatedItems", "$recursiveRef")
-# All other keywords say nothing about a value, or are refused.
-# Of `not`, only a list of texts that a string is not, as `negated` leaves it.
-_ASSERTIONS = frozenset(("type", "enum", "const", *(k for keys in KEYWORDS_OF.values() for k in keys)))
 _MOST_RULES = 5_000
-_MOST_ALTERNATIVES = 1024
 _MOST_MEMBERS_COUNTED = 8
-_MOST_DECIDED = 2
 _MOST_SHUFFLED = 6  # values of which all orders have a rule: one for each set of them
 
 
@@ -76,10 +68,7 @@ def schema_to_ebnf(text: str) -> str:
 
 def schema_rules(text: str) -> dict[str, Node]:
     """The rules of the JSON schema `text`, from `START` on. Raises GrammarError."""
-    try:
-        schema = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
+    schema = parsed(text)
     try:
         with refusals():
             converter = SchemaConverter(schema)
@@ -93,9 +82,22 @@ def schema_places(text: str) -> list[Place]:
     return unique_places(SchemaConverter(json.loads(text)).root)
 
 
+def parsed(text: str) -> Any:
+    """The JSON schema `text`, which need not be valid. Raises GrammarError if it is not JSON."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
+
+
 def any_object_rules() -> dict[str, Node]:
     """The rules of any JSON object, from `START` on."""
     return prune({**values.common_rules(), START: Ref("object")}, START) or {}
+
+
+def any_value_rules() -> dict[str, Node]:
+    """The rules of any JSON value, from `START` on."""
+    return prune({**values.common_rules(), START: Ref("any")}, START) or {}
 
 
 @contextmanager
@@ -127,17 +129,14 @@ class SchemaConverter:
         Draft202012Validator.check_schema(root)
         self._root = root
         self._references = SchemaReferences(root)
-        self._counts = ValueCounts(self.simple, self.listed)
-        self._deciding = 0  # calls of `_is_decided` that have not returned
-        self._decided: dict[str, tuple[bool, int]] = {}  # answers of `_is_decided`, and how often they narrowed
+        self._validator = Draft202012Validator(root)
+        self.combinations = Combinations(root, self._references, self._validator)
+        self._counts = ValueCounts(self.combinations.simple, self.listed)
         self._distinct = False  # whether each value has one spelling
         self._orders: set[tuple[str, str]] = set()  # of names of members, where values have one spelling
         self._spelling = spelling
         self._prefix = prefix
-        self._validator = Draft202012Validator(root)
-        self._exclusion = Exclusion(self._validator, self._exact, generated_types)
         self._names: dict[str, str] = {}
-        self._narrowed = 0  # schemas that `simple` has made narrower than they are
         self._rules = values.common_rules(spelling) if rules is None else rules
 
     @property
@@ -166,7 +165,7 @@ class SchemaConverter:
         key = ("distinct " if self._distinct else "") + json.dumps(schema)
         if key not in self._names:
             if len(self._names) >= _MOST_RULES:
-                raise GrammarError(f"the JSON schema has more than {_MOST_RULES} parts")
+                raise KeywordError(f"the JSON schema has more than {_MOST_RULES} parts", ANY, at)
             self._names[key] = name = f"{self._prefix}v{len(self._names)}"
             self._rules[name] = self._build(schema, at)
         return Ref(self._names[key])
@@ -174,9 +173,9 @@ class SchemaConverter:
     # ------------------------------------------------------------ combinations
 
     def _build(self, schema: Schema, at: str) -> Node:
-        self._refuse(schema, at)
-        combined = [key for key in _COMBINED if key in schema]
-        own = {k: v for k, v in schema.items() if k in _ASSERTIONS}
+        self.combinations.refuse(schema, at)
+        combined = [key for key in COMBINED if key in schema]
+        own = {k: v for k, v in schema.items() if k in ASSERTIONS}
         if not combined:
             return self._typed(own, at)
         if not own and len(combined) == 1:
@@ -184,153 +183,12 @@ class SchemaConverter:
             if key in ("$ref", "$dynamicRef"):
                 return self.value(*self._references.resolve(schema[key], at, key))
             if key == "oneOf":
-                before = self._narrowed
-                branches = [self.simple(s, f"{at}/oneOf/{i}") for i, s in enumerate(schema["oneOf"])]
-                exclusive = self._exclusive(branches, schema["oneOf"], at, 0, exact=self._narrowed == before)
-                if exclusive != branches:
+                exclusive = self.combinations.one_of(schema["oneOf"], at)
+                if exclusive is not None:
                     return alt(self._typed(each, at) for branch in exclusive for each in branch)
             if key in ("anyOf", "oneOf") or (key == "allOf" and len(schema[key]) == 1):
                 return alt(self.value(branch, f"{at}/{key}/{i}") for i, branch in enumerate(schema[key]))
-        return alt(self._typed(simple, at) for simple in self.simple(schema, at))
-
-    def simple(self, schema: Any, at: str, depth: int = 0) -> list[Schema]:
-        """Splits a schema into alternatives that have no `$ref`, `allOf`, `anyOf` or `oneOf` themselves."""
-        if isinstance(schema, bool):
-            return [{}] if schema else []
-        if depth > 32:
-            raise GrammarError(f"the schema at {at} refers to itself without end")
-        self._refuse(schema, at)
-        out: list[Schema] = [{k: v for k, v in schema.items() if k in _ASSERTIONS}]
-        for key in ("$ref", "$dynamicRef"):
-            if key in schema:
-                out = self._product(out, self.simple(*self._references.resolve(schema[key], at, key), depth + 1), at)
-        for name, others in schema.get("dependentRequired", {}).items():
-            there: list[Schema] = [{"required": [name, *(other for other in others if other != name)]}]
-            out = self._product(out, [{"properties": {name: False}}, *there], at)
-        for name, part in schema.get("dependentSchemas", {}).items():
-            there = self.simple(part, f"{at}/dependentSchemas/{name}", depth + 1)
-            there = self._product([{"required": [name]}], there, at)
-            out = self._product(out, [{"properties": {name: False}}, *there], at)
-        for i, part in enumerate(schema.get("allOf", ())):
-            out = self._product(out, self.simple(part, f"{at}/allOf/{i}", depth + 1), at)
-        for key in ("anyOf", "oneOf"):
-            if key in schema:
-                before = self._narrowed
-                branches = [self.simple(s, f"{at}/{key}/{i}", depth + 1) for i, s in enumerate(schema[key])]
-                branches = [self._product(out, branch, at) for branch in branches]
-                if key == "oneOf":
-                    exact = self._narrowed == before
-                    branches = self._exclusive(branches, schema["oneOf"], at, depth, exact=exact)
-                out = [simple for branch in branches for simple in branch]
-        if "not" in schema:
-            out = self._product(out, self._complement(schema["not"], f"{at}/not", at, depth), at)
-        if "if" in schema:
-            there = self.simple(schema["if"], f"{at}/if", depth + 1)
-            there = self._product(there, self.simple(schema.get("then", True), f"{at}/then", depth + 1), at)
-            others = self.simple(schema.get("else", True), f"{at}/else", depth + 1)
-            others = self._product(self._complement(schema["if"], f"{at}/if", at, depth), others, at)
-            out = self._product(out, [*there, *others], at)
-        return out
-
-    def _exact(self, schema: Any, at: str) -> list[Schema]:
-        before = self._narrowed
-        parts = self.simple(schema, at)
-        if self._narrowed != before:
-            raise GrammarError(f"oneOf at {at} is not supported for branches that are enforced more narrowly")
-        return parts
-
-    def _complement(self, schema: Any, place: str, at: str, depth: int) -> list[Schema]:
-        """Alternatives of which no value satisfies the schema. Raises GrammarError if there is no telling."""
-        key = place.rsplit("/", 1)[1]
-        if _is_list_of_texts(schema):
-            return [{"not": schema}]  # as `negated` leaves it
-        before = self._narrowed
-        parts = self.simple(schema, place, depth + 1)
-        if self._narrowed != before:
-            raise GrammarError(f"{key} at {at} is not supported: a part of it is enforced more narrowly than it says")
-        out: list[Schema] = [{}]
-        for part in parts:
-            others, whole = negated(part)
-            decided = [each for each in others if self._is_decided(each, at, depth)]
-            others, whole = decided, whole and len(decided) == len(others)
-            self._narrowed += not whole
-            if not others and not whole:
-                raise GrammarError(f"{key} at {at} is not supported for {', '.join(part)}")
-            out = self._product(out, others, at)
-        return out
-
-    def _is_decided(self, schema: Schema, at: str, depth: int) -> bool:
-        """Whether what `negated` leaves to be negated can be. Not if it is nested too deeply to be looked into."""
-        left = [each for each in schema.get("properties", {}).values() if isinstance(each, dict) and "not" in each]
-        if not left or self._deciding >= _MOST_DECIDED:
-            return not left
-        # Schemas of schemas lead to the same question thousands of times.
-        key = f"{self._deciding} {json.dumps(left)}"
-        if key not in self._decided:
-            before = self._narrowed
-            self._deciding += 1
-            try:
-                for each in left:
-                    self.simple(each, at, depth + 1)
-                is_decided = True
-            except GrammarError:
-                is_decided = False
-            finally:
-                self._deciding -= 1
-            self._decided[key] = is_decided, self._narrowed - before
-            self._narrowed = before
-        is_decided, narrowed = self._decided[key]
-        self._narrowed += narrowed
-        return is_decided
-
-    @staticmethod
-    def _product(left: list[Schema], right: list[Schema], at: str) -> list[Schema]:
-        if len(left) * len(right) > _MOST_ALTERNATIVES:
-            raise GrammarError(f"the schema at {at} combines more than {_MOST_ALTERNATIVES} alternatives")
-        both = (conjoin(a, b, at) for a in left for b in right)
-        return [schema for schema in both if schema is not None]
-
-    def _exclusive(
-        self, branches: list[list[Schema]], schemas: list[Any], at: str, depth: int, *, exact: bool
-    ) -> list[list[Schema]]:
-        """The branches of `oneOf`, each without the values of the others. A branch is left out if what others admit of
-        it cannot be told. Raises GrammarError if no branch stays."""
-        if not exact:
-            raise GrammarError(f"oneOf at {at} is not supported for branches that are enforced more narrowly")
-        out: list[list[Schema]] = []
-        refusal: GrammarError | None = None
-        for i, branch in enumerate(branches):
-            left = branch
-            for j, other in enumerate(branches):
-                if i == j or not left or self._exclusion.never(left, other):
-                    continue
-                try:
-                    left = self._product(left, self._complement(schemas[j], f"{at}/oneOf", at, depth), at)
-                except GrammarError:
-                    left = []
-                    self._narrowed += 1
-                refusal = refusal or self._overlap(i, j, at)
-            out.append(left)
-        if refusal is not None and not any(map(_may_have_values, chain(*out))):
-            raise refusal
-        return out
-
-    @staticmethod
-    def _overlap(i: int, j: int, at: str) -> GrammarError:
-        return GrammarError(
-            f"oneOf at {at}: a value could match branches {min(i, j)} and {max(i, j)} at once, which a grammar cannot "
-            "rule out; use anyOf, or give each branch a required property of its own value"
-        )
-
-    def _refuse(self, schema: Schema, at: str) -> None:
-        """Raises GrammarError for keywords that a grammar cannot enforce."""
-        for key in _UNSUPPORTED:
-            if key in schema:
-                raise GrammarError(f"{key} at {at} {drafts.gone(key) or 'is not supported'}")
-        if not isinstance(schema.get("unevaluatedProperties", True), bool):
-            raise GrammarError(f"unevaluatedProperties at {at} is supported as true or false only")
-        if "$id" in schema and schema is not self._root:
-            raise GrammarError(f"$id at {at} is supported at the root of the schema only")
+        return alt(self._typed(simple, at) for simple in self.combinations.simple(schema, at))
 
     # ------------------------------------------------------------ one schema by itself
 
@@ -393,7 +251,9 @@ class SchemaConverter:
             return self._given(listed, least, most)
         for i, each in enumerate([*prefix, *[items] * (least > len(prefix))]):
             if not self._counts.has(each, i + 1 if i < len(prefix) else least, at):
-                raise GrammarError(f"uniqueItems at {at} is not supported: there may be too few different items")
+                raise KeywordError(
+                    f"uniqueItems at {at} is not supported: there may be too few different items", "uniqueItems", at
+                )
         self._rules |= values.distinct_rules()
         before, self._distinct = self._distinct, True
         array = self._any_items(prefix, items, least, most, at)
@@ -403,7 +263,7 @@ class SchemaConverter:
     def _all_values(self, items: Any, at: str) -> list[Any] | None:
         """All values that satisfy a schema, each once. None unless the schema lists them, and they are simple."""
         found: dict[str, Any] = {}
-        for simple in self.simple(items, at):
+        for simple in self.combinations.simple(items, at):
             if "enum" in simple or "const" in simple:
                 listed = self.listed(simple)
             elif simple.get("type") == "boolean":
@@ -460,7 +320,9 @@ class SchemaConverter:
         """Raises GrammarError if names of members, in items that must differ, come in two orders."""
         pairs = set(combinations(names, 2))
         if any((later, first) in self._orders for first, later in pairs):
-            raise GrammarError(f"uniqueItems is not supported where properties have several orders, as at {at}")
+            raise KeywordError(
+                f"uniqueItems is not supported where properties have several orders, as at {at}", "uniqueItems", at
+            )
         self._orders |= pairs
 
     def properties(self, schema: Schema, at: str, *, counts: bool = False) -> tuple[dict[str, Any], set[str], Any]:
@@ -494,7 +356,9 @@ class SchemaConverter:
                     properties[name] = both(properties[name], value)
         if "propertyNames" in schema:
             if patterns or schema.get("additionalProperties", False) is not False:
-                raise GrammarError(f"propertyNames at {at} is not supported together with properties and others")
+                raise KeywordError(
+                    f"propertyNames at {at} is not supported together with properties and others", "propertyNames", at
+                )
             validator = self._validator.evolve(schema=schema["propertyNames"])
             for name in properties:
                 if not validator.is_valid(name):
@@ -531,7 +395,7 @@ class SchemaConverter:
         if "propertyNames" not in schema:
             return None
         place = f"{at}/propertyNames"
-        parts = self.simple({"allOf": [schema["propertyNames"], {"type": "string"}]}, place)
+        parts = self.combinations.simple({"allOf": [schema["propertyNames"], {"type": "string"}]}, place)
         names = alt(self._typed(each, place) for each in parts)
         return None if _has_choice(names, Ref("string")) else names
 
@@ -569,7 +433,11 @@ class SchemaConverter:
         """An object whose schema names no property."""
         least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
         if least > 1:
-            raise GrammarError(f"minProperties at {at}: more than 1 is supported only for properties that are named")
+            raise KeywordError(
+                f"minProperties at {at}: more than 1 is supported only for properties that are named",
+                "minProperties",
+                at,
+            )
         if self._distinct:
             most = 1 if most is None else min(int(most), 1)  # the order of several would not matter
         if most is not None and most < least:
@@ -588,17 +456,13 @@ def _has_choice(node: Node, choice: Node) -> bool:
     return node == choice or (isinstance(node, Alt) and any(_has_choice(each, choice) for each in node.choices))
 
 
-def _may_have_values(schema: Schema) -> bool:
-    """Whether a schema does not need a property that it rules out."""
-    named = schema.get("properties", {})
-    return not any(named.get(name, True) in (False, {"not": {}}) for name in schema.get("required", ()))
-
-
 def _is_found(expression: str, name: str, at: str) -> bool:
     try:
         return re.search(expression, name) is not None
     except re.error as error:
-        raise GrammarError(f"patternProperties at {at}: {expression!r} is not valid: {error}") from None
+        raise KeywordError(
+            f"patternProperties at {at}: {expression!r} is not valid: {error}", "patternProperties", at
+        ) from None
 
 
 def _has_other(expression: str, names: Iterable[str], at: str) -> bool:
@@ -618,10 +482,6 @@ def _are_apart(one: str, other: str) -> bool:
     return len(first) == 2 and None not in first
 
 
-def _is_list_of_texts(schema: Any) -> bool:
-    return isinstance(schema, dict) and schema.keys() == {"enum"} and all(isinstance(v, str) for v in schema["enum"])
-
-
 def _count_properties(
     schema: Schema, properties: dict[str, Any], needed: set[str], more: bool, at: str, *, counts: bool
 ) -> tuple[dict[str, Any], set[str]]:
@@ -632,13 +492,17 @@ def _count_properties(
         if not more and least == len(properties):
             needed = set(properties)
         elif not counts or least > _MOST_MEMBERS_COUNTED:
-            raise GrammarError(
-                f"minProperties at {at} is supported only where it makes all properties, or none, needed"
+            raise KeywordError(
+                f"minProperties at {at} is supported only where it makes all properties, or none, needed",
+                "minProperties",
+                at,
             )
     if most is not None and (more or most < len(properties)):
         if more or most != len(needed):
-            raise GrammarError(
-                f"maxProperties at {at} is supported only where it allows all properties, or just the required"
+            raise KeywordError(
+                f"maxProperties at {at} is supported only where it allows all properties, or just the required",
+                "maxProperties",
+                at,
             )
         properties = {name: sub for name, sub in properties.items() if name in needed}
     return properties, needed

@@ -37,11 +37,14 @@ class CompiledGrammar:
         *,
         engine: str = XGRAMMAR,
         cpu_s: float = 0.0,
+        not_enforced: Sequence[str] = (),
     ) -> None:
-        """`size_bytes`: approximate memory of the grammar. `cpu_s`: CPU time that its compilation took."""
+        """`size_bytes`: approximate memory of the grammar. `cpu_s`: CPU time that its compilation took. `not_enforced`:
+        keywords of its schema, with their places, that it leaves out."""
         self.handle = handle
         self.engine, self.cpu_s = engine, cpu_s
         self.size_bytes = size_bytes
+        self.not_enforced = not_enforced
         self.param = param_of(kind)
         """The request's parameter that the grammar came in."""
 

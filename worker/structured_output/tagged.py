@@ -69,7 +69,7 @@ class TaggedArguments:
 
     def _values(self, schema: Any, at: str) -> list[tuple[str, Node]]:
         """All forms of a value: whether it is a string as it is, or another, and its node."""
-        alternatives = self._converter.simple(schema, at)
+        alternatives = self._converter.combinations.simple(schema, at)
         types = {type_ for each in alternatives for type_ in _types(each)}
         found: list[tuple[str, Node]] = []
         for each in alternatives:

@@ -11,7 +11,7 @@ from worker.structured_output.error import GrammarError
 
 # Begin the bytes of tokens that a grammar may allow by their ids only. No text in UTF-8 has the first. The second is a
 # control character that grammars of calls exclude from texts; the notation of grammars can only exclude characters.
-_BY_ID = b"\xff"
+BY_ID = b"\xff"
 APART = "\x01"
 
 
@@ -37,7 +37,7 @@ class GrammarVocabulary:
                 texts[token_id] = spell(token)
         added = {i: each for i, each in tokenizer.get_added_tokens_decoder().items() if i < vocab_size}
         for token_id, each in added.items():
-            texts[token_id] = (_BY_ID if each.special else b"") + each.content.encode()
+            texts[token_id] = (BY_ID if each.special else b"") + each.content.encode()
         self._special = [token_id for token_id, each in added.items() if each.special]
         self._texts = texts
         self.added: Mapping[str, int] = {each.content: token_id for token_id, each in added.items()}
@@ -49,7 +49,7 @@ class GrammarVocabulary:
         texts = list(self._texts)
         if apart:
             for token_id in {*self._special, *(self.added[text] for text in apart if text in self.added)}:
-                texts[token_id] = APART.encode() + texts[token_id].removeprefix(_BY_ID)
+                texts[token_id] = APART.encode() + texts[token_id].removeprefix(BY_ID)
         return texts
 
 

@@ -257,13 +257,13 @@ class _Answer:
         if self.format.arguments == "json":
             node = converter.value(schema, "#")
         elif self.format.arguments == "python":
-            node = alt(self._keywords(converter, each) for each in converter.simple(schema, "#"))
+            node = alt(self._keywords(converter, each) for each in converter.combinations.simple(schema, "#"))
         else:
             tagged = TaggedArguments(self.format.arguments, self.speller, converter)
             if schema == {"type": "object"}:
                 node = tagged.any()
             else:
-                node = alt(tagged.of(each, "#") for each in converter.simple(schema, "#"))
+                node = alt(tagged.of(each, "#") for each in converter.combinations.simple(schema, "#"))
         rule = self.rule(f"{prefix}arguments", node)
         if prune(self.rules, rule.name) is None:
             raise GrammarError("no value satisfies the JSON schema")

@@ -22,7 +22,7 @@ from worker.structured_output.ebnf import (
     optional,
     seq,
 )
-from worker.structured_output.error import GrammarError
+from worker.structured_output.error import GrammarError, KeywordError
 from worker.structured_output.formats import FORMATS
 from worker.structured_output.spelling import JSON, Spelling
 
@@ -81,7 +81,9 @@ def distinct_number(found: Node) -> Node:
 def simple_number(value: Any) -> Any:
     """A constant that has one spelling. Raises GrammarError for others."""
     if isinstance(value, list | dict) or (isinstance(value, float) and "e" in repr(value)):
-        raise GrammarError("uniqueItems is not supported for items of given objects, arrays and large numbers")
+        raise KeywordError(
+            "uniqueItems is not supported for items of given objects, arrays and large numbers", "uniqueItems", ""
+        )
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -93,7 +95,7 @@ def array(first: Sequence[Node], rest: Node, least: int, most: int | None) -> No
 def listed(first: Sequence[Node], rest: Node, least: int, most: int | None) -> Node:
     """`first`, then `rest` repeated to `least` to `most` items in all, with commas. All of `first` always come."""
     if least > _MOST_COUNTED:
-        raise GrammarError(f"a minimum of {least} items is not supported")
+        raise KeywordError(f"a minimum of {least} items is not supported", "minItems", "")
     most = None if most is None else min(most, max(least, _MOST_COUNTED))
     if first:
         commas = [part for node in first[1:] for part in (COMMA, node)]
@@ -132,7 +134,7 @@ def string(schema: Schema, at: str, spelling: Spelling = JSON) -> Node:
             return NEVER
         most = max(least, min(int(most), _MOST_COUNTED))
     if least > _MOST_COUNTED:
-        raise GrammarError(f"minLength at {at}: {least} is not supported")
+        raise KeywordError(f"minLength at {at}: {least} is not supported", "minLength", at)
     name, expression = schema.get("format"), schema.get("pattern")
     form = FORMATS.get(name) if isinstance(name, str) else None  # other formats are only hints
     if expression is None and form is None:
@@ -164,7 +166,7 @@ def found_name(expression: str, at: str, spelling: Spelling = JSON) -> Node:
     try:
         inner = regex.in_json(_found(expression), plain=spelling.plain)
     except GrammarError as error:
-        raise GrammarError(f"patternProperties at {at}: {error}") from None
+        raise KeywordError(f"patternProperties at {at}: {error}", "patternProperties", at) from None
     return NEVER if inner is None else Regex(f'"(?:{inner})"')
 
 
@@ -181,7 +183,7 @@ def _matching(expression: str, least: int, most: int | None, at: str, spelling: 
     except regex.LengthError:
         raise _LengthsApart from None
     except GrammarError as error:
-        raise GrammarError(f"pattern at {at}: {error}") from None
+        raise KeywordError(f"pattern at {at}: {error}", "pattern", at) from None
     return NEVER if inner is None else Regex(f"(?:{inner})")
 
 
@@ -271,12 +273,16 @@ def _multiples(
     factor: Fraction, low: Fraction | None, high: Fraction | None, above: bool, below: bool, at: str
 ) -> Node:
     if factor.denominator != 1:
-        raise GrammarError(f"multipleOf at {at} is supported for whole numbers only, not {float(factor)}")
+        raise KeywordError(
+            f"multipleOf at {at} is supported for whole numbers only, not {float(factor)}", "multipleOf", at
+        )
     step = factor.numerator
     if low is None or high is None or (high - low) / step > _MOST_MULTIPLES:
-        raise GrammarError(
+        raise KeywordError(
             f"multipleOf at {at} is supported only with a minimum and a maximum that have no more than "
-            f"{_MOST_MULTIPLES} multiples between them"
+            f"{_MOST_MULTIPLES} multiples between them",
+            "multipleOf",
+            at,
         )
     first, last = -(-low // step) * step, high // step * step
     values = range(first, last + 1, step)

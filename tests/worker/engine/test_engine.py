@@ -1,6 +1,7 @@
 """The engine with fake parts: how requests enter, fail and leave. That tokens are right is in test_exactness."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,8 +10,9 @@ import torch
 from tests.worker.fakes import FakePending
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
-from worker.messages import Failure, Generate, Grammar, Output, SamplingParams
-from worker.structured_output import CompilerUnavailable, GrammarError
+from worker.messages import Failure, Generate, Grammar, Output, SamplingParams, SchemaCheck
+from worker.structured_output import CompiledGrammar, CompilerUnavailable, GrammarError
+from worker.structured_output.answer_check import AnswerVerdict
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0)
 GRAMMAR = SamplingParams(max_tokens=5, temperature=0, grammar=Grammar("regex", "a+"))
@@ -291,6 +293,31 @@ def test_a_refused_request_compiles_nothing(make):
     engine.add(request("a", [], GRAMMAR))
     assert run(engine)["a"][0].finish_reason == "error"
     assert parts.grammars.futures == []
+
+
+class Anything(CompiledGrammar):
+    """A grammar of all outputs."""
+
+    def matcher(self):
+        return SimpleNamespace(stop_token_ids=[])
+
+
+def test_an_answer_is_held_until_it_has_been_judged(make):
+    engine, parts = make()
+    loose = msgspec.structs.replace(GRAMMAR, max_tokens=9, grammar=Grammar("json_schema", "{}", strict=False))
+    compiled = Anything(None, "json_schema", not_enforced=["contains at #"])
+    stop_at = parts.executor.generate([1, 2, 3], 3)[-1]
+    loose = msgspec.structs.replace(loose, stop_token_ids=(stop_at,))
+    engine.add(request("loose", [1, 2, 3], loose))
+    parts.grammars.futures[0].set_result(compiled)
+    outputs = run(engine)["loose"]
+    assert outputs[0].check == SchemaCheck(["contains at #"]) and outputs[-1].finish_reason is None
+    ((answer, future),) = parts.grammars.answers
+    assert answer.token_ids == parts.executor.generate([1, 2, 3], 3)[:-1] and not engine.has_work
+    future.set_result(AnswerVerdict("at #: no", 1))
+    assert engine.has_work
+    (last,) = run(engine)["loose"]
+    assert last.finish_reason == "stop" and last.check == SchemaCheck(["contains at #"], False, "at #: no", 1)
 
 
 # ---------------------------------------------------------------- log probabilities of prompts

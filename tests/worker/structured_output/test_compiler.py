@@ -53,9 +53,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts = []
     compile_ = CompilerProcess.compile
 
-    def count(self: CompilerProcess, kind: str, text: str, *rest: Any) -> str:
+    def count(self: CompilerProcess, kind: str, text: str, *rest: Any, **strict: Any) -> str:
         texts.append(text)
-        return compile_(self, kind, text, *rest)
+        return compile_(self, kind, text, *rest, **strict)
 
     monkeypatch.setattr(CompilerProcess, "compile", count)
     return texts

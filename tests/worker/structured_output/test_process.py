@@ -1,5 +1,6 @@
 """What the process that compiles grammars says of those that are none, and of its own end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from worker.structured_output import CompilerUnavailable, GrammarError
 from worker.structured_output import process as module
+from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
 from worker.structured_output.process import CompilerProcess
 
 VOCAB_SIZE = 257
@@ -21,8 +24,10 @@ import os, time
 from worker.structured_output import __main__ as main
 
 class Compilation(main.Compilation):
-    def run(self, kind, text, *after):
-        return ("xgrammar", str(eval(text)).encode(), []) if kind == "python" else super().run(kind, text, *after)
+    def run(self, kind, text, *after, **strict):
+        if kind == "python":
+            return "xgrammar", str(eval(text)).encode(), [], []
+        return super().run(kind, text, *after, **strict)
 
 main.Compilation = Compilation
 main._main()
@@ -73,6 +78,26 @@ def test_who_uses_up_its_own_limits_is_at_fault(process: CompilerProcess, text: 
     with pytest.raises(GrammarError, match=reason):
         process.compile("python", text, 0.2)
     assert process.compile("python", "'it goes on'", 20).text == "it goes on"
+
+
+def test_what_no_grammar_enforces_is_left_out_and_judged_later(process: CompilerProcess, folder: Path) -> None:
+    schema = json.dumps({"type": "array", "items": {"enum": [1, 2]}, "maxItems": 9, "contains": {"const": 2}})
+    with pytest.raises(GrammarError, match="contains at # is not supported"):
+        process.compile("json_schema", schema, 20)
+    compiled = process.compile("json_schema", schema, 20, strict=False)
+    assert compiled.not_enforced == ["contains at #"] and compiled.text
+    with_thinking = process.compile("json_schema", schema, 20, "</think>", strict=False)
+    assert with_thinking.not_enforced == ["contains at #"]
+
+    def verdict(judged: str, text: str, after: str | None = None, cpu_s: float = 20) -> AnswerVerdict:
+        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+        return process.check(AnswerToCheck(judged, ids, after, None, False), cpu_s)
+
+    assert verdict(schema, "[1, 2]") == AnswerVerdict(None)
+    violation, kept = verdict(schema, "so</think>[1, 1]", "</think>")
+    assert "does not contain" in (violation or "") and kept == len("so</think>")
+    with pytest.raises(GrammarError, match=r"more than 0\.2 s"):  # a pattern that has no end
+        verdict(json.dumps({"pattern": "^(a+)+$"}), json.dumps("a" * 40 + "b"), cpu_s=0.2)
 
 
 def test_who_waits_for_the_machine_uses_up_nothing(process: CompilerProcess) -> None:
