@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from worker.progress import NewestSteps, Progress
+from worker.progress import NewestSteps, WorkProgress
 
 
 class Stalled:
-    """Notices work that does not get on. Looks are counted, not seconds: if the whole machine stood still, whoever
-    looks too, then nothing counts as late."""
+    """Notices work that does not get on. Looks are counted, not seconds: if the whole machine stood still, there were
+    no looks either, and nothing counts as late."""
 
     def __init__(self, every_s: float) -> None:
         """`every_s`: seconds between two looks."""
@@ -15,7 +15,7 @@ class Stalled:
         self._number: int | None = None
         self._looks = 0
 
-    def look(self, progress: Progress | None) -> float | None:
+    def look(self, progress: WorkProgress | None) -> float | None:
         """Takes the replica's progress, None while it has nothing to do. Returns the limit in seconds if the work has
         exceeded it, else None."""
         number = None if progress is None else progress.number

@@ -10,7 +10,7 @@ import ray
 from cluster.config import ReplicaConfig
 from cluster.models import resolve, with_draft_folder
 from worker.folders import cache_folder
-from worker.progress import NewestSteps, Progress
+from worker.progress import NewestSteps, WorkProgress
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,7 +31,7 @@ class Pulse(NamedTuple):
     """
 
     who: str
-    progress: Progress | None = None
+    progress: WorkProgress | None = None
     steps: NewestSteps | None = None
 
 

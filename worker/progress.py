@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Progress(NamedTuple):
+class WorkProgress(NamedTuple):
     """Where a replica's work is. `number` changes whenever it gets on. `limit_s`: how long, in seconds, it may stay the
     same."""
 

@@ -3,26 +3,33 @@
 import pytest
 
 from cluster.hang import Stalled, suspects
-from worker.progress import NewestSteps, Progress
+from worker.progress import NewestSteps, WorkProgress
 
 
 def test_work_is_stalled_once_its_number_has_stayed_for_the_limit() -> None:
     stalled = Stalled(2.0)
-    assert [stalled.look(Progress(5, 6.0)) for _ in range(4)] == [None, None, None, 6.0]
+    assert [stalled.look(WorkProgress(5, 6.0)) for _ in range(4)] == [None, None, None, 6.0]
 
 
 def test_any_progress_and_any_rest_begin_anew() -> None:
     stalled = Stalled(2.0)
-    seen = [Progress(1, 4.0), Progress(1, 4.0), Progress(2, 4.0), Progress(2, 4.0), None, Progress(2, 4.0)]
+    seen = [
+        WorkProgress(1, 4.0),
+        WorkProgress(1, 4.0),
+        WorkProgress(2, 4.0),
+        WorkProgress(2, 4.0),
+        None,
+        WorkProgress(2, 4.0),
+    ]
     assert [stalled.look(at) for at in seen] == [None] * 6
-    assert stalled.look(Progress(2, 4.0)) is None
-    assert stalled.look(Progress(2, 4.0)) == 4.0
+    assert stalled.look(WorkProgress(2, 4.0)) is None
+    assert stalled.look(WorkProgress(2, 4.0)) == 4.0
 
 
 def test_the_limit_is_that_of_the_work_now() -> None:
     stalled = Stalled(2.0)
-    assert [stalled.look(Progress(1, 100.0)) for _ in range(9)] == [None] * 9
-    assert stalled.look(Progress(1, 15.0)) == 15.0
+    assert [stalled.look(WorkProgress(1, 100.0)) for _ in range(9)] == [None] * 9
+    assert stalled.look(WorkProgress(1, 15.0)) == 15.0
 
 
 AT = NewestSteps

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from cluster import replica as replica_module
 from cluster.rank import Pulse, Rank
 from cluster.replica import Replica, ReplicaError, _end_of_process, _gather
-from worker.progress import NewestSteps, Progress
+from worker.progress import NewestSteps, WorkProgress
 
 pytestmark = pytest.mark.anyio
 LIMIT_S = 0.05  # of work without progress
@@ -52,7 +52,7 @@ class FakeRank:
         if self.asked > 20:
             self.asked_often.set()
         if self.asked <= self._answers:
-            progress = None if self._number is None else Progress(self._number, LIMIT_S)
+            progress = None if self._number is None else WorkProgress(self._number, LIMIT_S)
             answer.set_result(Pulse(f"pid: of {self._name}", progress, self._steps))
         elif self._then is not None:
             answer.set_exception(self._then)
@@ -180,7 +180,7 @@ async def test_ranks_that_answer_go_on(numbers: Iterable[int | None], monkeypatc
 
 def test_a_rank_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.rank.ray.util.get_node_ip_address", lambda: "192.0.2.2")
-    rank, at, steps = Rank(), Progress(7, 15.0), NewestSteps(9, 8)
+    rank, at, steps = Rank(), WorkProgress(7, 15.0), NewestSteps(9, 8)
     assert rank.alive()[1:] == (None, None) and "192.0.2.2" in rank.alive().who
     assert not rank.farewell("nobody hears it")
     rank._follower = SimpleNamespace(newest_steps=steps)  # type: ignore[assignment]

@@ -15,7 +15,7 @@ import pytest
 from cluster import replica_process
 from cluster.config import Config
 from cluster.replica_process import ReplicaEnded, ReplicaProcess, _attend
-from worker.progress import Progress
+from worker.progress import WorkProgress
 
 WAIT_S = 20.0
 POPEN = subprocess.Popen
@@ -53,9 +53,9 @@ class Loop:
         self.stopped = False
 
     @property
-    def progress(self) -> Progress | None:
+    def progress(self) -> WorkProgress | None:
         number = next(self._numbers)
-        return None if number is None else Progress(number, LIMIT_S)
+        return None if number is None else WorkProgress(number, LIMIT_S)
 
     def stop(self) -> None:
         self.stopped = True

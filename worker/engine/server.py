@@ -3,8 +3,8 @@ go out.
 
 One thread runs the loop: receive, step, send. It blocks when there is nothing to compute. Every `BEAT_S` routers hear
 something: an idle loop sends its load, and a second thread speaks while the loop is in a long step. A loop that hangs
-outside of a step is silent, so routers send it nothing. Whoever started the process watches `Server.progress`, and ends
-a replica whose work does not get on.
+outside of a step is silent, so routers send it nothing. The process that started the replica watches `Server.progress`,
+and ends a replica whose work does not get on.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from worker.messages import (
     decode_from_router,
     encode,
 )
-from worker.progress import Progress
+from worker.progress import WorkProgress
 
 log = logging.getLogger(__name__)
 
@@ -142,13 +142,13 @@ class Server:
             self.close()
 
     @property
-    def progress(self) -> Progress | None:
+    def progress(self) -> WorkProgress | None:
         """How far the work is; None while there is none. A number that stays the same for longer than the limit means
         that a step hangs, or that no step comes about. May be called from any thread."""
         if self._is_idle:
             return None
         watch = self.engine.watch
-        return Progress(self._progress + watch.ended, watch.limit_s)
+        return WorkProgress(self._progress + watch.ended, watch.limit_s)
 
     def farewell(self, reason: Literal["hung"], message: str) -> bool:
         """Tells routers that this replica is about to end, and why, so that they need not find out. Returns whether it

@@ -21,7 +21,7 @@ NEWEST = 8  # steps of a kind over which its time is averaged
 Kind = tuple[int, bool, bool, bool, bool, bool]
 
 
-class _Seen:
+class _StepsSeen:
     """Steps of one kind that have ended: how many, and the mean of their newest times in seconds."""
 
     __slots__ = ("mean_s", "number")
@@ -50,7 +50,7 @@ class StepWatch:
         `step_timeout_s`, which no step may exceed. `device`: its type."""
         self._costs, self._longest_s, self._clock = costs, longest_s, clock
         self._least_s = min(longest_s, LEAST_S.get(device, LEAST_S["cpu"]))
-        self._seen: dict[Kind, _Seen] = {}
+        self._seen: dict[Kind, _StepsSeen] = {}
         self._open: dict[int, tuple[Kind, float, float]] = {}  # kind, when it began, seconds that it may take
         self._last_s = 0.0  # when a step ended last
         self.limit_s = self._least_s
@@ -71,7 +71,7 @@ class StepWatch:
         kind, began_s, _ = found
         now_s = self._clock()
         if computed:
-            self._seen.setdefault(kind, _Seen()).add(now_s - max(began_s, self._last_s))
+            self._seen.setdefault(kind, _StepsSeen()).add(now_s - max(began_s, self._last_s))
         self._last_s = now_s
         self.ended += 1
         self._set_limit()

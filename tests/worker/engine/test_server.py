@@ -35,7 +35,7 @@ from worker.messages import (
     decode_from_replica,
     encode,
 )
-from worker.progress import Progress
+from worker.progress import WorkProgress
 from worker.scheduler.scheduled_step import SchedulerOutput
 
 TIMEOUT_MS = 20_000
@@ -474,7 +474,7 @@ def test_work_gets_on_with_each_step_that_ends(serve, monkeypatch):
     assert seen[0] == seen[1] < seen[2] == seen[3]
     assert {at.limit_s for at in seen} == {7}
     router.until(lambda: router.finished("x"))
-    polled: SimpleQueue[Progress | None] = SimpleQueue()
+    polled: SimpleQueue[WorkProgress | None] = SimpleQueue()
     poll = zmq.Poller.poll
     monkeypatch.setattr(
         "worker.engine.server.zmq.Poller.poll", lambda poller, ms: (polled.put(s.server.progress), poll(poller, ms))[1]
