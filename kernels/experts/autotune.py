@@ -7,10 +7,7 @@ timing it: a second or more. So choices are kept on disk, and where time runs ou
 `kernels.experts.tiles` remain.
 """
 
-import json
 import logging
-import os
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -19,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernels.choice_cache import ChoiceCache
 from kernels.experts.experts import Experts
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles, default_tiles
 from kernels.linear.gemm_autotune import Call, Times, gpu_times
@@ -33,7 +31,13 @@ _LAYERS = 4  # layers whose weights a run reads, one after the other
 _ROUNDS = 5
 
 _ROWS = (16, 32, 64, 128)
-# Tiles that were fastest for some number of tokens and some shape, by the rows of a block.
+# The tiles that are timed, by the rows of a block.
+_FEW_ROWS_GATE_UP = (
+    ProductTile(32, 128, 4, 4),
+    ProductTile(64, 128, 4, 3),
+    ProductTile(64, 64, 4, 4),
+    ProductTile(128, 64, 4, 3),
+)
 _GATE_UP = {
     EACH_PAIR: (
         ProductTile(2, 1024, 4, 1),
@@ -41,8 +45,8 @@ _GATE_UP = {
         ProductTile(4, 1024, 4, 1),
         ProductTile(8, 512, 4, 1),
     ),
-    16: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 3)),
-    32: (ProductTile(32, 128, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 3)),
+    16: _FEW_ROWS_GATE_UP,
+    32: _FEW_ROWS_GATE_UP,
     64: (ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 3), ProductTile(128, 64, 4, 3), ProductTile(128, 64, 8, 3)),
     128: (ProductTile(64, 64, 4, 4), ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 3), ProductTile(128, 64, 8, 4)),
 }
@@ -240,49 +244,25 @@ def _identity(own: Experts, top_k: int) -> str:
     return f"experts-{VERSION}-{device}-triton{triton.__version__}-{count}x{hidden}x{size}-top{top_k}-{dtype}"
 
 
-class TileCache:
-    """The choices for one shape on one kind of GPU, in a file of `folder`; without a folder nothing is kept."""
+class TileCache(ChoiceCache[TileChoice]):
+    """The choices for one shape on one kind of GPU."""
 
-    def __init__(self, folder: Path | None, identity: str) -> None:
-        """A file that cannot be read counts as empty."""
-        self._file = None if folder is None else folder / (re.sub(r"[^A-Za-z0-9.]+", "_", identity) + ".json")
-        self._choices = {} if self._file is None else _read(self._file)
-        self._is_new = False
+    what = "tiles"
 
     def find(self, tokens: int) -> TileChoice | None:
         """The choice for a number of tokens; None if it has not been timed."""
-        return self._choices.get(tokens)
+        return self._found(str(tokens))
 
     def add(self, tokens: int, choice: TileChoice) -> None:
-        """Keeps a choice."""
-        self._choices[tokens], self._is_new = choice, True
+        """Keeps the choice for a number of tokens."""
+        self._add(str(tokens), choice)
 
-    def save(self) -> None:
-        """Writes the file if a choice was added. Gives up with a warning if the folder cannot be written."""
-        if self._file is None or not self._is_new:
-            return
-        half = self._file.with_suffix(f".{os.getpid()}")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            half.write_text(json.dumps({str(tokens): choice for tokens, choice in self._choices.items()}))
-            half.replace(self._file)
-        except OSError as error:
-            logger.warning("The choice of tiles is not kept: %s", error)
+    @staticmethod
+    def _saved(choice: TileChoice) -> Any:
+        return choice  # named tuples are lists in JSON
 
-
-def _read(file: Path) -> dict[int, TileChoice]:
-    try:
-        saved = json.loads(file.read_text())
-        return {
-            int(tokens): TileChoice(
-                ExpertTiles(int(rows), ProductTile(*map(int, gate_up)), ProductTile(*map(int, down))),
-                float(chosen_us),
-                float(default_us),
-            )
-            for tokens, ((rows, gate_up, down), chosen_us, default_us) in saved.items()
-        }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        logger.warning("%s is ignored, and tiles are timed again: %s", file, error)
-        return {}
+    @staticmethod
+    def _restored(saved: Any) -> TileChoice:
+        (rows, gate_up, down), chosen_us, default_us = saved
+        tiles = ExpertTiles(int(rows), ProductTile(*map(int, gate_up)), ProductTile(*map(int, down)))
+        return TileChoice(tiles, float(chosen_us), float(default_us))

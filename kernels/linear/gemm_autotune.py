@@ -164,19 +164,18 @@ def autotune(
         return []
     began_s = clock()
     choices = {key: TunedGemm(library, key[0], linears[0].weight) for key, linears in groups.items()}
-    cache = None if folder is None else GemmCache(folder, library.identity)
+    cache = GemmCache(folder, library.identity)
     taken_us: dict[int, tuple[float, float]] = {}
     untimed: list[int] = []
     for rows, key in _in_order(groups, step_sizes, most_rows):
         problem = choices[key].problem(rows)
-        choice = None if cache is None else _saved(cache, library, problem)
+        choice = _saved(cache, library, problem)
         if choice is None:
             if clock() - began_s > LIMIT_S:
                 untimed.append(rows)
                 continue
             choice = _fastest(library, problem, key[0], groups[key], times or gpu_times)
-            if cache is not None:
-                cache.add(problem, choice)
+            cache.add(problem, choice)
         own_us, chosen_us, algorithm = choice
         choices[key].choose(rows, algorithm)
         before, count = taken_us.get(rows, (0.0, 0.0)), len(groups[key])
@@ -184,8 +183,7 @@ def autotune(
     if untimed:
         sizes = ", ".join(map(str, dict.fromkeys(untimed)))
         logger.warning("It takes too long: products of %s rows are not timed, and stay PyTorch's own", sizes)
-    if cache is not None:
-        cache.save()
+    cache.save()
     for key, linears in groups.items():
         for linear in linears:
             linear.tuned = choices[key]
