@@ -102,13 +102,13 @@ class Compilation:
         self, kind: str, text: str, marker: str | None = None, begin: str | None = None, *, strict: bool = True
     ) -> CompiledBytes:
         """Compiles a `messages.Grammar`, whose `after` is `marker`. Raises GrammarError or MemoryError."""
-        not_enforced: list[str] = []
+        not_enforced, rules = list[str](), None
         try:
             if not strict and kind == "json_schema":
                 relaxed = Relaxed(text)
-                text, not_enforced = json.dumps(relaxed.schema), relaxed.not_enforced
+                text, not_enforced, rules = json.dumps(relaxed.schema), relaxed.not_enforced, relaxed.rules
             if marker is None and kind in TEXT_KINDS:
-                rules = text_rules(kind, text)
+                rules = text_rules(kind, text) if rules is None else rules
                 places = schema_places(text) if has_unique_items(rules) else []
                 return self._with_rules(rules, places)._replace(not_enforced=not_enforced)
             ebnf, root = to_ebnf(kind, text, self._vocabulary), "root"
