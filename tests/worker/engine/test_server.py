@@ -161,6 +161,19 @@ def gate(executor) -> threading.Semaphore:
     return semaphore
 
 
+def begun(executor) -> threading.Semaphore:
+    """Released by every step that begins, before a gate that was made earlier lets it through."""
+    semaphore = threading.Semaphore(0)
+    forward = executor.forward
+
+    def noted(plan):
+        semaphore.release()
+        return forward(plan)
+
+    executor.forward = noted
+    return semaphore
+
+
 OPEN = 1 << 20  # steps: as many as there may be
 
 
@@ -462,13 +475,12 @@ def test_what_arrives_while_the_device_is_busy_is_in_the_next_step(serve, monkey
 def test_work_gets_on_with_each_step_that_ends(serve, monkeypatch):
     s = serve({"step_timeout_s": 7})
     steps = gate(s.parts.executor)
-    begun, forward = threading.Semaphore(0), s.parts.executor.forward
-    s.parts.executor.forward = lambda plan: begun.release() or forward(plan)
+    begins = begun(s.parts.executor)
     router = s.router()
     router.generate("x", [1, 2, 3], max_tokens=2)
     seen = []
     for _ in range(2):
-        assert begun.acquire(timeout=20)
+        assert begins.acquire(timeout=20)
         seen += [s.server.progress, s.server.progress]
         steps.release()
     assert seen[0] == seen[1] < seen[2] == seen[3]
@@ -504,13 +516,12 @@ def test_a_loop_that_goes_round_without_a_step_does_not_get_on(serve):
 def test_a_replica_that_hangs_in_a_step_says_goodbye(serve):
     s = serve()
     steps = gate(s.parts.executor)
-    begun, forward = threading.Event(), s.parts.executor.forward
-    s.parts.executor.forward = lambda plan: begun.set() or forward(plan)
+    begins = begun(s.parts.executor)
     router = s.router()
     router.send(Subscribe())
     router.until(lambda: router.loads)
     router.generate("x", [1, 2, 3])
-    assert begun.wait(20)
+    assert begins.acquire(timeout=20)
     assert s.server.farewell("hung", "rank 0 hangs")
     router.until(lambda: router.farewells == [Farewell("hung", "rank 0 hangs")])
     steps.release(OPEN)
@@ -536,13 +547,12 @@ def test_a_replica_in_a_long_step_is_heard(serve, monkeypatch):
     monkeypatch.setattr(module, "PROBE_EVERY_S", 1000.0)
     s = serve()
     steps = gate(s.parts.executor)
-    begun, forward = threading.Event(), s.parts.executor.forward
-    s.parts.executor.forward = lambda plan: begun.set() or forward(plan)
+    begins = begun(s.parts.executor)
     router, stranger = s.router(), s.router()
     router.send(Subscribe())
     router.until(lambda: router.loads)
     stranger.generate("x", [1, 2, 3])
-    assert begun.wait(20)
+    assert begins.acquire(timeout=20)
     router.until(lambda: router.beats >= 3)
     told = len(router.loads)
     router.until(lambda: router.beats >= 6)
@@ -572,12 +582,11 @@ def test_a_lost_device_ends_the_loop_with_its_name(serve, monkeypatch):
 def test_what_is_asked_of_the_engine_is_answered_by_its_thread_at_rest(serve):
     running = serve()
     steps = gate(running.parts.executor)
-    begun, forward = threading.Event(), running.parts.executor.forward
-    running.parts.executor.forward = lambda plan: begun.set() or forward(plan)
+    begins = begun(running.parts.executor)
     router = running.router()
     router.generate("a", [1, 2, 3], max_tokens=4)
     with ThreadPoolExecutor(1) as other:
-        assert begun.wait(20)
+        assert begins.acquire(timeout=20)
         asked = other.submit(running.server.at_rest, lambda engine: (threading.current_thread(), engine.has_work))
         steps.release(OPEN)
         router.until(lambda: router.finished("a"))
