@@ -530,8 +530,7 @@ def test_a_replica_that_hangs_in_a_step_says_goodbye(serve):
 def test_who_holds_the_socket_in_a_loop_that_hangs_says_nothing(serve, monkeypatch):
     monkeypatch.setattr(module, "FAREWELL_S", 0.01)
     s = serve()
-    with s.server._talking:
-        assert not s.server.farewell("hung", "rank 0 hangs")
+    assert s.server.at_rest(lambda engine: s.server.farewell("hung", "rank 0 hangs")) is False
 
 
 def test_an_idle_replica_tells_its_load_again_and_again(serve, monkeypatch):
