@@ -33,7 +33,8 @@ class Offline(Uniform):
     - the micro-batches would have more tokens than are cheap (`TILED_FROM`);
     - the tokens are not that cheap: for a small model, the constant cost of a step with prompts exceeds the tokens'
       own;
-    - a sequence waits for pages or a slot.
+    - a sequence waits for pages or a slot;
+    - the scheduler gives no horizon: the first requests to end count (`finish: most`), and not the end of the job.
 
     As fast as possible means the whole token budget in each step or, in a pipeline, as many tokens as keep its steps
     even. That reduces the work to come, and what remains is spread.
@@ -44,7 +45,7 @@ class Offline(Uniform):
     """
 
     name = "offline"
-    longest_first = True
+    is_for_jobs = True
 
     def _hands_over(self, view: SchedulerView) -> bool:
         return True  # also while prompts wait: they only fill up micro-batches of decodes

@@ -85,7 +85,7 @@ class SchedulerView:
     | `in_flight` | micro-batches in flight, oldest first |
     | `ahead_s` | predicted seconds until the first stage is done with what was sent to it |
     | `returning_s` | predicted seconds until the last stage is done with the oldest micro-batch |
-    | `horizon` | of all sequences, for `longest_first` policies while prompts wait for nothing but the policy |
+    | `horizon` | of all sequences, for jobs that end as a whole, while prompts wait for nothing but the policy |
 
     After `returning_s`, the next micro-batch may take the oldest one's tokens from the last stage, on the device.
     Infinite where it may not, or already does so.
@@ -110,7 +110,7 @@ class Policy(ABC):
     name: str
     predicts = False  # whether it needs cost models, and decodes on tokens that the host does not know yet
     chunks_follow = False  # whether a sequence's next chunk may be sent while the one before is in flight
-    longest_first = False  # whether waiting sequences with the most tokens to come go first
+    is_for_jobs = False  # whether requests are jobs, in which nothing but the end counts
 
     def __init__(self, settings: PolicySettings) -> None:
         self.settings = settings

@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,6 +159,24 @@ class Engine:
             return await self._answer(messages, parameters)
         return await self._batch(messages, parameters)
 
+    # ------------------------------------------------------------ answers as they end
+
+    def as_completed(
+        self, prompts: Sequence[Prompt] | Sequence[Conversation], **parameters: Any
+    ) -> Generator[tuple[int, Any], None, None]:
+        """Answers a batch of prompts or conversations. Yields each answer as soon as it is whole, with its index in
+        `prompts`. Work begins with the first, and ends when the iterator is closed or dropped. With `schedule:
+        offline` and `finish: most`, the first enough of many samples come early, and the others are cancelled."""
+        ended: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()  # None: all have ended, or one has failed
+        work = self._submit(self._batch(prompts, parameters, lambda number, answer: ended.put((number, answer))))
+        work.add_done_callback(lambda _: ended.put(None))
+        try:
+            while (pair := ended.get()) is not None:
+                yield pair
+            self._result(work)
+        finally:
+            work.cancel()
+
     # ------------------------------------------------------------ streams
 
     def stream(self, prompt: Prompt | Conversation, **parameters: Any) -> "TextStream":
@@ -231,8 +249,14 @@ class Engine:
             _count_prompt(answer, whole["usage"])
         return answers if _count(parameters) > 1 else answers[0]
 
-    async def _batch(self, prompts: Sequence[Any], parameters: Mapping[str, Any]) -> list[Any]:
-        """The answers to all prompts. When one fails, stops the others, and raises its error."""
+    async def _batch(
+        self,
+        prompts: Sequence[Any],
+        parameters: Mapping[str, Any],
+        ended: Callable[[int, Any], None] = lambda number, answer: None,
+    ) -> list[Any]:
+        """The answers to all prompts. When one fails, stops the others, and raises its error. `ended` is called with
+        the index and the answer of each prompt, as it ends."""
         answers: list[Any] = [None] * len(prompts)
         left = iter(enumerate(prompts))
 
@@ -240,6 +264,7 @@ class Engine:
             for number, prompt in left:
                 try:
                     answers[number] = await self._answer(prompt, parameters)
+                    ended(number, answers[number])
                 except RequestError as error:
                     error.add_note(f"at index {number} of the batch")
                     raise

@@ -64,6 +64,13 @@ class WorkerConfig(BaseModel):
         "fixed_chunk: decodes, then chunks up to token_budget, without any prediction, as in vLLM and SGLang. By "
         "default uniform on GPUs, for pipelines and where tbt_slo is set, else fixed_chunk",
     )
+    finish: Literal["all", "most"] = Field(
+        "all",
+        description="what counts of a job, with schedule offline. all: the end of its last request. most: as many "
+        "finished requests as early as possible, for samples of which the first enough are taken and the others "
+        "cancelled. Requests with the least expected work start first then, and prompts are computed as fast as "
+        "possible",
+    )
     tbt_slo: float | None = Field(
         None,
         ge=0,
@@ -139,6 +146,12 @@ class WorkerConfig(BaseModel):
     def _schedule_fits(self) -> Self:
         if self.tbt_slo and self.schedule not in (None, "uniform"):
             raise ValueError(f"tbt_slo={self.tbt_slo} needs schedule uniform: {self.schedule} keeps to no time")
+        return self
+
+    @model_validator(mode="after")
+    def _finish_fits(self) -> Self:
+        if self.finish != "all" and self.schedule != "offline":
+            raise ValueError(f"finish={self.finish} needs schedule offline: only jobs end as a whole")
         return self
 
     @model_validator(mode="after")

@@ -20,9 +20,10 @@ Each is divided by that of `scheduling_policy: fcfs`.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,7 @@ TOKEN_BUDGET = 8192  # a replica's default on a GPU
 MOST_OUTPUT = 4096  # limit of all requests, and of the trace's outputs
 MOST_PROMPT = 32_768
 TEXT, END = 0, 1  # sampled tokens
+SETTINGS = {name: {"schedule": "uniform", "scheduling_policy": name} for name in ("fcfs", "shortest")}
 SITES = {
     "llama-8b": (Machines(MODELS["llama-8b"], DEVICES["h200"], LINKS["nvlink"], LINKS["sockets"], 1, 1), 1),
     "llama-70b": (PLANS["llama-70b"], 4),
@@ -112,8 +114,10 @@ def predictor(requests: Sequence[Request], tau: float, seed: int) -> OutputLengt
     return NoisyPredictor(named, float(logs.mean()), float(logs.std()), share)
 
 
-def run(model: str, requests: Sequence[Request], policy: str, max_running: int, tau: float, seed: int) -> Run:
-    """Simulates the requests on a new replica."""
+def run(
+    model: str, requests: Sequence[Request], own: Mapping[str, Any], max_running: int, tau: float, seed: int
+) -> Run:
+    """Simulates the requests on a new replica with its `own` settings."""
     machines, stages = SITES[model]
     layout = ParallelLayout(tp=1, pp=stages)
     rows = PaddedSizes.of_graphs(max_running, TOKEN_BUDGET)
@@ -125,8 +129,7 @@ def run(model: str, requests: Sequence[Request], policy: str, max_running: int, 
         "kv_tokens": machines.kv_tokens(layout),
         "max_waiting": len(requests),
         "token_budget": TOKEN_BUDGET,
-        "schedule": "uniform",
-        "scheduling_policy": policy,
+        **own,
     }
     clock = SimulatedClock()
     costs = CostStore([CostModel(seconds_of, rows=rows) for seconds_of in hardware.stages])
@@ -178,13 +181,13 @@ def main(argv: list[str] | None = None) -> int:
         p.error(str(error))
     whole = [Request(i, 0.0, row.prompt_tokens, min(row.output_tokens, MOST_OUTPUT)) for i, row in enumerate(rows)]
     simulated = partial(run, args.model, max_running=args.max_running, tau=args.tau, seed=args.seed)
-    capacity_s = len(whole) / simulated(whole, policy="fcfs").seconds
+    capacity_s = len(whole) / simulated(whole, own=SETTINGS["fcfs"]).seconds
     print(f"{args.model}: {capacity_s:.1f} requests/s if all {len(whole)} come at once", flush=True)
     raw: dict[str, dict[str, dict[str, float]]] = {}
     figures = []
     for level in args.levels:
         timed = at_rate(whole, level * capacity_s, args.seed)
-        found = raw[f"{level:g}"] = {p: summary(simulated(timed, policy=p)) for p in ("fcfs", "shortest")}
+        found = raw[f"{level:g}"] = {name: summary(simulated(timed, own=own)) for name, own in SETTINGS.items()}
         for policy, values in found.items():
             print(f"  {level:4.0%} {policy:8}", *(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
         for name, higher in (("latency", False), ("wait_p99", False), ("throughput", True)):

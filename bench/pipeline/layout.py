@@ -9,7 +9,7 @@ from pipeline.schedule import POLICIES
 from worker.config import WorkerConfig
 
 # Schedules for requests that arrive over time.
-SCHEDULES = (*(name for name, policy in POLICIES.items() if not policy.longest_first), *BASELINES)
+SCHEDULES = (*(name for name, policy in POLICIES.items() if not policy.is_for_jobs), *BASELINES)
 AnyConfig = TypeVar("AnyConfig", bound=WorkerConfig)
 
 

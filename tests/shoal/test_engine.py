@@ -188,7 +188,29 @@ def test_threads_ask_at_once(llm: Engine) -> None:
     assert streams == expected
 
 
+def test_answers_come_as_they_end(llm: Engine) -> None:
+    expected = [answer.text for answer in llm.generate(PROMPTS, **GREEDY)]
+    assert sorted((i, answer.text) for i, answer in llm.as_completed(PROMPTS, **GREEDY)) == list(enumerate(expected))
+    chats = [[{"role": "user", "content": "Hi"}]] * 2
+    assert {len(both) for _, both in llm.as_completed(chats, n=2, **GREEDY)} == {2}
+    assert list(llm.as_completed([], **GREEDY)) == []
+    with pytest.raises(RequestError, match="prompt and answer together") as caught:
+        list(llm.as_completed(["a", "x" * 5000], **GREEDY))
+    assert caught.value.__notes__ == ["at index 1 of the batch"]
+
+
+def test_a_batch_that_is_dropped_begins_no_more_work(llm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.MAX_IN_FLIGHT", 2)
+    before = counters(llm)
+    batch = llm.as_completed(PROMPTS * 10, **GREEDY)
+    assert next(batch)[0] in (0, 1)
+    batch.close()
+    after = counters(llm, aborts=before["aborts"] + 1)
+    assert after["finished_requests"] - before["finished_requests"] < 20
+
+
 def test_a_stream_that_is_dropped_ends_the_work(llm: Engine) -> None:
+    before = counters(llm)
     for _ in llm.stream("Once upon", **ENDLESS):
         break
     closed = llm.stream("Once upon", **ENDLESS)
@@ -196,14 +218,23 @@ def test_a_stream_that_is_dropped_ends_the_work(llm: Engine) -> None:
     closed.close()
     with pytest.raises(StopIteration):
         next(closed)
-    running = re.compile(r"^shoal_running_requests\{.*\} 0\.0$", re.MULTILINE)
+    counters(llm, aborts=before["aborts"] + 2)
 
-    async def idle() -> None:
+
+def counters(llm: Engine, aborts: float = 0) -> dict[str, float]:
+    """The replica's counters by name, once so many requests have been aborted."""
+
+    async def read() -> dict[str, float]:
         async with httpx.AsyncClient(transport=llm.transport, base_url="http://engine", timeout=WAIT_S) as client:
-            while not running.search((await client.get("/metrics")).text):
+            while True:
+                page = (await client.get("/metrics")).text
+                found = re.findall(r"^shoal_(\w+)_total\{.*\} (\S+)$", page, re.MULTILINE)
+                values = {name: float(value) for name, value in found}
+                if values["aborts"] >= aborts:
+                    return values
                 await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(idle(), WAIT_S))
+    return asyncio.run(asyncio.wait_for(read(), WAIT_S))
 
 
 def test_other_clients_use_its_transport(llm: Engine) -> None:

@@ -90,9 +90,11 @@ class OutputLengthPredictor:
     def arrived(self, request: Generate) -> PredictedLength:
         """Predicts the length of a request's output."""
         features = arrival_features(request.prompt_ids, request.sampling)
-        known = self.num_learned >= LEARNED
-        estimate = LengthEstimate(self._log_mean(features), math.sqrt(self._variance)) if known else None
-        return PredictedLength(features, estimate)
+        return PredictedLength(features, self._estimate(features))
+
+    def again(self, length: PredictedLength) -> PredictedLength:
+        """Predicts that length by what has been learned since."""
+        return PredictedLength(length.features, self._estimate(length.features))
 
     def ended(self, length: PredictedLength, produced: int, was_cut: bool) -> None:
         """Learns that the output of that request has ended after `produced` tokens. `was_cut`: by its limit."""
@@ -139,6 +141,11 @@ class OutputLengthPredictor:
                 tau = kendall_tau(predicted, real)
                 self._accuracy = None if math.isnan(tau) else tau, float(real.sum()) / expected
         return self._accuracy
+
+    def _estimate(self, features: np.ndarray) -> LengthEstimate | None:
+        if self.num_learned < LEARNED:
+            return None
+        return LengthEstimate(self._log_mean(features), math.sqrt(self._variance))
 
     def _log_mean(self, features: np.ndarray) -> float:
         return self._mean + float(self._weights[features].sum()) / math.sqrt(len(features))

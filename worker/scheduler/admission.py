@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from worker.config import WorkerConfig
+from worker.lengths import OutputLengthPredictor
 from worker.scheduler.fair_share import FairShare
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.kv_demand import PeakKVEstimator
@@ -20,6 +21,7 @@ RETRY_STEPS = 16
 # Most tokens that count for an output of which too little is known: a limit that the client has not set is that of the
 # context, and says nothing.
 UNKNOWN_TOKENS = 256
+PREDICTIONS = 4  # waiting sequences whose outputs are predicted again when an output has ended
 SPARE = 4  # candidates beyond the free slots: some may wait for a prefix that another sequence computes
 
 
@@ -70,15 +72,19 @@ class Admission:
     def add(self, seq: Sequence, step: int, ready: bool = True) -> None:
         """Adds a sequence. With `ready` False, it does not start before `release`."""
         self._num_changes += 1
-        to_come = self.kv_demand.expected_tokens(seq)
-        is_known = seq.ends_at_limit or seq.estimate is not None
-        if not is_known and self.queue.order is not QueueOrder.LONGEST_OUTPUT:
-            to_come = min(to_come, UNKNOWN_TOKENS)
-        seq.expected_tokens = seq.num_tokens + to_come
+        self._expect(seq)
         if ready:
             self.queue.add(seq, step)
         else:
             self.held[seq.request_id] = seq
+
+    def predict_again(self, lengths: OutputLengthPredictor) -> None:
+        """Predicts the outputs of the next few waiting sequences again, in turn: called when an output has ended. Most
+        of a job arrives before anything has been learned."""
+        for seq in self.queue.to_predict(PREDICTIONS):
+            if seq.length is not None:
+                seq.length = lengths.again(seq.length)
+                self._expect(seq)
 
     def add_preempted(self, seq: Sequence) -> None:
         """Adds a sequence that was preempted for the step that is built."""
@@ -115,7 +121,8 @@ class Admission:
         """The waiting sequences of which some may start in this step, those that should start first at the front."""
         if not self._is_open:
             return []
-        if self._is_short and self.queue.order in (QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX):
+        orders = QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX
+        if self.queue.order is QueueOrder.LEAST_WORK or (self._is_short and self.queue.order in orders):
             return self.queue.most_due(self._running.num_free + SPARE, self._step, now_s)
         return self.queue.by_urgency(self.queue.window(self._step), now_s)
 
@@ -166,6 +173,14 @@ class Admission:
     def _is_short(self) -> bool:
         """Whether slots or pages are short: not all waiting sequences can start now."""
         return len(self.queue) > self._running.num_free or self._step < self._blocked_step + RETRY_STEPS
+
+    def _expect(self, seq: Sequence) -> None:
+        """Sets the expected length of a sequence."""
+        to_come = self.kv_demand.expected_tokens(seq)
+        is_known = seq.ends_at_limit or seq.estimate is not None
+        if not is_known and self.queue.order is not QueueOrder.LONGEST_OUTPUT:
+            to_come = min(to_come, UNKNOWN_TOKENS)
+        seq.expected_tokens = seq.num_tokens + to_come
 
     def _comings(self, step: int) -> tuple[int, int]:
         """A value that changes whenever a sequence that found no room should try again."""

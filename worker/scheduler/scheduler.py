@@ -128,8 +128,8 @@ class Scheduler:
             order = QueueOrder.LONGEST_PREFIX
         if config.scheduling_policy == "fcfs":
             order = QueueOrder.ARRIVAL
-        if policy.longest_first:
-            order = QueueOrder.LONGEST_OUTPUT
+        if policy.is_for_jobs:
+            order = QueueOrder.LEAST_WORK if config.finish == "most" else QueueOrder.LONGEST_OUTPUT
         self._shares = FairShare()
         self._waiting = Admission(config, self.running, self.kv_cache, self._table, order, self._shares)
         self._preemption = Preemption(self.running, self._waiting, self.kv_cache, self._in_flight)
@@ -407,7 +407,8 @@ class Scheduler:
                 view.waiting += len(queue)
                 view.waiting_tokens += queued
         self._in_flight.describe(view)
-        if self.policy.longest_first and view.waiting_tokens and not view.blocked_tokens:
+        spreads = self._waiting.queue.order is QueueOrder.LONGEST_OUTPUT
+        if spreads and view.waiting_tokens and not view.blocked_tokens:
             view.horizon = running.horizon(table, queue)
         return view
 
@@ -592,6 +593,7 @@ class Scheduler:
             if seq.length is not None:
                 produced = seq.num_known - seq.num_prompt
                 self._lengths.ended(seq.length, produced, was_cut=seq.num_known >= seq.token_limit)
+                self._waiting.predict_again(self._lengths)
             self._forget(seq, keep=True)
             self.counters.finished += 1
 

@@ -68,6 +68,7 @@ class Sequence:
     cached_estimate = TableColumn()
     last_token = TableColumn()
     slot = TableColumn()
+    job = TableColumn()
     inserts = TableColumn()
 
     __slots__ = (
@@ -81,7 +82,6 @@ class Sequence:
         "estimated_at_step",
         "grammar",
         "head_start_s",
-        "job",
         "lease",
         "length",
         "new_token_ids",
@@ -135,7 +135,6 @@ class Sequence:
         no_stop = not self.stop_ids and self.sampling.grammar is None
         self.ends_at_limit = no_stop or self.pool is not None  # nothing else can end it
         self.length: PredictedLength | None = None  # of the output, if that is not known
-        self.job = 0  # see `WaitingQueue`
         self.grammar: GrammarState | None = None
 
         self.table = table

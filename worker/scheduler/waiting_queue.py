@@ -24,6 +24,8 @@ HEAD_START_S = 1.0
 # Seconds for each token of its work, beyond `starvation_s`, after which a sequence goes first though slots are short.
 PATIENCE_S = 1.0
 PROMPT_TOKENS_A_STEP = 512  # prompt tokens that take about as long as one more output token: a usual chunk
+# Work of a prompt token in a job, in output tokens.
+JOB_PROMPT_WORK = 2.0
 LOOKUPS_A_STEP = 8  # limit of the cached prefixes that are looked up in a step
 LOOKUP_EVERY_STEPS = 16  # age at which a looked-up prefix is out of date
 
@@ -36,13 +38,15 @@ class QueueOrder(Enum):
       waiting and of its head start. Running prefills compete, too, so that short prompts overtake a long one. While
       slots or pages are short, the one with the most response ratio per work (`WaitingQueue.most_due`).
     - `LONGEST_PREFIX`: the one with the longer cached prefix. Pipelines use it, as their figures were measured so.
-    - `LONGEST_OUTPUT`: the one with more tokens to come.
+    - `LONGEST_OUTPUT`: the one with more tokens to come, for jobs of which the end counts.
+    - `LEAST_WORK`: the one with the least expected work, for jobs of which the first requests to end count.
     """
 
     ARRIVAL = auto()
     SHORTEST_PREFILL = auto()
     LONGEST_PREFIX = auto()
     LONGEST_OUTPUT = auto()
+    LEAST_WORK = auto()
 
 
 class WaitingQueue:
@@ -60,9 +64,9 @@ class WaitingQueue:
     alone, and all may have waited for long. Then the response ratio replaces rules 3 and 4 (`most_due`). With
     `ARRIVAL`, the order is that of arrival throughout.
 
-    With `LONGEST_OUTPUT`, rules 3 and 4 are replaced. Sequences that arrive within `starvation_s` of the first one form
-    a job, and jobs run one after the other. Within a job, the longest cached prefix goes first, then the most tokens to
-    come.
+    With `LONGEST_OUTPUT` and `LEAST_WORK`, rules 3 and 4 are replaced. Sequences that arrive within `starvation_s` of
+    the first one form a job, and jobs run one after the other. Within a job, the longest cached prefix goes first, then
+    the most tokens to come; with `LEAST_WORK` the least work (`most_due`).
 
     The tree changes with every step, and thousands of sequences may wait. So the length of a sequence's cached prefix
     is an estimate. It is looked up on arrival, and for sequences in the window again every few steps or when it is
@@ -86,6 +90,7 @@ class WaitingQueue:
         self._table = table
         self._starvation_s = starvation_s
         self._job, self._job_began_s = 0, -math.inf  # the newest job
+        self._predicted = 0  # index in the queue up to which `to_predict` has come
         self._look_up = look_up
         self._queue: list[Sequence] = []  # sorted by `_place`
         self._rows: np.ndarray | None = None
@@ -107,7 +112,7 @@ class WaitingQueue:
         """Adds a sequence, before step number `step` is planned."""
         self._estimate(seq, step)
         self._rows = None
-        if self.order is QueueOrder.LONGEST_OUTPUT and not seq.is_preempted:
+        if self.order in (QueueOrder.LONGEST_OUTPUT, QueueOrder.LEAST_WORK) and not seq.is_preempted:
             if seq.arrived_s - self._job_began_s > self._starvation_s:
                 self._job, self._job_began_s = self._job + 1, seq.arrived_s
             seq.job = self._job
@@ -138,9 +143,19 @@ class WaitingQueue:
             self._estimate(seq, step)
         return window
 
+    def to_predict(self, count: int) -> list[Sequence]:
+        """The next `count` waiting sequences, in turn, whose expected lengths may change while they wait."""
+        if self.order is QueueOrder.LONGEST_OUTPUT or not self._queue:
+            return []
+        self._predicted %= len(self._queue)
+        found = self._queue[self._predicted : self._predicted + count]
+        self._predicted += len(found)
+        return found
+
     def most_due(self, count: int, step: int, now_s: float) -> list[Sequence]:
         """The `count` sequences of each client that should start first while slots or pages are short: by rules 1 and
-        2, then by the most response ratio per work.
+        2, then by the most response ratio per work. With `LEAST_WORK` the `count` sequences of all clients that should
+        start first: by rules 1 and 2, by their jobs, then by the least work.
 
         - Work is counted in steps: the expected output, and the uncached prompt in chunks.
         - A sequence that has waited for `starvation_s` and `PATIENCE_S` for each step goes first, by arrival.
@@ -152,13 +167,18 @@ class WaitingQueue:
         """
         table, rows = self._table, self.rows
         prompts = np.maximum(table.num_tokens[rows] - table.cached_estimate[rows], 0)
-        steps = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 1) + prompts / PROMPT_TOKENS_A_STEP
-        waited_s = now_s - table.counts_from_s[rows]
-        due = (waited_s + HEAD_START_S) / steps**2
-        starved = waited_s > self._starvation_s + PATIENCE_S * steps
-        due[starved] = waited_s[starved]
-        best = np.lexsort((-due, ~starved, table.queue_class[rows]))
-        if len(self._by_client) > 1:
+        outputs = np.maximum(table.expected_tokens[rows] - table.num_tokens[rows], 1)
+        if self.order is QueueOrder.LEAST_WORK:
+            work = outputs + JOB_PROMPT_WORK * prompts
+            best = np.lexsort((work, table.job[rows], table.queue_class[rows]))
+        else:
+            steps = outputs + prompts / PROMPT_TOKENS_A_STEP
+            waited_s = now_s - table.counts_from_s[rows]
+            due = (waited_s + HEAD_START_S) / steps**2
+            starved = waited_s > self._starvation_s + PATIENCE_S * steps
+            due[starved] = waited_s[starved]
+            best = np.lexsort((-due, ~starved, table.queue_class[rows]))
+        if self.is_fair and len(self._by_client) > 1:
             clients = table.client[rows][best]
             best = np.concatenate([best[clients == share.index][:count] for share in self._by_client])
         else:

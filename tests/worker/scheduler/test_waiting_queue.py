@@ -4,8 +4,8 @@ import pytest
 
 from tests.worker.driver import Driver, prompt
 from worker.messages import Generate, SamplingParams
-from worker.scheduler.admission import UNKNOWN_TOKENS
-from worker.scheduler.waiting_queue import AGEING_TOKENS_S
+from worker.scheduler.admission import PREDICTIONS, UNKNOWN_TOKENS
+from worker.scheduler.waiting_queue import AGEING_TOKENS_S, JOB_PROMPT_WORK
 
 
 def order_of(d: Driver) -> list[str]:
@@ -134,6 +134,26 @@ def test_outputs_are_as_long_as_others_were(drive):
     assert order_of(d) == ["known", "guessed"]
 
 
+def test_least_work_first_for_jobs_of_which_the_first_count(drive):
+    """A prompt token counts as two output tokens, and a cached one as none. Jobs run one after the other, whoever their
+    clients are, and nobody starves within one."""
+    assert JOB_PROMPT_WORK == 2.0
+    d = drive(max_running=1, num_pages=600, schedule="offline", finish="most", starvation_s=5.0)
+    d.add("warm", prompt(40), sampling=known(1))
+    d.run()
+    for now_s, name, length, seed, most in (
+        (10.0, "long", 6, 1, 60),
+        (10.0, "short", 6, 2, 9),
+        (11.0, "prompt", 40, 3, 9),  # 80 + 9, more than 12 + 60
+        (12.0, "cached", 40, 0, 9),
+        (16.0, "later", 6, 4, 1),
+    ):
+        d.now_s = now_s
+        d.add(name, prompt(length, seed=seed), sampling=known(most), client=name)
+    d.now_s = 900.0
+    assert order_of(d) == ["warm", "cached", "short", "long", "prompt", "later"]
+
+
 # ---------------------------------------------------------------- while slots are short
 
 
@@ -214,14 +234,20 @@ def test_first_come_first_served(drive):
     assert order_of(d) == ["a", "b", "c"]
 
 
-def test_lengths_are_learned_from_what_ends(drive):
-    """Prompts that begin with 1 have long outputs: after some have ended, new ones wait for those with short ones."""
-    d = drive(max_running=1, eos=(7,))
+def teach(d: Driver) -> None:
+    """Prompts that begin with 1 have long outputs, those that begin with 2 short ones."""
     lengths = d.scheduler._lengths
     for i in range(70):
         for first, produced in ((1, 50), (2, 3)):
             request = Generate(request_id=str(i), prompt_ids=[first, 5], sampling=SamplingParams(max_tokens=60))
             lengths.ended(lengths.arrived(request), produced, was_cut=False)
+
+
+def test_lengths_are_learned_from_what_ends(drive):
+    """After some have ended, new ones wait for those with short ones."""
+    d = drive(max_running=1, eos=(7,))
+    lengths = d.scheduler._lengths
+    teach(d)
     learned = lengths.num_learned
     d.add("long", [1, 5], max_tokens=60)
     d.add("short", [2, 5], max_tokens=60)
@@ -230,3 +256,25 @@ def test_lengths_are_learned_from_what_ends(drive):
     d.add("known", [2, 5], sampling=known(3))
     d.run()
     assert lengths.num_learned == learned + 2  # its length tells nothing about others
+
+
+def test_those_that_wait_are_predicted_again_as_others_end(drive):
+    """A few for each output that ends, in turn: those of a job arrive before anything has been learned."""
+    d = drive(max_running=1, eos=(7,), schedule="offline", finish="most")
+    d.add("runs", prompt(6), max_tokens=2)
+    d.step()
+    for number in range(2 * PREDICTIONS):
+        d.add(f"long {number}", [1, 5], max_tokens=60)
+    d.add("short", [2, 5], max_tokens=60)
+    d.add("known", [2, 5], sampling=known(9))
+    waiting = list(d.scheduler._waiting.queue)
+    assert {seq.expected_tokens for seq in waiting[:-1]} == {waiting[0].expected_tokens}
+    teach(d)
+    while not d.reason("runs"):
+        d.step()
+    assert [seq.estimate is not None for seq in waiting] == [True] * PREDICTIONS + [False] * (PREDICTIONS + 2)
+    for _ in range(2):
+        d.scheduler._waiting.predict_again(d.scheduler._lengths)
+    assert [seq.estimate is not None for seq in waiting] == [True] * (2 * PREDICTIONS + 1) + [False]
+    short, known_one = waiting[-2:]
+    assert short.expected_tokens < known_one.expected_tokens < waiting[0].expected_tokens
