@@ -23,7 +23,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 from rich.console import Console
 
 from cluster import local
-from cluster.app import APP, DRAIN_S, application, settle
+from cluster.app import APP, application, settle
 from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
 from cluster.models import resolve, with_draft_folder
@@ -125,7 +125,7 @@ class _Launch:
 
     def interrupted(self) -> None:
         self._quiet()
-        grace = "are cut off" if self._config.address is None else f"get {DRAIN_S:g} s to end"
+        grace = "are cut off" if self._config.address is None else f"get {self._config.drain_s:g} s to end"
         self._print(f"stopping; answers that are on their way {grace}")
 
     def end(self) -> None:

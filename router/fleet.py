@@ -16,7 +16,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -213,12 +213,13 @@ class Fleet:
             self._popularity.add(peer.hashes, len(self._replicas))
             self._expected.add(replica.slot, peer.hashes, now_s)
 
-    def shortest_queue(self) -> ShortestQueue | None:
-        """The least queue of all known replicas; None if there is none."""
+    def shortest_queue(self, exclude: Collection[str] = ()) -> ShortestQueue | None:
+        """The least queue of all known replicas, without those of `exclude`; None if there is none."""
         with self._lock:
-            if not self._replicas:
+            rows = self._rows_of(self._rows.keys() - exclude)
+            if not len(rows):
                 return None
-            candidates = self._candidates()
+            candidates = self._candidates()[rows]
         return ShortestQueue(float(wait_s(candidates).min()), int(candidates["waiting_tokens"].min()))
 
     def booking(self, request_id: str) -> Booking | None:

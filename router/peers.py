@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from router.fleet import Fleet
 from router.known_replica import PeerBooking
-from worker.messages import Subscribe
+from worker.messages import PROTOCOL, Subscribe
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Peers:
 
     def subscription(self) -> Subscribe:
         """The message by which a replica learns of this router."""
-        return Subscribe(self.name, self.address)
+        return Subscribe(self.name, self.address, PROTOCOL)
 
     def found(self, replica_id: str, addresses: dict[str, str]) -> None:
         """Takes over which routers a replica knows, by name; none, once the connection to it is lost."""

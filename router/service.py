@@ -23,7 +23,8 @@ from router.metrics import ModelMetrics, ReplicaTimes
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.queue_wait import ShortestQueue
-from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
+from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
+from router.replicas import Replicas
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Release, SamplingParams
 
@@ -151,8 +152,8 @@ class Service:
             )
 
     def shortest_queue(self) -> ShortestQueue | None:
-        """The least queue of all replicas that are known; None if there is none."""
-        return self._fleet.shortest_queue()
+        """The least queue of all connected replicas that get new requests; None if there is none."""
+        return self._fleet.shortest_queue(self.replicas.closed)
 
     def check_queue(self, timeout_s: float | None) -> None:
         """Raises ApiError (429) for a new request if the queues are full, or if it could not begin within `timeout_s`.
@@ -237,11 +238,11 @@ class Service:
                 self.metrics.resumed("slow_reader")
             except ReplicaLost as error:
                 lost.append(error.replica_id)
-                deaths += not error.dropped
+                deaths += not error.taken_away
                 log.warning("%s: %s, %d of %d times", request_id, error, deaths, MAX_DEATHS)
                 if deaths == MAX_DEATHS:
                     raise internal() from error
-                self.metrics.resumed("replica_lost")
+                self.metrics.resumed("replica_left" if error.taken_away else "replica_lost")
             resumed = True
             refused.clear()  # even a full replica takes a resumed sequence
             if produced:
@@ -256,7 +257,12 @@ class Service:
         """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
         full or gone."""
         home = self.programs.home(call)
-        if home is not None and call.then is not None and len(call.then) >= LEAST_PREFETCHED:
+        if (
+            home is not None
+            and home.replica_id in self.replicas.ready
+            and call.then is not None
+            and len(call.then) >= LEAST_PREFETCHED
+        ):
             task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then, cache_salt))
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
