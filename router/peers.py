@@ -59,6 +59,11 @@ class Peers:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._out.close(linger=0)
 
+    @property
+    def others(self) -> int:
+        """How many other routers there are."""
+        return len(self._listening)
+
     def subscription(self) -> Subscribe:
         """The message by which a replica learns of this router."""
         return Subscribe(self.name, self.address, PROTOCOL)

@@ -96,6 +96,11 @@ class Replicas:
         return self._metrics.closed
 
     @property
+    def num_routers(self) -> int:
+        """Routers that place requests on these replicas, as far as is known, with this one."""
+        return 1 if self._peers is None else 1 + self._peers.others
+
+    @property
     def known(self) -> frozenset[str]:
         """Ids of all replicas of `set_replicas`, connected or not."""
         return frozenset(self._addresses)

@@ -25,6 +25,7 @@ from router.programs import BranchCall, BranchText, Home, Programs
 from router.queue_wait import ShortestQueue
 from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
 from router.replicas import Replicas
+from router.resume_pace import ResumePace
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Release, SamplingParams
 
@@ -122,6 +123,7 @@ class Service:
         self._placer = placer
         self._prefetches: set[asyncio.Task[None]] = set()
         self._fleet = fleet
+        self._resume_pace = ResumePace(self._resume_rate)
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
         self._long_texts = ThreadPoolExecutor(1, "long-text")
 
@@ -131,6 +133,7 @@ class Service:
 
     async def close(self) -> None:
         await self.replicas.close()
+        await self._resume_pace.close()
         for task in self._prefetches:
             task.cancel()
         await asyncio.gather(*self._prefetches, return_exceptions=True)
@@ -243,10 +246,16 @@ class Service:
                 if deaths == MAX_DEATHS:
                     raise internal() from error
                 self.metrics.resumed("replica_left" if error.taken_away else "replica_lost")
+                token_ids = _cached_as(prompt_ids + produced, cache_salt)
+                await self._resume_pace.turn(self._fleet.prompt_s(token_ids, self.replicas.closed))
             resumed = True
             refused.clear()  # even a full replica takes a resumed sequence
             if produced:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+
+    def _resume_rate(self) -> float:
+        """The router's part of the time that replicas have for resumed prompts; other routers have lost streams too."""
+        return self._fleet.resume_rate(self.replicas.closed) / self.replicas.num_routers
 
     def end_program(self, program: str) -> None:
         """Forgets a program, and ends its leases wherever they are."""
@@ -325,9 +334,7 @@ class Service:
         shared: SharedReplica | None,
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
-        token_ids = request.prompt_ids + request.output_ids
-        if request.cache_salt:  # as the replicas' caches have them
-            token_ids = salted(token_ids, request.cache_salt).tolist()
+        token_ids = _cached_as(request.prompt_ids + request.output_ids, request.cache_salt)
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
@@ -391,6 +398,14 @@ class _Clock:
             self._times.first_token.observe(now - self._arrived)
         self._last = now
         return first
+
+
+def _cached_as(token_ids: list[int], cache_salt: str) -> list[int]:
+    """The tokens as the replicas' caches have them."""
+    if not cache_salt:
+        return token_ids
+    found: list[int] = salted(token_ids, cache_salt).tolist()
+    return found
 
 
 def _failed(failure: Failure | None, request_id: str) -> ApiError:
