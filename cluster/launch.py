@@ -118,10 +118,10 @@ class _Launch:
         seen, told = "", set[str]()
         while True:
             time.sleep(ATTEND_S)
-            self._follow()
             try:
                 if self._folder is not None:
                     local.check()
+                self._follow()
                 now = _short(_overview())
             except Exception as error:
                 raise LaunchError(f"Ray is gone: {error}") from error
@@ -171,12 +171,14 @@ class _Launch:
         if not self._runs or not (drain or self._config.address):
             self._print("stopping; answers that are on their way are cut off")
             return
-        within_s = self._config.drain_s + STOP_S
         self._print(f"stopping; answers that are on their way get {self._config.drain_s:g} s to end (Ctrl-C: none)")
-        ray_serve.delete(APP, _blocking=False)
-        deadline = time.monotonic() + within_s
-        while _overview() is not None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        deadline = time.monotonic() + self._config.drain_s + STOP_S
+        try:
+            ray_serve.delete(APP, _blocking=False)
+            while _overview() is not None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        except Exception as error:  # of many kinds
+            self._print(f"Ray is gone: {error}")
 
     def end(self) -> None:
         """Takes everything down that `start` brought up, however far it came."""
@@ -189,7 +191,8 @@ class _Launch:
         if self._serve_is_ours:
             ray_serve.shutdown()
         elif self._deployed:
-            ray_serve.delete(APP)
+            with contextlib.suppress(TimeoutError):  # Serve goes on with it
+                ray_serve.delete(APP)
         ray.shutdown()
 
     # ------------------------------------------------------------ the steps of a start

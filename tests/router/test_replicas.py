@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from radix.events import Stored
@@ -340,6 +341,24 @@ def test_a_replica_of_a_neighbouring_version_answers(make_stack: Make, make_repl
     answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
     assert answer.choices[0].finish_reason == "stop"
     assert fake.received[0].protocol == PROTOCOL
+
+
+def test_a_replica_of_the_first_version_without_the_newer_fields_answers(make_stack: Make, make_replica: Make) -> None:
+    """Its load and its cache, byte for byte as it sent them."""
+    fake = make_replica()
+    fake.protocol, fake.tells_load = 1, False
+    stack = make_stack()
+    stack.replicas.set_replicas({"old": fake.address})
+    fake.wait_for(lambda: fake.received)
+    load = {"type": "ReplicaLoad", "incarnation": "one", "bookings_seen": 0, "waiting_tokens": 5, "running": 1}
+    costs = [5e-3, 2.4e-5, 1e-9, 6e-6, 3.5e-8, 0.046]
+    event = {"type": "CacheEvents", "incarnation": "one", "first_seq": 1, "events": [], "page_size": 16}
+    fake.tell(*(msgspec.msgpack.encode(message) for message in (event, load | {"costs": costs})))
+    stack.ready("old")
+    assert stack.metric("shoal_waiting_tokens") == 5 and stack.metric("shoal_refused_routers_total") == 0
+    answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    assert answer.choices[0].finish_reason == "stop"
+    fake.die()
 
 
 @pytest.mark.parametrize(("mine", "other"), [(PROTOCOL, PROTOCOL + 2), (3, 1)])

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 import zmq
 
@@ -605,8 +606,8 @@ def test_a_router_of_a_far_version_is_refused_by_name(serve, caplog):
 def test_a_router_of_the_first_version_hears_what_it_knows(serve, monkeypatch):
     s = serve()
     router = s.router()
-    router.send(Subscribe())
-    router.until(lambda: router.loads and router.events)
+    router.socket.send(msgspec.msgpack.encode({"type": "Subscribe", "router": "old", "address": "tcp://192.0.2.7:1"}))
+    router.until(lambda: router.loads and router.events and router.routers)
     assert not router.hellos
     monkeypatch.setattr(module, "PROTOCOL", 3)
     ancient = s.router()
