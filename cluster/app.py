@@ -20,12 +20,15 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.common import DeploymentID
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
+from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.models import resolve
-from cluster.replica import CONTROL_CPUS, Replica, bundles
+from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
 from cluster.request_router import ServePlacer, listen, watch_size
 from cluster.service import open_models, open_service
 from router.api import create_app
@@ -35,12 +38,14 @@ from router.service import Service
 from worker.folders import cache_folder
 
 APP = "shoal"  # the application's name in Serve
+ROUTER = "Router"  # the name of the routers' deployment
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
-DRAIN_S = 20.0  # how long the streams of a removed router may take to finish
+# How long a router behind Serve's HAProxy answers new requests once it is taken away, until every HAProxy knows: Ray's
+# RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S.
+DEREGISTER_S = 30.0
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
-_NUMBERS = ("replicas", "routers")
 NODE_SHARE = 0.001  # of the resource that stands for a node: an actor that asks for some of it runs there
 
 
@@ -83,9 +88,9 @@ def _replicas(config: Config, deployment: DeploymentConfig) -> Application:
         placement_group_strategy="PACK",
         request_router_config=PLACEMENT,
         health_check_period_s=config.health_check_period_s,
-        graceful_shutdown_wait_loop_s=0.1,  # nothing runs in the control actor
-        graceful_shutdown_timeout_s=1.0,
-    )(Replica).bind(_unscaled(deployment))
+        graceful_shutdown_wait_loop_s=0.1,  # Serve itself has sent the control actor nothing
+        graceful_shutdown_timeout_s=config.drain_s + STOP_S,
+    )(Replica).bind(unscaled_deployment(deployment), config.drain_s)
 
 
 def routers(config: Config, replicas: Sequence[Application], node: str | None = None) -> Application:
@@ -95,24 +100,28 @@ def routers(config: Config, replicas: Sequence[Application], node: str | None = 
     if node is not None:
         actor["resources"] = {f"node:{node}": NODE_SHARE}
     return serve.deployment(
-        name="Router",
+        name=ROUTER,
         num_replicas=config.num_routers,
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=config.health_check_period_s,
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=DRAIN_S + 1.0,
+        graceful_shutdown_timeout_s=config.drain_s + STOP_S + (DEREGISTER_S if node is None else 0.0),
     )(Router if node is None else ListeningRouter).bind(unscaled(config), upstream_keys(config), *replicas)
 
 
-def unscaled(config: Config) -> Config:
-    """The configuration without the numbers of replicas and routers, which may change while processes that hold it
-    run."""
-    return config.changed(_unscaled).model_copy(update={name: Config.model_fields[name].default for name in _NUMBERS})
+def numbers(config: Config) -> dict[str, int]:
+    """How many replicas each deployment in Serve should have; routers are replicas of theirs."""
+    found = {config.deployment_name(deployment): deployment.replicas for deployment in config.deployments}
+    return {**found, ROUTER: config.num_routers}
 
 
-def _unscaled(deployment: DeploymentConfig) -> DeploymentConfig:
-    return deployment.model_copy(update={"replicas": DeploymentConfig.model_fields["replicas"].default})
+def scale(deployment: str, number: int) -> None:
+    """Tells Serve another number of replicas for one of the application's deployments. Those that run, and go on, are
+    not touched."""
+    client = _get_global_client()
+    assert client is not None, "the application runs"
+    ray.get(client._controller.update_deployment_replicas.remote(DeploymentID(deployment, APP), number))
 
 
 class _Router:
@@ -128,13 +137,13 @@ class _Router:
         self._sizes = []
         services = {}
         for deployment, handle in zip(config.deployments, handles, strict=True):
-            service = services[deployment.name] = _open(deployment, handle, metrics)
+            service = services[deployment.name] = _open(deployment, handle, metrics, config.drain_s)
             listen(config.deployment_name(deployment), partial(_take, service))
             self._sizes.append(watch_size(handle, service.metrics.wanted.set))
         self._models = open_models(config, services, metrics, keys)
 
 
-def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics) -> Service:
+def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics, drain_s: float) -> Service:
     folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
     return open_service(
         config,
@@ -142,6 +151,7 @@ def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics) 
         metrics,
         lambda fleet, replicas: ServePlacer(handle, fleet, replicas, config.replica_wait_s),
         peer_host=ray.util.get_node_ip_address(),
+        drain_s=drain_s,
     )
 
 
@@ -171,7 +181,7 @@ class ListeningRouter(_Router):
         self, config: Config, keys: Mapping[str, SecretStr], *handles: DeploymentHandle
     ) -> None:
         super().__init__(config, keys, *handles)
-        self._listener = Listener(create_app(self._models), config.host, config.port, DRAIN_S, config)
+        self._listener = Listener(create_app(self._models), config.host, config.port, config.drain_s, config)
         await self._models.start()
         await self._listener.start()
 
@@ -181,6 +191,8 @@ class ListeningRouter(_Router):
             raise RuntimeError("the HTTP server has ended")
 
     async def __del__(self) -> None:
-        """Closes the router. Serve calls this when it removes the router, and waits for it."""
+        """Closes the router, once its streams have ended. Serve calls this when it removes the router, and waits for
+        it."""
+        self._models.leaving = True
         await self._listener.close()
         await self._models.close()

@@ -133,6 +133,14 @@ class Config(ReplicaConfig, RouterConfig):
         ge=0.1,
         description="seconds between health checks of a replica or a router, which is replaced after three failed ones",
     )
+    drain_s: float = Field(
+        120.0,
+        ge=0,
+        description="seconds that streams may go on at a replica or a router that is taken away. After that, those of "
+        "a replica go on at another one, which computes their tokens again, and those of a router are cut off. In two "
+        "minutes, 4,000 tokens come at 33 tokens a second; some clouds give as much notice of a machine that they take "
+        "back",
+    )
 
     @model_validator(mode="before")
     @classmethod

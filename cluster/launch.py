@@ -4,6 +4,7 @@ Without an `address`, Ray is started on this machine for this server alone, and 
 is deployed on that Ray cluster, and removed again at the end.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -23,10 +24,12 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Loggi
 from rich.console import Console
 
 from cluster import local
-from cluster.app import APP, DRAIN_S, application, settle
+from cluster.app import APP, application, numbers, scale, settle
 from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
+from cluster.followed_config import FollowedConfig, rescaled
 from cluster.models import resolve, with_draft_folder
+from cluster.replica import STOP_S
 from router.auth import Keys
 from router.defaults import FILE, SamplingDefaults
 
@@ -40,16 +43,19 @@ class LaunchError(RuntimeError):
     """The server did not start, or has ended. The message is for the user as it stands."""
 
 
-def serve(config: Config, console: Console | None = None) -> int:
-    """Serves until SIGINT or SIGTERM. Returns the exit code: 1 if the server did not start or did not live."""
-    launch = _Launch(config, console or Console(highlight=False))
+def serve(config: Config, console: Console | None = None, followed: FollowedConfig | None = None) -> int:
+    """Serves until SIGINT or SIGTERM; with SIGTERM, answers that are on their way may end. `followed`: where the
+    numbers of replicas and routers are read again. Returns the exit code: 1 if the server did not start or did not
+    live."""
+    launch = _Launch(config, console or Console(highlight=False), followed)
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         launch.start()
         launch.attend()
-    except KeyboardInterrupt:
-        launch.interrupted()
+    except KeyboardInterrupt as interrupt:
+        with contextlib.suppress(KeyboardInterrupt):  # a second one: nothing is waited for
+            launch.interrupted(drain=isinstance(interrupt, _Terminated))
         return 0
     except (LaunchError, ModelError, local.PortTaken, OSError) as error:
         launch.failed(error)
@@ -61,15 +67,22 @@ def serve(config: Config, console: Console | None = None) -> int:
     return 1
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: a service manager's way to end a server, where Ctrl-C is a person's."""
+
+
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    raise _Terminated if signum == signal.SIGTERM else KeyboardInterrupt
 
 
 class _Launch:
     """A server from its start to its end, as seen from the terminal."""
 
-    def __init__(self, config: Config, console: Console) -> None:
-        self._config = config
+    def __init__(self, config: Config, console: Console, followed: FollowedConfig | None = None) -> None:
+        self._config = self._given = config
+        self._followed = followed
+        self._is_asked_to_read = False  # by SIGHUP
+        self._runs = False
         self._console = console
         self._line = console.status("") if console.is_terminal else None
         self._said = ""
@@ -95,15 +108,20 @@ class _Launch:
         self._deploy()
         self._wait()
         self._greet()
+        self._runs = True
 
     def attend(self) -> None:
-        """Reports replicas that die and come back. Never returns; raises LaunchError once Ray is gone."""
+        """Reports replicas that die and come back, and follows the configuration. Never returns; raises LaunchError
+        once Ray is gone."""
+        if self._followed is not None:
+            signal.signal(signal.SIGHUP, self._ask_to_read)
         seen, told = "", set[str]()
         while True:
             time.sleep(ATTEND_S)
             try:
                 if self._folder is not None:
                     local.check()
+                self._follow()
                 now = _short(_overview())
             except Exception as error:
                 raise LaunchError(f"Ray is gone: {error}") from error
@@ -116,6 +134,29 @@ class _Launch:
             seen = now
             told.update(ended)
 
+    def _ask_to_read(self, signum: int, frame: FrameType | None) -> None:
+        self._is_asked_to_read = True
+
+    def _follow(self) -> None:
+        """Takes over the numbers of replicas and routers from the configuration that is followed, if it changed."""
+        if self._followed is None:
+            return
+        again, self._is_asked_to_read = self._is_asked_to_read, False
+        try:
+            new = self._followed.changed(again)
+            if new is None:
+                return
+            config = rescaled(self._config, self._given, new)
+            self._check_gpus(ray.cluster_resources().get("GPU", 0), config)
+        except (ConfigError, LaunchError) as error:
+            self._print(f"{time.strftime('%H:%M:%S')} the configuration stays as it is: {error}")
+            return
+        before, self._config = numbers(self._config), config
+        for deployment, number in numbers(config).items():
+            if before[deployment] != number:
+                self._print(f"{time.strftime('%H:%M:%S')} {deployment}: {before[deployment]} become {number}")
+                scale(deployment, number)
+
     def failed(self, error: Exception) -> None:
         self._quiet()
         self._console.print(f"shoal: {error}", style="red", markup=False, soft_wrap=True)
@@ -123,10 +164,21 @@ class _Launch:
             self._console.print(f"Ray's logs stay in {self._folder} until the next start", markup=False)
             self._folder = None
 
-    def interrupted(self) -> None:
+    def interrupted(self, drain: bool) -> None:
+        """Says that the server ends. With `drain`, and on a cluster that was joined, waits for answers that are on
+        their way, as long as the routers do."""
         self._quiet()
-        grace = "are cut off" if self._config.address is None else f"get {DRAIN_S:g} s to end"
-        self._print(f"stopping; answers that are on their way {grace}")
+        if not self._runs or not (drain or self._config.address):
+            self._print("stopping; answers that are on their way are cut off")
+            return
+        self._print(f"stopping; answers that are on their way get {self._config.drain_s:g} s to end (Ctrl-C: none)")
+        deadline = time.monotonic() + self._config.drain_s + STOP_S
+        try:
+            ray_serve.delete(APP, _blocking=False)
+            while _overview() is not None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        except Exception as error:  # of many kinds
+            self._print(f"Ray is gone: {error}")
 
     def end(self) -> None:
         """Takes everything down that `start` brought up, however far it came."""
@@ -139,7 +191,8 @@ class _Launch:
         if self._serve_is_ours:
             ray_serve.shutdown()
         elif self._deployed:
-            ray_serve.delete(APP)
+            with contextlib.suppress(TimeoutError):  # Serve goes on with it
+                ray_serve.delete(APP)
         ray.shutdown()
 
     # ------------------------------------------------------------ the steps of a start
@@ -156,7 +209,7 @@ class _Launch:
         self._config = local.fit(self._config)
         self._say("starting Ray")
         self._folder = local.make_folder()
-        local.start(self._config, self._folder)
+        local.start(self._config, self._folder, grows=self._followed is not None)
 
     def _tell_defaults(self, folder: Path, deployment: DeploymentConfig) -> None:
         """Prints a model's sampling defaults. Raises LaunchError for a broken file: the replicas would fail on it
@@ -189,7 +242,7 @@ class _Launch:
             self._print(note)
         if self._config.address is None:
             self._config = local.share_memory(self._config)
-        self._check_gpus(ray.cluster_resources().get("GPU", 0))
+        self._check_gpus(ray.cluster_resources().get("GPU", 0), self._config)
         self._say("starting Ray Serve")
         self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
         ray_serve.start(
@@ -197,18 +250,20 @@ class _Launch:
             logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
         )
         self._deployed = True
-        targets = [ray_serve.RunTarget(application(self._config, _this_node()), name=APP, route_prefix=None)]
+        run = application(self._config, _this_node())
+        # The "external scaler" is `scale`.
+        targets = [ray_serve.RunTarget(run, name=APP, route_prefix=None, external_scaler_enabled=True)]
         ray_serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
-    def _check_gpus(self, there: float) -> None:
+    def _check_gpus(self, there: float, config: Config) -> None:
         """Raises LaunchError if this machine has too few GPUs. A cluster may grow: for one without GPUs, only prints a
         note."""
-        models = [deployment for deployment in self._config.deployments if deployment.device == "cuda"]
+        models = [deployment for deployment in config.deployments if deployment.device == "cuda"]
         needed = sum(model.replicas * model.num_ranks * model.gpus_per_rank for model in models)
-        if self._config.address is None and needed > there:
+        if config.address is None and needed > there:
             which = " and ".join(
                 f"replicas={model.replicas} of tp={model.tp}, pp={model.pp}"
-                + (f" of {model.name}" if len(self._config.deployments) > 1 else "")
+                + (f" of {model.name}" if len(config.deployments) > 1 else "")
                 for model in models
             )
             raise LaunchError(

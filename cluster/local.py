@@ -23,6 +23,7 @@ from router.listener import bind
 CPU_KV_FRACTION = 0.25  # of the memory that is free, for the KV caches of all replicas together
 OBJECT_STORE_BYTES = 200 << 20  # no tensor and no token goes through it
 MEMORY_BYTES = 1 << 30  # a number that nothing depends on; Ray's own measure is wrong on some machines
+MOST_CPUS = 1024  # logical ones, for a server that may grow: only GPUs and memory limit it
 END_S = 3.0  # how long Ray may take to end its processes, before they are killed
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 PREFIX = "shoal-ray-"
@@ -102,8 +103,9 @@ def make_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
 
 
-def start(config: Config, folder: Path) -> None:
-    """Starts Ray with as many logical CPUs as the server asks for, whatever the number of cores."""
+def start(config: Config, folder: Path, grows: bool = False) -> None:
+    """Starts Ray with as many logical CPUs as the server asks for, whatever the number of cores. `grows`: it may ask
+    for more later, and Ray cannot be given more later."""
     _adopt_orphans()
     cpus = config.num_routers * config.cpus_per_router
     for deployment in config.deployments:
@@ -112,7 +114,7 @@ def start(config: Config, folder: Path) -> None:
     without_gpus = all(deployment.device == "cpu" for deployment in config.deployments)
     ray.init(
         address="local",  # a new one, even where RAY_ADDRESS or another Ray on this machine exists
-        num_cpus=math.ceil(cpus),
+        num_cpus=max(MOST_CPUS, math.ceil(cpus)) if grows else math.ceil(cpus),
         num_gpus=0 if without_gpus else None,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
@@ -121,7 +123,8 @@ def start(config: Config, folder: Path) -> None:
         _memory=MEMORY_BYTES,
         _temp_dir=str(folder),
         # Ray's measure of free memory is wrong on some machines: killing for memory is left to the kernel.
-        _system_config={"memory_monitor_refresh_ms": 0},
+        # Ray would start a process for each logical CPU in advance.
+        _system_config={"memory_monitor_refresh_ms": 0, **({"enable_worker_prestart": False} if grows else {})},
     )
 
 

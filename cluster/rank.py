@@ -95,6 +95,12 @@ class Rank:
         """On the leading rank: tells routers that the replica ends because it hangs. Returns whether it could."""
         return self._server is not None and self._server.farewell("hung", message)
 
+    def drain(self, within_s: float) -> None:
+        """On the leading rank: takes the replica away. `run` returns when its requests have ended, at the latest after
+        `within_s` seconds."""
+        assert self._server is not None
+        self._server.drain(within_s)
+
     def run(self) -> None:
         """Runs the rank's loop. Raises the error that ends it."""
         if self._loop is None:

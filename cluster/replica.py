@@ -8,7 +8,7 @@ hangs, the health check fails, and Serve starts a new replica with new processes
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -23,11 +23,14 @@ from cluster.hang import Stalled, suspects
 from cluster.rank import Pulse, Rank
 from worker.progress import NewestSteps
 
+STOP_S = 10.0  # how long the processes of a replica may take to end, besides its streams
 CONTROL_CPUS = 0.01  # the control actor sleeps nearly always, but a bundle must hold something
 ASK_S = 2.0  # interval between liveness checks of a rank
 # A rank that answers no check for this long hangs. A healthy rank may answer late: when it is starved of CPU, or inside
 # a device library that holds the GIL for many seconds.
 HANG_S = 60.0
+
+LOOP_ENDED = "its loop ended"
 
 log = logging.getLogger("ray.serve")
 
@@ -58,8 +61,13 @@ class Replica:
     """The Serve deployment of a replica. Runs no model and carries no tokens. Must not import torch, to start at
     once."""
 
-    async def __init__(self, config: ReplicaConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    _watcher: asyncio.Task[None] | None = None  # once the ranks run
+    _is_leaving = False
+
+    async def __init__(self, config: ReplicaConfig, drain_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`drain_s`: how long, in seconds, the replica may keep its streams once it is taken away."""
         self._ended: str | None = None
+        self._drain_s = drain_s
         self._tp, self._leading = config.tp, config.leading_rank
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
@@ -81,6 +89,16 @@ class Replica:
         if self._ended is not None:
             raise ReplicaError(self._ended)
 
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Serve calls this when it takes the replica away, and awaits what it returns."""
+        return None if self._watcher is None or self._watcher.done() else self._leave(self._watcher)
+
+    async def _leave(self, watcher: asyncio.Task[None]) -> None:
+        """Lets the streams end, or hands them over to other replicas, within `drain_s`."""
+        self._is_leaving = True
+        self._ranks[self._leading].drain.remote(self._drain_s)
+        await asyncio.wait((watcher,), timeout=self._drain_s + STOP_S / 2)
+
     async def _watch(self) -> None:
         """Waits for the first rank that ends or hangs, and then ends the whole replica."""
         ranks = zip(self._ranks, self._runs, strict=True)
@@ -95,7 +113,10 @@ class Replica:
             await _answer(self._ranks[self._leading].farewell.remote(self._ended))
         else:
             self._ended = f"rank {rank}: {end}"
-        log.error("replica at %s: %s", self._published["address"], self._ended)
+        if self._is_leaving and rank == self._leading and end == LOOP_ENDED:
+            log.info("replica at %s was taken away", self._published["address"])
+        else:
+            log.error("replica at %s: %s", self._published["address"], self._ended)
         # Routers see the leading rank go, and resume its streams, without waiting for Serve.
         for left in self._ranks:
             ray.kill(left)
@@ -159,7 +180,7 @@ async def _end(rank: ActorHandle, run: ObjectRef) -> str | NoProgress:
         await asyncio.wait((loop,), timeout=ASK_S)
         if loop.done():
             error = loop.exception()
-            return _reason(error) if error else "its loop ended"
+            return _reason(error) if error else LOOP_ENDED
         missed += 1
         if answer.done():
             if answer.exception() is None:  # otherwise it was out of reach: if it has ended, `run` says so

@@ -135,7 +135,8 @@ class ServePlacer:
         while True:
             # An excluded replica may be back, because the caller looked before the wait.
             ready = self._connections.ready
-            ask = Ask(self._fleet, request_id, prompt_ids, (set(exclude) - ready) | set(refused), home)
+            barred = (set(exclude) - ready) | set(refused) | self._connections.closed
+            ask = Ask(self._fleet, request_id, prompt_ids, barred, home)
             with contextlib.suppress(NoReplica, DeploymentUnavailableError, TimeoutError):
                 async with asyncio.timeout(RETRY_S):  # Serve waits for ever if it knows of no replica
                     return await self._pick(ask)

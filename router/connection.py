@@ -61,6 +61,7 @@ class ClientConnection(HttpToolsProtocol):
         self._refused = False
         self._received = self._of_body = 0  # bytes so far of the message being received, and of its body
         self._running: RequestResponseCycle | None = None
+        self._is_ending = False  # the server is: the next answer is the last
         self._until_close = False  # closing the connection marks the end of the answer
 
     # ------------------------------------------------------------ the connection
@@ -78,6 +79,14 @@ class ClientConnection(HttpToolsProtocol):
         self._no_deadline()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Ends the connection with the answer to the request that is here, on its way, or the first to come. The server
+        calls this when it ends. A connection that waits for a further request is closed at once."""
+        if self.cycle is None or (self._received and self.cycle.response_complete):
+            self._is_ending = True
+        else:
+            super().shutdown()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's always closes
         """Handles a client that stops sending. Returns whether the connection stays open for what is still to be
@@ -171,6 +180,8 @@ class ClientConnection(HttpToolsProtocol):
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             raise _BadRequest(invalid("A request of HTTP/1.1 has exactly one Host header.", code="invalid_http"))
         super().on_headers_complete()
+        if self._is_ending:
+            self.cycle.keep_alive = False  # its task has not begun
         self._within(self._limits.body_timeout_s + LINGER_S, self._late_body)
 
     def on_body(self, body: bytes) -> None:

@@ -16,7 +16,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -33,6 +33,7 @@ from router.placement import CANDIDATE, Candidates, Placement, Weights, least_lo
 from router.popularity import Popularity
 from router.programs import Home
 from router.queue_wait import ShortestQueue, wait_s
+from router.resume_pace import SHARE
 from worker.messages import CacheEvents, ReplicaLoad
 
 log = logging.getLogger(__name__)
@@ -213,13 +214,35 @@ class Fleet:
             self._popularity.add(peer.hashes, len(self._replicas))
             self._expected.add(replica.slot, peer.hashes, now_s)
 
-    def shortest_queue(self) -> ShortestQueue | None:
-        """The least queue of all known replicas; None if there is none."""
+    def shortest_queue(self, exclude: Collection[str] = ()) -> ShortestQueue | None:
+        """The least queue of all known replicas, without those of `exclude`; None if there is none."""
         with self._lock:
-            if not self._replicas:
+            rows = self._rows_of(self._rows.keys() - exclude)
+            if not len(rows):
                 return None
-            candidates = self._candidates()
+            candidates = self._candidates()[rows]
         return ShortestQueue(float(wait_s(candidates).min()), int(candidates["waiting_tokens"].min()))
+
+    def prompt_s(self, prompt_ids: Sequence[int], exclude: Collection[str] = ()) -> float:
+        """Seconds that a prompt takes the replica that is quickest with it, by what each has cached, without those of
+        `exclude`; 0 if there is none."""
+        prompt, num_tokens = pack(prompt_ids), len(prompt_ids)
+        hashes, ends = prefix_hashes(np.frombuffer(prompt, dtype=np.int32)), marks(num_tokens)
+        with self._lock:
+            rows = self._rows_of(self._rows.keys() - exclude)
+            if not len(rows):
+                return 0.0
+            cached, c = self._cached(prompt, hashes, ends, None)[rows], self._candidates()[rows]
+        products = (num_tokens**2 - cached**2) / 2
+        return float(((num_tokens - cached) * c["token_s"] + products * c["product_s"]).min())
+
+    def resume_rate(self, exclude: Collection[str] = ()) -> float:
+        """Predicted seconds of resumed prompts that all known replicas may take on in a second, without those of
+        `exclude`: each `SHARE` of its time, or all of it while nothing runs there."""
+        with self._lock:
+            rows = self._rows_of(self._rows.keys() - exclude)
+            running = self._candidates()["running"][rows]
+        return float(np.where(running > 0, SHARE, 1.0).sum())
 
     def booking(self, request_id: str) -> Booking | None:
         """The request's booking; None if it has none."""

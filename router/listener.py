@@ -1,8 +1,12 @@
 """A router's own HTTP server, on a port that all routers of a machine share."""
 
 import asyncio
+import contextlib
+import ctypes
 import socket
+import struct
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -14,6 +18,20 @@ BACKLOG = 2048  # connections that may wait to be accepted, as far as the kernel
 # TCP keep-alive, for clients whose machine has vanished: seconds of silence before the kernel probes, seconds between
 # probes, and how many go unanswered before it gives the connection up. In all two minutes.
 VANISHED = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+# A closing listener still takes the connections whose handshake has begun, for this many seconds: a round trip.
+HANDSHAKE_S = 0.25
+SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
+# A filter (classic BPF) over TCP segments that drops those that open a connection: SYN without ACK among the flags.
+_NO_SYN = b"".join(
+    struct.pack("HBBI", *instruction)
+    for instruction in [
+        (0x30, 0, 0, 13),  # load the byte of the flags
+        (0x54, 0, 0, 0x12),  # of these SYN and ACK
+        (0x15, 0, 1, 0x02),  # SYN alone?
+        (0x06, 0, 0, 0),  # drop
+        (0x06, 0, 0, 0xFFFFFFFF),  # keep
+    ]
+)
 
 
 class Listener:
@@ -35,7 +53,7 @@ class Listener:
             access_log=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            timeout_graceful_shutdown=int(drain_s),
+            timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # it goes to asyncio.wait_for
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -55,7 +73,8 @@ class Listener:
             self._task.result()
 
     async def close(self) -> None:
-        """Stops accepting connections. Returns when all requests in flight have ended, or after `drain_s`."""
+        """Stops accepting connections; each that was accepted, by the kernel too, gets an answer. Returns when all
+        requests in flight have ended, or after `drain_s`."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait((self._task,))
@@ -72,6 +91,51 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
         await super().startup(None if sockets is None else list(sockets))
         self.up.set()
+
+    async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """Closes the listening sockets so that no connection is reset, then ends as uvicorn does."""
+        open_sockets = list(sockets or ())
+        for each in open_sockets:
+            refuse_handshakes(each)
+        await asyncio.sleep(HANDSHAKE_S)
+        # What uvicorn's servers have not taken when they close would be reset, so the sockets stay open for a moment.
+        waiting = [each.dup() for each in open_sockets]
+        for server in self.servers:
+            server.close()
+        clients = [client for each in waiting for client in _accepted(each)]
+        for each in waiting:
+            each.close()
+        loop = asyncio.get_running_loop()
+        for client in clients:
+            await loop.connect_accepted_socket(self._connection, client)
+        await super().shutdown(open_sockets)
+
+    def _connection(self) -> asyncio.Protocol:
+        """A connection as uvicorn makes them."""
+        make: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
+
+
+def refuse_handshakes(listening: socket.socket) -> None:
+    """Makes the kernel drop what opens further connections to a listening socket. Their clients try again after a
+    second; by then, other sockets have the port to themselves. Where the kernel has no such filters, does nothing."""
+    program = ctypes.create_string_buffer(_NO_SYN)
+    with contextlib.suppress(OSError):
+        described = struct.pack("@HP", len(_NO_SYN) // 8, ctypes.addressof(program))
+        listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, described)
+
+
+def _accepted(listening: socket.socket) -> list[socket.socket]:
+    """The connections that wait to be accepted."""
+    listening.setblocking(False)
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found.append(listening.accept()[0])
+    for client in found:
+        client.setblocking(False)
+    return found
 
 
 def bind(host: str, port: int, shared: bool = True) -> socket.socket:

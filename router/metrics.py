@@ -56,6 +56,10 @@ _COUNTERS = {
     "aborts": ("shoal_aborts", "Requests that the router stopped"),
     "finished": ("shoal_finished_requests", "Requests that finished"),
     "failed": ("shoal_failed_requests", "Requests that ended in an error"),
+    "refused_routers": (
+        "shoal_refused_routers",
+        "Routers that the replica refused because it speaks another protocol; its log names them",
+    ),
 }
 _STAGE_SECONDS = (
     "shoal_stage_seconds",
@@ -100,6 +104,7 @@ class ModelMetrics:
     | --- | --- |
     | `loads` | the last report of each connected replica |
     | `silent` | the connected replicas that have not been heard for too long |
+    | `leaving` | the connected replicas that are being taken away |
     | `attention` | for each running replica: the attention backend, and why it is not the fastest ("" if it is) |
     | `wanted` | the number of replicas that there should be |
     """
@@ -107,6 +112,7 @@ class ModelMetrics:
     def __init__(self, metrics: "Metrics", model: str) -> None:
         self.loads: dict[str, ReplicaLoad] = {}
         self.silent: set[str] = set()
+        self.leaving: set[str] = set()
         self._told_s: dict[str, float] = {}  # when the loads came
         self.attention: dict[str, tuple[str, str]] = {}
         self._metrics = metrics
@@ -119,7 +125,12 @@ class ModelMetrics:
     @property
     def ready(self) -> frozenset[str]:
         """The replicas that requests can be sent to."""
-        return frozenset(self.loads.keys() - self.silent)
+        return frozenset(self.loads.keys() - self.silent - self.leaving)
+
+    @property
+    def closed(self) -> frozenset[str]:
+        """The connected replicas that get no new requests."""
+        return frozenset(self.silent | self.leaving)
 
     def told(self, replica_id: str, load: ReplicaLoad) -> None:
         """Stores a load that has come now."""
@@ -129,6 +140,7 @@ class ModelMetrics:
     def lost(self, replica_id: str) -> None:
         """Drops the load of a replica that is connected no longer."""
         self.silent.discard(replica_id)
+        self.leaving.discard(replica_id)
         self._told_s.pop(replica_id, None)
         self.loads.pop(replica_id, None)
 
@@ -205,13 +217,15 @@ class Metrics:
         )
         self.resumed = counter(
             "shoal_resumed_sequences",
-            "Sequences that were resumed after their replica was lost, or after their reader was too slow",
+            "Sequences that were resumed: their replica died (replica_lost) or was taken away (replica_left), or their "
+            "reader was too slow (slow_reader)",
             *("model", "reason"),
         )
         self.taken_out = counter(
             "shoal_replicas_taken_out",
             "Times that a replica got no more requests: it was connected and silent, its connection was lost, its "
-            "work did not get on (hung), or the connection ended with an error in this router (error)",
+            "work did not get on (hung), it speaks a protocol that this router does not (protocol), or the connection "
+            "ended with an error in this router (error)",
             *("model", "reason"),
         )
         self.missed_deadlines = counter(

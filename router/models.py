@@ -42,6 +42,7 @@ class Models:
     | `upstreams` | the models whose requests are passed on |
     | `metrics` | those of the router |
     | `config` | settings of the HTTP side |
+    | `leaving` | whether the router is being taken away, so that `/ready` says no |
     """
 
     def __init__(self, answering: Sequence[Service | Upstream], metrics: Metrics, config: RouterConfig) -> None:
@@ -51,6 +52,7 @@ class Models:
         self.upstreams = [model for model in answering if isinstance(model, Upstream)]
         self.metrics = metrics
         self.config = config
+        self.leaving = False
         self._named: dict[str, ListedModel] = {}
         self._held = HeldBytes(config.max_held_bytes, self._shortest_wait_s)
         self._before_close: list[Callable[[], Awaitable[None]]] = []

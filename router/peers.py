@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from router.fleet import Fleet
 from router.known_replica import PeerBooking
-from worker.messages import Subscribe
+from worker.messages import PROTOCOL, Subscribe
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,14 @@ class Peers:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._out.close(linger=0)
 
+    @property
+    def others(self) -> int:
+        """How many other routers there are."""
+        return len(self._listening)
+
     def subscription(self) -> Subscribe:
         """The message by which a replica learns of this router."""
-        return Subscribe(self.name, self.address)
+        return Subscribe(self.name, self.address, PROTOCOL)
 
     def found(self, replica_id: str, addresses: dict[str, str]) -> None:
         """Takes over which routers a replica knows, by name; none, once the connection to it is lost."""

@@ -23,7 +23,9 @@ from router.metrics import ModelMetrics, ReplicaTimes
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.queue_wait import ShortestQueue
-from router.replicas import ReaderTooSlow, ReplicaLost, Replicas, ReplicaStream
+from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
+from router.replicas import Replicas
+from router.resume_pace import ResumePace
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Release, SamplingParams
 
@@ -121,6 +123,7 @@ class Service:
         self._placer = placer
         self._prefetches: set[asyncio.Task[None]] = set()
         self._fleet = fleet
+        self._resume_pace = ResumePace(self._resume_rate)
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
         self._long_texts = ThreadPoolExecutor(1, "long-text")
 
@@ -130,6 +133,7 @@ class Service:
 
     async def close(self) -> None:
         await self.replicas.close()
+        await self._resume_pace.close()
         for task in self._prefetches:
             task.cancel()
         await asyncio.gather(*self._prefetches, return_exceptions=True)
@@ -151,8 +155,8 @@ class Service:
             )
 
     def shortest_queue(self) -> ShortestQueue | None:
-        """The least queue of all replicas that are known; None if there is none."""
-        return self._fleet.shortest_queue()
+        """The least queue of all connected replicas that get new requests; None if there is none."""
+        return self._fleet.shortest_queue(self.replicas.closed)
 
     def check_queue(self, timeout_s: float | None) -> None:
         """Raises ApiError (429) for a new request if the queues are full, or if it could not begin within `timeout_s`.
@@ -237,15 +241,21 @@ class Service:
                 self.metrics.resumed("slow_reader")
             except ReplicaLost as error:
                 lost.append(error.replica_id)
-                deaths += not error.dropped
+                deaths += not error.taken_away
                 log.warning("%s: %s, %d of %d times", request_id, error, deaths, MAX_DEATHS)
                 if deaths == MAX_DEATHS:
                     raise internal() from error
-                self.metrics.resumed("replica_lost")
+                self.metrics.resumed("replica_left" if error.taken_away else "replica_lost")
+                token_ids = _cached_as(prompt_ids + produced, cache_salt)
+                await self._resume_pace.turn(self._fleet.prompt_s(token_ids, self.replicas.closed))
             resumed = True
             refused.clear()  # even a full replica takes a resumed sequence
             if produced:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+
+    def _resume_rate(self) -> float:
+        """The router's part of the time that replicas have for resumed prompts; other routers have lost streams too."""
+        return self._fleet.resume_rate(self.replicas.closed) / self.replicas.num_routers
 
     def end_program(self, program: str) -> None:
         """Forgets a program, and ends its leases wherever they are."""
@@ -256,7 +266,12 @@ class Service:
         """Lets the home of a branch compute the constant text that will follow it, unless that is short, or the home is
         full or gone."""
         home = self.programs.home(call)
-        if home is not None and call.then is not None and len(call.then) >= LEAST_PREFETCHED:
+        if (
+            home is not None
+            and home.replica_id in self.replicas.ready
+            and call.then is not None
+            and len(call.then) >= LEAST_PREFETCHED
+        ):
             task = asyncio.ensure_future(self._prefetch(request_id, home.replica_id, branch, call.then, cache_salt))
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
@@ -319,9 +334,7 @@ class Service:
         shared: SharedReplica | None,
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
-        token_ids = request.prompt_ids + request.output_ids
-        if request.cache_salt:  # as the replicas' caches have them
-            token_ids = salted(token_ids, request.cache_salt).tolist()
+        token_ids = _cached_as(request.prompt_ids + request.output_ids, request.cache_salt)
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
@@ -385,6 +398,14 @@ class _Clock:
             self._times.first_token.observe(now - self._arrived)
         self._last = now
         return first
+
+
+def _cached_as(token_ids: list[int], cache_salt: str) -> list[int]:
+    """The tokens as the replicas' caches have them."""
+    if not cache_salt:
+        return token_ids
+    found: list[int] = salted(token_ids, cache_salt).tolist()
+    return found
 
 
 def _failed(failure: Failure | None, request_id: str) -> ApiError:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from cluster.config import Config, ConfigError, load
+from cluster.followed_config import FollowedConfig
 from shoal import flags
 from shoal.help import Parser
 
@@ -12,6 +13,7 @@ examples:
   shoal serve                                          a small model, two replicas, http://127.0.0.1:8000/v1
   shoal serve ./my-model --replicas 4                  a Hugging Face folder; --model is the same
   shoal serve --config shoal.yaml --port 9000          a file, and a flag over it
+  shoal serve --config shoal.yaml --follow             another number of replicas in the file takes effect
   shoal serve --host 0.0.0.0 --api-key-file keys.txt   for others, who must show a key
 
 A configuration file uses the same names, with underscores. An unknown key is an error.
@@ -26,7 +28,8 @@ Several models behind one address, each with replicas and settings of its own, o
     - {name: large, model: ORG/NAME, replicas: 1, tp: 4}
     - {name: other, upstream: {url: https://example.com/v1, model: ITS_NAME, api_key_env: OTHER_API_KEY}}
 
-At the start, all settings in use are printed as such a file. Ctrl-C ends the server and everything that it started.
+At the start, all settings in use are printed as such a file. Ctrl-C ends the server and everything that it started;
+SIGTERM lets answers that are on their way end first, within drain_s.
 """
 
 
@@ -35,6 +38,12 @@ def parser() -> Parser:
     made = Parser("shoal serve", "Start a server that speaks OpenAI's HTTP protocol.", EXAMPLES, "[MODEL] [options]")
     made.add_argument("model_given", nargs="?", metavar="MODEL", help="as --model")
     made.add_argument("--config", type=Path, metavar="FILE", help="settings from a YAML file; flags win over it")
+    made.add_argument(
+        "--follow",
+        action="store_true",
+        help="read FILE again when it changes, and at SIGHUP: other numbers of replicas and routers take effect, and "
+        "touch none that goes on running",
+    )
     flags.add(made, Config)
     return made
 
@@ -47,7 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         if "model" in settings:
             parser().error(f"two models: {args.model_given} and --model {settings['model']}")
         settings["model"] = args.model_given
+    if args.follow and args.config is None:
+        parser().error("--follow: there is no file to follow; give one with --config")
     try:
+        # Made before the file is read, so that a change while it is read counts.
+        followed = FollowedConfig(args.config, settings) if args.follow else None
         config = load(args.config, settings)
     except ConfigError as error:
         print(f"shoal serve: {error}", file=sys.stderr)
@@ -56,4 +69,4 @@ def main(argv: list[str] | None = None) -> int:
 
     from cluster import launch  # Ray takes seconds to import: not before the configuration is right
 
-    return launch.serve(config)
+    return launch.serve(config, followed=followed)

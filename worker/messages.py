@@ -6,8 +6,23 @@ When the connection breaks, the replica aborts the requests of that router, and 
 
 | direction | messages |
 | --- | --- |
-| router to replica | `Generate`, `Abort`, `Release`, `Subscribe`, `UsageReport` |
-| replica to router | `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, `Farewell`, others' `UsageReport` |
+| router to replica | `Generate`, `Abort`, `Release`, `Subscribe` |
+| replica to router | `Hello`, `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, `Leaving`, `Farewell` |
+| a router to the others, through a replica | `UsageReport` |
+
+Both sides tell their `PROTOCOL` as they meet: the router in `Subscribe`, the replica in `Hello`. Neighbouring numbers
+work together, so routers and replicas may be upgraded one after the other; others refuse each other. `Subscribe` and
+`Hello` themselves are understood for ever. The rules for a change of the messages:
+
+1. A new field has a default, and a decoder passes over fields that it does not know. This needs no new number.
+2. Anything else, such as a new message or another meaning, raises `PROTOCOL`. A side that meets the previous number
+   sends only what that number has.
+3. What only the number before the previous one needed can be removed.
+
+| number | what it added |
+| --- | --- |
+| 1 | peers that tell no number |
+| 2 | `Hello`, `Leaving`, and `Farewell` with reason "drained" |
 """
 
 from typing import Literal
@@ -15,6 +30,8 @@ from typing import Literal
 import msgspec
 
 from radix.events import Event
+
+PROTOCOL = 2
 
 # ZeroMQ heartbeats: a ping every half second; a side that does not answer within 2 s counts as gone. So a vanished host
 # is noticed within 2.5 s, and its streams go on elsewhere within 3 s. ZeroMQ's I/O thread answers pings even while
@@ -159,11 +176,12 @@ class Subscribe(msgspec.Struct, tag=True, omit_defaults=True):
     sends it again after a gap in the sequence numbers of the events.
 
     `router`: the router's name, unique. `address`: where it publishes its bookings to other routers (ZeroMQ). A router
-    without these has no others.
+    without these has no others. `protocol`: the router's `PROTOCOL`.
     """
 
     router: str = ""
     address: str = ""
+    protocol: int = 1
 
 
 class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
@@ -188,6 +206,13 @@ class UsageReport(msgspec.Struct, tag=True):
 FromRouter = Generate | Abort | Release | Subscribe | UsageReport
 
 # ---------------------------------------------------------------- replica to router
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The first answer to each `Subscribe` of a router from number 2 on: the replica's `PROTOCOL`. Nothing else follows
+    if the numbers do not work together."""
+
+    protocol: int
 
 
 class TokenLogprobs(msgspec.Struct, omit_defaults=True):
@@ -327,6 +352,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; None while unknown |
     | `length_ratio` | tokens of the newest outputs over those that were predicted; None while unknown |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
+    | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
     | `costs` | as the replica's fitted cost models predict them now |
     """
 
@@ -356,6 +382,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     length_tau: float | None = None
     length_ratio: float | None = None
     stage_seconds: list[dict[str, float]] = []
+    refused_routers: int = 0
     costs: StepCosts = StepCosts()
 
 
@@ -366,19 +393,36 @@ class Routers(msgspec.Struct, tag=True):
     addresses: dict[str, str]
 
 
-class Farewell(msgspec.Struct, tag=True):
-    """The replica's last message: it ends now, and its streams are to go on elsewhere. hung: work did not get on.
-    `message` says which rank hangs, for people."""
+class Leaving(msgspec.Struct, tag=True):
+    """The replica is being taken away, and wants no new requests. Those that it has go on, for `within_s` seconds at
+    most; then a `Farewell` comes."""
 
-    reason: Literal["hung"]
+    within_s: float
+
+
+class Farewell(msgspec.Struct, tag=True):
+    """The replica's last message: it ends now, and its streams are to go on elsewhere. `message` is for people.
+
+    | `reason` | meaning |
+    | --- | --- |
+    | hung | work did not get on; `message` says which rank hangs |
+    | drained | it was taken away, and its streams have ended or took too long |
+    """
+
+    reason: Literal["hung", "drained"]
     message: str
 
 
-FromReplica = Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers | Farewell
+FromReplica = Hello | Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers | Leaving | Farewell
 
 _encoder = msgspec.msgpack.Encoder()
 _from_router = msgspec.msgpack.Decoder(FromRouter)
 _from_replica = msgspec.msgpack.Decoder(FromReplica)
+
+
+def work_together(one: int, other: int) -> bool:
+    """Whether a router and a replica with these protocol numbers understand each other: the same, or neighbours."""
+    return abs(one - other) <= 1
 
 
 def encode(message: FromRouter | FromReplica) -> bytes:

@@ -16,10 +16,10 @@ from ray.serve._private.deployment_state import DeploymentTargetState
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
-from cluster.app import APP, ListeningRouter, Router, _Router, application, build, settle
+from cluster.app import APP, DEREGISTER_S, ListeningRouter, Router, _Router, application, build, settle
 from cluster.config import Config, ConfigError, ReplicaConfig, load
 from cluster.models import model_name
-from cluster.replica import CONTROL_CPUS, bundles
+from cluster.replica import CONTROL_CPUS, STOP_S, bundles
 from router.service import Service
 
 
@@ -120,6 +120,17 @@ def test_what_is_bound_knows_no_number() -> None:
     assert bound(replicas=2, routers=1) == bound(replicas=5, routers=3) == [settled, *settled.deployments]
 
 
+def test_serve_waits_for_streams_as_long_as_they_may_take() -> None:
+    """And on Kubernetes also for as long as HAProxies may send a router new requests."""
+    config, _ = settle(load(overrides={"drain_s": 7}), gpus=0)
+    for node, more_s in (("10.0.0.7", 0), (None, DEREGISTER_S)):
+        router = application(config, node)._bound_deployment
+        replicas = router.init_args[2]._bound_deployment
+        assert replicas.init_args[1] == 7
+        assert replicas._deployment_config.graceful_shutdown_timeout_s == 7 + STOP_S
+        assert router._deployment_config.graceful_shutdown_timeout_s == 7 + STOP_S + more_s
+
+
 def test_routers_listen_themselves_on_the_machine_that_is_named_and_else_nowhere() -> None:
     config, _ = settle(load(overrides={"cpus_per_router": 2}), gpus=0)
     here, anywhere = (application(config, node)._bound_deployment for node in ("10.0.0.7", None))
@@ -169,7 +180,8 @@ def test_each_model_has_a_deployment_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert small._deployment_config.request_router_config == large._deployment_config.request_router_config
     assert small._replica_config.placement_group_bundles == [{"CPU": CONTROL_CPUS}, {"CPU": 1}]
     assert large._replica_config.placement_group_bundles == [{"CPU": CONTROL_CPUS}, {"CPU": 8}]
-    (one,), (two,) = small.init_args, large.init_args
+    (one, drain_s), (two, _) = small.init_args, large.init_args
+    assert drain_s == 120
     assert (one.name, one.page_size, one.kv_tokens) == ("org/small", 32, 4096)
     assert (two.name, two.page_size, two.kv_tokens) == ("large", 16, 4096)
     assert config.deployments == (one, two) and [entry.name for entry in config.upstreams] == ["far"]

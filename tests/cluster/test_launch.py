@@ -9,7 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,97 @@ def test_a_server_answers_and_ends_without_a_trace(
             pass  # nobody holds the port
 
 
+def command(process: psutil.Process) -> str:
+    """The process's command line; empty once it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # also of zombies
+        return " ".join(process.cmdline())
+    return ""
+
+
+class Load:
+    """Clients that ask for the same again and again, each time over a connection of their own."""
+
+    def __init__(self, url: str, model: str, clients: int) -> None:
+        self._url = f"{url}/v1/completions"
+        self._model = model
+        self._stopping = threading.Event()
+        self.texts: list[str] = []
+        self._pool = ThreadPoolExecutor(clients)
+        self._clients = [self._pool.submit(self._ask_often) for _ in range(clients)]
+
+    def ask(self, tokens: int = 100) -> str:
+        """The text of an answer that came as a stream."""
+        body = {"model": self._model, "prompt": "Hello", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        with httpx.stream("POST", self._url, json=body | {"stream": True}, timeout=60) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+
+    def _ask_often(self) -> None:
+        while not self._stopping.is_set():
+            self.texts.append(self.ask())
+
+    def end(self) -> None:
+        """Raises the error of a request that failed."""
+        self._stopping.set()
+        for client in self._clients:
+            client.result(END_S)
+        self._pool.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(START_S)
+def test_replicas_and_routers_come_and_go_under_load_and_no_request_fails(
+    tiny_model: Path, tmp_path: Path, free_port: int
+) -> None:
+    """As a followed file says. Then the server ends by SIGTERM, and an answer on its way has its end."""
+    path, url = tmp_path / "shoal.yaml", f"http://127.0.0.1:{free_port}"
+
+    def write(number: int, **more: Any) -> None:
+        settings = {"model": str(tiny_model), "served_model_name": "tiny", "kv_tokens": 4096, "drain_s": 30}
+        new = tmp_path / "new.yaml"
+        new.write_text(yaml.safe_dump(settings | {"replicas": number, "routers": number} | more))
+        new.replace(path)
+
+    def processes(name: str) -> list[psutil.Process]:
+        return [process for process in server.family() if name in command(process)]
+
+    def until_there_are(number: int) -> None:
+        """Polls: processes come and go by other processes' doing."""
+        deadline = time.monotonic() + START_S / 3
+        while [len(processes(name)) for name in ("ray::Rank", "shoal:Router")] != [number, number]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    write(1)
+    with running("--config", str(path), "--follow", "--port", str(free_port)) as server:
+        server.wait_for("Ctrl-C")
+        first = {*processes("ray::Rank"), *processes("shoal:Router")}
+        load = Load(url, "tiny", clients=2)
+        write(2)
+        server.wait_for("Replica: 1 become 2")
+        server.wait_for("Router: 1 become 2")
+        until_there_are(2)
+        write(2, page_size=32)
+        server.wait_for("page_size: cannot change while the server runs")
+        assert first < {*processes("ray::Rank"), *processes("shoal:Router")}, "nothing was started again"
+        while httpx.get(f"{url}/ready").json()["models"] != {"tiny": 2}:
+            time.sleep(0.1)
+        write(1)
+        server.wait_for("Router: 2 become 1")
+        until_there_are(1)
+        load.end()
+        assert len(load.texts) > 10 and len(set(load.texts)) == 1
+        with ThreadPoolExecutor(1) as pool:
+            last = pool.submit(load.ask, 1500)
+            while not re.search(r"^shoal_running_requests{.*} 1.0$", httpx.get(f"{url}/metrics").text, re.M):
+                time.sleep(0.05)
+            assert server.interrupt(signal.SIGTERM) == 0
+            assert len(last.result(END_S)) > len(load.texts[0])
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(START_S)
@@ -164,12 +258,13 @@ def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> No
 
 
 def test_more_gpus_than_a_machine_has() -> None:
-    start = launch._Launch(Config(device="cuda", replicas=2, tp=2, pp=2), Console())
-    start._check_gpus(8)
+    config = Config(device="cuda", replicas=2, tp=2, pp=2)
+    start = launch._Launch(config, Console())
+    start._check_gpus(8, config)
     with pytest.raises(launch.LaunchError, match=r"^replicas=2 of tp=2, pp=2 need 8 GPUs.* has 4"):
-        start._check_gpus(4)
+        start._check_gpus(4, config)
     with pytest.raises(launch.LaunchError, match="has 0: device cpu needs none"):
-        start._check_gpus(0)
+        start._check_gpus(0, config)
 
 
 def test_how_the_model_wants_to_be_sampled_is_told_at_the_start(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class FakeRank:
         self.alive = self
         self.said: list[str] = []
         self.farewell = SimpleNamespace(remote=self._say)
+        self.drained_within_s: list[float] = []
+        self.drain = SimpleNamespace(remote=self.drained_within_s.append)
         self.asked = 0
         self.asked_often = asyncio.Event()
 
@@ -70,7 +72,7 @@ def watching(*ranks: FakeRank) -> tuple[Replica, list[asyncio.Future[None]]]:
     replica = Replica.__new__(Replica)
     runs: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in ranks]
     replica._ended = None
-    replica._tp, replica._leading = len(ranks), 0
+    replica._tp, replica._leading, replica._drain_s = len(ranks), 0, 7.0
     replica._published = {"address": "tcp://127.0.0.1:1", "context_length": 64}
     replica._ranks = list(ranks)  # type: ignore[arg-type]
     replica._runs = runs  # type: ignore[assignment]
@@ -104,6 +106,39 @@ async def test_the_end_of_a_rank_is_a_failed_health_check_and_the_end_of_the_oth
     with pytest.raises(ReplicaError, match=complaint):
         replica.check_health()
     assert killed == ranks
+
+
+async def test_a_replica_that_is_taken_away_ends_with_its_leading_ranks_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed: list[FakeRank] = []
+    monkeypatch.setattr(replica_module.ray, "kill", killed.append)
+    ranks = [FakeRank("0"), FakeRank("1")]
+    replica, runs = watching(*ranks)
+    leaving = replica.__del__()
+    assert leaving is not None
+    left = asyncio.create_task(leaving)
+    await asyncio.sleep(0)
+    assert ranks[0].drained_within_s == [7.0] and not ranks[1].drained_within_s
+    await asyncio.sleep(0)
+    assert not left.done()
+    with caplog.at_level("INFO", "ray.serve"):
+        runs[0].set_result(None)
+        await asyncio.wait_for(left, 5)
+    assert killed == ranks and replica.__del__() is None
+    assert [record.levelname for record in caplog.records] == ["INFO"], "nothing that went wrong"
+
+
+async def test_a_replica_that_is_taken_away_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "STOP_S", 0.01)
+    replica, _ = watching(FakeRank("0"))
+    replica._drain_s = 0.0
+    leaving = replica.__del__()
+    assert leaving is not None
+    await asyncio.wait_for(leaving, 5)
+    assert replica._watcher is not None
+    replica._watcher.cancel()
+    assert Replica.__new__(Replica).__del__() is None, "one that has not started"
 
 
 @pytest.mark.parametrize(
@@ -187,10 +222,15 @@ def test_a_rank_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank.alive()[1:] == (None, steps)
     engine = SimpleNamespace(executor=SimpleNamespace(newest_steps=steps))
     said: list[tuple[str, str]] = []
-    leading: Any = SimpleNamespace(progress=at, engine=engine, farewell=lambda *its: bool(said.append(its)) or True)
+    drained: list[float] = []
+    leading: Any = SimpleNamespace(
+        progress=at, engine=engine, farewell=lambda *its: bool(said.append(its)) or True, drain=drained.append
+    )
     rank._server = leading
     assert rank.alive()[1:] == (at, steps)
     assert rank.farewell("rank 1 hangs") and said == [("hung", "rank 1 hangs")]
+    rank.drain(7.0)
+    assert drained == [7.0]
 
 
 async def test_a_start_that_does_not_end_names_the_ranks_that_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -53,6 +53,7 @@ def booked_on(fleet: Fleet, request_id: str) -> str | None:
 class FakeConnections:
     def __init__(self) -> None:
         self.ready: frozenset[str] = frozenset()
+        self.closed: frozenset[str] = frozenset()
         self.event = asyncio.Event()
 
     async def changed(self) -> None:
@@ -166,6 +167,14 @@ async def test_an_excluded_replica_that_came_back_is_taken() -> None:
     connections.ready = frozenset("a")
     connections.event.set()
     assert await placing == "a"
+
+
+async def test_one_that_is_closed_to_new_requests_gets_none() -> None:
+    placer, _, _, connections = make_placer(TWO)
+    connections.closed = frozenset("a")
+    assert [await placer.place(name, [1], frozenset()) for name in "123"] == ["b"] * 3
+    connections.closed = frozenset("b")
+    assert await placer.place("4", [1], frozenset()) == "a"
 
 
 async def test_one_that_refused_is_not_asked_again_and_nobody_waits_for_it() -> None:

@@ -16,8 +16,10 @@ import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import APP
+from cluster.app import APP, DEREGISTER_S
+from cluster.config import Config
 from cluster.models import model_name
+from cluster.replica import STOP_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -295,6 +297,23 @@ def test_requests_reach_routers_through_haproxy() -> None:
     for group in (cluster({})["headGroupSpec"], workers({})):
         environment = {variable["name"]: variable.get("value") for variable in container(group)["env"]}
         assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == environment["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("config", "drain_s"), [({}, Config().drain_s), ({"drain_s": 0}, 0), ({"drain_s": 599.5}, 600)]
+)
+def test_nothing_ends_before_its_streams_may(config: dict[str, Any], drain_s: float) -> None:
+    """Neither the HAProxies of before a change, nor a pod."""
+    values = {"config": config}
+    for group in (cluster(values)["headGroupSpec"], workers(values)):
+        environment = {variable["name"]: variable.get("value") for variable in container(group)["env"]}
+        assert int(environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == drain_s + 60
+        # A router's way to end is the longest.
+        spared_s = drain_s + STOP_S + DEREGISTER_S
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] == drain_s + 60 > spared_s
+    hook = container(workers(values))["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[:-1] == ["python", "-m", "cluster.leave_node"] and spared_s < int(hook[-1]) < drain_s + 60
+    assert "lifecycle" not in container(cluster(values)["headGroupSpec"]), "the head has none of it"
 
 
 @pytest.mark.parametrize(

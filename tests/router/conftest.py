@@ -35,9 +35,11 @@ from router.service import Service
 from router.tokenizer import Tokenizer
 from worker.messages import (
     BEAT_S,
+    PROTOCOL,
     Abort,
     CacheEvents,
     Generate,
+    Hello,
     Output,
     Outputs,
     ReplicaLoad,
@@ -189,6 +191,7 @@ class FakeReplica:
         self.cached_tokens = 3
         self.load = ReplicaLoad(incarnation="one", kv_tokens_total=1000, prompt_tokens=7, preemptions=2)
         self.tells_load = True
+        self.protocol = PROTOCOL  # 1: as a replica that tells none
         self.speaks_idle = True
         self.logprob = -0.5
         self._credit: int | None = None
@@ -324,6 +327,8 @@ class FakeReplica:
         match message:
             case Subscribe():
                 self._subscribers.add(identity)
+                if self.protocol > 1:
+                    self._socket.send_multipart([identity, encode(Hello(self.protocol))])
                 snapshot = CacheEvents(incarnation="one", first_seq=1, events=[], page_size=16, piece=0)
                 self._socket.send_multipart([identity, encode(snapshot)])
                 if self.tells_load:
@@ -507,12 +512,13 @@ def make_service(tokenizer: Tokenizer) -> Iterator[ServiceMaker]:
             tokens: Tokenizer = tokenizer,
             defaults: SamplingDefaults | None = None,
             context_length: int = CONTEXT,
+            drain_s: float | None = None,
         ) -> Service:
             settings = config or RouterConfig()
             for fake in fakes:
                 stack.callback(fake.die)
             fleet = Fleet("round_robin")
-            replicas = Replicas(fleet, metrics.model(name))
+            replicas = Replicas(fleet, metrics.model(name), drain_s=drain_s)
             replicas.set_replicas({f"r{number}": fake.address for number, fake in enumerate(fakes)})
             return Service(
                 tokens,
@@ -576,10 +582,11 @@ def make_stack(tokenizer: Tokenizer, make_service: ServiceMaker, serve: Callable
         config: RouterConfig | None = None,
         tokens: Tokenizer = tokenizer,
         defaults: SamplingDefaults | None = None,
+        drain_s: float | None = None,
     ) -> Stack:
         metrics = Metrics()
         settings = config or RouterConfig()
-        service = make_service(metrics, *fakes, config=settings, tokens=tokens, defaults=defaults)
+        service = make_service(metrics, *fakes, config=settings, tokens=tokens, defaults=defaults, drain_s=drain_s)
         models = Models([service], metrics, settings)
         server = serve(models)
         named = {f"r{number}": fake for number, fake in enumerate(fakes)}

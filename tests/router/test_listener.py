@@ -10,6 +10,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from router import listener as module
 from router.config import RouterConfig
 from router.listener import Listener, bind
 
@@ -55,16 +56,35 @@ async def ask(listener: Listener) -> str:
 
 
 async def refused(listener: Listener) -> None:
-    """Returns once no connection is taken: closing is another task's doing. One that the kernel took, and the server
-    had not when it closed, is reset."""
+    """Returns once no connection is taken: closing is another task's doing. Until then each is answered."""
     async with asyncio.timeout(WAIT_S):
         while True:
             try:
                 await ask(listener)
             except httpx.ConnectError:
                 return
-            except (httpx.NetworkError, httpx.RemoteProtocolError):
-                continue
+
+
+@pytest.fixture(autouse=True)
+def no_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.0)
+
+
+def connected(listener: Listener) -> socket.socket:
+    """A connection that the kernel has accepted, and the listener may not have."""
+    return socket.create_connection(listener.address, timeout=WAIT_S)
+
+
+async def answer_on(client: socket.socket) -> str:
+    """All that comes on a connection to a request for /, up to its end."""
+    with client:
+        client.setblocking(False)
+        loop, found = asyncio.get_running_loop(), b""
+        async with asyncio.timeout(WAIT_S):
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            while piece := await loop.sock_recv(client, 1 << 16):
+                found += piece
+    return found.decode()
 
 
 def test_a_port_is_shared_and_one_that_ends_leaves_it_to_the_others() -> None:
@@ -97,6 +117,67 @@ def test_what_is_being_answered_is_answered_to_its_end() -> None:
             assert not listener.alive
 
     asyncio.run(run())
+
+
+def test_connections_that_only_the_kernel_has_accepted_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come in the very moment in which the listener closes. Their answers are the last on them."""
+    clients: list[socket.socket] = []
+
+    async def run() -> None:
+        async with listening(App()) as listener:
+
+            def accepted(listening: socket.socket) -> list[socket.socket]:
+                clients.extend(connected(listener) for _ in range(8))
+                return taken(listening)
+
+            taken = module._accepted
+            monkeypatch.setattr(module, "_accepted", accepted)
+            monkeypatch.setattr(module, "refuse_handshakes", lambda listening: None)
+            closing = asyncio.create_task(listener.close())
+            async with asyncio.timeout(WAIT_S):
+                while not clients:
+                    await asyncio.sleep(0.001)
+            for client in clients:
+                answer = await answer_on(client)
+                assert answer.endswith("one\r\n0\r\n\r\n") and "connection: close" in answer
+            await asyncio.wait_for(closing, WAIT_S)
+
+    asyncio.run(run())
+
+
+def test_a_connection_without_a_request_has_one_answered_and_one_that_waits_for_the_next_is_closed() -> None:
+    async def run() -> None:
+        app = App()
+        async with listening(app) as listener, httpx.AsyncClient(timeout=WAIT_S) as idle:
+            fresh = connected(listener)
+            await idle.get(f"http://{LOOPBACK}:{listener.address[1]}/")  # by now, both are accepted
+            (kept,) = (each for each in listener._server.server_state.connections if each.cycle is not None)
+            closing = asyncio.create_task(listener.close())
+            async with asyncio.timeout(WAIT_S):
+                while not kept.transport.is_closing():
+                    await asyncio.sleep(0.001)
+            assert not closing.done()
+            assert "connection: close" in await answer_on(fresh)
+            await asyncio.wait_for(closing, WAIT_S)
+
+    asyncio.run(run())
+
+
+def test_a_socket_that_refuses_handshakes_keeps_its_connections() -> None:
+    with bind(LOOPBACK, 0) as listening, socket.socket() as late:
+        listening.listen()
+        with socket.create_connection(listening.getsockname(), timeout=WAIT_S) as early:
+            module.refuse_handshakes(listening)
+            late.setblocking(False)
+            late.connect_ex(listening.getsockname())
+            late_state = late.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            assert late_state == b"\2", "SYN_SENT: nobody has answered"
+            taken, _ = listening.accept()
+            with taken:
+                early.sendall(b"ping")
+                assert taken.recv(4) == b"ping"
+                taken.sendall(b"pong")
+                assert early.recv(4) == b"pong"
 
 
 def test_an_answer_that_takes_too_long_is_given_up() -> None:

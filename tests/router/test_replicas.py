@@ -6,18 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from radix.events import Stored
 from radix.node import pack
-from router import replicas as connections
+from router import replica_connection as connections
 from router.fleet import Fleet
 from router.metrics import Metrics
-from router.replicas import ReplicaLost, Replicas
+from router.replica_stream import ReplicaLost
+from router.replicas import Replicas
 from worker.messages import (
+    PROTOCOL,
     CacheEvents,
     Farewell,
     Generate,
+    Leaving,
     Output,
     Outputs,
     ReplicaLoad,
@@ -116,7 +120,7 @@ def test_a_frame_that_waits_for_its_turn_has_been_heard(make_stack: Make, make_r
 
 
 def test_a_router_looks_by_itself(make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr("router.replicas.LOOK_EVERY_S", 0.001)
     silent = make_replica()
     silent.speaks_idle = False
     stack = make_stack()
@@ -129,7 +133,7 @@ def test_a_router_looks_by_itself(make_stack: Make, make_replica: Make, monkeypa
 @pytest.fixture
 def looks_are_mine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the test looks at the replicas, so only it says how much time has passed."""
-    monkeypatch.setattr(connections, "LOOK_EVERY_S", 1e6)
+    monkeypatch.setattr("router.replicas.LOOK_EVERY_S", 1e6)
 
 
 def looks(stack: Any, number: int) -> None:
@@ -258,6 +262,128 @@ def test_streams_of_a_replica_that_hangs_go_on_elsewhere_at_once(make_stack: Mak
     assert 'shoal_replicas_taken_out_total{model="tiny",reason="hung"' in page
 
 
+def test_a_replica_that_leaves_keeps_its_streams_and_gets_no_requests(make_stack: Make, make_replica: Make) -> None:
+    leaving, other = make_replica().hold(), make_replica()
+    stack = make_stack(leaving, drain_s=3600)
+    leaving.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        stack.replicas.set_replicas({"r0": leaving.address, "new": other.address})
+        stack.ready("r0", "new")
+        leaving.tell(Leaving(3600))
+        stack.ready("new")
+        assert stack.replicas.closed == {"r0"}
+        for _ in range(2):
+            stack.client.chat.completions.create(model="tiny", messages=HELLO)
+        stack.replicas.set_replicas({"new": other.address})
+        leaving.allow(None)
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert len(leaving.requests()) == 1 and len(other.requests()) == 2
+    stack.until(lambda: stack.replicas._connections.keys() == {"new"})
+    assert stack.replicas.closed == frozenset() and stack.metric("shoal_resumed_sequences_total") == 0
+    other.die()
+
+
+def test_streams_of_a_replica_that_was_drained_go_on_elsewhere(make_stack: Make, make_replica: Make) -> None:
+    leaving, other = make_replica().hold(), make_replica()
+    stack = make_stack(leaving, drain_s=3600)
+    leaving.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        stack.replicas.set_replicas({"new": other.address})
+        stack.ready("new")
+        leaving.tell(Farewell("drained", "its time is over"))
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop" and other.requests()[0].output_ids
+    assert stack.metric('shoal_resumed_sequences_total{model="tiny",reason="replica_left"}') == 1
+    assert stack.metric("shoal_replicas_taken_out_total") == 0
+    other.die()
+
+
+def test_a_replica_that_never_says_that_it_ends_is_dropped_all_the_same(
+    make_stack: Make, make_replica: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.replicas.LATER_S", 0)
+    leaving, other = make_replica().hold(), make_replica()
+    stack = make_stack(leaving, drain_s=0)
+    leaving.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        stack.replicas.set_replicas({"new": other.address})
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop" and other.requests()[0].output_ids
+    other.die()
+
+
+def test_a_replica_that_stays_after_all_gets_requests_again(make_stack: Make, make_replica: Make) -> None:
+    fake = make_replica().hold()
+    stack = make_stack(fake, drain_s=3600)
+    fake.allow(1)
+    with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
+        chunks = [next(stream)]
+        stack.replicas.set_replicas({})
+        stack.ready()
+        stack.replicas.set_replicas({"r0": fake.address})
+        stack.ready("r0")
+        fake.allow(None)
+        chunks += stream
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert [type(message) for message in fake.received] == [Subscribe, Generate], "its connection stayed"
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
+def test_a_replica_of_a_neighbouring_version_answers(make_stack: Make, make_replica: Make, protocol: int) -> None:
+    """A replica of number 1 tells none: its first message is its cache."""
+    fake = make_replica()
+    fake.protocol = protocol
+    stack = make_stack(fake)
+    answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    assert answer.choices[0].finish_reason == "stop"
+    assert fake.received[0].protocol == PROTOCOL
+
+
+def test_a_replica_of_the_first_version_without_the_newer_fields_answers(make_stack: Make, make_replica: Make) -> None:
+    """Its load and its cache, byte for byte as it sent them."""
+    fake = make_replica()
+    fake.protocol, fake.tells_load = 1, False
+    stack = make_stack()
+    stack.replicas.set_replicas({"old": fake.address})
+    fake.wait_for(lambda: fake.received)
+    load = {"type": "ReplicaLoad", "incarnation": "one", "bookings_seen": 0, "waiting_tokens": 5, "running": 1}
+    costs = [5e-3, 2.4e-5, 1e-9, 6e-6, 3.5e-8, 0.046]
+    event = {"type": "CacheEvents", "incarnation": "one", "first_seq": 1, "events": [], "page_size": 16}
+    fake.tell(*(msgspec.msgpack.encode(message) for message in (event, load | {"costs": costs})))
+    stack.ready("old")
+    assert stack.metric("shoal_waiting_tokens") == 5 and stack.metric("shoal_refused_routers_total") == 0
+    answer = stack.client.chat.completions.create(model="tiny", messages=HELLO)
+    assert answer.choices[0].finish_reason == "stop"
+    fake.die()
+
+
+@pytest.mark.parametrize(("mine", "other"), [(PROTOCOL, PROTOCOL + 2), (3, 1)])
+def test_a_replica_of_a_far_version_is_refused_by_name(
+    make_stack: Make,
+    make_replica: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mine: int,
+    other: int,
+) -> None:
+    monkeypatch.setattr(connections, "PROTOCOL", mine)
+    fake, near = make_replica(), make_replica()
+    fake.protocol, near.protocol = other, mine
+    stack = make_stack(near)
+    stack.replicas.set_replicas({"far": fake.address, "r0": near.address})
+    stack.until(lambda: stack.metric('shoal_replicas_taken_out_total{model="tiny",reason="protocol"}') == 1)
+    stack.until(lambda: stack.replicas._tasks["far"].done())  # it is not tried again
+    assert stack.replicas.ready == {"r0"}
+    assert f"refused replica far at {fake.address}: it speaks protocol {other}, this router {mine};" in caplog.text
+    stack.replicas.set_replicas({"r0": near.address})
+    stack.until(lambda: "far" not in stack.replicas._tasks)
+    fake.die()
+
+
 @pytest.mark.slow
 def test_what_is_no_message_breaks_the_connection(make_stack: Make, make_replica: Make) -> None:
     """A replica of another version must not leave requests hanging."""
@@ -355,7 +481,7 @@ def test_a_replica_hears_of_the_router_and_tells_the_router_of_others(make_repli
         while not replicas.ready:
             await replicas.changed()
         peers = replicas._peers
-        assert peers is not None and fake.received == [Subscribe(peers.name, peers.address)]
+        assert peers is not None and fake.received == [Subscribe(peers.name, peers.address, PROTOCOL)]
         assert peers.address.startswith("tcp://127.0.0.1:")
         fake.tell(Routers({peers.name: peers.address, "other": "tcp://127.0.0.1:9"}))
         while not peers._listening:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from router import replicas as connections
+from router import replica_connection as connections
 from router import service
 from router.sse import Emit, EventStream
 from router.tokenizer import Tokenizer

@@ -31,6 +31,7 @@ from worker.messages import (
     BEAT_S,
     HEARTBEAT_MS,
     HEARTBEAT_TIMEOUT_MS,
+    PROTOCOL,
     Abort,
     CacheEvents,
     Failure,
@@ -38,6 +39,8 @@ from worker.messages import (
     FromReplica,
     FromRouter,
     Generate,
+    Hello,
+    Leaving,
     Output,
     Outputs,
     Release,
@@ -46,6 +49,7 @@ from worker.messages import (
     UsageReport,
     decode_from_router,
     encode,
+    work_together,
 )
 from worker.progress import WorkProgress
 
@@ -55,6 +59,7 @@ log = logging.getLogger(__name__)
 LOAD_EVERY_S = 0.05
 PROBE_EVERY_S = 1.0  # how often lost routers are detected while there is work
 FAREWELL_S = 0.5  # how long a thread with a last message waits for the socket
+FLUSH_MS = 1000  # how long the last messages of a replica that was taken away may take to be sent
 MESSAGES_A_STEP = 64  # a flood of requests must not delay the running ones
 # Of snapshots of the radix tree, in each turn of the loop: about a millisecond's work, and of each at most this much,
 # which takes a router about two milliseconds to read.
@@ -102,6 +107,10 @@ class Server:
         self._subscribers: set[bytes] = set()  # those that have a whole snapshot
         self._snapshots: dict[bytes, SnapshotInPieces] = {}  # those that have not, in their turns
         self._peers: dict[bytes, Subscribe] = {}  # those with a name, with what they said
+        self._protocols: dict[bytes, int] = {}  # of those that have subscribed
+        self._refused_routers = 0
+        self._drain_until_s: float | None = None  # once the replica is being taken away
+        self._has_said_leaving = False
         self._load_due = False
         self._load_sent_s = 0.0
         self._talking = threading.Lock()  # held by the thread that uses the socket: the loop, except during a step
@@ -119,12 +128,15 @@ class Server:
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def run(self) -> None:
-        """Serves until `stop`, then frees everything. Raises DeviceLost, after which the engine cannot go on."""
+        """Serves until `stop`, or the end of a `drain`, then frees everything. Raises DeviceLost, after which the
+        engine cannot go on."""
         beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         beats.start()
         try:
             with frozen_heap(), self._talking:
                 while not self._stopping.is_set():
+                    if self._drain_until_s is not None and self._is_drained(self._drain_until_s):
+                        break
                     self._receive()
                     if self.engine.has_work:
                         outputs = self._step()
@@ -164,6 +176,14 @@ class Server:
             self._talking.release()
         return True
 
+    def drain(self, within_s: float) -> None:
+        """Takes the replica away: routers are told to send nothing new, and `run` returns when the requests that are
+        here have ended, at the latest after `within_s` seconds. Routers then resume the rest elsewhere. May be called
+        from any thread; of several calls the first counts."""
+        if self._drain_until_s is None:
+            self._drain_until_s = time.monotonic() + within_s
+            self._wake()
+
     def stop(self) -> None:
         """Ends `run` after its current step. May be called from any thread."""
         self._stopping.set()
@@ -187,7 +207,7 @@ class Server:
         """Frees the port, the model and the grammar compiler's thread. Must not be called while another thread is in
         `run`."""
         if not self._socket.closed:
-            self._socket.close(linger=0)
+            self._socket.close(linger=FLUSH_MS if self._has_said_leaving else 0)
             self._context.term()
             self.engine.close()
             self._wake_in.close()
@@ -235,6 +255,25 @@ class Server:
             self._talking.release()
         return True
 
+    # ------------------------------------------------------------ the end
+
+    def _is_drained(self, until_s: float) -> bool:
+        """Says that the replica leaves, once, and that it ends, when it may. Returns whether it may."""
+        left_s = until_s - time.monotonic()
+        if not self._has_said_leaving:
+            self._has_said_leaving = True
+            self._tell_all(Leaving(max(0.0, left_s)))
+        if self._owners and left_s > 0:
+            return False
+        self._tell_all(Farewell("drained", f"it was taken away; {len(self._owners)} of its requests go on elsewhere"))
+        return True
+
+    def _tell_all(self, message: Leaving | Farewell) -> None:
+        """Tells the routers that know such messages. The others find out from Ray, or from the end of the process."""
+        for router in self._listeners():
+            if self._protocols[router] >= 2:
+                self._send(router, message)
+
     # ------------------------------------------------------------ in
 
     def _receive(self) -> None:
@@ -268,6 +307,8 @@ class Server:
     def _idle_ms(self) -> int:
         """Until the load is due, or lost routers are to be detected."""
         left_s = min(self._load_sent_s + BEAT_S - time.monotonic(), PROBE_EVERY_S)
+        if self._drain_until_s is not None:
+            left_s = min(left_s, self._drain_until_s - time.monotonic())
         return max(0, int(left_s * 1000)) + 1
 
     def _wait(self, timeout_ms: int) -> None:
@@ -328,6 +369,18 @@ class Server:
         self._load_due = True
 
     def _subscribe(self, router: bytes, message: Subscribe) -> None:
+        if message.protocol >= 2:
+            self._send(router, Hello(PROTOCOL))
+        if not work_together(message.protocol, PROTOCOL):
+            self._refused_routers += 1
+            self._load_due = True
+            log.error(
+                "refused router %s at %s: it speaks protocol %d, this replica %d; only neighbours work together: "
+                "upgrade the older of them",
+                *(message.router or "(no name)", message.address or "(no address)", message.protocol, PROTOCOL),
+            )
+            return
+        self._protocols[router] = message.protocol
         self._send_events()  # these are in the tree already, where the walk begins
         self._subscribers.discard(router)
         self._snapshots.pop(router, None)
@@ -336,6 +389,8 @@ class Server:
         if message.router and router not in self._peers:
             self._peers[router] = message
             self._tell_peers()
+        if self._drain_until_s is not None and message.protocol >= 2:
+            self._send(router, Leaving(max(0.0, self._drain_until_s - time.monotonic())))
 
     # ------------------------------------------------------------ out
 
@@ -365,6 +420,7 @@ class Server:
         if listeners:
             load = self.engine.load()
             load.incarnation = self.incarnation
+            load.refused_routers = self._refused_routers
             load.peers_seen = {peer.router: self._bookings[router] for router, peer in self._peers.items()}
             for router in listeners:
                 load.bookings_seen = self._bookings[router]
@@ -436,6 +492,7 @@ class Server:
             self._subscribers.discard(router)
             self._snapshots.pop(router, None)
             self._bookings.pop(router, None)
+            self._protocols.pop(router, None)
             was_peer = self._peers.pop(router, None) is not None
             self._abort([i for i, owner in self._owners.items() if owner == router])
             if was_peer:

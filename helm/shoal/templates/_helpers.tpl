@@ -287,6 +287,13 @@ applications:
         num_replicas: {{ include "shoal.routers" . }}
 {{- end }}
 
+{{/* How long streams of what is taken away may go on, in whole seconds. */}}
+{{- define "shoal.drainSeconds" -}}
+{{- $drain := 120 -}}
+{{- if hasKey .Values.config "drain_s" }}{{ $drain = .Values.config.drain_s }}{{ end -}}
+{{ $drain | float64 | ceil | int }}
+{{- end }}
+
 {{/* A pod of the Ray cluster. Takes a dict: root, group (values of head or workers), container, ports, gpus. */}}
 {{- define "shoal.pod" -}}
 {{- $values := .root.Values -}}
@@ -311,10 +318,19 @@ spec:
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile:
       type: RuntimeDefault
+  # Longer than a replica or a router on it may take to end.
+  terminationGracePeriodSeconds: {{ add (include "shoal.drainSeconds" .root | int) 60 }}
   containers:
     - name: {{ .container }}
       image: {{ include "shoal.image" .root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
+      {{- if eq .container "ray-worker" }}
+      # Ray would end everything on the pod's SIGTERM: Serve moves it first.
+      lifecycle:
+        preStop:
+          exec:
+            command: [python, -m, cluster.leave_node, {{ add (include "shoal.drainSeconds" .root | int) 50 | quote }}]
+      {{- end }}
       securityContext:
         allowPrivilegeEscalation: false
         capabilities:
@@ -329,6 +345,9 @@ spec:
           value: "1"
         - name: RAY_SERVE_THROUGHPUT_OPTIMIZED
           value: "1"
+        # After each change of routers new HAProxies take over; those of before live on for their streams.
+        - name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
+          value: {{ add (include "shoal.drainSeconds" .root | int) 60 | quote }}
         {{- if $values.hubToken.existingSecret }}
         - name: HF_TOKEN
           valueFrom:

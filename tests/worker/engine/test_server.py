@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 import zmq
 
@@ -17,13 +18,16 @@ from worker.engine import server as module
 from worker.engine.server import Server
 from worker.errors import DeviceLost
 from worker.messages import (
+    PROTOCOL,
     Abort,
     CacheEvents,
     ClientUsage,
     Farewell,
     Generate,
     Grammar,
+    Hello,
     Lease,
+    Leaving,
     Output,
     Outputs,
     Release,
@@ -54,6 +58,8 @@ class Router:
         self.reports: list[UsageReport] = []
         self.routers: list[dict[str, str]] = []
         self.farewells: list[Farewell] = []
+        self.leaving: list[Leaving] = []
+        self.hellos: list[Hello] = []
         self.beats = 0
 
     def send(self, message) -> None:
@@ -77,6 +83,10 @@ class Router:
             self.reports.append(message)
         elif isinstance(message, Farewell):
             self.farewells.append(message)
+        elif isinstance(message, Leaving):
+            self.leaving.append(message)
+        elif isinstance(message, Hello):
+            self.hellos.append(message)
         elif isinstance(message, Routers):
             self.routers.append(message.addresses)
         else:
@@ -525,6 +535,85 @@ def test_a_replica_that_hangs_in_a_step_says_goodbye(serve):
     assert s.server.farewell("hung", "rank 0 hangs")
     router.until(lambda: router.farewells == [Farewell("hung", "rank 0 hangs")])
     steps.release(OPEN)
+
+
+def test_a_replica_that_is_taken_away_ends_with_its_requests(serve):
+    s = serve()
+    steps = gate(s.parts.executor)
+    begins = begun(s.parts.executor)
+    router, late = s.router(), s.router()
+    router.send(Subscribe(protocol=PROTOCOL))
+    router.until(lambda: router.loads)
+    router.generate("x", [1, 2, 3])
+    assert begins.acquire(timeout=20)
+    s.server.drain(3600)
+    late.send(Subscribe(protocol=PROTOCOL))
+    late.generate("y", [4, 5])  # was on its way
+    late.until(lambda: late.leaving or steps.release())
+    router.until(lambda: router.leaving)
+    assert not router.farewells and 0 < late.leaving[0].within_s <= router.leaving[0].within_s <= 3600
+    steps.release(OPEN)
+    for each in (router, late):
+        each.until(lambda each=each: each.farewells)
+        assert each.farewells[0].reason == "drained" and len(each.leaving) == 1
+    assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
+    assert late.tokens("y") == s.parts.executor.generate([4, 5], 5)
+    s.thread.join(20)
+    assert not s.thread.is_alive() and s.error is None
+
+
+def test_requests_that_take_too_long_are_left_to_the_routers(serve):
+    s = serve()
+    steps = gate(s.parts.executor)
+    begins = begun(s.parts.executor)
+    router, old = s.router(), s.router()
+    router.send(Subscribe(protocol=PROTOCOL))
+    old.send(Subscribe())  # of the number before `Leaving`
+    for each in (router, old):
+        each.until(lambda each=each: each.loads)
+    router.generate("x", [1, 2, 3], max_tokens=1000)
+    assert begins.acquire(timeout=20)
+    s.server.drain(0)
+    s.server.drain(3600)  # the first counts
+    steps.release(OPEN)
+    router.until(lambda: router.farewells)
+    assert router.leaving and not router.finished("x") and "1 of its requests" in router.farewells[0].message
+    s.thread.join(20)
+    assert not s.thread.is_alive()
+    while old.socket.poll(100):
+        old.hear()
+    assert not old.leaving and not old.farewells
+
+
+def test_a_router_of_a_far_version_is_refused_by_name(serve, caplog):
+    s = serve()
+    router, far = s.router(), s.router()
+    far.send(Subscribe("far", "tcp://192.0.2.7:1", PROTOCOL + 2))
+    far.until(lambda: far.hellos)
+    router.send(Subscribe("near", "tcp://192.0.2.8:1", PROTOCOL + 1))
+    router.until(lambda: router.loads)
+    assert far.hellos == router.hellos == [Hello(PROTOCOL)]
+    assert router.loads[-1].refused_routers == 1
+    assert f"refused router far at tcp://192.0.2.7:1: it speaks protocol {PROTOCOL + 2}, " in caplog.text
+    s.server.drain(0)
+    router.until(lambda: router.farewells)
+    assert router.routers == [{"near": "tcp://192.0.2.8:1"}]
+    while far.socket.poll(100):
+        far.hear()
+    assert not far.loads and not far.events and not far.farewells
+
+
+def test_a_router_of_the_first_version_hears_what_it_knows(serve, monkeypatch):
+    s = serve()
+    router = s.router()
+    router.socket.send(msgspec.msgpack.encode({"type": "Subscribe", "router": "old", "address": "tcp://192.0.2.7:1"}))
+    router.until(lambda: router.loads and router.events and router.routers)
+    assert not router.hellos
+    monkeypatch.setattr(module, "PROTOCOL", 3)
+    ancient = s.router()
+    ancient.send(Subscribe())
+    router.until(lambda: router.loads[-1].refused_routers == 1)
+    assert not ancient.socket.poll(0) or isinstance(decode_from_replica(ancient.socket.recv()), Outputs)
 
 
 def test_who_holds_the_socket_in_a_loop_that_hangs_says_nothing(serve, monkeypatch):
