@@ -35,6 +35,10 @@ TARGETS: dict[str, Target] = {
     "gpu.qwen3_06b.bs1.decode_tok_s": Target(604, 3600, 850),
     "gpu.llama70b.tp4.mini_half.output_tok_s": Target(3205, None, 3500),
     "gpu.llama70b.tp4.prefill_half.input_tok_s": Target(14980, 21000, 16500),
+    # The floors of DeepSeek-V2-Lite's shape: every step reads the weights of its experts and the latents of its
+    # contexts at the rate of a copy, and prompts are multiplied at the rate of matrix products.
+    "gpu.deepseek_v2_lite.mini.output_tok_s": Target(None, 15150, 10600),
+    "gpu.deepseek_v2_lite.bs1.decode_tok_s": Target(None, 866, 433),
     "gpu.idle_fraction.b64": Target(None, 0, 0.03),
     "gpu.idle_fraction.b256": Target(None, 0, 0.03),
     "gpu.idle_fraction.grammar.b64": Target(None, 0, 0.08),

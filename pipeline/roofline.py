@@ -62,6 +62,9 @@ class ModelSpec:
 
     A model with `experts` has them in all layers but the first `dense_layers`: each token uses `chosen` experts of
     inner size `expert_inner`, and shared ones of inner size `shared_inner` together.
+
+    A model with latent attention has `latent` elements of KV a token and layer, which every rank holds, and
+    `latent_weights` matrix elements in a layer's attention. Its `head_dim` is the mean of a query's and a value's.
     """
 
     name: str
@@ -79,6 +82,8 @@ class ModelSpec:
     expert_inner: int = 0
     shared_inner: int = 0
     dense_layers: int = 0
+    latent: int = 0
+    latent_weights: int = 0
 
     @property
     def sparse_layers(self) -> int:
@@ -107,7 +112,7 @@ class ModelSpec:
 
     @property
     def _attention_weights(self) -> int:
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.latent_weights or self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def head_weights(self) -> int:
@@ -116,7 +121,7 @@ class ModelSpec:
     @property
     def kv_bytes(self) -> int:
         """KV bytes of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+        return (self.latent or 2 * self.kv_heads * self.head_dim) * self.element_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -147,6 +152,23 @@ MODELS = {
     "llama-405b": ModelSpec("llama-405b", 126, 16384, 53248, 128, 8, 128, 128256),
     "qwen3-30b-a3b": ModelSpec(
         "qwen3-30b-a3b", 48, 2048, 6144, 32, 4, 128, 151936, experts=128, chosen=8, expert_inner=768
+    ),
+    "deepseek-v2-lite": ModelSpec(
+        "deepseek-v2-lite",
+        27,
+        2048,
+        10944,
+        16,
+        1,
+        160,
+        102400,
+        experts=64,
+        chosen=6,
+        expert_inner=1408,
+        shared_inner=2816,
+        dense_layers=1,
+        latent=576,
+        latent_weights=13_762_560,
     ),
     "falcon-180b": ModelSpec("falcon-180b", 80, 14848, 59392, 232, 8, 64, 65024, gated=False),
 }

@@ -50,6 +50,36 @@ _QWEN3_MOE = _QWEN3 | {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+_DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 163840,
+    "vocab_size": 102400,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "dtype": "bfloat16",
+}
 _SMALL = _LLAMA | {"vocab_size": 10240, "bos_token_id": 10238, "eos_token_id": 10239}
 
 
@@ -91,6 +121,23 @@ SHAPES: dict[str, Shape] = {
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
+    ),
+    "deepseek-v2-lite": _shape(
+        "deepseek_v2_lite",
+        _DEEPSEEK_V2,
+        27,
+        2048,
+        10944,
+        16,
+        16,
+        q_lora_rank=None,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
     ),
     # For trying out a benchmark on any machine. The vocabulary holds the token ids of every workload. With `tiny`, a
     # CPU computes a step faster than the host prepares it; with `small`, computing takes longer.

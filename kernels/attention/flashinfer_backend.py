@@ -60,10 +60,10 @@ _STREAM_FROM, _STREAM_GROUP = 16, 4
 # step's kernels one by one takes. (H200.)
 _MOST_OPERATIONS = 1.8e11
 
-_HND, _FULL, _CAUSAL = 1, 0, 1
+_HND, FULL, CAUSAL = 1, 0, 1
 
 
-class _Workspace:
+class PlanWorkspace:
     """The buffers of one of FlashInfer's planners: one on the device, and several on the host, used in turn, since the
     host does not wait for the copy."""
 
@@ -84,7 +84,7 @@ class _Part:
     `plan` is what the planner returned. The arrays are on the device."""
 
     module: Any
-    workspace: _Workspace
+    workspace: PlanWorkspace
     plan: Any
     first: int
     last: int
@@ -109,16 +109,20 @@ def modules(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> 
     from flashinfer.jit.attention import gen_batch_prefill_module
     from flashinfer.utils import is_sm90a_supported
 
-    # FlashInfer calls the program ninja. Its package installs it next to Python, which is not on the PATH if the
-    # environment was not activated.
-    if shutil.which("ninja") is None:
-        os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    find_ninja()
     # Types of q, kv, output and indices; head dimensions; no positions, windows or softcap; float32 accumulation.
     kernel = (dtype, dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, 0, False, False, False)
     single = gen_batch_prefill_module("fa2", *kernel).build_and_load()
     if not is_sm90a_supported(device):
         return single, single
     return single, gen_batch_prefill_module("fa3", *kernel).build_and_load()
+
+
+def find_ninja() -> None:
+    """Puts the program ninja on the PATH, which FlashInfer calls. Its package installs it next to Python, which is not
+    on the PATH if the environment was not activated."""
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
 
 
 class FlashInferAttention(GraphAttention):
@@ -145,7 +149,7 @@ class FlashInferAttention(GraphAttention):
         # The kernels' last arguments: no masks, slopes, items, scales or softcap; no positions.
         self._fa2_arguments = (*(None,) * 8, 0.0, shape.scale, 1.0, 1.0, 0)
         self._fa3_arguments = (*(None,) * 4, 0.0, shape.scale, 1.0, 0)
-        self._single_workspace, self._chunk_workspace = _Workspace(self.device), _Workspace(self.device)
+        self._single_workspace, self._chunk_workspace = PlanWorkspace(self.device), PlanWorkspace(self.device)
         group = shape.num_heads // shape.num_kv_heads
         self._most_split = 2 * multiprocessors(self.device) // shape.num_kv_heads
         tiles = max(max_sequences, self._most_split) + 1
@@ -200,8 +204,8 @@ class FlashInferAttention(GraphAttention):
         arrays = [rows]
         for first, last in parts:
             arrays += [
-                _ends(batch.lengths[first:last]),
-                _ends(counts[first:last]),
+                ends_of(batch.lengths[first:last]),
+                ends_of(counts[first:last]),
                 contexts[first:last] - (counts[first:last] - 1) * self.page_size,
                 flat_pages(batch.tables, batch.rows[first:last], counts[first:last]),
             ]
@@ -244,7 +248,7 @@ class FlashInferAttention(GraphAttention):
         pages = flat_pages(batch.tables, batch.rows, counts[:own])
         arrays = {
             "rows": rows,
-            "page_ends": _ends(counts),
+            "page_ends": ends_of(counts),
             "last_page_tokens": contexts - (counts - 1) * self.page_size,
             "pages": np.append(pages, np.full(size - own, scratch, dtype=np.int32)) if size > own else pages,
         }
@@ -274,7 +278,7 @@ class FlashInferAttention(GraphAttention):
                 _HND,
                 -1,  # no window
                 True,  # may start while the kernel before it ends
-                *(self._fa3_arguments if self._is_hopper and part.mask == _CAUSAL else self._fa2_arguments),
+                *(self._fa3_arguments if self._is_hopper and part.mask == CAUSAL else self._fa2_arguments),
             )
 
     def _views_of(self, size: int) -> tuple[torch.Tensor, np.ndarray, list[torch.Tensor]]:
@@ -350,11 +354,11 @@ class FlashInferAttention(GraphAttention):
             whole = graph and num_chunks >= self._most_split
             arguments += [-1, whole, 0, 1 if graph else 0]
         plan = workspace.plan(module.plan, self._partial, *arguments)
-        mask = _FULL if is_single else _CAUSAL
+        mask = FULL if is_single else CAUSAL
         return _Part(module, workspace, plan, first, last, mask, *device)
 
 
-def _ends(lengths: np.ndarray) -> np.ndarray:
+def ends_of(lengths: np.ndarray) -> np.ndarray:
     """0, and the end of each of `lengths` if they stand one after the other: int32."""
     ends = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=ends[1:])

@@ -3,6 +3,9 @@
 The pages are one tensor `[num_layers, 2, num_pages, num_kv_heads, page_size, head_dim]`, keys at index 0 of the second
 dimension and values at 1. Token i of a sequence is in page `table[i // page_size]` at offset `i % page_size`. Each
 head's part of a page is contiguous, so that a kernel which reads one head of a sequence reads long runs of memory.
+
+A model with latent attention (`LatentHeads`) has no values: its pages are `[num_layers, 1, num_pages, 1, page_size,
+kv_lora_rank + qk_rope_head_dim]`. A token has one row, which all heads read: its latent, then its rotated key.
 """
 
 from abc import ABC, abstractmethod
@@ -14,12 +17,48 @@ import torch
 
 
 @dataclass(frozen=True)
+class LatentHeads:
+    """Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1), in elements. The names are
+    those of Hugging Face configurations.
+
+    | field | meaning |
+    | --- | --- |
+    | `kv_lora_rank` | a token's latent, of which the keys and values of all heads are products |
+    | `qk_nope_head_dim` | the part of a head's query and key that is not rotated |
+    | `qk_rope_head_dim` | the part that is rotated; that of a key is the same for all heads |
+    | `v_head_dim` | a head's value |
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def row(self) -> int:
+        """A token's row in the pages: its latent, then its rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query(self) -> int:
+        """A head's query: the part that is not rotated, then the rotated one."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def up(self) -> int:
+        """A head's key without the rotated part, and its value: products of the latent."""
+        return self.qk_nope_head_dim + self.v_head_dim
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """The attention of a model: all layers have the same heads, and each layer has its own window in `windows`.
 
     - A query at position p sees the keys at positions `p - window + 1` to p; with None it sees all up to p.
     - Scores are `scale * q @ k`; a `softcap` c makes them `c * tanh(score / c)`.
     - `num_heads` is a multiple of `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`.
+    - With `latent` heads, there is one KV head, and `head_dim` is `latent.row`. Queries have `latent.query` elements,
+      outputs `latent.v_head_dim`.
     """
 
     num_heads: int
@@ -28,6 +67,7 @@ class AttentionShape:
     scale: float
     windows: tuple[int | None, ...]
     softcap: float | None = None
+    latent: LatentHeads | None = None
 
 
 @dataclass(frozen=True)
@@ -111,13 +151,13 @@ class AttentionBackend(ABC):
 
         q: `[num_tokens, num_heads, head_dim]`; k, v: `[num_tokens, num_kv_heads, head_dim]`. All have been rotated, and
         have the pages' dtype and device. The heads of one token are contiguous; tokens may have any stride.
-        Returns `[num_tokens, num_heads, head_dim]`, contiguous.
+        Returns `[num_tokens, num_heads, head_dim]`, contiguous. With latent heads, k is the tokens' rows of the pages,
+        and v is not read.
         """
-        keys, values = self.kv[layer].flatten(1, 3)
         num_kv_heads, page_size, head_dim = self.kv.shape[3:]
         rows = (self.slots[:, None] + torch.arange(num_kv_heads, device=self.slots.device) * page_size).flatten()
-        keys.index_copy_(0, rows, k.reshape(-1, head_dim))
-        values.index_copy_(0, rows, v.reshape(-1, head_dim))
+        for pages, new in zip(self.kv[layer].flatten(1, 3), (k, v), strict=False):  # latent pages have no values
+            pages.index_copy_(0, rows, new.reshape(-1, head_dim))
         return self.attend(layer, q)
 
 

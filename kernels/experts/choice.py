@@ -17,6 +17,7 @@ class Routing:
     | `is_normalised` | the scores of a token's experts are divided by their sum |
     | `scale` | factor of all weights, applied last |
     | `groups`, `groups_kept` | experts are in `groups` equal groups; a token's are in `groups_kept` of them |
+    | `group_top` | number of a group's largest scores whose sum is the group's score |
     | `least_sum` | least divisor of the normalisation |
 
     A softmax over the logits of the chosen experts alone, as some models have, is a softmax over all logits whose
@@ -30,6 +31,7 @@ class Routing:
     groups: int = 1
     groups_kept: int = 1
     least_sum: float = 0.0
+    group_top: int = 2
 
 
 def choose(
@@ -40,7 +42,7 @@ def choose(
     ranks = scores if bias is None else scores + bias
     if routing.groups > 1:
         by_group = ranks.unflatten(1, (routing.groups, -1))
-        kept = by_group.topk(2)[0].sum(-1).topk(routing.groups_kept)[1]
+        kept = by_group.topk(routing.group_top)[0].sum(-1).topk(routing.groups_kept)[1]
         left_out = torch.ones(len(ranks), routing.groups, dtype=torch.bool, device=ranks.device).scatter_(
             1, kept, False
         )

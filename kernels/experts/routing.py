@@ -12,7 +12,7 @@ def route(
 
     logits: float32 `[n, experts]`. bias: float32 `[experts]`, added to scores for the choice of experts, and not for
     their weights (https://arxiv.org/abs/2408.15664). A group's score is the sum of its two largest scores
-    (https://arxiv.org/abs/2412.19437, section 2.1.2).
+    (https://arxiv.org/abs/2412.19437, section 2.1.2), or the largest (https://arxiv.org/abs/2405.04434, section 2.2.2).
     """
     if logits.is_cuda:
         from kernels.experts import routing_kernel

@@ -61,8 +61,8 @@ class Rope:
         factor, mscale = self.scaling["factor"], self.scaling.get("mscale")
         over = self.scaling.get("mscale_all_dim")
         if mscale and over:
-            return _yarn_temperature(factor, mscale) / _yarn_temperature(factor, over)
-        return _yarn_temperature(factor, 1.0)
+            return yarn_temperature(factor, mscale) / yarn_temperature(factor, over)
+        return yarn_temperature(factor, 1.0)
 
     def frequencies(self) -> torch.Tensor:
         """Radians per position of each pair of dimensions: float32 `[head_dim // 2]`."""
@@ -113,7 +113,9 @@ class Rope:
         return plain / self.scaling["factor"] * ramp + plain * (1 - ramp)
 
 
-def _yarn_temperature(factor: float, scale: float) -> float:
+def yarn_temperature(factor: float, scale: float) -> float:
+    """The square root of the factor by which YaRN multiplies scores (https://arxiv.org/abs/2309.00071, section 3.4),
+    for contexts that are `factor` times as long. `scale` is the model's own weight of it."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

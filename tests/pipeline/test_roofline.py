@@ -50,6 +50,12 @@ def test_a_model_with_experts_has_the_parameters_that_its_name_says():
     assert used / 1e9 == pytest.approx(3.3, rel=0.02)
 
 
+def test_a_model_with_latent_attention_has_the_parameters_that_its_name_says():
+    model = MODELS["deepseek-v2-lite"]
+    assert model.all_weights + 2 * model.head_weights == pytest.approx(15.7e9, rel=0.01)
+    assert model.layers * model.kv_bytes == 27 * 576 * 2
+
+
 def test_a_step_reads_the_experts_that_its_tokens_use():
     """One sequence reads some 6 GB, and 256 read all 61 GB. A long prompt is bound by the arithmetic of 8 experts."""
     model = MODELS["qwen3-30b-a3b"]

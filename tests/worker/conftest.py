@@ -67,6 +67,24 @@ GRANITE = {
     "logits_scaling": 3.0,
 }
 
+LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+
 # By name: model_type, and what differs from COMMON.
 TINY: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -133,6 +151,23 @@ TINY: dict[str, tuple[str, dict]] = {
     "ernie4_5_moe": (
         "ernie4_5_moe",
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 2},
+    ),
+    "deepseek_v2_moe": (
+        "deepseek_v2",
+        LATENT
+        | SIGMOID
+        | {
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v3_moe": ("deepseek_v3", LATENT | SIGMOID | {"rope_parameters": YARN}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | SIGMOID | {"v_head_dim": 20, "rms_norm_eps": 1e-5}),
+    "youtu": (
+        "youtu",
+        LATENT | {"q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": True, "pad_token_id": None},
     ),
 }
 

@@ -87,9 +87,11 @@ def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:
         config.intermediate_size,
         config.num_heads,
         config.num_kv_heads,
-        config.head_dim,
+        (config.query_size + config.output_size) // 2,
         config.vocab_size,
     )
+    if config.latent is not None:
+        model = replace(model, latent=config.latent.row, latent_weights=config.attention_weights)
     if experts is None:
         return model
     return replace(

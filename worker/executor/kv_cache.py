@@ -15,8 +15,8 @@ GRAPHS_BYTES = 1 << 30
 
 
 def token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of one token's keys and values in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Returns the bytes of one token's keys and values in all layers, or of its latents and rotated keys."""
+    return config.num_layers * _tensors(config) * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def num_pages(tokens: int, page_size: int, next_to: str = "") -> int:
@@ -75,8 +75,13 @@ def allocate(
 ) -> torch.Tensor:
     """Allocates pages in the layout of `kernels.attention.interface`, uninitialized. On a CPU, a page takes memory only
     once it is written."""
-    shape = (config.num_layers, 2, pages, config.num_kv_heads, page_size, config.head_dim)
+    shape = (config.num_layers, _tensors(config), pages, config.num_kv_heads, page_size, config.head_dim)
     return torch.empty(shape, device=device, dtype=dtype)
+
+
+def _tensors(config: DecoderConfig) -> int:
+    """Keys and values, or latents alone."""
+    return 2 if config.latent is None else 1
 
 
 def available_memory_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:

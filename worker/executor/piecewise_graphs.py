@@ -43,15 +43,15 @@ class PiecewiseGraphs:
         config, device = decoder.config, decoder.device
         num_pages, num_kv_heads, page_size = attention.kv.shape[2:5]
         self._padding_slot = (num_pages - 1) * num_kv_heads * page_size
-        heads = max_tokens, config.num_heads, config.head_dim
+        heads = max_tokens, config.num_heads
         self._buffers = PieceBuffers(
             token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             slots=torch.full((max_tokens,), self._padding_slot, dtype=torch.int64, device=device),
             kv=attention.kv,
             hidden=torch.zeros(max_tokens, config.hidden_size, dtype=decoder.dtype, device=device),
-            queries=torch.zeros(heads, dtype=decoder.dtype, device=device),
-            attended=torch.zeros(heads, dtype=decoder.dtype, device=device),
+            queries=torch.zeros(*heads, config.query_size, dtype=decoder.dtype, device=device),
+            attended=torch.zeros(*heads, config.output_size, dtype=decoder.dtype, device=device),
         )
         self._graphs: dict[int, list[Callable[[], None]]] = {}
 

@@ -124,7 +124,7 @@ def load_weights(
             parameters[name] = make(shapes[name], device=device, dtype=_dtype(config, name, dtype))
         target = parameters[name] if destination.expert is None else parameters[name][destination.expert]
         for piece in destination.pieces:
-            _copy(tensor, destination.dim, piece, target, config.head_dim)
+            _copy(tensor, destination.dim, piece, target)
         missing.discard(tensor.name)
         parts[name] -= 1
         if quantization is not None and not parts[name] and name.rpartition(".")[2] in _QUANTIZED:
@@ -143,13 +143,13 @@ def load_weights(
     return {**parameters, **quantized}
 
 
-def _copy(tensor: _Tensor, dim: int, piece: _Piece, target: torch.Tensor, head_dim: int) -> None:
+def _copy(tensor: _Tensor, dim: int, piece: _Piece, target: torch.Tensor) -> None:
     """Copies a piece of a tensor to its place in `target`."""
     if not len(piece.kept):
         return
     part = tensor.read(dim, piece.kept)
     if piece.order is not None:
-        part = part.unflatten(0, (-1, head_dim))[:, list(piece.order)].flatten(0, 1)
+        part = part.unflatten(0, (-1, len(piece.order)))[:, list(piece.order)].flatten(0, 1)
     if target.device.type == "cuda" and part.device.type == "cpu":
         # All cores copy the file into pinned memory. The GPU fetches it from there while they go on.
         part = part.pin_memory()
@@ -172,7 +172,8 @@ def _destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]:
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
     }
     for own, index in enumerate(shard.layers):
-        layer = _attention_destinations(shard, shard.whole.ropes[index].order) | _norm_destinations(shard.whole)
+        attention = _attention_destinations if shard.whole.latent is None else _latent_destinations
+        layer = attention(shard, shard.whole.ropes[index].order) | _norm_destinations(shard.whole)
         experts = shard.config.experts_of(own)
         if experts is None:
             layer |= _mlp_destinations(shard, "mlp", shard.whole.intermediate_size, shard.intermediate)
@@ -216,6 +217,37 @@ def _attention_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict
         piece = (_Piece(0, kept if all_heads else range(size), order),)
         destinations[f"{tensor}.weight"] = _Destination(parameter, (rows if all_heads else size,), 0, piece)
     return destinations
+
+
+def _latent_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str, _Destination]:
+    """`_attention_destinations` of latent attention. `order` is that of the rotated part of a head, which is the last
+    part. All ranks have what makes the latents."""
+    whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
+    latent, rank = whole.latent, whole.q_lora_rank
+    assert latent is not None
+    q_rows, q = whole.num_heads * latent.query, _scaled(shard.heads, latent.query)
+    q_pieces = (_Piece(0, q, _behind(latent.qk_nope_head_dim, order)),)
+    row = (_Piece(own.qkv_size - latent.row, range(latent.row), _behind(latent.kv_lora_rank, order)),)
+    up_rows, up = whole.num_heads * latent.up, (_Piece(0, _scaled(shard.heads, latent.up)),)
+    values = _scaled(shard.heads, latent.v_head_dim)
+    destinations = _outward("self_attn.o_proj", "out", shard, whole.num_heads * latent.v_head_dim, values) | {
+        "self_attn.kv_a_proj_with_mqa.weight": _Destination("qkv", (latent.row, hidden), 0, row),
+        "self_attn.kv_a_layernorm.weight": _whole("kv_a_norm", (latent.kv_lora_rank,)),
+        "self_attn.kv_b_proj.weight": _Destination("kv_b", (up_rows, latent.kv_lora_rank), 0, up),
+    }
+    if rank is None:
+        destinations["self_attn.q_proj.weight"] = _Destination("qkv", (q_rows, hidden), 0, q_pieces)
+        return destinations
+    return destinations | {
+        "self_attn.q_a_proj.weight": _whole("qkv", (rank, hidden)),
+        "self_attn.q_a_layernorm.weight": _whole("q_a_norm", (rank,)),
+        "self_attn.q_b_proj.weight": _Destination("q_b", (q_rows, rank), 0, q_pieces),
+    }
+
+
+def _behind(first: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The order of a head whose first elements stay, and whose others have an order of their own."""
+    return None if order is None else (*range(first), *(first + place for place in order))
 
 
 def _mlp_destinations(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kernels.attention.interface import AttentionShape
+from kernels.attention.interface import AttentionShape, LatentHeads
 from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
@@ -38,6 +38,8 @@ class DecoderConfig:
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together |
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
+    | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
+    | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
     | `experts` | of the layers that have experts in place of an MLP |
     | `logit_scale` | factor of all logits |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
@@ -76,6 +78,8 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    latent: LatentHeads | None = None
+    q_lora_rank: int | None = None
     experts: ExpertsConfig | None = None
     extra_layers: int = 0
     ranks: int = 1
@@ -98,6 +102,32 @@ class DecoderConfig:
         return self.experts if self.experts is not None and self.experts.layers[index] else None
 
     @property
+    def query_size(self) -> int:
+        """Elements of a head's query."""
+        return self.head_dim if self.latent is None else self.latent.query
+
+    @property
+    def output_size(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim if self.latent is None else self.latent.v_head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Outputs of the first product of a layer's attention: queries, keys and values, or what they are made of."""
+        if self.latent is None:
+            return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (self.q_lora_rank or self.num_heads * self.latent.query) + self.latent.row
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of the matrices of a layer's attention."""
+        weights = self.hidden_size * (self.qkv_size + self.num_heads * self.output_size)
+        if self.latent is not None:
+            weights += self.num_heads * self.latent.up * self.latent.kv_lora_rank
+            weights += self.num_heads * self.latent.query * (self.q_lora_rank or 0)
+        return weights
+
+    @property
     def attention_shape(self) -> AttentionShape:
         return AttentionShape(
             num_heads=self.num_heads,
@@ -106,6 +136,7 @@ class DecoderConfig:
             scale=self.attention_scale,
             windows=self.windows,
             softcap=self.attention_softcap,
+            latent=self.latent,
         )
 
 
@@ -224,7 +255,9 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,
         "windows": tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in layer_types),
-        "ropes": tuple(_rope(hf, kind, head_dim, rules, index) for index, kind in enumerate(layer_types)),
+        "ropes": tuple(
+            _rope(hf, kind, rules.head_dim or head_dim, rules, index) for index, kind in enumerate(layer_types)
+        ),
         "attention_scale": head_dim**-0.5,
     }
     config = DecoderConfig(**(common | own))

@@ -24,7 +24,9 @@ from kernels.linear.linear import Linear
 from kernels.ops.norm import rms_norm
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP
-from worker.models.layer import DecoderLayer, ForwardContext
+from worker.models.forward_context import ForwardContext
+from worker.models.latent_attention import LatentAttention
+from worker.models.layer import DecoderLayer
 from worker.models.parameters import pop_layer
 from worker.models.residual_stream import EMBEDDING_TURN, HalfBatchStream, OneTokenStream, ResidualStream
 from worker.parallel.communicator import Communicator
@@ -46,7 +48,8 @@ class PieceBuffers:
     | `slots` | int64 `[n]` | slots of `kv` for the tokens' keys and values |
     | `kv` | | the KV cache |
     | `hidden` | `[n, hidden_size]` | hidden states from one piece to the next |
-    | `queries`, `attended` | `[n, num_heads, head_dim]` | input and output of the attention between two pieces |
+    | `queries` | `[n, num_heads, query_size]` | input of the attention between two pieces |
+    | `attended` | `[n, num_heads, output_size]` | its output |
     """
 
     token_ids: torch.Tensor
@@ -104,6 +107,12 @@ class Decoder:
             self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
         )
 
+    @property
+    def latent_weights(self) -> list[torch.Tensor]:
+        """Matrices of each layer that `kernels.attention.latent` multiplies with; none without latent attention."""
+        attentions = (layer.attention for layer in self.layers)
+        return [attention.kv_b for attention in attentions if isinstance(attention, LatentAttention)]
+
     def build_rope_tables(self, context_length: int) -> None:
         """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `forward`."""
         tables = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}
@@ -145,7 +154,7 @@ class Decoder:
         config = self.config
         for n in range(_WARM_UP_STRIDE, max_logits + 1, _WARM_UP_STRIDE) if config.is_last else ():
             x = torch.ones(n, config.hidden_size, dtype=self.dtype, device=self.device)
-            self.logits(self.finish(x, x.new_ones(n, config.num_heads * config.head_dim)))
+            self.logits(self.finish(x, x.new_ones(n, config.num_heads * config.output_size)))
 
     def forward(
         self,
@@ -246,11 +255,10 @@ class Decoder:
         """Runs `layers`, in place in x, with the tokens cut into halves: while one half is summed over the ranks, the
         other is computed (`HalfBatchStream`). Only attention needs both halves."""
         config = self.config
-        qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         halves = (slice(0, len(x) // 2), slice(len(x) // 2, len(x)))
         streams = [HalfBatchStream(x[half], self.communicator, config.norm_eps) for half in halves]
         for layer in layers:
-            qkv = x.new_empty(len(x), qkv_size)
+            qkv = x.new_empty(len(x), config.qkv_size)
             for half, stream in zip(halves, streams, strict=True):
                 layer.attention.project(stream, qkv[half])
             attended = layer.attention.forward(qkv, context)

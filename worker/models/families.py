@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernels.attention.interface import LatentHeads
 from kernels.experts.choice import Routing
+from kernels.ops.rotary import yarn_temperature
 from worker.models.experts import ExpertsConfig
 
 HfConfig = Any
@@ -24,11 +26,13 @@ class RopeRules:
     | `is_partial` | only the first dimensions of a head may be rotated |
     | `is_interleaved` | neighbouring dimensions are a pair, in place of dimension i and `i + head_dim / 2` |
     | `layers` | whether the layer of a number is rotated; by default it is |
+    | `head_dim` | elements of the part of a head that counts as a head here; None: of the whole head |
     """
 
     is_partial: bool = False
     is_interleaved: bool = False
     layers: Mapping[int, bool] = field(default_factory=dict)
+    head_dim: int | None = None
 
 
 def _llama(hf: HfConfig) -> dict[str, Any]:
@@ -182,8 +186,14 @@ def _granite_moe(hf: HfConfig) -> dict[str, Any]:
     return _granite(hf) | {"experts": experts}
 
 
-def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig:
-    """Experts as DeepSeek-V3 has them."""
+def _prediction_layers(hf: HfConfig) -> int:
+    """Number of layers for the prediction of several tokens, which a checkpoint has after the others."""
+    return int(getattr(hf, "num_nextn_predict_layers", 0) or getattr(hf, "num_mtp_layers", 0))
+
+
+def _sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> ExpertsConfig:
+    """Experts as DeepSeek-V3 has them. `layers` says which layers have them, where the configuration does not say how
+    many at the begin have not."""
     routing = Routing(
         hf.num_experts_per_tok,
         "sigmoid",
@@ -193,7 +203,8 @@ def _sigmoid_experts(hf: HfConfig) -> ExpertsConfig:
         hf.topk_group,
         least_sum=1e-20,
     )
-    layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
+    if layers is None:
+        layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
     shared_size = hf.moe_intermediate_size * (hf.n_shared_experts or 0)
     return ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size, has_bias=True)
 
@@ -204,7 +215,7 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
         "qk_norm": "head" if hf.use_qk_norm else None,
         "rope_rules": RopeRules(is_partial=True),
         "experts": _sigmoid_experts(hf),
-        "extra_layers": getattr(hf, "num_nextn_predict_layers", None) or getattr(hf, "num_mtp_layers", 0),
+        "extra_layers": _prediction_layers(hf),
     }
 
 
@@ -228,6 +239,55 @@ def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
         has_bias=True,
     )
     return _ernie(hf) | {"experts": experts}
+
+
+def _latent(hf: HfConfig) -> dict[str, Any]:
+    """Multi-head latent attention. YaRN multiplies scores by the square of a temperature, which is not that of the
+    rotation (`Rope.amplitude`)."""
+    if hf.attention_bias:
+        raise ValueError(f"{hf.model_type} models with attention_bias are not supported")
+    heads = LatentHeads(hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
+    scale, rope = heads.query**-0.5, hf.rope_parameters
+    if rope.get("rope_type", "default") != "default" and (over := rope.get("mscale_all_dim")):
+        scale *= yarn_temperature(rope["factor"], over) ** 2
+    return {
+        "latent": heads,
+        "q_lora_rank": hf.q_lora_rank,
+        "num_kv_heads": 1,
+        "head_dim": heads.row,
+        "attention_scale": scale,
+        "rope_rules": RopeRules(is_interleaved=getattr(hf, "rope_interleave", True), head_dim=hf.qk_rope_head_dim),
+    }
+
+
+def _deepseek_v2(hf: HfConfig) -> dict[str, Any]:
+    if hf.norm_topk_prob:
+        raise ValueError("deepseek_v2 models with norm_topk_prob are not supported")
+    is_grouped = {"greedy": False, "group_limited_greedy": True}.get(hf.topk_method)
+    if is_grouped is None:
+        raise ValueError(f"deepseek_v2 models with topk_method {hf.topk_method!r} are not supported")
+    routing = Routing(
+        hf.num_experts_per_tok,
+        is_normalised=False,
+        scale=hf.routed_scaling_factor,
+        groups=hf.n_group if is_grouped else 1,
+        groups_kept=hf.topk_group if is_grouped else 1,
+        group_top=1,
+    )
+    layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
+    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
+    return _latent(hf) | {
+        "experts": ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size)
+    }
+
+
+def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
+    return _latent(hf) | {"experts": _sigmoid_experts(hf), "extra_layers": _prediction_layers(hf)}
+
+
+def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    experts = _sigmoid_experts(hf, tuple(kind == "sparse" for kind in hf.mlp_layer_types))
+    return _latent(hf) | {"experts": experts, "extra_layers": _prediction_layers(hf)}
 
 
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
@@ -256,4 +316,8 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "glm4_moe": _glm4_moe,
     "dots1": _dots1,
     "ernie4_5_moe": _ernie_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "youtu": _latent,
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention.interface import AttentionBackend, KVSlots
+from kernels.attention.interface import KVSlots
 from kernels.experts.experts import Experts
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
@@ -19,22 +19,9 @@ from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP, ExpertsConfig, SharedExperts
+from worker.models.forward_context import ForwardContext
+from worker.models.latent_attention import LatentAttention
 from worker.models.residual_stream import Activation, ResidualStream
-
-
-@dataclass(frozen=True)
-class ForwardContext:
-    """The inputs of a forward pass that all layers share.
-
-    - `positions`: int64 `[n]`.
-    - `attention`: the attention over the KV cache, which has planned the batch.
-    - `angles`: on a CPU, cosines and sines of the positions for each rotary embedding of the model. None on a GPU:
-      there the layers have tables.
-    """
-
-    positions: torch.Tensor
-    attention: AttentionBackend
-    angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] | None
 
 
 @dataclass
@@ -150,24 +137,14 @@ class DecoderLayer:
     in place of `attention`.
     """
 
-    attention: SelfAttention
+    attention: SelfAttention | LatentAttention
     mlp: GatedMLP | ExpertMLP
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
         `qkv`, `out`, `gate_up` and `down` are linear layers."""
-        attention = SelfAttention(
-            config,
-            index,
-            parameters.get("input_norm"),
-            parameters["qkv"],
-            parameters["out"],
-            parameters["q_norm"] if config.qk_norm == "head" else None,
-            parameters["k_norm"] if config.qk_norm == "head" else None,
-            parameters.get("attention_out_norm"),
-            norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
-        )
+        attention = _attention(config, index, parameters)
         activation = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         experts = config.experts_of(index)
         if experts is not None:
@@ -186,6 +163,8 @@ class DecoderLayer:
         """All linear layers, each with whether its product is what a sublayer adds to the hidden states."""
         mlp = self.mlp if isinstance(self.mlp, GatedMLP) else self.mlp.shared
         own: list[tuple[Linear | Fp8Linear, bool]] = [(self.attention.qkv, False), (self.attention.out, True)]
+        if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
+            own.append((self.attention.q_b, False))
         if mlp is not None:
             own += [(mlp.gate_up, False), (mlp.down, isinstance(mlp, GatedMLP))]
         return own
@@ -201,6 +180,22 @@ class DecoderLayer:
         hidden states."""
         self.attention.add_output(x, attended)
         self.mlp.forward(x)
+
+
+def _attention(config: DecoderConfig, index: int, parameters: dict[str, Any]) -> SelfAttention | LatentAttention:
+    if config.latent is not None:
+        return LatentAttention.from_parameters(config, config.latent, index, parameters)
+    return SelfAttention(
+        config,
+        index,
+        parameters.get("input_norm"),
+        parameters["qkv"],
+        parameters["out"],
+        parameters["q_norm"] if config.qk_norm == "head" else None,
+        parameters["k_norm"] if config.qk_norm == "head" else None,
+        parameters.get("attention_out_norm"),
+        norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
+    )
 
 
 def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict[str, Any]) -> ExpertMLP:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from kernels.attention.interface import LatentHeads
 from kernels.linear.fp8_linear import Fp8Linear, Fp8Weight
 from kernels.linear.linear import Linear
 from worker.models.config import DecoderConfig
@@ -31,8 +32,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    qkv_size = q_size + 2 * kv_size
-    layer: dict[str, tuple[int, ...]] = {"qkv": (qkv_size, hidden), "out": (hidden, q_size)}
+    qkv_size, out_size = config.qkv_size, config.num_heads * config.output_size
+    layer: dict[str, tuple[int, ...]] = {"qkv": (qkv_size, hidden), "out": (hidden, out_size)}
+    if config.latent is not None:
+        layer |= _latent_shapes(config, config.latent)
     if config.pre_norms:
         layer |= {"input_norm": (hidden,), "mlp_norm": (hidden,)}
     if config.qkv_bias:
@@ -45,6 +48,21 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q_norm": (q_size,), "k_norm": (kv_size,)}
     if config.sandwich_norms:
         layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
+    return layer
+
+
+def _latent_shapes(config: DecoderConfig, latent: LatentHeads) -> dict[str, tuple[int, ...]]:
+    """Parameters of latent attention besides `qkv` and `out`. The rows of `qkv` are those of the queries, or of their
+    own latent, then those of the latent and the rotated key. `kv_b` has each head's key before its value."""
+    layer: dict[str, tuple[int, ...]] = {
+        "kv_a_norm": (latent.kv_lora_rank,),
+        "kv_b": (config.num_heads * latent.up, latent.kv_lora_rank),
+    }
+    if config.q_lora_rank is not None:
+        layer |= {
+            "q_a_norm": (config.q_lora_rank,),
+            "q_b": (config.num_heads * latent.query, config.q_lora_rank),
+        }
     return layer
 
 
@@ -77,7 +95,7 @@ def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dic
     become linear layers; `dtype` is that of the activations."""
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)}
-    for name in ("qkv", "out", "gate_up", "down", "router"):
+    for name in ("qkv", "q_b", "out", "gate_up", "down", "router"):
         if name not in own:
             continue
         weight, bias = own[name], own.pop(f"{name}_bias", None)

@@ -4,7 +4,8 @@
   vocabulary. Every rank has all norms and routers.
 - Sizes that cannot be divided are padded with heads, rows and columns of zeros. These add exactly nothing, and all
   ranks have the same shapes.
-- With fewer KV heads than ranks, several ranks hold the same KV head.
+- With fewer KV heads than ranks, several ranks hold the same KV head. Latent attention has one: all ranks hold all
+  latents, and the matrices that make them.
 """
 
 from dataclasses import dataclass, replace
@@ -166,7 +167,7 @@ def _part(total: int, index: int, share: int) -> range:
 def layer_weights(config: DecoderConfig) -> tuple[list[float], list[float]]:
     """Weights of each layer per element of a token's hidden state: those that a step of many decodes reads, which have
     all experts between them, and those that each token is multiplied with."""
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    attention = config.attention_weights / config.hidden_size
     read, multiplied = [], []
     for index in range(config.num_layers):
         experts = config.experts_of(index)

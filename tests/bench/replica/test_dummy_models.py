@@ -17,7 +17,8 @@ from worker.structured_output.tokens import GrammarVocabulary
 def test_the_decoder_runs_every_shape(name: str, tmp_path: Path) -> None:
     folder = dummy_models.write(name, tmp_path / name)
     config, wanted = decoder_config(read_config(folder)), dummy_models.SHAPES[name].config
-    assert config.num_layers == wanted["num_hidden_layers"] and config.head_dim == wanted["head_dim"]
+    head_dim = wanted["head_dim"] if config.latent is None else 512 + 64
+    assert config.num_layers == wanted["num_hidden_layers"] and config.head_dim == head_dim
     assert config.vocab_size == wanted["vocab_size"] > HIGHEST_ID
     assert config.tied_embeddings == wanted["tie_word_embeddings"]
     assert config.qk_norm == ("head" if config.model_type.startswith("qwen3") else None)
@@ -35,12 +36,17 @@ def test_shapes_are_of_the_sizes_that_they_are_named_after(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_experts_are_of_the_size_that_they_are_named_after(tmp_path: Path) -> None:
-    config = decoder_config(read_config(dummy_models.write("qwen3-30b-a3b", tmp_path)))
-    shapes = parameter_shapes(config).items()
-    assert sum(math.prod(shape) for _, shape in shapes) == pytest.approx(30.5e9, rel=0.01)
-    used = sum(math.prod(shape) * (8 / 128 if ".experts_" in name else 1.0) for name, shape in shapes)
-    assert used == pytest.approx(3.3e9, rel=0.02)
+@pytest.mark.parametrize(
+    ("name", "parameters", "chosen", "used"),
+    [("qwen3-30b-a3b", 30.5e9, 8 / 128, 3.3e9), ("deepseek-v2-lite", 15.7e9, 6 / 64, 2.66e9)],
+)
+def test_experts_are_of_the_size_that_they_are_named_after(
+    name: str, parameters: float, chosen: float, used: float, tmp_path: Path
+) -> None:
+    shapes = parameter_shapes(decoder_config(read_config(dummy_models.write(name, tmp_path)))).items()
+    assert sum(math.prod(shape) for _, shape in shapes) == pytest.approx(parameters, rel=0.01)
+    own = sum(math.prod(shape) * (chosen if ".experts_" in parameter else 1.0) for parameter, shape in shapes)
+    assert own == pytest.approx(used, rel=0.02)
 
 
 def test_every_id_has_a_text_of_its_own(tmp_path: Path) -> None:

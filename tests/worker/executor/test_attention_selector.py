@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.attention.interface import AttentionShape
+from kernels.attention.interface import AttentionShape, LatentHeads
 from worker.config import WorkerConfig
 from worker.executor import model_runner
 from worker.executor.attention_selector import AttentionChoice, choose_attention
 
 PLAIN = AttentionShape(8, 2, 64, 0.125, (None,))
 SOFT = AttentionShape(8, 2, 64, 0.125, (None,), softcap=30.0)
+LATENT = AttentionShape(16, 1, 576, 0.07, (None,), latent=LatentHeads(512, 128, 64, 128))
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -34,6 +35,9 @@ def raising(error: Exception):
         (GPU, torch.bfloat16, PLAIN, "flashinfer"),
         (GPU, torch.float32, PLAIN, "triton"),
         (GPU, torch.bfloat16, SOFT, "triton"),
+        (GPU, torch.bfloat16, LATENT, "flashinfer"),
+        (GPU, torch.float32, LATENT, "torch"),
+        (CPU, torch.float32, LATENT, "numba"),
         (CPU, torch.float32, PLAIN, "numba"),
         (CPU, torch.float16, PLAIN, "torch"),
     ],
@@ -54,6 +58,11 @@ def test_a_gpu_without_flashinfer_runs_tritons_and_says_what_to_do(error: Except
     choice = choose_attention(GPU, torch.bfloat16, PLAIN, raising(error))
     assert choice.name == "triton"
     assert what in choice.problem and remedy in choice.problem and "\n" not in choice.problem
+
+
+def test_a_gpu_without_flashinfer_runs_pytorchs_for_latents() -> None:
+    choice = choose_attention(GPU, torch.bfloat16, LATENT, raising(ImportError()))
+    assert choice.name == "torch" and "on PyTorch's operators" in choice.problem
 
 
 def test_without_a_gpu_nobody_misses_flashinfer() -> None:
