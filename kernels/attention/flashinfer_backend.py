@@ -96,9 +96,9 @@ class _Part:
 
 
 def has_kernel(shape: AttentionShape, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer supports the model: 16-bit pages, head dimension 64, 128 or 256, no windows and no softcap.
+    """Whether FlashInfer supports the model: 16-bit pages, head dimension 64, 128 or 256, no windows, softcap or sinks.
     `modules` says whether its kernels can be had on this machine."""
-    plain = shape.softcap is None and all(window is None for window in shape.windows)
+    plain = shape.softcap is None and not shape.has_sinks and all(window is None for window in shape.windows)
     return plain and dtype in (torch.bfloat16, torch.float16) and shape.head_dim in (64, 128, 256)
 
 

@@ -60,19 +60,23 @@ def choose_attention(
 
 
 def build_attention(
-    choice: AttentionChoice, kv: torch.Tensor, shape: AttentionShape, limits: AttentionLimits
+    choice: AttentionChoice,
+    kv: torch.Tensor,
+    shape: AttentionShape,
+    limits: AttentionLimits,
+    sinks: torch.Tensor | None = None,
 ) -> AttentionBackend:
     """Builds the chosen backend over the pages `kv`, in the layout of `kernels.attention.interface`. Backends of a CPU
-    have no limits."""
+    have no limits. sinks: as for `AttentionBackend`."""
     # Modules that not every machine can import are imported where they are used: numba on CPUs, Triton on GPUs.
     if choice.name == "flashinfer":
         return flashinfer_backend.FlashInferAttention(kv, shape, *limits)
     if choice.name == "triton":
         from kernels.attention.triton_backend import TritonAttention
 
-        return TritonAttention(kv, shape, *limits)
+        return TritonAttention(kv, shape, *limits, sinks)
     if choice.name == "numba":
         from kernels.attention.cpu.numba_backend import NumbaAttention
 
-        return NumbaAttention(kv, shape)
-    return TorchAttention(kv, shape)
+        return NumbaAttention(kv, shape, sinks)
+    return TorchAttention(kv, shape, sinks)
