@@ -67,6 +67,26 @@ GRANITE = {
     "logits_scaling": 3.0,
 }
 
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "head_dim": 8,
+    "sliding_window": 9,
+    "swiglu_limit": 1.5,
+    "layer_types": SLIDING,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1.5e5,
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+
 # By name: model_type, and what differs from COMMON.
 TINY: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -134,6 +154,7 @@ TINY: dict[str, tuple[str, dict]] = {
         "ernie4_5_moe",
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 2},
     ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
 }
 
 

@@ -358,7 +358,8 @@ class ModelRunner(Executor):
             self._max_running * pages_per_sequence,
             max(self._max_running, self._max_graph_tokens),
         )
-        return build_attention(self.attention_choice, kv, self.model_config.attention_shape, limits)
+        shape = self.model_config.attention_shape
+        return build_attention(self.attention_choice, kv, shape, limits, self.decoder.sinks)
 
     def _capture_graphs(self, attention: GraphAttention) -> CudaGraphRunner:
         """Captures the CUDA graphs of short steps."""

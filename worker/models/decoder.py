@@ -104,6 +104,12 @@ class Decoder:
             self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
         )
 
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The sinks of all layers, as an attention backend takes them; None for a model without."""
+        own = [layer.attention.sinks for layer in self.layers if layer.attention.sinks is not None]
+        return torch.stack(own) if own else None
+
     def build_rope_tables(self, context_length: int) -> None:
         """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `forward`."""
         tables = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}

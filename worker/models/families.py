@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.experts.choice import Routing
+from kernels.ops.activation import ClampedSwiGLU
 from worker.models.experts import ExpertsConfig
 
 HfConfig = Any
@@ -230,6 +231,19 @@ def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
     return _ernie(hf) | {"experts": experts}
 
 
+def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
+    experts = ExpertsConfig(
+        _expert_count(hf),
+        hf.intermediate_size,
+        Routing(hf.num_experts_per_tok),
+        (True,) * hf.num_hidden_layers,
+        has_product_biases=True,
+        # Published configurations, and older versions of transformers, lack alpha.
+        activation=ClampedSwiGLU(hf.swiglu_limit, getattr(hf, "swiglu_alpha", 1.702)),
+    )
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "has_sinks": True, "experts": experts}
+
+
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
@@ -256,4 +270,5 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "glm4_moe": _glm4_moe,
     "dots1": _dots1,
     "ernie4_5_moe": _ernie_moe,
+    "gpt_oss": _gpt_oss,
 }
