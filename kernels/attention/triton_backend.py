@@ -1,9 +1,9 @@
 """Split-KV attention with our own kernels, on GPUs. One launch a layer serves all chunks of a step.
 
 Shared prefixes, the rest of each sequence, and longer chunks are cut into ranges of keys that fill the GPU together
-(`kernels.attention.split_kv_plan`). Unlike FlashInfer's kernels these support float32, sliding windows, softcaps,
-sinks, head dimensions of any size, and CUDA graphs of chunks of any length. Without such graphs, steps of decodes and
-chunks took some 0.75 ms more than their arithmetic on an H200.
+(`kernels.attention.split_kv_plan`). Unlike FlashInfer's kernels these support float32, sinks, head dimensions of
+any size, and CUDA graphs of chunks of any length. Without such graphs, steps of decodes and chunks took some 0.75 ms
+more than their arithmetic on an H200.
 
 Imported only where there is a GPU (or Triton's interpreter).
 """

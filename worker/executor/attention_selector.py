@@ -70,7 +70,7 @@ def build_attention(
     have no limits. sinks: as for `AttentionBackend`."""
     # Modules that not every machine can import are imported where they are used: numba on CPUs, Triton on GPUs.
     if choice.name == "flashinfer":
-        return flashinfer_backend.FlashInferAttention(kv, shape, *limits)
+        return flashinfer_backend.FlashInferAttention(kv, shape, *limits, sinks)
     if choice.name == "triton":
         from kernels.attention.triton_backend import TritonAttention
 
