@@ -33,6 +33,11 @@ TARGETS: dict[str, Target] = {
     "gpu.llama8b.start_to_first_token.seconds": Target(45, None, 45),
     "gpu.qwen3_06b.mini.output_tok_s": Target(24024, None, 28800),
     "gpu.qwen3_06b.bs1.decode_tok_s": Target(604, 3600, 850),
+    # Floors by `bench.replica.floors`.
+    "gpu.gpt_oss_20b.mini.output_tok_s": Target(None, 10015, 7010),
+    "gpu.gpt_oss_20b.bs1.decode_tok_s": Target(None, 497, 249),
+    "gpu.gemma3_12b.mini.output_tok_s": Target(None, 6057, 4240),
+    "gpu.gemma3_12b.bs1.decode_tok_s": Target(None, 151, 75.5),
     "gpu.llama70b.tp4.mini_half.output_tok_s": Target(3205, None, 3500),
     "gpu.llama70b.tp4.prefill_half.input_tok_s": Target(14980, 21000, 16500),
     # The floors of DeepSeek-V2-Lite's shape: every step reads the weights of its experts and the latents of its

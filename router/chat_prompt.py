@@ -18,8 +18,10 @@ def chat_prompt(conversation: Conversation, format: OutputFormat, tokenizer: Tok
     if "tools" not in (tokenizer.template_source or "tools"):
         messages = _described(messages, tools, format)
         tools = ()
+    if format.channels is not None:
+        messages = _one_call_each(messages)
     text = tokenizer.render_chat(
-        [_for_template(message) for message in messages],
+        [_for_template(message, format) for message in messages],
         answer,
         {**_thinking(conversation), **conversation.arguments},
         [_tool(tool) for tool in tools] or None,
@@ -54,13 +56,13 @@ def _thinking(conversation: Conversation) -> dict[str, Any]:
     return variables
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, format: OutputFormat) -> dict[str, Any]:
     """The message as templates expect it, with the arguments of calls as objects."""
     made: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name is not None:
         made["name"] = message.name
     if message.thinking:
-        made["reasoning_content"] = message.thinking
+        made["thinking" if format.channels is not None else "reasoning_content"] = message.thinking
     if message.calls:
         made["tool_calls"] = [
             {
@@ -73,6 +75,29 @@ def _for_template(message: Message) -> dict[str, Any]:
     if message.call_id is not None:
         made["tool_call_id"] = message.call_id
     return made
+
+
+def _one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """The messages for harmony's template: it takes one call of a message, names a result after the last call, and
+    refuses a call's message that has both thinking and text."""
+    made: list[Message] = []
+    waiting: list[Message] = []  # the later calls of the last message with several
+    for message in messages:
+        if message.role == "tool":
+            own = next((call for call in waiting if call.calls[0].id == message.call_id), None)
+            if own is not None:
+                waiting.remove(own)
+                made.append(own)
+        else:
+            made += waiting
+            waiting = []
+        if message.calls:
+            thinking = "\n\n".join(filter(None, (message.thinking, message.text)))
+            first, *later = message.calls
+            waiting = [Message("assistant", calls=(call,)) for call in later]
+            message = Message("assistant", "", thinking, (first,), name=message.name)
+        made.append(message)
+    return made + waiting
 
 
 def _object(arguments: str) -> Any:

@@ -80,6 +80,49 @@ _DEEPSEEK_V2 = {
     "norm_topk_prob": False,
     "dtype": "bfloat16",
 }
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "vocab_size": 201088,
+    "bos_token_id": 199998,
+    "eos_token_id": 200002,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "max_position_embeddings": 131072,
+    "vocab_size": 262208,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 _SMALL = _LLAMA | {"vocab_size": 10240, "bos_token_id": 10238, "eos_token_id": 10239}
 
 
@@ -139,6 +182,10 @@ SHAPES: dict[str, Shape] = {
         topk_group=1,
         routed_scaling_factor=1.0,
     ),
+    "gpt-oss-20b": _shape(
+        "gpt_oss_20b", _GPT_OSS, 24, 2880, 2880, 64, 8, head_dim=64, num_local_experts=32, num_experts_per_tok=4
+    ),
+    "gemma3-12b": _shape("gemma3_12b", _GEMMA3, 48, 3840, 15360, 16, 8, head_dim=256),
     # For trying out a benchmark on any machine. The vocabulary holds the token ids of every workload. With `tiny`, a
     # CPU computes a step faster than the host prepares it; with `small`, computing takes longer.
     "tiny": _shape("tiny", _SMALL, 2, 64, 128, 4, 2, head_dim=64),

@@ -11,7 +11,8 @@
 The thresholds below have the measured gains.
 
 FlashInfer's kernels are called as its wrappers call them, but without the wrappers: these keep separate buffers for
-every batch size, and wait for some of their copies.
+every batch size, and wait for some of their copies. Layers with a window have kernels and plans of their own. Sinks are
+added to the kernels' outputs (`kernels.attention.sinks`).
 """
 
 import os
@@ -81,7 +82,8 @@ class PlanWorkspace:
 @dataclass(frozen=True)
 class _Part:
     """Consecutive chunks that one of FlashInfer's kernels computes: tokens `first` to `last` (exclusive) of the batch.
-    `plan` is what the planner returned. The arrays are on the device."""
+    `plan` is what the planner returned. `before`: the keys before its own that a query sees, -1 for all of them. The
+    arrays are on the device."""
 
     module: Any
     workspace: PlanWorkspace
@@ -89,6 +91,7 @@ class _Part:
     first: int
     last: int
     mask: int
+    before: int
     query_ends: torch.Tensor
     page_ends: torch.Tensor
     last_page_tokens: torch.Tensor
@@ -96,26 +99,29 @@ class _Part:
 
 
 def has_kernel(shape: AttentionShape, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer supports the model: 16-bit pages, head dimension 64, 128 or 256, no windows and no softcap.
-    `modules` says whether its kernels can be had on this machine."""
-    plain = shape.softcap is None and all(window is None for window in shape.windows)
-    return plain and dtype in (torch.bfloat16, torch.float16) and shape.head_dim in (64, 128, 256)
+    """Whether FlashInfer supports the model: 16-bit pages, head dimension 64, 128 or 256. `modules` says whether its
+    kernels can be had on this machine."""
+    return dtype in (torch.bfloat16, torch.float16) and shape.head_dim in (64, 128, 256)
 
 
 @cache
-def modules(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """FlashInfer's kernels for single tokens and for longer chunks, compiled at their first use on a machine. Raises
-    ImportError without FlashInfer, and OSError or RuntimeError if they cannot be compiled."""
+def modules(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> dict[bool, tuple[Any, Any]]:
+    """FlashInfer's kernels for single tokens and for longer chunks, by whether a layer has a window. They are compiled
+    at their first use on a machine. Raises ImportError without FlashInfer, and OSError or RuntimeError if they cannot
+    be compiled."""
     from flashinfer.jit.attention import gen_batch_prefill_module
     from flashinfer.utils import is_sm90a_supported
 
     find_ninja()
-    # Types of q, kv, output and indices; head dimensions; no positions, windows or softcap; float32 accumulation.
-    kernel = (dtype, dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, 0, False, False, False)
-    single = gen_batch_prefill_module("fa2", *kernel).build_and_load()
-    if not is_sm90a_supported(device):
-        return single, single
-    return single, gen_batch_prefill_module("fa3", *kernel).build_and_load()
+    made = {}
+    for has_window in {window is not None for window in shape.windows}:
+        # Types of q, kv, output and indices; head dimensions; no positions; windows and softcap; float32 accumulation.
+        sizes = dtype, dtype, dtype, torch.int32, shape.head_dim, shape.head_dim
+        kernel = (*sizes, 0, has_window, shape.softcap is not None, False)
+        single = gen_batch_prefill_module("fa2", *kernel).build_and_load()
+        on_hopper = is_sm90a_supported(device)
+        made[has_window] = single, gen_batch_prefill_module("fa3", *kernel).build_and_load() if on_hopper else single
+    return made
 
 
 def find_ninja() -> None:
@@ -136,20 +142,31 @@ class FlashInferAttention(GraphAttention):
     has_plain_graphs = True
 
     def __init__(
-        self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, max_pages: int, max_tokens: int
+        self,
+        kv: torch.Tensor,
+        shape: AttentionShape,
+        max_sequences: int,
+        max_pages: int,
+        max_tokens: int,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         from flashinfer.utils import is_sm90a_supported
 
         from kernels.attention import stream_k_decode
+        from kernels.attention.sinks import add_sinks
         from kernels.attention.triton_backend import TritonAttention, multiprocessors
 
-        super().__init__(kv, shape)
-        self._single_module, self._chunk_module = modules(shape, kv.dtype, self.device)
+        super().__init__(kv, shape, sinks)
+        self._modules = modules(shape, kv.dtype, self.device)
+        self._windows = list(dict.fromkeys(shape.windows))
         self._is_hopper = is_sm90a_supported(self.device)
-        # The kernels' last arguments: no masks, slopes, items, scales or softcap; no positions.
-        self._fa2_arguments = (*(None,) * 8, 0.0, shape.scale, 1.0, 1.0, 0)
-        self._fa3_arguments = (*(None,) * 4, 0.0, shape.scale, 1.0, 0)
-        self._single_workspace, self._chunk_workspace = PlanWorkspace(self.device), PlanWorkspace(self.device)
+        # The kernels' last arguments: no masks, slopes, items or scales; softcap, 0 for none; no positions.
+        self._fa2_arguments = (*(None,) * 8, shape.softcap or 0.0, shape.scale, 1.0, 1.0, 0)
+        self._fa3_arguments = (*(None,) * 4, shape.softcap or 0.0, shape.scale, 1.0, 0)
+        # By window, and whether the chunks are single tokens.
+        self._workspaces = {
+            (window, is_single): PlanWorkspace(self.device) for window in self._windows for is_single in (False, True)
+        }
         group = shape.num_heads // shape.num_kv_heads
         self._most_split = 2 * multiprocessors(self.device) // shape.num_kv_heads
         tiles = max(max_sequences, self._most_split) + 1
@@ -167,8 +184,9 @@ class FlashInferAttention(GraphAttention):
             },
         )
         self._views: dict[int, tuple[torch.Tensor, np.ndarray, list[torch.Tensor]]] = {}  # of `_static`, by size
-        self._parts: list[_Part] = []
-        self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens)
+        self._parts: dict[int | None, list[_Part]] = {}  # by window
+        self._add_sinks = add_sinks
+        self._ranges = TritonAttention(kv, shape, max_sequences, max_pages, max_tokens, sinks)
         # Our own kernels for the planned batch, each with the number of tokens, from the first on, that it is given.
         self._ours: list[tuple[int, Callable[[int, torch.Tensor, torch.Tensor], None]]] = []
         self._stream: StreamKAttention | None = None
@@ -183,8 +201,12 @@ class FlashInferAttention(GraphAttention):
     def fits_graph(self, batch: AttentionBatch) -> bool:
         shape = self.shape
         lengths = batch.lengths.astype(np.int64)
-        pairs = float((lengths * (batch.starts + (lengths + 1) / 2))[lengths > 1].sum())
-        return 4 * shape.num_heads * shape.head_dim * len(shape.windows) * pairs <= _MOST_OPERATIONS
+        seen = batch.starts + (lengths + 1) / 2  # keys of a token, on average
+        pairs = 0.0
+        for window in self._windows:
+            in_window = seen if window is None else np.minimum(seen, window)
+            pairs += shape.windows.count(window) * float((lengths * in_window)[lengths > 1].sum())
+        return 4 * shape.num_heads * shape.head_dim * pairs <= _MOST_OPERATIONS
 
     def plan(self, batch: AttentionBatch) -> None:
         chunk_of_token = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
@@ -214,18 +236,19 @@ class FlashInferAttention(GraphAttention):
         self.slots, *tensors = all_to_device(arrays, self.device)
         if stream is not None:
             self._ours = [(singles, partial(stream.attend_into, tensors[4 * len(parts) :]))]
-        self._parts, token = [], ours
+        self._parts, token = {window: [] for window in self._windows}, ours
         for index, (first, last) in enumerate(parts):
             end = token + int(batch.lengths[first:last].sum())
             host, device = arrays[4 * index + 1 : 4 * index + 5], tensors[4 * index : 4 * index + 4]
-            self._parts.append(self._planned(host, device, contexts[first:last], token, end))
+            for window, planned in self._parts.items():
+                planned.append(self._planned(window, host, device, contexts[first:last], token, end))
             token = end
 
     def plan_graph(
         self, batch: AttentionBatch, size: int, shared: SharedPrefixes | None, *, chunks: bool = False
     ) -> None:
         own, num_kv_heads, scratch = len(batch.rows), self.shape.num_kv_heads, self.kv.shape[2] - 1
-        self._parts = []
+        self._parts = {}
         if chunks:
             self._plan_chunks(batch, size, shared)
             return
@@ -254,13 +277,19 @@ class FlashInferAttention(GraphAttention):
         }
         self._static.fill(arrays)
         self.slots, query_ends, device = self._views_of(size)
-        self._parts = [self._planned([query_ends, arrays["page_ends"]], device, contexts, 0, size, graph=True)]
+        host = [query_ends, arrays["page_ends"]]
+        self._parts = {
+            window: [self._planned(window, host, device, contexts, 0, size, graph=True)] for window in self._windows
+        }
 
     def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         for end, attend_into in self._ours:
             attend_into(layer, q[:end], out[:end])
         keys, values = self.kv[layer]
-        for part in self._parts:
+        for part in self._parts.get(self.shape.windows[layer], ()):
+            own = out[part.first : part.last]
+            # Logarithms to base 2 of the sums of weights.
+            sums = None if self.sinks is None else own.new_empty(own.shape[:2], dtype=torch.float32)
             part.module.paged_run(
                 self._partial,
                 part.workspace.device_bytes,
@@ -272,14 +301,16 @@ class FlashInferAttention(GraphAttention):
                 part.page_ends,
                 part.pages,
                 part.last_page_tokens,
-                out[part.first : part.last],
-                None,  # no sums of weights
+                own,
+                sums,
                 part.mask,
                 _HND,
-                -1,  # no window
+                part.before,
                 True,  # may start while the kernel before it ends
                 *(self._fa3_arguments if self._is_hopper and part.mask == CAUSAL else self._fa2_arguments),
             )
+            if self.sinks is not None and sums is not None:
+                self._add_sinks(own, sums, self.sinks[layer])
 
     def _views_of(self, size: int) -> tuple[torch.Tensor, np.ndarray, list[torch.Tensor]]:
         """For a graph of `size` tokens: `slots`, the ends of queries on the host, and the arrays of `_Part`. Made once,
@@ -318,6 +349,7 @@ class FlashInferAttention(GraphAttention):
 
     def _planned(
         self,
+        window: int | None,
         host: list[np.ndarray],
         device: list[torch.Tensor],
         contexts: np.ndarray,
@@ -326,13 +358,14 @@ class FlashInferAttention(GraphAttention):
         *,
         graph: bool = False,
     ) -> _Part:
-        """Plans one of FlashInfer's kernels for consecutive chunks. `host` begins with the ends of the chunks' queries
-        and of their pages; `device` is the arrays of `_Part`."""
+        """Plans one of FlashInfer's kernels for consecutive chunks, in the layers of one window. `host` begins with the
+        ends of the chunks' queries and of their pages; `device` is the arrays of `_Part`."""
         num_chunks = len(contexts)
         is_single = last - first == num_chunks
         fa3 = self._is_hopper and not is_single
-        module = self._single_module if is_single else self._chunk_module
-        workspace = self._single_workspace if is_single else self._chunk_workspace
+        module = self._modules[window is not None][0 if is_single else 1]
+        workspace = self._workspaces[window, is_single]
+        before = -1 if window is None else window - 1
         shape = self.shape
         arguments = [
             torch.from_numpy(host[0]),
@@ -347,7 +380,7 @@ class FlashInferAttention(GraphAttention):
             shape.head_dim,
             shape.head_dim,
             not is_single,  # causal
-            -1,  # no window
+            before,
         ]
         if not fa3:
             # A graph merges parts even if no context is split. This many sequences fill the GPU without a split.
@@ -355,7 +388,7 @@ class FlashInferAttention(GraphAttention):
             arguments += [-1, whole, 0, 1 if graph else 0]
         plan = workspace.plan(module.plan, self._partial, *arguments)
         mask = FULL if is_single else CAUSAL
-        return _Part(module, workspace, plan, first, last, mask, *device)
+        return _Part(module, workspace, plan, first, last, mask, before, *device)
 
 
 def ends_of(lengths: np.ndarray) -> np.ndarray:

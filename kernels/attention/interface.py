@@ -59,6 +59,8 @@ class AttentionShape:
     - `num_heads` is a multiple of `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`.
     - With `latent` heads, there is one KV head, and `head_dim` is `latent.row`. Queries have `latent.query` elements,
       outputs `latent.v_head_dim`.
+    - With `has_sinks`, each head of a layer has a sink: a score that joins the sum of the softmax, and has no value
+      (https://arxiv.org/abs/2309.17453, gpt-oss's form).
     """
 
     num_heads: int
@@ -68,6 +70,7 @@ class AttentionShape:
     windows: tuple[int | None, ...]
     softcap: float | None = None
     latent: LatentHeads | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,12 @@ class AttentionBackend(ABC):
     """Where the key and value of each token of the planned batch go, as `slot_mapping` numbers it: int64, on the
     device."""
 
-    def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
-        self.kv, self.shape = kv, shape
+    def __init__(self, kv: torch.Tensor, shape: AttentionShape, sinks: torch.Tensor | None = None) -> None:
+        """sinks: of every layer, float32 `[num_layers, num_heads]`, on the pages' device. Raises ValueError unless they
+        are given for a shape that has them, and for no other."""
+        if (sinks is not None) != shape.has_sinks:
+            raise ValueError("attention gets sinks if, and only if, its shape has them")
+        self.kv, self.shape, self.sinks = kv, shape, sinks
         self.page_size = kv.shape[4]
         self.device = kv.device
 

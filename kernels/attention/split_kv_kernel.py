@@ -87,6 +87,7 @@ def attend(
     shape: AttentionShape,
     tiles: TileSizes,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Runs all of `items` in one layer (see `kernels.attention.split_kv_plan.SplitKVPlan`).
 
@@ -95,7 +96,8 @@ def attend(
 
     A query that one item covers goes to `out`, any other to `parts`. An item has at most
     `tiles.wide // (num_heads // num_kv_heads)` queries; one without queries does nothing. A query sees keys up to its
-    own position, and with a `window` the last `window` of these.
+    own position, and with a `window` the last `window` of these. sinks: the layer's, float32 `[num_heads]`; `parts`
+    lack them.
     """
     block = max(16, triton.next_power_of_2(shape.head_dim))
     _attend[(shape.num_kv_heads * len(items),)](
@@ -109,6 +111,7 @@ def attend(
         items,
         members,
         pages,
+        parts.lse if sinks is None else sinks,
         q.stride(0),
         out.stride(0),
         shape.scale,
@@ -127,13 +130,14 @@ def attend(
         FIELDS,
         window is not None,
         shape.softcap is not None,
+        sinks is not None,
         num_warps=tiles.warps,
         **pdl.OPTIONS,
     )
 
 
-def merge(out: torch.Tensor, parts: PartialOutputs) -> None:
-    """Merges the parts of every token that has some into `out`, `[n, num_heads, head_dim]`."""
+def merge(out: torch.Tensor, parts: PartialOutputs, sinks: torch.Tensor | None = None) -> None:
+    """Merges the parts of every token that has some, and the layer's sinks, into `out`, `[n, num_heads, head_dim]`."""
     n, num_heads, head_dim = out.shape
     _merge[(n, triton.cdiv(num_heads, _MERGED_HEADS))](
         out,
@@ -141,11 +145,13 @@ def merge(out: torch.Tensor, parts: PartialOutputs) -> None:
         parts.lse,
         parts.slots,
         parts.counts,
+        parts.lse if sinks is None else sinks,
         out.stride(0),
         num_heads,
         head_dim,
         min(_MERGED_HEADS, triton.next_power_of_2(num_heads)),
         triton.next_power_of_2(head_dim),
+        sinks is not None,
         num_warps=4,
         **pdl.OPTIONS,
     )
@@ -163,6 +169,7 @@ def _attend(
     items,
     members,
     pages,
+    sinks,
     q_stride,
     out_stride,
     scale,
@@ -181,6 +188,7 @@ def _attend(
     FIELDS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     launch_dependents()
     # The KV heads of one item run next to each other, as they lie in memory.
@@ -192,15 +200,15 @@ def _attend(
         return
     if count * (HEADS // KV_HEADS) <= NARROW:
         _attend_rows(
-            q, keys, values, out, part_out, part_lse, slots, item, members, pages, q_stride, out_stride, scale,
+            q, keys, values, out, part_out, part_lse, slots, item, members, pages, sinks, q_stride, out_stride, scale,
             softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM, NARROW, KEYS,
-            NARROW_STAGES, WINDOW, CAPPED,
+            NARROW_STAGES, WINDOW, CAPPED, SINKS,
         )  # fmt: skip
     else:
         _attend_rows(
-            q, keys, values, out, part_out, part_lse, slots, item, members, pages, q_stride, out_stride, scale,
+            q, keys, values, out, part_out, part_lse, slots, item, members, pages, sinks, q_stride, out_stride, scale,
             softcap, window, head, count, HEADS, KV_HEADS, PAGE_SIZE, HEAD_DIM, BLOCK_DIM, WIDE, KEYS,
-            WIDE_STAGES, WINDOW, CAPPED,
+            WIDE_STAGES, WINDOW, CAPPED, SINKS,
         )  # fmt: skip
 
 
@@ -216,6 +224,7 @@ def _attend_rows(
     item,
     members,
     pages,
+    sinks,
     q_stride,
     out_stride,
     scale,
@@ -233,6 +242,7 @@ def _attend_rows(
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Computes one item of up to ROWS rows, for one KV head."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -269,6 +279,9 @@ def _attend_rows(
         scores = tl.dot(query, k, input_precision="ieee") * scale
         scores = _seen_scores(scores, key, position, limit, softcap, window, WINDOW, CAPPED)
         top, total, sums = with_values(scores, v, top, total, sums)
+    if SINKS:
+        with_it = with_sink(top, total, tl.load(sinks + query_head))
+        total = tl.where(part < 0, with_it, total)
     # The total is 0 for a query that sees none of the range's keys, and at least 1 for any other.
     result = sums / tl.maximum(total, 1.0)[:, None]
     if part < 0:
@@ -291,6 +304,13 @@ def with_values(scores, v, top, total, sums):
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
     return new_top, total, tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+
+
+@triton.jit
+def with_sink(top, total, sink):
+    """The sum of weights of online softmax, with that of a sink. A sink so far above all scores that float32 cannot
+    hold its weight gets a smaller one: the output is 0 all the same."""
+    return total + tl.exp2(tl.minimum(sink * 1.4426950408889634 - top, 126.0))
 
 
 @triton.jit
@@ -324,11 +344,13 @@ def _merge(
     part_lse,
     slots,
     counts,
+    sinks,
     out_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -354,4 +376,6 @@ def _merge(
         sums = sums * shrink[:, None] + part * weight[:, None]
         total = total * shrink + weight
         top = new_top
+    if SINKS:
+        total = with_sink(top, total, tl.load(sinks + head, mask=is_head, other=0.0))
     tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=both)

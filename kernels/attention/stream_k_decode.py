@@ -127,8 +127,8 @@ class StreamKWork(NamedTuple):
 
 def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
     """Whether the kernel supports the model: 16-bit pages, head dimension 64 or 128, up to 16 query heads a KV head,
-    no windows and no softcap."""
-    plain = shape.softcap is None and all(window is None for window in shape.windows)
+    no windows, no softcap and no sinks."""
+    plain = shape.softcap is None and not shape.has_sinks and all(window is None for window in shape.windows)
     narrow = shape.num_heads <= _WARP_ROWS * shape.num_kv_heads and shape.head_dim in (64, 128)
     return plain and narrow and dtype in (torch.bfloat16, torch.float16)
 

@@ -35,8 +35,8 @@ class TorchAttention(AttentionBackend):
     All chunks of one token run as one padded batch; every longer chunk runs alone.
     """
 
-    def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
-        super().__init__(kv, shape)
+    def __init__(self, kv: torch.Tensor, shape: AttentionShape, sinks: torch.Tensor | None = None) -> None:
+        super().__init__(kv, shape, sinks)
         self.dtype = kv.dtype
         # [num_layers, 2, rows, head_dim]
         self.flat = kv.flatten(2, 4)
@@ -97,21 +97,28 @@ class TorchAttention(AttentionBackend):
         )
         # [batch, num_heads, length, head_dim]
         queries = q[group.tokens].unflatten(0, (group.batch, -1)).transpose(1, 2)
-        attended = self._attend(queries, keys, values, view.mask)
+        sinks = None if self.sinks is None else self.sinks[layer]
+        attended = self._attend(queries, keys, values, view.mask, sinks)
         out[group.tokens] = attended.transpose(1, 2).flatten(0, 1).to(out.dtype)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         shape = self.shape
-        if shape.softcap is None:
+        if shape.softcap is None and sinks is None:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scale, enable_gqa=True
             )
         repeat = shape.num_heads // shape.num_kv_heads
         scores = torch.matmul(q, k.repeat_interleave(repeat, 1).transpose(2, 3)) * shape.scale
-        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        if shape.softcap is not None:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
         if mask is None:
             mask = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
-        weights = torch.softmax((scores + mask).float(), dim=-1).to(q.dtype)
+        scores = (scores + mask).float()
+        if sinks is not None:  # the last column, which has no value
+            scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]].to(q.dtype)
         return torch.matmul(weights, v.repeat_interleave(repeat, 1))
 
     def _rows(self, batch: AttentionBatch, chunks: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -1,9 +1,9 @@
 """Split-KV attention with our own kernels, on GPUs. One launch a layer serves all chunks of a step.
 
 Shared prefixes, the rest of each sequence, and longer chunks are cut into ranges of keys that fill the GPU together
-(`kernels.attention.split_kv_plan`). Unlike FlashInfer's kernels these support float32, sliding windows, softcaps, head
-dimensions of any size, and CUDA graphs of chunks of any length. Without such graphs, steps of decodes and chunks took
-some 0.75 ms more than their arithmetic on an H200.
+(`kernels.attention.split_kv_plan`). Unlike FlashInfer's kernels these support float32, sinks, head dimensions of
+any size, and CUDA graphs of chunks of any length. Without such graphs, steps of decodes and chunks took some 0.75 ms
+more than their arithmetic on an H200.
 
 Imported only where there is a GPU (or Triton's interpreter).
 """
@@ -49,9 +49,15 @@ class TritonAttention(GraphAttention):
     has_plain_graphs = False
 
     def __init__(
-        self, kv: torch.Tensor, shape: AttentionShape, max_sequences: int, max_pages: int, max_tokens: int
+        self,
+        kv: torch.Tensor,
+        shape: AttentionShape,
+        max_sequences: int,
+        max_pages: int,
+        max_tokens: int,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(kv, shape)
+        super().__init__(kv, shape, sinks)
         self._tiles = split_kv_kernel.tiles_for(shape, kv.dtype)
         self._tile_tokens = self._tiles.wide * shape.num_kv_heads // shape.num_heads
         self._most = -(-PROGRAMS * multiprocessors(self.device) // shape.num_kv_heads)
@@ -144,11 +150,22 @@ class TritonAttention(GraphAttention):
         window = self.shape.windows[layer]
         view = self._views[window]
         parts = PartialOutputs(self._part_out, self._part_lse, view.slots, view.counts)
+        sinks = None if self.sinks is None else self.sinks[layer]
         split_kv_kernel.attend(
-            q, self.kv[layer], out, parts, view.items, self._members, self._pages, self.shape, self._tiles, window
+            q,
+            self.kv[layer],
+            out,
+            parts,
+            view.items,
+            self._members,
+            self._pages,
+            self.shape,
+            self._tiles,
+            window,
+            sinks,
         )
         if view.has_parts:
-            split_kv_kernel.merge(out, parts)
+            split_kv_kernel.merge(out, parts, sinks)
 
     def _work(
         self, batch: AttentionBatch, shared: SharedPrefixes, padding: int, least: int = 1, behind: int = 0

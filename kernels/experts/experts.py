@@ -7,7 +7,7 @@ import torch
 from kernels.experts.tiles import ExpertTiles, TunedTiles, default_tiles
 from kernels.experts.weights import ExpertWeights
 from kernels.linear.linear import Linear
-from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Gated activation, `[n, 2 * size]` to `[n, size]`."""
@@ -25,20 +25,36 @@ class Experts:
     `first` is the number of the first expert here. A token's experts that are elsewhere add nothing.
     """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0) -> None:
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: Activation,
+        first: int = 0,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         """gate_up: `[experts, 2 * size, hidden_size]`, the gates first. down: `[experts, hidden_size, size]`. The
-        activation is `silu_and_mul` or `gelu_tanh_and_mul`."""
-        if activation not in (silu_and_mul, gelu_tanh_and_mul):
-            raise ValueError("experts are activated by silu or the tanh form of gelu")
+        activation is `silu_and_mul`, `gelu_tanh_and_mul` or a `ClampedSwiGLU`. biases: of gate_up, `[experts, 2 *
+        size]`, and of down, `[experts, hidden_size]`."""
+        clamped = activation if isinstance(activation, ClampedSwiGLU) else None
+        if clamped is None and activation not in (silu_and_mul, gelu_tanh_and_mul):
+            raise ValueError("experts are activated by silu, the tanh form of gelu, or a clamped SwiGLU")
         self.first, self.count = first, len(gate_up)
         self.activation = activation
         self.tuned: TunedTiles | None = None  # set by `kernels.experts.autotune.autotune`
         self._each: list[tuple[Linear, Linear]] = []
         if gate_up.is_cuda:
             is_gelu = activation is gelu_tanh_and_mul
-            self.weights = ExpertWeights(gate_up.contiguous(), down.contiguous(), first, is_gelu)
+            own_biases = () if biases is None else (biases[0].contiguous(), biases[1].contiguous())
+            self.weights = ExpertWeights(gate_up.contiguous(), down.contiguous(), first, is_gelu, clamped, *own_biases)
         else:
-            self._each = [(Linear(own), Linear(other)) for own, other in zip(gate_up, down, strict=True)]
+            first_biases, last_biases = ([None] * len(gate_up),) * 2 if biases is None else biases
+            self._each = [
+                (Linear(*one), Linear(*other))
+                for one, other in zip(
+                    zip(gate_up, first_biases, strict=True), zip(down, last_biases, strict=True), strict=True
+                )
+            ]
 
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None

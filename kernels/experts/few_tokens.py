@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels import pdl
 from kernels.experts.tiles import ExpertTiles
 from kernels.experts.weights import ExpertWeights
-from kernels.ops.fused import activated
+from kernels.ops.fused import gated
 from kernels.pdl import launch_dependents, wait_for_previous
 
 
@@ -39,6 +39,7 @@ def gate_up(weights: ExpertWeights, x: torch.Tensor, chosen: torch.Tensor, tiles
     _gate_up_pair[(triton.cdiv(size, tile.columns), len(inner))](
         x,
         weights.gate_up,
+        weights.gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
         chosen,
         inner,
         hidden,
@@ -47,6 +48,8 @@ def gate_up(weights: ExpertWeights, x: torch.Tensor, chosen: torch.Tensor, tiles
         weights.first,
         count,
         weights.is_gelu,
+        *weights.clamp,
+        weights.gate_up_bias is not None,
         tile.columns,
         min(tile.depth, triton.next_power_of_2(hidden)),
         num_warps=tile.warps,
@@ -71,6 +74,7 @@ def down(
     _down_token[(triton.cdiv(hidden, tile.columns), n)](
         inner,
         weights.down,
+        weights.down if weights.down_bias is None else weights.down_bias,
         chosen,
         shares,
         out,
@@ -78,6 +82,7 @@ def down(
         size,
         weights.first,
         count,
+        weights.down_bias is not None,
         top_k,
         tile.columns,
         min(tile.depth, triton.next_power_of_2(size)),
@@ -91,6 +96,7 @@ def down(
 def _gate_up_pair(
     x,
     weight,
+    bias,
     chosen,
     inner,
     hidden,
@@ -99,6 +105,9 @@ def _gate_up_pair(
     first,
     experts,
     GELU: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -125,7 +134,12 @@ def _gate_up_pair(
         value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)[None, :]
         gate += opened.to(tl.float32) * value
         up += lifted.to(tl.float32) * value
-    result = activated(tl.sum(gate, 1), GELU) * tl.sum(up, 1)
+    opened_sum, lifted_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if BIAS:
+        own = bias + expert * 2 * size + row
+        opened_sum += tl.load(own, mask=is_row, other=0.0).to(tl.float32)
+        lifted_sum += tl.load(own + size, mask=is_row, other=0.0).to(tl.float32)
+    result = gated(opened_sum, lifted_sum, GELU, LIMIT, ALPHA)
     tl.store(inner + pair * size + row, result.to(inner.dtype.element_ty), mask=is_row)
 
 
@@ -133,6 +147,7 @@ def _gate_up_pair(
 def _down_token(
     inner,
     weight,
+    bias,
     chosen,
     shares,
     out,
@@ -140,6 +155,7 @@ def _down_token(
     size,
     first,
     experts,
+    BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -151,11 +167,15 @@ def _down_token(
     is_row = row < hidden
     at = tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    biases = tl.zeros([ROWS], dtype=tl.float32)
     for number in range(TOP_K):
         pair = token * TOP_K + number
         expert = tl.load(chosen + pair).to(tl.int64) - first
         is_here = (expert >= 0) & (expert < experts)
         share = tl.where(is_here, tl.load(shares + pair), 0.0)
+        if BIAS:
+            own = bias + expert * hidden + row
+            biases += share * tl.load(own, mask=is_row & is_here, other=0.0).to(tl.float32)
         lines = weight + tl.where(is_here, expert, 0) * hidden * size + row[:, None] * size
         for begin in range(0, size, BLOCK):
             place = begin + at
@@ -164,4 +184,4 @@ def _down_token(
             part = tl.load(lines + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
             value = tl.load(inner + pair * size + place, mask=inside, other=0.0).to(tl.float32) * share
             total += part.to(tl.float32) * value[None, :]
-    tl.store(out + token * hidden + row, tl.sum(total, 1).to(out.dtype.element_ty), mask=is_row)
+    tl.store(out + token * hidden + row, (tl.sum(total, 1) + biases).to(out.dtype.element_ty), mask=is_row)

@@ -21,7 +21,7 @@ import triton.language as tl
 from kernels import pdl
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles
 from kernels.experts.weights import ExpertWeights
-from kernels.ops.fused import activated
+from kernels.ops.fused import gated
 from kernels.pdl import launch_dependents, wait_for_previous
 
 _MOST_COMPARED = 32768  # elements of the matrix that compares a chunk of pairs with all experts
@@ -119,12 +119,15 @@ def gate_up(
     _gate_up[(len(blocks.expert) * triton.cdiv(size, tile.columns),)](
         x,
         weights.gate_up,
+        weights.gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
         inner,
         *blocks,
         hidden,
         size,
         top_k,
         weights.is_gelu,
+        *weights.clamp,
+        weights.gate_up_bias is not None,
         hidden % tile.depth == 0,
         _precision(x.dtype),
         tiles.rows,
@@ -148,11 +151,13 @@ def down(
     _down[(len(blocks.expert) * triton.cdiv(hidden, tile.columns),)](
         inner,
         weights.down,
+        weights.down if weights.down_bias is None else weights.down_bias,
         shares,
         parts,
         *blocks,
         hidden,
         size,
+        weights.down_bias is not None,
         size % tile.depth == 0,
         _precision(inner.dtype),
         tiles.rows,
@@ -263,6 +268,7 @@ def _place(
 def _gate_up(
     x,
     weight,
+    bias,
     inner,
     sorted_pairs,
     block_expert,
@@ -272,6 +278,9 @@ def _gate_up(
     size,
     top_k,
     GELU: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -314,8 +323,12 @@ def _gate_up(
         source += DEPTH
         gates += DEPTH
         ups += DEPTH
+    if BIAS:
+        own = bias + expert * 2 * size + column
+        gate += tl.load(own, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(own + size, mask=is_column, other=0.0).to(tl.float32)[None, :]
     target = inner + place.to(tl.int64)[:, None] * size + column[None, :]
-    result = activated(gate, GELU) * up
+    result = gated(gate, up, GELU, LIMIT, ALPHA)
     tl.store(target, result.to(inner.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
@@ -323,6 +336,7 @@ def _gate_up(
 def _down(
     inner,
     weight,
+    bias,
     shares,
     parts,
     sorted_pairs,
@@ -331,6 +345,7 @@ def _down(
     block_count,
     hidden,
     size,
+    BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -365,6 +380,8 @@ def _down(
         total = tl.dot(a, b, total, input_precision=PRECISION)
         source += DEPTH
         lines += DEPTH
+    if BIAS:
+        total += tl.load(bias + expert * hidden + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     total *= tl.load(shares + pair, mask=is_row, other=0.0)[:, None]
     target = parts + pair.to(tl.int64)[:, None] * hidden + column[None, :]
     tl.store(target, total.to(parts.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

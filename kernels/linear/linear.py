@@ -67,7 +67,7 @@ class Linear:
             residual += self(x)
 
     def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product in float32, for any dtype of x, in `out` if that is given. The layer must have no bias."""
+        """The product in float32, for any dtype of x, in `out` if that is given."""
         if x.dtype == torch.float32 or not x.is_cuda:
             product = self(x).float()
             return product if out is None else out.copy_(product)
@@ -75,8 +75,9 @@ class Linear:
             out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
         if (chosen := self._chosen(Epilogue.FLOAT32, x)) is not None:
             chosen(x, self.weight, out)
-            return out
-        return torch.ops.aten.mm.dtype_out(x, self.weight.t(), torch.float32, out=out)
+        else:
+            torch.ops.aten.mm.dtype_out(x, self.weight.t(), torch.float32, out=out)
+        return out if self.bias is None else out.add_(self.bias)
 
     def _chosen(self, use: Epilogue, x: torch.Tensor) -> Product | None:
         """The tuned product for `use` and x's number of rows; None if PyTorch's own should be used."""

@@ -1,5 +1,7 @@
 """The gated activations between a layer's two large matrix products (https://arxiv.org/abs/2002.05202)."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -23,3 +25,17 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return fused.gelu_tanh_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's gated activation, `(up + 1) * gate * sigmoid(alpha * gate)`, of gates up to `limit` and ups between
+    `-limit` and `limit`. It is a function like those above, but for any device by PyTorch's operators."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        return up.clamp(-self.limit, self.limit).add_(1).mul_(gate * (gate * self.alpha).sigmoid_())

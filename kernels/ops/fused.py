@@ -143,6 +143,18 @@ def activated(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """The product of activated gates and ups, float32. With a LIMIT other than 0 it is
+    `kernels.ops.activation.ClampedSwiGLU`."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        result = (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0) * gate * tl.sigmoid(gate * ALPHA)
+    else:
+        result = activated(gate, GELU) * up
+    return result
+
+
+@triton.jit
 def _gated(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     launch_dependents()
     row = tl.program_id(1).to(tl.int64)

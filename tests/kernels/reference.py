@@ -10,9 +10,10 @@ from kernels.attention.interface import AttentionBackend, AttentionBatch, Attent
 class ReferenceAttention(AttentionBackend):
     """Slow and obvious. `kv` is the pages (see `kernels.attention.interface`)."""
 
-    def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
+    def __init__(self, kv: torch.Tensor, shape: AttentionShape, sinks: torch.Tensor | None = None) -> None:
         self.kv = kv
         self.shape = shape
+        self.sinks = sinks
 
     def plan(self, batch: AttentionBatch) -> None:
         self.batch = batch
@@ -52,5 +53,7 @@ class ReferenceAttention(AttentionBackend):
             scores = shape.scale * (keys[:, h // group] @ q[h].double())
             if shape.softcap is not None:
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            heads.append(torch.softmax(scores, dim=0) @ values[:, h // group])
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks[layer, h : h + 1].cpu().double()))
+            heads.append(torch.softmax(scores, dim=0)[: len(keys)] @ values[:, h // group])
         return torch.stack(heads).to(q.dtype)

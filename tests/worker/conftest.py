@@ -85,6 +85,26 @@ YARN = {
     "mscale_all_dim": 0.9,
 }
 
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "head_dim": 8,
+    "sliding_window": 9,
+    "swiglu_limit": 1.5,
+    "layer_types": SLIDING,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1.5e5,
+        "factor": 4.0,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+
 # By name: model_type, and what differs from COMMON.
 TINY: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -169,6 +189,7 @@ TINY: dict[str, tuple[str, dict]] = {
         "youtu",
         LATENT | {"q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": True, "pad_token_id": None},
     ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
 }
 
 

@@ -72,23 +72,25 @@ def build_attention(
     kv: torch.Tensor,
     shape: AttentionShape,
     limits: AttentionLimits,
+    sinks: torch.Tensor | None = None,
     latent_weights: Sequence[torch.Tensor] = (),
 ) -> AttentionBackend:
     """Builds the chosen backend over the pages `kv`, in the layout of `kernels.attention.interface`. Backends of a CPU
-    have no limits. `latent_weights`: for latent heads, as for `kernels.attention.latent.LatentProjections`."""
+    have no limits. sinks: as for `AttentionBackend`. `latent_weights`: for latent heads, as for
+    `kernels.attention.latent.LatentProjections`."""
     if shape.latent is not None:
         if choice.name == "flashinfer":
             return latent_flashinfer.FlashInferLatentAttention(kv, shape, latent_weights, *limits)
         return TorchLatentAttention(kv, shape, latent_weights, partial(build_attention, choice, limits=limits))
     # Modules that not every machine can import are imported where they are used: numba on CPUs, Triton on GPUs.
     if choice.name == "flashinfer":
-        return flashinfer_backend.FlashInferAttention(kv, shape, *limits)
+        return flashinfer_backend.FlashInferAttention(kv, shape, *limits, sinks)
     if choice.name == "triton":
         from kernels.attention.triton_backend import TritonAttention
 
-        return TritonAttention(kv, shape, *limits)
+        return TritonAttention(kv, shape, *limits, sinks)
     if choice.name == "numba":
         from kernels.attention.cpu.numba_backend import NumbaAttention
 
-        return NumbaAttention(kv, shape)
-    return TorchAttention(kv, shape)
+        return NumbaAttention(kv, shape, sinks)
+    return TorchAttention(kv, shape, sinks)

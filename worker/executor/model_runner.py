@@ -358,8 +358,8 @@ class ModelRunner(Executor):
             self._max_running * pages_per_sequence,
             max(self._max_running, self._max_graph_tokens),
         )
-        weights = self.decoder.latent_weights
-        return build_attention(self.attention_choice, kv, self.model_config.attention_shape, limits, weights)
+        shape, decoder = self.model_config.attention_shape, self.decoder
+        return build_attention(self.attention_choice, kv, shape, limits, decoder.sinks, decoder.latent_weights)
 
     def _capture_graphs(self, attention: GraphAttention) -> CudaGraphRunner:
         """Captures the CUDA graphs of short steps."""

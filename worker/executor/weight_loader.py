@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.linear.fp8_linear import Fp8Weight, quantize
+from worker.executor import gpt_oss_experts
 from worker.models.config import DecoderConfig
 from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
@@ -46,7 +47,7 @@ _EXPERT_NAMES = (
     (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),
     (re.compile(r"\.mlp\.input_linear\.weight$"), ".mlp.experts.gate_up_proj"),
     (re.compile(r"\.mlp\.output_linear\.weight$"), ".mlp.experts.down_proj"),
-    (re.compile(r"\.mlp\.router(\.layer)?\.weight$"), ".mlp.gate.weight"),
+    (re.compile(r"\.mlp\.router(\.layer)?\.(weight|bias)$"), r".mlp.gate.\2"),
     (re.compile(r"\.shared_mlp\.input_linear\."), ".mlp.shared_experts.gate_up_proj."),
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
     (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
@@ -216,6 +217,7 @@ def _attention_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict
     ):
         piece = (_Piece(0, kept if all_heads else range(size), order),)
         destinations[f"{tensor}.weight"] = _Destination(parameter, (rows if all_heads else size,), 0, piece)
+    destinations["self_attn.sinks"] = _whole("sinks", (whole.num_heads,), shard.heads)
     return destinations
 
 
@@ -292,6 +294,7 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]
     destinations = _mlp_destinations(shard, "mlp.shared_experts", experts.shared_size, shard.shared_intermediate)
     destinations["mlp.shared_expert_gate.weight"] = _whole("shared_gate", (1, hidden))
     destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
+    destinations["mlp.gate.bias"] = _whole("router_bias", (experts.count,))
     destinations["mlp.gate.e_score_correction_bias"] = _whole("choice_bias", (experts.count,))
     if stacked:
         pieces = _Piece(0, kept), _Piece(own_rows, range(kept.start + rows, kept.stop + rows))
@@ -299,6 +302,11 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]
         destinations["mlp.experts.gate_up_proj"] = _Destination("experts_gate_up", shape, 1, pieces)
         shape = experts.count, hidden, rows
         destinations["mlp.experts.down_proj"] = _Destination("experts_down", shape, 2, (_Piece(0, kept),))
+        biases = experts.count, 2 * rows
+        destinations["mlp.experts.gate_up_proj_bias"] = _Destination("experts_gate_up_bias", biases, 1, pieces)
+        once = (_Piece(0, range(hidden if shard.rank == 0 else 0)),)
+        biases = experts.count, hidden
+        destinations["mlp.experts.down_proj_bias"] = _Destination("experts_down_bias", biases, 1, once)
         return destinations
     for expert in range(experts.count):
         own = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, ("experts_gate_up", "experts_down"))
@@ -327,7 +335,7 @@ def _is_norm(name: str) -> bool:
 
 
 def _dtype(config: DecoderConfig, name: str, dtype: torch.dtype) -> torch.dtype:
-    is_float32 = (config.gemma_norms and _is_norm(name)) or name.endswith(".choice_bias")
+    is_float32 = (config.gemma_norms and _is_norm(name)) or name.endswith((".choice_bias", ".sinks"))
     return torch.float32 if is_float32 else dtype
 
 
@@ -357,6 +365,8 @@ def _tensors(
 ) -> Iterator[_Tensor]:
     if load_format == "dummy":
         return _dummies(destinations, config, device, dtype)
+    if config.model_type == "gpt_oss":
+        return (_Tensor(*tensor) for tensor in gpt_oss_experts.arranged(_safetensors(model), device, dtype))
     return _safetensors(model)
 
 
@@ -387,7 +397,7 @@ def _has_stacked_experts(model: Path, config: DecoderConfig) -> bool:
     """Whether a checkpoint has one tensor for all experts of a layer, in place of one for each."""
     if config.experts is None:
         return False
-    return any(tensor.name.endswith(".mlp.experts.gate_up_proj") for tensor in _safetensors(model))
+    return any(".mlp.experts.gate_up_proj" in tensor.name for tensor in _safetensors(model))
 
 
 def _cut(tensor: Any, dim: int, part: range) -> torch.Tensor:

@@ -41,6 +41,7 @@ class DecoderConfig:
     | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
     | `experts` | of the layers that have experts in place of an MLP |
+    | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
     | `logit_scale` | factor of all logits |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
     | `ranks` | number of ranks that share the layers (`worker.models.sharding`) |
@@ -76,6 +77,7 @@ class DecoderConfig:
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
+    has_sinks: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     latent: LatentHeads | None = None
@@ -137,8 +139,12 @@ class DecoderConfig:
             windows=self.windows,
             softcap=self.attention_softcap,
             latent=self.latent,
+            has_sinks=self.has_sinks,
         )
 
+
+# Formats of quantized checkpoints that are read, each by the model types that have it.
+_READ_FORMATS = (("gpt_oss", "mxfp4"),)
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -234,9 +240,11 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         raise ValueError("models with bidirectional attention are not supported")
     if getattr(hf, "quantization_config", None):
         method = hf.quantization_config.get("quant_method", "an unknown method")
-        raise ValueError(
-            f"the checkpoint is quantized ({method}), which is not supported: take one in bfloat16, float16 or float32"
-        )
+        if (hf.model_type, method) not in _READ_FORMATS:
+            raise ValueError(
+                f"the checkpoint is quantized ({method}), which is not supported: take one in bfloat16, float16 or "
+                "float32"
+            )
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)
     own = ARCHITECTURES[hf.model_type](hf)

@@ -26,7 +26,7 @@ from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP
 from worker.models.forward_context import ForwardContext
 from worker.models.latent_attention import LatentAttention
-from worker.models.layer import DecoderLayer
+from worker.models.layer import DecoderLayer, SelfAttention
 from worker.models.parameters import pop_layer
 from worker.models.residual_stream import EMBEDDING_TURN, HalfBatchStream, OneTokenStream, ResidualStream
 from worker.parallel.communicator import Communicator
@@ -112,6 +112,13 @@ class Decoder:
         """Matrices of each layer that `kernels.attention.latent` multiplies with; none without latent attention."""
         attentions = (layer.attention for layer in self.layers)
         return [attention.kv_b for attention in attentions if isinstance(attention, LatentAttention)]
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The sinks of all layers, as an attention backend takes them; None for a model without."""
+        attentions = (layer.attention for layer in self.layers)
+        own = [each.sinks for each in attentions if isinstance(each, SelfAttention) and each.sinks is not None]
+        return torch.stack(own) if own else None
 
     def build_rope_tables(self, context_length: int) -> None:
         """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `forward`."""

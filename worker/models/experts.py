@@ -9,6 +9,7 @@ from kernels.experts.experts import Experts
 from kernels.experts.routing import route
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
+from kernels.ops.activation import ClampedSwiGLU
 from worker.models.residual_stream import Activation, ResidualStream
 
 
@@ -24,6 +25,8 @@ class ExpertsConfig:
     | `shared_size` | intermediate size of the shared experts together, which all tokens use; 0 for none |
     | `has_shared_gate` | the output of the shared experts is multiplied by a gate of each token |
     | `has_bias` | the router has a bias that counts for the choice of experts alone |
+    | `has_product_biases` | the products of the router and of the experts have biases |
+    | `activation` | the experts' own; None for that of the MLPs |
 
     With several ranks the sizes are those of one rank.
     """
@@ -35,6 +38,8 @@ class ExpertsConfig:
     shared_size: int = 0
     has_shared_gate: bool = False
     has_bias: bool = False
+    has_product_biases: bool = False
+    activation: ClampedSwiGLU | None = None
 
 
 @dataclass(frozen=True)

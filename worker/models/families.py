@@ -10,6 +10,7 @@ from typing import Any
 
 from kernels.attention.interface import LatentHeads
 from kernels.experts.choice import Routing
+from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.rotary import yarn_temperature
 from worker.models.experts import ExpertsConfig
 
@@ -290,6 +291,19 @@ def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
     return _latent(hf) | {"experts": experts, "extra_layers": _prediction_layers(hf)}
 
 
+def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
+    experts = ExpertsConfig(
+        _expert_count(hf),
+        hf.intermediate_size,
+        Routing(hf.num_experts_per_tok),
+        (True,) * hf.num_hidden_layers,
+        has_product_biases=True,
+        # Published configurations, and older versions of transformers, lack alpha.
+        activation=ClampedSwiGLU(hf.swiglu_limit, getattr(hf, "swiglu_alpha", 1.702)),
+    )
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "has_sinks": True, "experts": experts}
+
+
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
@@ -320,4 +334,5 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
     "youtu": _latent,
+    "gpt_oss": _gpt_oss,
 }

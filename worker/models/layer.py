@@ -28,8 +28,8 @@ from worker.models.residual_stream import Activation, ResidualStream
 class SelfAttention:
     """Attention of layer `index`, over the KV cache. Parameters are named as in `parameter_shapes`.
 
-    `rope_table` is the `Rope.table` of this layer, on a GPU. `q_norm` and `k_norm` are for each head by itself,
-    `norms_of_all` for all heads together.
+    `rope_table` is the `Rope.table` of this layer, on a GPU. `sinks` are for the attention backend. `q_norm` and
+    `k_norm` are for each head by itself, `norms_of_all` for all heads together.
     """
 
     config: DecoderConfig
@@ -41,6 +41,7 @@ class SelfAttention:
     k_norm: torch.Tensor | None = None
     out_norm: torch.Tensor | None = None
     rope_table: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     norms_of_all: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -194,6 +195,7 @@ def _attention(config: DecoderConfig, index: int, parameters: dict[str, Any]) ->
         parameters["q_norm"] if config.qk_norm == "head" else None,
         parameters["k_norm"] if config.qk_norm == "head" else None,
         parameters.get("attention_out_norm"),
+        sinks=parameters.get("sinks"),
         norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
     )
 
@@ -202,10 +204,14 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
     shared = None
     if experts.shared_size:
         shared = SharedExperts(parameters["gate_up"], parameters["down"], activation, parameters.get("shared_gate"))
+    gate_up, down = parameters.pop("experts_gate_up"), parameters.pop("experts_down")
+    biases = None
+    if experts.has_product_biases:
+        biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]
     return ExpertMLP(
         parameters.get("mlp_norm"),
         parameters["router"],
-        Experts(parameters.pop("experts_gate_up"), parameters.pop("experts_down"), activation),
+        Experts(gate_up, down, experts.activation or activation, biases=biases),
         experts.routing,
         parameters.get("choice_bias"),
         shared,

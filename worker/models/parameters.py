@@ -46,6 +46,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
     elif config.qk_norm == "all":
         layer |= {"q_norm": (q_size,), "k_norm": (kv_size,)}
+    if config.has_sinks:
+        layer["sinks"] = (config.num_heads,)
     if config.sandwich_norms:
         layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
     return layer
@@ -83,6 +85,9 @@ def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, t
     }
     if experts.has_bias:
         layer["choice_bias"] = (experts.count,)
+    if experts.has_product_biases:
+        layer["router_bias"] = (experts.count,)
+        layer |= {"experts_gate_up_bias": (experts.count, 2 * size), "experts_down_bias": (experts.count, hidden)}
     if experts.shared_size:
         layer |= {"gate_up": (2 * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
     if experts.has_shared_gate:

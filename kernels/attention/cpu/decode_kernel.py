@@ -32,9 +32,10 @@ from kernels.attention.cpu.intrinsics import claim, float32_at, float_of_bits, i
 # | PLACES | int32: where each query stands in Q and OUT |
 # | FIRSTS, COUNTS | int32: query i sees COUNTS[i] tokens from TOKENS[FIRSTS[i]] on |
 # | FACTORS | float32: the scale of scores, and the softcap or 0 |
+# | SINKS | float32 [kv_heads, group]: scores that join the sums of weights; the address is 0 if there are none |
 NEXT, QUERIES, KV_HEADS, GROUP, HEAD_DIM, HEAD_STRIDE, Q_STRIDE, NUM_ROWS, NUM_TOKENS, NUM_PLACES = range(10)
-Q, OUT, K, V, TOKENS, PLACES, FIRSTS, COUNTS, FACTORS = range(10, 19)
-NUM_ARGUMENTS = 19
+Q, OUT, K, V, TOKENS, PLACES, FIRSTS, COUNTS, FACTORS, SINKS = range(10, 20)
+NUM_ARGUMENTS = 20
 
 _BLOCK = 128
 _AHEAD = 16  # distance in tokens from the token that is computed to the one that is prefetched
@@ -159,6 +160,7 @@ def _attend(a, counter, k, v):  # type: ignore[no-untyped-def]
     places = carray(int32_at(a[PLACES]), (queries,))
     firsts, counts = carray(int32_at(a[FIRSTS]), (queries,)), carray(int32_at(a[COUNTS]), (queries,))
     factors = carray(float32_at(a[FACTORS]), (2,))
+    sinks = carray(float32_at(a[SINKS]), (kv_heads, group))
     buffer = np.empty(group * _BLOCK, np.float32)
     sums = np.empty((group, head_dim), np.float32)
     top, total = np.empty(group, np.float32), np.empty(group, np.float32)
@@ -183,8 +185,13 @@ def _attend(a, counter, k, v):  # type: ignore[no-untyped-def]
             _add(values, block, shift, scores, sums)
         for g in range(group):
             row = out[place, head, g]
+            factor = np.float32(1)
+            if a[SINKS] != 0:
+                new = max(top[g], sinks[head, g])
+                factor = _exp(top[g] - new)
+                total[g] = total[g] * factor + _exp(sinks[head, g] - new)
             for d in range(head_dim):
-                row[d] = sums[g, d] / total[g]
+                row[d] = sums[g, d] * factor / total[g]
 
 
 @cfunc(types.void(types.CPointer(types.int64)), fastmath=_FAST, cache=True)

@@ -47,8 +47,8 @@ class _Seen:
 class NumbaAttention(TorchAttention):
     """Attention over the pages `kv` (see `kernels.attention.interface`), float32 or bfloat16, on a CPU."""
 
-    def __init__(self, kv: torch.Tensor, shape: AttentionShape) -> None:
-        super().__init__(kv, shape)
+    def __init__(self, kv: torch.Tensor, shape: AttentionShape, sinks: torch.Tensor | None = None) -> None:
+        super().__init__(kv, shape, sinks)
         self._kernel = _KERNELS[kv.dtype]
         self._factors = np.array([shape.scale, shape.softcap or 0.0], dtype=np.float32)
 
@@ -97,5 +97,7 @@ class NumbaAttention(TorchAttention):
         )
         arguments[decode_kernel.Q : decode_kernel.TOKENS] = [t.data_ptr() for t in (q, out, keys, values)]
         arrays = (self._tokens, self._places, seen.firsts, seen.counts, self._factors)
-        arguments[decode_kernel.TOKENS :] = [a.ctypes.data for a in arrays]
+        arguments[decode_kernel.TOKENS : decode_kernel.SINKS] = [a.ctypes.data for a in arrays]
+        if self.sinks is not None:
+            arguments[decode_kernel.SINKS] = self.sinks[layer].data_ptr()
         openmp.run(self._kernel, arguments)

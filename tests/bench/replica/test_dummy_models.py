@@ -21,7 +21,7 @@ def test_the_decoder_runs_every_shape(name: str, tmp_path: Path) -> None:
     assert config.num_layers == wanted["num_hidden_layers"] and config.head_dim == head_dim
     assert config.vocab_size == wanted["vocab_size"] > HIGHEST_ID
     assert config.tied_embeddings == wanted["tie_word_embeddings"]
-    assert config.qk_norm == ("head" if config.model_type.startswith("qwen3") else None)
+    assert config.qk_norm == ("head" if config.model_type.startswith(("qwen3", "gemma3")) else None)
 
 
 @pytest.mark.slow
@@ -47,6 +47,16 @@ def test_experts_are_of_the_size_that_they_are_named_after(
     assert sum(math.prod(shape) for _, shape in shapes) == pytest.approx(parameters, rel=0.01)
     own = sum(math.prod(shape) * (chosen if ".experts_" in parameter else 1.0) for parameter, shape in shapes)
     assert own == pytest.approx(used, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parameters"), [("gpt-oss-20b", 20.9e9), ("gemma3-12b", 11.8e9)])
+def test_shapes_with_windows(name: str, parameters: float, tmp_path: Path) -> None:
+    config = decoder_config(read_config(dummy_models.write(name, tmp_path)))
+    assert sum(map(math.prod, parameter_shapes(config).values())) == pytest.approx(parameters, rel=0.01)
+    windows = {"gpt-oss-20b": (128, None) * 12, "gemma3-12b": (*(1024,) * 5, None) * 8}
+    assert config.windows == windows[name] and config.has_sinks == (name == "gpt-oss-20b")
+    assert {rope.kind for rope in config.ropes} <= {"yarn", "linear", "default"}
 
 
 def test_every_id_has_a_text_of_its_own(tmp_path: Path) -> None:

@@ -8,17 +8,33 @@ import torch
 
 from kernels.attention import flashinfer_backend, shared_prefix
 from kernels.attention.interface import AttentionShape, SharedPrefixes
-from tests.kernels.attention.test_interface import MIXED, random_batch
+from tests.kernels.attention.test_interface import MIXED, random_batch, random_sinks
 from tests.kernels.attention.test_split_kv_plan import GROUPS, grouped, with_chunk
 from tests.kernels.reference import ReferenceAttention
 
-SHAPES = [AttentionShape(32, 8, 128, 128**-0.5, (None, None)), AttentionShape(9, 3, 64, 0.2, (None,))]
+SHAPES = [
+    AttentionShape(32, 8, 128, 128**-0.5, (None, None)),
+    AttentionShape(9, 3, 64, 0.2, (None,)),
+    AttentionShape(64, 8, 64, 0.125, (60, None), has_sinks=True),  # gpt-oss's heads
+    AttentionShape(16, 8, 256, 0.0625, (60, None)),  # Gemma 3's
+    AttentionShape(8, 4, 256, 0.0625, (60, None), softcap=50.0),  # Gemma 2's
+]
 SINGLES = [chunk for chunk in MIXED if chunk[1] == 1]
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"),
 ]
+
+
+def made(
+    kv: torch.Tensor, shape: AttentionShape, pages: int, tokens: int
+) -> tuple[ReferenceAttention, flashinfer_backend.FlashInferAttention]:
+    """The definition, and FlashInfer's attention for 64 sequences."""
+    sinks = random_sinks(shape)
+    on_device = None if sinks is None else sinks.cuda()
+    tested = flashinfer_backend.FlashInferAttention(kv.cuda(), shape, 64, pages, tokens, on_device)
+    return ReferenceAttention(kv.clone(), shape, sinks), tested
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -35,8 +51,7 @@ def test_same_as_reference(
     pages = sum(-(-(start + length) // page_size) for start, length in chunks)
     torch.manual_seed(1)
     kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, page_size, shape.head_dim).bfloat16()
-    expected = ReferenceAttention(kv.clone(), shape)
-    tested = flashinfer_backend.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1], 400)
+    expected, tested = made(kv, shape, 64 * batch.tables.shape[1], 400)
     expected.plan(batch)
     if size:
         tested.plan_graph(batch, size, None)
@@ -62,8 +77,7 @@ def test_shared_prefixes(shape: AttentionShape, size: int | None, monkeypatch: p
         batch = with_chunk(batch)
     torch.manual_seed(1)
     kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, 16, shape.head_dim).bfloat16()
-    expected = ReferenceAttention(kv.clone(), shape)
-    tested = flashinfer_backend.FlashInferAttention(kv.cuda(), shape, 64, 64 * batch.tables.shape[1], 400)
+    expected, tested = made(kv, shape, 64 * batch.tables.shape[1], 400)
     expected.plan(batch)
     n = batch.num_tokens
     plans = [None] if size is None else [SharedPrefixes.none(), tested.shared_prefixes(batch), None]
@@ -87,7 +101,7 @@ def test_graphs_of_chunks(shape: AttentionShape, stream_from: int, monkeypatch: 
     largest = random_batch(np.random.default_rng(1), every, 16)
     size, pages = largest.num_tokens + 9, sum(-(-(start + length) // 16) for start, length in every)
     kv = torch.randn(len(shape.windows), 2, pages + 1, shape.num_kv_heads, 16, shape.head_dim).bfloat16()
-    tested = flashinfer_backend.FlashInferAttention(kv.cuda(), shape, 64, 64 * largest.tables.shape[1], 2 * size)
+    _, tested = made(kv, shape, 64 * largest.tables.shape[1], 2 * size)
     q = torch.zeros(size, shape.num_heads, shape.head_dim).bfloat16().cuda()
     outs = []
 
@@ -101,7 +115,7 @@ def test_graphs_of_chunks(shape: AttentionShape, stream_from: int, monkeypatch: 
         attend()
     for chunks in (every, every[-1:], SINGLES, every[2:-1], every):
         batch = random_batch(np.random.default_rng(2), chunks, 16)
-        expected = ReferenceAttention(kv.clone(), shape)
+        expected = ReferenceAttention(kv.clone(), shape, None if tested.sinks is None else tested.sinks.cpu())
         expected.plan(batch)
         tested.plan_graph(batch, size, SharedPrefixes.none(), chunks=True)
         fresh = torch.randn(size, shape.num_heads, shape.head_dim).bfloat16()

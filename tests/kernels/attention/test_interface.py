@@ -13,7 +13,7 @@ from kernels.attention.interface import AttentionBackend, AttentionBatch, Attent
 from kernels.attention.torch_backend import TorchAttention
 from tests.kernels.reference import ReferenceAttention
 
-Backend = Callable[[torch.Tensor, AttentionShape], AttentionBackend]
+Backend = Callable[[torch.Tensor, AttentionShape, torch.Tensor | None], AttentionBackend]
 BACKENDS = [TorchAttention, NumbaAttention]
 
 
@@ -30,6 +30,15 @@ def random_batch(generator: np.random.Generator, chunks: list[tuple[int, int]], 
     return AttentionBatch(tables, rows, starts.copy(), lengths.copy())
 
 
+def random_sinks(shape: AttentionShape) -> torch.Tensor | None:
+    """Sinks of all layers, some far above and far below all scores; None for a shape without."""
+    if not shape.has_sinks:
+        return None
+    sinks = 2 * torch.randn(len(shape.windows), shape.num_heads)
+    sinks[0, 0], sinks[-1, -1] = 300.0, -300.0
+    return sinks
+
+
 def compare(
     backend: Backend,
     shape: AttentionShape,
@@ -43,8 +52,8 @@ def compare(
     torch.manual_seed(1)
     num_pages = sum(-(-(start + length) // page_size) for start, length in chunks)
     kv = torch.randn(len(shape.windows), 2, num_pages, shape.num_kv_heads, page_size, shape.head_dim).to(dtype)
-    own, reference = kv.clone(), kv.clone()
-    tested, expected = backend(own, shape), ReferenceAttention(reference, shape)
+    own, reference, sinks = kv.clone(), kv.clone(), random_sinks(shape)
+    tested, expected = backend(own, shape, sinks), ReferenceAttention(reference, shape, sinks)
     tested.plan(batch)
     expected.plan(batch)
     for layer in range(len(shape.windows)):
@@ -73,15 +82,27 @@ def test_mixed_batch(backend: Backend, page_size: int) -> None:
         AttentionShape(4, 4, 16, 0.25, (None, 1, 5, 100)),
         AttentionShape(3, 1, 12, 0.4, (7, None)),
         AttentionShape(8, 2, 20, 1.0, (None, 9), softcap=3.0),
+        AttentionShape(8, 2, 16, 0.4, (None, 9), has_sinks=True),
+        AttentionShape(3, 1, 12, 1.0, (7,), softcap=3.0, has_sinks=True),
     ],
 )
-def test_windows_groups_and_softcap(backend: Backend, shape: AttentionShape) -> None:
+def test_windows_groups_softcap_and_sinks(backend: Backend, shape: AttentionShape) -> None:
     compare(backend, shape, MIXED, 4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bfloat16(backend: Backend) -> None:
-    compare(backend, AttentionShape(6, 2, 64, 0.125, (None, 20)), MIXED, 16, torch.bfloat16, tolerance=0.02)
+    shape = AttentionShape(6, 2, 64, 0.125, (None, 20), has_sinks=True)
+    compare(backend, shape, MIXED, 16, torch.bfloat16, tolerance=0.02)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_are_given_if_and_only_if_there_are_some(backend: Backend) -> None:
+    kv = torch.zeros(1, 2, 1, 1, 4, 8)
+    with pytest.raises(ValueError, match="only if"):
+        backend(kv, AttentionShape(1, 1, 8, 1.0, (None,), has_sinks=True), None)
+    with pytest.raises(ValueError, match="only if"):
+        backend(kv, AttentionShape(1, 1, 8, 1.0, (None,)), torch.zeros(1, 1))
 
 
 def test_float16() -> None:

@@ -176,6 +176,7 @@ def test_empty_plan_is_copied_once() -> None:
         (AttentionShape(4, 2, 80, 1.0, (None,)), torch.float16, False),
         (AttentionShape(4, 2, 64, 1.0, (None, 128)), torch.float16, False),
         (AttentionShape(4, 2, 64, 1.0, (None,), softcap=5.0), torch.float16, False),
+        (AttentionShape(4, 2, 64, 1.0, (None,), has_sinks=True), torch.float16, False),
     ],
 )
 def test_what_it_is_made_for(shape: AttentionShape, dtype: torch.dtype, can: bool) -> None:

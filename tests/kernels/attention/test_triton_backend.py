@@ -6,7 +6,7 @@ import torch
 
 from kernels.attention import shared_prefix
 from kernels.attention.interface import AttentionBatch, AttentionShape, SharedPrefixes
-from tests.kernels.attention.test_interface import MIXED, random_batch
+from tests.kernels.attention.test_interface import MIXED, random_batch, random_sinks
 from tests.kernels.attention.test_split_kv_plan import DEVICE, GROUPS, ON_GPU, TOLERANCES, grouped, with_chunk
 from tests.kernels.reference import ReferenceAttention
 
@@ -21,6 +21,7 @@ SHAPES = {
     "windows": AttentionShape(2, 2, 16, 0.25, (None, 1, 20)),
     "window": AttentionShape(8, 1, 12, 0.4, (37,)),
     "softcap": AttentionShape(5, 1, 20, 1.0, (None, 9), softcap=3.0),
+    "sinks": AttentionShape(4, 2, 16, 0.4, (None, 9), has_sinks=True),
 }
 pytestmark = pytest.mark.slow
 REAL_TILES_FOR = split_kv_kernel.tiles_for
@@ -47,7 +48,10 @@ def check(
     """Each plan is a graph's size (or None for a step) and what it shares."""
     torch.manual_seed(1)
     kv = torch.randn(len(shape.windows), 2, num_pages + 1, shape.num_kv_heads, page_size, shape.head_dim).to(dtype)
-    expected, tested = ReferenceAttention(kv.clone(), shape), TritonAttention(kv.to(DEVICE), shape, 40, 5000, 500)
+    sinks = random_sinks(shape)
+    expected = ReferenceAttention(kv.clone(), shape, sinks)
+    on_device = None if sinks is None else sinks.to(DEVICE)
+    tested = TritonAttention(kv.to(DEVICE), shape, 40, 5000, 500, on_device)
     expected.plan(batch)
     n = batch.num_tokens
     for size, shared in plans:
@@ -75,7 +79,7 @@ def test_steps(name: str, page_size: int) -> None:
         check(batch, pages, page_size, shape, torch.float32, [(None, None)])
 
 
-@pytest.mark.parametrize("name", ["windows", "softcap"])
+@pytest.mark.parametrize("name", ["windows", "softcap", "sinks"])
 def test_graphs(name: str) -> None:
     """Of decodes, and of these beside longer chunks; padded or not."""
     for chunks in (SINGLES, SINGLES[-2:] + CHUNKS[:2]):
@@ -115,7 +119,7 @@ def test_narrow(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "page_size"),
     [
-        (AttentionShape(4, 1, 16, 0.25, (None, 20)), torch.float32, 4),
+        (AttentionShape(4, 1, 16, 0.25, (None, 20), has_sinks=True), torch.float32, 4),
         (AttentionShape(3, 1, 64, 0.125, (None,)), torch.float32, 16),
         (AttentionShape(2, 2, 20, 0.2, (None,)), torch.float32, 1),
         (AttentionShape(4, 2, 16, 0.25, (None,)), torch.float16, 16),
@@ -126,7 +130,8 @@ def test_shared_prefixes(shape: AttentionShape, dtype: torch.dtype, page_size: i
     """In steps and graphs, alone and beside a chunk of the sequence that was the first of them."""
     batch, pages = grouped(GROUPS, page_size)
     for chunks in (batch, with_chunk(batch)):
-        finder = TritonAttention(torch.empty(1, 2, 1, shape.num_kv_heads, page_size, 64), shape, 40, 5000, 40)
+        pages_of = torch.empty(1, 2, 1, shape.num_kv_heads, page_size, 64)
+        finder = TritonAttention(pages_of, shape, 40, 5000, 40, random_sinks(shape))
         shared = finder.shared_prefixes(chunks)
         assert shared is not None and len(shared.num_pages) == 3
         n = chunks.num_tokens

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
 from kernels.experts.routing import route
-from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
 
 HIDDEN, SIZE, COUNT = 24, 20, 8
 
@@ -39,18 +39,32 @@ def test_groups() -> None:
     assert sorted(chosen[0].tolist()) == [4, 5, 6]
 
 
-@pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
+def test_clamped_swiglu() -> None:
+    """Gates have no least value, and ups are clamped on both sides before one is added."""
+    gate, up = torch.tensor([-9.0, 0.5, 9.0]), torch.tensor([-9.0, 0.5, 9.0])
+    got = ClampedSwiGLU(limit=2.0, alpha=1.5)(torch.cat((gate, up))[None])
+    clamped = torch.tensor([-9.0, 0.5, 2.0])
+    wanted = clamped * (1.5 * clamped).sigmoid() * (torch.tensor([-2.0, 0.5, 2.0]) + 1)
+    torch.testing.assert_close(got, wanted[None])
+
+
+@pytest.mark.parametrize(
+    ("activation", "has_biases"), [(silu_and_mul, False), (gelu_tanh_and_mul, True), (ClampedSwiGLU(2.0, 1.7), True)]
+)
 @pytest.mark.parametrize(("first", "count"), [(0, COUNT), (3, 4)])
 @pytest.mark.parametrize("tokens", [1, 30])
-def test_only_the_chosen_experts_count(tokens: int, first: int, count: int, activation) -> None:
+def test_only_the_chosen_experts_count(tokens: int, first: int, count: int, activation, has_biases: bool) -> None:
     gate_up, down = random(COUNT, 2 * SIZE, HIDDEN), random(COUNT, HIDDEN, SIZE)
+    biases = (random(COUNT, 2 * SIZE), random(COUNT, HIDDEN)) if has_biases else None
     x, (chosen, weights) = random(tokens, HIDDEN), route(random(tokens, COUNT), Routing(3))
     wanted = torch.zeros_like(x)
     for expert in range(first, first + count):
         share = torch.where(chosen == expert, weights, 0.0).sum(1, keepdim=True)
-        wanted += share * F.linear(activation(F.linear(x, gate_up[expert])), down[expert])
+        first_bias, last_bias = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+        wanted += share * F.linear(activation(F.linear(x, gate_up[expert], first_bias)), down[expert], last_bias)
     own = slice(first, first + count)
-    experts = Experts(gate_up[own], down[own], activation, first)
+    own_biases = None if biases is None else (biases[0][own], biases[1][own])
+    experts = Experts(gate_up[own], down[own], activation, first, own_biases)
     out = torch.full_like(x, float("nan"))
     torch.testing.assert_close(experts(x, chosen, weights), wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(experts(x, chosen, weights, out), wanted, atol=1e-4, rtol=1e-4)
@@ -66,5 +80,5 @@ def test_experts_without_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_another_activation_is_refused() -> None:
-    with pytest.raises(ValueError, match="silu or the tanh form of gelu"):
+    with pytest.raises(ValueError, match="silu, the tanh form of gelu, or a clamped SwiGLU"):
         Experts(random(1, 2, 2), random(1, 2, 1), torch.relu)

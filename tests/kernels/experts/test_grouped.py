@@ -7,7 +7,7 @@ from kernels.experts.choice import Routing, choose
 from kernels.experts.experts import Experts
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile
 from kernels.experts.weights import ExpertWeights
-from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
 
 pytest.importorskip("triton")
 
@@ -80,6 +80,19 @@ def test_products(tokens: int, tiles: ExpertTiles, first: int, count: int, activ
     torch.testing.assert_close(got.cpu(), wanted, atol=1e-5, rtol=1e-4)
     out = torch.full_like(x, float("nan"))
     assert grouped.experts(weights, x, chosen, shares, tiles, out) is out and torch.equal(out, got)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("tokens", "tiles"), [(50, TILES), (3, ALONE)])
+def test_products_with_biases_of_a_clamped_swiglu(tokens: int, tiles: ExpertTiles) -> None:
+    first, own = 2, slice(2, 5)
+    gate_up, down = 0.2 * random(COUNT, 2 * SIZE, HIDDEN)[own], 0.2 * random(COUNT, HIDDEN, SIZE)[own]
+    biases = random(COUNT, 2 * SIZE)[own].contiguous(), random(COUNT, HIDDEN)[own].contiguous()
+    x, (chosen, shares), clamped = random(tokens, HIDDEN), routed(tokens), ClampedSwiGLU(1.0, 1.7)
+    in_full = Experts(gate_up.cpu(), down.cpu(), clamped, first, (biases[0].cpu(), biases[1].cpu()))
+    weights = ExpertWeights(gate_up.contiguous(), down.contiguous(), first, False, clamped, *biases)
+    got = grouped.experts(weights, x, chosen, shares, tiles)
+    torch.testing.assert_close(got.cpu(), in_full(x.cpu(), chosen.cpu(), shares.cpu()), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("pairs", "experts", "rows", "most"), [(1, 8, 16, 1), (8, 128, 16, 8), (2048, 128, 16, 248)])

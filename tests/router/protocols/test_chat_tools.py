@@ -26,6 +26,16 @@ THINKER = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+# As gpt-oss's: one call of a message, thinking under another name, results after the last call's name.
+HARMONY_TEMPLATE = (
+    "{% set last = namespace(name='') %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}{% set last.name = call.name %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "<|start|>assistant to={{ call.name }}<|channel|>commentary<|message|>{{ call.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'tool' %}<|start|>{{ last.name }}<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}{% if tools %}{% endif %}"
+)
 WEATHER = {
     "type": "function",
     "function": {
@@ -319,6 +329,29 @@ def test_a_template_without_tools_has_them_described(tokenizer: Tokenizer) -> No
     assert f"<|im_start|>user\n{results}<|im_end|>" in prompt
     with pytest.raises(TemplateError):
         chat_prompt(Conversation(messages, tools), tokenizer.output_format("mistral", "auto"), tokenizer)
+
+
+def test_harmony_has_a_message_for_each_call(byte_level_tokenizer_maker: Callable[[], tokenizers.Tokenizer]) -> None:
+    """Each result follows its call, and thinking and text before calls are one."""
+    tokenizer = Tokenizer(byte_level_tokenizer_maker(), ChatTemplate(HARMONY_TEMPLATE, {}))
+    calls = ToolCall("c", "first", "{}"), ToolCall("d", "second", '{"a": 1}'), ToolCall("e", "third", "{}")
+    messages = (
+        Message("user", "Go."),
+        Message("assistant", "I will look.", "Hm.", calls),
+        Message("tool", "one", call_id="c"),
+        Message("tool", "two", call_id="d"),
+        Message("user", "And?"),
+    )
+    prompt = chat_prompt(Conversation(messages), tokenizer.output_format("auto", "auto"), tokenizer)
+    assert prompt == (
+        "<|start|>user<|message|>Go.<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI will look.<|end|>"
+        "<|start|>assistant to=first<|channel|>commentary<|message|>{}<|call|><|start|>first<|message|>one<|end|>"
+        '<|start|>assistant to=second<|channel|>commentary<|message|>{"a": 1}<|call|>'
+        "<|start|>second<|message|>two<|end|>"
+        "<|start|>assistant to=third<|channel|>commentary<|message|>{}<|call|>"
+        "<|start|>user<|message|>And?<|end|>"
+    )
 
 
 def test_parsers_by_setting(make_stack: Any, make_replica: Any, thinker: Tokenizer) -> None:

@@ -16,7 +16,7 @@ from worker.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-NAMES = [name for name in TINY if "moe" in name or name == "mixtral"]
+NAMES = [name for name in TINY if "moe" in name or name in ("mixtral", "gpt_oss")]
 
 
 @torch.inference_mode()

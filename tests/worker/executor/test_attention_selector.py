@@ -13,8 +13,10 @@ from worker.executor import model_runner
 from worker.executor.attention_selector import AttentionChoice, choose_attention
 
 PLAIN = AttentionShape(8, 2, 64, 0.125, (None,))
-SOFT = AttentionShape(8, 2, 64, 0.125, (None,), softcap=30.0)
 LATENT = AttentionShape(16, 1, 576, 0.07, (None,), latent=LatentHeads(512, 128, 64, 128))
+GEMMA = AttentionShape(8, 2, 256, 0.125, (None, 128), softcap=30.0)
+GPT_OSS = AttentionShape(8, 2, 64, 0.125, (128, None), has_sinks=True)
+NARROW = AttentionShape(8, 2, 80, 0.125, (None,))
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
@@ -34,10 +36,12 @@ def raising(error: Exception):
     [
         (GPU, torch.bfloat16, PLAIN, "flashinfer"),
         (GPU, torch.float32, PLAIN, "triton"),
-        (GPU, torch.bfloat16, SOFT, "triton"),
         (GPU, torch.bfloat16, LATENT, "flashinfer"),
         (GPU, torch.float32, LATENT, "torch"),
         (CPU, torch.float32, LATENT, "numba"),
+        (GPU, torch.bfloat16, GEMMA, "flashinfer"),
+        (GPU, torch.bfloat16, GPT_OSS, "flashinfer"),
+        (GPU, torch.bfloat16, NARROW, "triton"),
         (CPU, torch.float32, PLAIN, "numba"),
         (CPU, torch.float16, PLAIN, "torch"),
     ],

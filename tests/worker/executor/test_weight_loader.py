@@ -25,7 +25,7 @@ from worker.parallel.pipeline_stage import PipelineStage
 from worker.step import Chunk, Plan
 
 CPU = torch.device("cpu")
-NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe"]
+NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe", "gpt_oss"]
 
 
 def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "auto") -> dict[str, torch.Tensor]:
@@ -83,6 +83,8 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
         "out_bias": lambda x: x if shard.rank == 0 else torch.zeros_like(x),
     }
     cut |= {"experts_gate_up": experts_gated, "experts_down": experts_down}
+    cut |= {"experts_gate_up_bias": experts_gated, "experts_down_bias": cut["out_bias"]}
+    cut["sinks"] = lambda x: padded(x[rows(shard.heads)], own.num_heads)
     cut |= {"qkv_bias": stacked, "gate_up_bias": gated, "head": cut["embedding"], "down_bias": cut["out_bias"]}
     return {name: cut.get(name.split(".")[-1], torch.clone)(x) for name, x in whole.items()}
 

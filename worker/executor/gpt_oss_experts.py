@@ -1,0 +1,128 @@
+"""The experts in gpt-oss's checkpoints, given as those of other families: matrices `[experts, out, in]`, gates first.
+
+| layout | gates and ups, `[experts, …]` | down |
+| --- | --- | --- |
+| as published, in MXFP4 | `[2 * size, hidden / 32, 16]`, rows in turns: a gate, its up | `[hidden, size / 32, 16]` |
+| as transformers saves them | `[hidden, 2 * size]`, columns in turns | `[size, hidden]` |
+
+Biases have gates and ups in turns in both. MXFP4 (Open Compute Project, Microscaling Formats 1.0) has a byte for two
+numbers, e2m1, the first in the low bits. Blocks of 32 share a scale, the power of two of a byte less 127. These numbers
+times their scales are exact in bfloat16 and float32.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+
+Read = Callable[[int, range], torch.Tensor]
+"""`read(dim, part)` reads only that part of a checkpoint's tensor along a dimension."""
+
+Tensor = tuple[str, tuple[int, ...], Read]
+"""A checkpoint's tensor: name, shape, and how to read it."""
+
+_Numbers = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `dequantized`, of blocks and scales
+
+_BLOCK = 32
+_SCALE_BIAS = 127
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = torch.tensor((*_POSITIVE, *(-number for number in _POSITIVE)))
+
+
+def arranged(tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The tensors of a checkpoint, with experts as in other families' checkpoints. MXFP4 is multiplied out on `device`,
+    to `dtype`, as it is read. Raises ValueError for blocks without scales, and the reverse."""
+    halves: dict[str, Tensor] = {}  # of matrices in MXFP4, until the other one comes
+    numbers = partial(dequantized, device=device, dtype=dtype)
+    for name, shape, read in tensors:
+        matrix, _, half = name.rpartition("_")
+        if half in ("blocks", "scales") and ".mlp.experts." in name:
+            if matrix not in halves:
+                halves[matrix] = half, shape, read
+                continue
+            _, other_shape, other_read = halves.pop(matrix)
+            blocks, scales = (read, other_read) if half == "blocks" else (other_read, read)
+            experts, rows, groups = (shape if half == "scales" else other_shape)[:3]
+            reader = _gate_up_of_blocks if matrix.endswith("gate_up_proj") else _down_of_blocks
+            whole = (experts, rows, groups * _BLOCK)
+            yield matrix, whole, partial(reader, numbers, blocks, scales, rows // 2)
+        elif name.endswith(".mlp.experts.gate_up_proj"):
+            experts, hidden, rows = shape
+            yield name, (experts, rows, hidden), partial(_gate_up, read, rows // 2)
+        elif name.endswith(".mlp.experts.gate_up_proj_bias"):
+            yield name, shape, partial(_gate_up_bias, read, shape[1] // 2)
+        elif name.endswith(".mlp.experts.down_proj"):
+            experts, size, hidden = shape
+            yield name, (experts, hidden, size), partial(_down, read)
+        else:
+            yield name, shape, read
+    if halves:
+        name, (half, *_) = next(iter(halves.items()))
+        raise ValueError(f"the checkpoint has {name}_{half}, and not the other half of that matrix in MXFP4")
+
+
+def dequantized(blocks: torch.Tensor, scales: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Matrices in MXFP4 as numbers: `[experts, rows, 32 * groups]` of `dtype` on `device`.
+
+    blocks: uint8 `[experts, rows, groups, 16]`. scales: uint8 `[experts, rows, groups]`.
+    """
+    experts, rows, groups = scales.shape
+    out = torch.empty(experts, rows, groups * _BLOCK, dtype=dtype, device=device)
+    numbers = _E2M1.to(device)
+    # One expert at a time: codes and float32 take ten times the memory of the blocks.
+    for own, packed, powers in zip(out, blocks, scales, strict=True):
+        on_device = packed.to(device)
+        codes = torch.stack((on_device & 15, on_device >> 4), dim=-1).flatten(2)
+        exponents = powers.to(device).int() - _SCALE_BIAS
+        own.copy_(torch.ldexp(numbers[codes.int()], exponents[..., None]).flatten(1))
+    return out
+
+
+def _turns(part: range, size: int) -> tuple[range, int]:
+    """Rows of gates and ups in turns that hold `part` of the rows with gates first, and which of each two they are."""
+    second = int(part.start >= size)
+    return range(2 * (part.start - second * size), 2 * (part.stop - second * size)), second
+
+
+def _gate_up(read: Read, size: int, dim: int, part: range) -> torch.Tensor:
+    assert dim == 1, "gates and ups are cut by their rows"
+    columns, second = _turns(part, size)
+    return read(2, columns)[:, :, second::2].transpose(1, 2)
+
+
+def _gate_up_bias(read: Read, size: int, dim: int, part: range) -> torch.Tensor:
+    columns, second = _turns(part, size)
+    return read(dim, columns)[:, second::2]
+
+
+def _down(read: Read, dim: int, part: range) -> torch.Tensor:
+    assert dim == 2, "down is cut by its columns"
+    return read(1, part).transpose(1, 2)
+
+
+def _gate_up_of_blocks(
+    numbers: _Numbers,
+    blocks: Read,
+    scales: Read,
+    size: int,
+    dim: int,
+    part: range,
+) -> torch.Tensor:
+    assert dim == 1, "gates and ups are cut by their rows"
+    rows, second = _turns(part, size)
+    return numbers(blocks(1, rows)[:, second::2], scales(1, rows)[:, second::2])
+
+
+def _down_of_blocks(
+    numbers: _Numbers,
+    blocks: Read,
+    scales: Read,
+    _: int,
+    dim: int,
+    part: range,
+) -> torch.Tensor:
+    assert dim == 2, "down is cut by its columns"
+    groups = range(part.start // _BLOCK, -(-part.stop // _BLOCK))
+    whole = numbers(blocks(2, groups), scales(2, groups))
+    first = groups.start * _BLOCK
+    return whole[:, :, part.start - first : part.stop - first]
