@@ -13,6 +13,7 @@ from cluster.app import numbers, settle
 from cluster.config import Config, ConfigError, load
 from cluster.followed_config import FollowedConfig, rescaled
 from cluster.local import fit
+from shoal import serve
 
 MODELS = [
     {"name": "a", "model": "org/a", "replicas": 2},
@@ -116,3 +117,9 @@ def test_a_server_tells_serve_the_numbers_that_have_changed(tmp_path: Path, monk
     run._ask_to_read(1, None)
     assert look("replicas: 3\n") == "" and not run._is_asked_to_read
     launch._Launch(Config(), Console(file=out))._follow()  # a server that follows none
+
+
+def test_there_must_be_a_file_to_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--follow"])
+    assert "give one with --config" in capsys.readouterr().err

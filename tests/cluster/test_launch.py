@@ -257,6 +257,41 @@ def test_a_taken_port_is_an_error_before_anything_starts(tiny_model: Path) -> No
             assert server.process.wait(END_S) == 1
 
 
+@pytest.mark.parametrize(
+    ("runs", "address", "drain", "looks", "said"),
+    [
+        (True, None, True, 3, "get 7 s to end"),
+        (True, "auto", False, 3, "get 7 s to end"),
+        (True, None, False, 0, "are cut off"),
+        (False, "auto", True, 0, "are cut off"),
+    ],
+)
+def test_a_server_that_is_terminated_waits_for_its_streams(
+    runs: bool, address: str | None, drain: bool, looks: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked = io.StringIO(), iter([1, 1, None])
+    left: list[object] = []
+    monkeypatch.setattr(launch, "POLL_S", 0)
+    monkeypatch.setattr(launch, "_overview", lambda: left.append(next(asked)) or left[-1])
+    monkeypatch.setattr(launch.ray_serve, "delete", lambda *its, **more: None)
+    server = launch._Launch(Config(drain_s=7, address=address), Console(file=out, width=500))
+    server._runs = runs
+    server.interrupted(drain)
+    assert len(left) == looks and said in out.getvalue()
+
+
+def test_a_server_whose_ray_is_gone_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*its: object, **more: object) -> None:
+        raise RuntimeError("no controller")
+
+    out = io.StringIO()
+    monkeypatch.setattr(launch.ray_serve, "delete", gone)
+    server = launch._Launch(Config(), Console(file=out, width=500))
+    server._runs = True
+    server.interrupted(drain=True)
+    assert "Ray is gone: no controller" in out.getvalue()
+
+
 def test_more_gpus_than_a_machine_has() -> None:
     config = Config(device="cuda", replicas=2, tp=2, pp=2)
     start = launch._Launch(config, Console())

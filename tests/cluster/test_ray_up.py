@@ -34,6 +34,7 @@ def served(name: str) -> Config:
     words = shlex.split(read(name)["head_start_ray_commands"][-1])
     inner = shlex.split(words[words.index("-c") + 1])
     arguments = inner[inner.index("serve") + 1 :]
+    arguments.remove("--follow")
     flags = dict(zip(arguments[::2], arguments[1::2], strict=True))
     assert inner[inner.index("serve") - 1] == "~/shoal-env/bin/shoal"
     file = flags.pop("--config").removeprefix("~/shoal/")
