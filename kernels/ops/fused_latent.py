@@ -102,19 +102,19 @@ def _rotate_and_store(
     sin = tl.load(angle + HALF, mask=turning, other=0.0)
     wait_for_previous()
     if program == 0:
-        at = tl.arange(0, RANK_BLOCK)
-        inside = at < RANK
-        weight = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-        source = rows + token * row_stride
-        target = pages + tl.load(slots + token) * (RANK + 2 * HALF)
-        latent = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        column = tl.arange(0, RANK_BLOCK)
+        kept = column < RANK
+        weight = tl.load(norm + column, mask=kept, other=0.0).to(tl.float32)
+        row = rows + token * row_stride
+        page = pages + tl.load(slots + token) * (RANK + 2 * HALF)
+        latent = tl.load(row + column, mask=kept, other=0.0).to(tl.float32)
         latent *= tl.math.rsqrt(tl.sum(latent * latent) / RANK + eps) * weight
-        tl.store(target + at, latent.to(pages.dtype.element_ty), mask=inside)
-        low = tl.load(source + RANK + turn, mask=turning, other=0.0).to(tl.float32)
-        high = tl.load(source + RANK + HALF + turn, mask=turning, other=0.0).to(tl.float32)
-        low, high = _rotated(low, high, cos, sin)
-        tl.store(target + RANK + turn, low.to(pages.dtype.element_ty), mask=turning)
-        tl.store(target + RANK + HALF + turn, high.to(pages.dtype.element_ty), mask=turning)
+        tl.store(page + column, latent.to(pages.dtype.element_ty), mask=kept)
+        first = tl.load(row + RANK + turn, mask=turning, other=0.0).to(tl.float32)
+        second = tl.load(row + RANK + HALF + turn, mask=turning, other=0.0).to(tl.float32)
+        first, second = _rotated(first, second, cos, sin)
+        tl.store(page + RANK + turn, first.to(pages.dtype.element_ty), mask=turning)
+        tl.store(page + RANK + HALF + turn, second.to(pages.dtype.element_ty), mask=turning)
     else:
         SIZE: tl.constexpr = PLAIN + 2 * HALF
         head = (program - 1) * GROUP + tl.arange(0, GROUP)[:, None]
