@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.messages import Grammar
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.compilation import kept_apart
 from worker.structured_output.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.error import CompilerUnavailable

@@ -31,7 +31,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.engines import CompiledText
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.unique_places import Place

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from worker.structured_output import CompilerUnavailable, GrammarError
 from worker.structured_output import process as module
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.process import CompilerProcess
 
 VOCAB_SIZE = 257
