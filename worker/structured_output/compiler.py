@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_ROOM_S = 60.0  # longest wait for memory, until requests with large grammars end
+_MOST_QUEUED_S = 60.0  # longest wait for a thread, while other grammars compile
 _WORTH_A_TRIM_BYTES = 1 << 20
 
 
@@ -91,7 +93,7 @@ class GrammarCompiler:
             shared = self._kept.get(grammar)
             fresh = shared is None
             if shared is None:
-                shared = self._kept[grammar] = self._threads.submit(self._compile, grammar)
+                shared = self._kept[grammar] = self._threads.submit(self._compile, grammar, time.monotonic())
             self._kept.move_to_end(grammar)
         if fresh:
             shared.add_done_callback(lambda done: self._settle(grammar, done))
@@ -120,7 +122,10 @@ class GrammarCompiler:
         """The id of the process that compiles, if there is one."""
         return self._process.pid
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+    def _compile(self, grammar: Grammar, asked_s: float) -> CompiledGrammar:
+        """Raises CompilerUnavailable if its turn, after `asked_s`, comes too late: then those after it wait less."""
+        if time.monotonic() - asked_s > _MOST_QUEUED_S:
+            raise CompilerUnavailable(f"the grammars of other requests took more than {_MOST_QUEUED_S:g} s to compile")
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
         found = self._compiled_text(grammar)

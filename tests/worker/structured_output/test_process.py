@@ -105,6 +105,13 @@ def test_who_waits_for_the_machine_uses_up_nothing(process: CompilerProcess) -> 
     assert process.compile("python", "time.sleep(0.6) or 1", 0.2).text == "1"
 
 
+def test_who_does_not_get_its_memory_is_not_at_fault(process: CompilerProcess) -> None:
+    """As in a container whose limit is below the grammar's."""
+    limited = "__import__('resource').setrlimit(2, (400 << 20,) * 2) or bytearray(900 << 20)"  # RLIMIT_DATA
+    with pytest.raises(CompilerUnavailable, match="too little memory"):
+        process.compile("python", limited, 20)
+
+
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])
 def test_who_is_killed_is_not_at_fault(process: CompilerProcess, signal_: signal.Signals) -> None:
     """As the kernel does when memory runs out."""
