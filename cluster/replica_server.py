@@ -26,7 +26,11 @@ def open_server(folder: Path, config: WorkerConfig, host: str, store: Store | No
     if store is not None:
         opened = partial(MultiRankExecutor, store=store, host=host, gemm_folder=gemm_folder)
     load = partial(
-        load_components, make_executor=opened, cost_folder=caches / "costs", length_folder=caches / "lengths"
+        load_components,
+        make_executor=opened,
+        cost_folder=caches / "costs",
+        length_folder=caches / "lengths",
+        grammar_folder=caches / "grammars",
     )
     return Server(folder, config, host=host, load=load)
 

@@ -47,8 +47,8 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": "lines of Ray's that `shoal serve` keeps from the terminal: the raylet's on a process "
     "that died, unless it is set",
     "RAY_USAGE_STATS_ENABLED": "`shoal serve` sets it to 0 unless it is set: Ray then reports nothing to its makers",
-    "SHOAL_CACHE": "folder of converted models, their configurations, learned costs of steps, and chosen matrix "
-    "products; by default `$XDG_CACHE_HOME/shoal`",
+    "SHOAL_CACHE": "folder of converted models, their configurations, learned costs of steps, chosen matrix "
+    "products, and compiled grammars (512 MiB at most); by default `$XDG_CACHE_HOME/shoal`",
     "XDG_CACHE_HOME": "where caches are kept; by default `~/.cache`",
     "XDG_STATE_HOME": "where `shoal chat` keeps the history of its input line; by default `~/.local/state`",
 }

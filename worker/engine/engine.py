@@ -67,15 +67,18 @@ def load_components(
     make_executor: Callable[[Path, WorkerConfig], Executor] = open_executor,
     cost_folder: Path | None = None,
     length_folder: Path | None = None,
+    grammar_folder: Path | None = None,
 ) -> Components:
     """Loads the model of a folder. What steps cost is learned, where it matters, and kept in `cost_folder`; what is
-    learned of output lengths in `length_folder`. Raises whatever the model's files or the device have to complain
-    about."""
+    learned of output lengths in `length_folder`. Compiled grammars are kept in `grammar_folder`. Raises whatever the
+    model's files or the device have to complain about."""
     if config.draft_model is not None:
         check_draft_model(Path(config.draft_model), model_dir)
     executor = make_executor(model_dir, config)
     sampler = Sampler(config.max_running, executor.vocab_size, executor.device, executor.last_tokens)
-    grammars = GrammarCompiler(model_dir, executor.vocab_size, config.grammar_timeout_s, executor.eos_token_ids)
+    grammars = GrammarCompiler(
+        model_dir, executor.vocab_size, config.grammar_timeout_s, executor.eos_token_ids, folder=grammar_folder
+    )
     costs = CostStore()
     if needs_costs(config):
         costs = CostStore.load(model_dir, config, executor.device, cost_folder)

@@ -1,28 +1,24 @@
 """Grammar masks of a batch: filled on the host, copied to the device."""
 
 import os
-import time
 from collections.abc import Sequence
 
 import torch
 
-from worker.structured_output import GrammarError, GrammarState, fill_masks, new_bitmask
+from worker.structured_output import GrammarError, GrammarState, MaskThreads, fill_masks, new_bitmask
 
-# Most masks take a microsecond or two, which is less than threads wait for each other: 64 masks took 110 us on one
-# thread, 470 us on two. Masks take milliseconds where tokens must be tried one by one; there, threads help.
-_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-_SLOW_S, _QUICK_S = 3e-3, 1e-3
+_MOST_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 class TokenBitmask:
-    """Bitmask of the allowed tokens of each row. The host fills it while the device computes the step that it is for.
-    Several threads fill it while masks take long."""
+    """Bitmask of the allowed tokens of each row. The host fills it while the device computes the step that it is
+    for."""
 
     def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
         """`most`: the largest number of rows."""
         self._host = new_bitmask(most, vocab_size)
         self._there = self._host
-        self._threads = 1
+        self._threads = MaskThreads(_MOST_THREADS)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._host = self._host.pin_memory()
@@ -34,14 +30,7 @@ class TokenBitmask:
     def fill(self, states: Sequence[GrammarState], rows: Sequence[int]) -> dict[int, GrammarError]:
         """Writes the mask of each state into its row of the host's bitmask. Returns errors by position in `states`, as
         `fill_masks` does. The device must have finished reading the masks that were filled before."""
-        began_s = time.monotonic()
-        errors = fill_masks(states, self._host, rows, self._threads)
-        took_s = time.monotonic() - began_s
-        if took_s > _SLOW_S:
-            self._threads = _THREADS
-        elif took_s < _QUICK_S:
-            self._threads = 1
-        return errors
+        return fill_masks(states, self._host, rows, self._threads)
 
     def fill_after(self, state: GrammarState, token_ids: Sequence[int], rows: Sequence[int]) -> int:
         """Writes the masks that would follow each of `token_ids` into these rows. Returns the number of masks written:

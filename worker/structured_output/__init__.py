@@ -13,6 +13,7 @@ from worker.structured_output.answer_checks import AnswerChecks
 from worker.structured_output.compiler import GrammarCompiler
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.grammar_queue import GrammarQueue
+from worker.structured_output.mask_threads import MaskThreads
 from worker.structured_output.state import CompiledGrammar, GrammarState, apply_bitmask, fill_masks, new_bitmask
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "GrammarError",
     "GrammarQueue",
     "GrammarState",
+    "MaskThreads",
     "apply_bitmask",
     "fill_masks",
     "new_bitmask",

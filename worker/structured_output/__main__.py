@@ -14,8 +14,8 @@ from pathlib import Path
 
 from worker.structured_output.compilation import Compilation
 from worker.structured_output.error import GrammarError
-from worker.structured_output.forks import cpu_time_s, limit_memory, limit_time
-from worker.structured_output.process import BROKEN, CHECK, OK, REFUSED, TEXT_REFUSED, TOO_LARGE, Ending
+from worker.structured_output.forks import cpu_time_s, has_memory_up_to, limit_memory, limit_time
+from worker.structured_output.process import BROKEN, CHECK, NO_MEMORY, OK, REFUSED, TEXT_REFUSED, TOO_LARGE, Ending
 
 # A reply for a large schema has 9 MB with SmolLM2's vocabulary. Reading it takes ten times as much memory for a moment.
 _REPLY_LIMIT_BYTES = 48 << 20
@@ -62,7 +62,7 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
         request += data
     kind, text, after, begin, strict, cpu_s, wall_s = json.loads(request)
     limit_time(cpu_s, wall_s)
-    limit_memory(memory_bytes)
+    limit_bytes = limit_memory(memory_bytes)
     try:
         if kind == CHECK:
             connection.sendall(OK + compilation.check(text))
@@ -75,7 +75,7 @@ def _answer(connection: socket.socket, compilation: Compilation, memory_bytes: i
     except GrammarError as error:
         connection.sendall((TEXT_REFUSED if error.of_text else REFUSED) + str(error).encode("utf-8", "replace"))
     except MemoryError:
-        connection.sendall(TOO_LARGE)
+        connection.sendall(TOO_LARGE if has_memory_up_to(limit_bytes) else NO_MEMORY)
     except Exception as error:
         traceback.print_exc()
         connection.sendall(BROKEN + repr(error).encode("utf-8", "replace"))

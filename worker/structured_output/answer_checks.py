@@ -10,7 +10,7 @@ import msgspec
 
 from worker.errors import one_line
 from worker.messages import Generate, Grammar, Output, SchemaCheck
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.compiler import GrammarCompiler
 from worker.structured_output.state import CompiledGrammar
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from worker.structured_output.answer_check import AnswerToCheck, answer_verdict
+from worker.structured_output.answer_verdict import AnswerToCheck, answer_verdict
 from worker.structured_output.call_formats import MARKERS
 from worker.structured_output.ebnf import START, Node, Ref, rule_text, seq, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, XGRAMMAR_BYTES, XGRAMMAR_CPU_S, engine_for

@@ -1,21 +1,24 @@
-"""From a grammar's text to a compiled grammar: compiled in another process, cached here."""
+"""From a grammar's text to a compiled grammar: compiled in another process, cached here and on disk."""
 
 import contextlib
 import ctypes
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.messages import Grammar
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.compilation import kept_apart
 from worker.structured_output.engines import LLGUIDANCE, CompiledText
 from worker.structured_output.error import CompilerUnavailable
+from worker.structured_output.grammar_store import GrammarStore, identity
 from worker.structured_output.lazy_grammar import LAZY_BYTES, LAZY_BYTES_PER_BYTE, LazyGrammar
 from worker.structured_output.lazy_matcher import LazyVocabulary
 from worker.structured_output.process import CompilerProcess
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_ROOM_S = 60.0  # longest wait for memory, until requests with large grammars end
+_MOST_QUEUED_S = 60.0  # longest wait for a thread, while other grammars compile
 _WORTH_A_TRIM_BYTES = 1 << 20
 
 
@@ -36,6 +40,8 @@ class GrammarCompiler:
 
     - The cache takes up to `cache_bytes`. Evicted grammars that requests still hold may take as much again; then no
       other is compiled until some are freed.
+    - With a folder, compiled grammars are also kept on disk, where all replicas of the machine find them. Of several
+      replicas that need a grammar at once, one compiles it.
     - Reading the text of a compiled grammar takes ten times the text's size for a moment. So one is read at a time, and
       its memory is returned to the system.
     """
@@ -49,14 +55,17 @@ class GrammarCompiler:
         *,
         memory_bytes: int = 1 << 30,
         cache_bytes: int = 256 << 20,
+        folder: Path | None = None,
     ) -> None:
         """`model_dir` holds tokenizer.json. `vocab_size` is that of the logits. Compiling a grammar may take
-        `timeout_s` seconds of CPU time and `memory_bytes`. Cached grammars may take `cache_bytes` together."""
+        `timeout_s` seconds of CPU time and `memory_bytes`. Cached grammars may take `cache_bytes` together. `folder`:
+        where compiled grammars are kept; without one they are not."""
         self._model_dir = Path(model_dir)
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._timeout_s = timeout_s
         self._cache_bytes = cache_bytes
+        self._memory_bytes, self._folder = memory_bytes, folder
         self._process = CompilerProcess(self._model_dir, vocab_size, self._eos_token_ids, memory_bytes=memory_bytes)
         self._lock = threading.Lock()
         self._info_lock = threading.Lock()
@@ -67,7 +76,7 @@ class GrammarCompiler:
         self._reading = threading.Lock()
         self._room = threading.Condition()
         self._bytes = 0  # of all grammars, in the cache or held by requests
-        self._closed = False
+        self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         self._judging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answers")
         if (self._model_dir / "tokenizer.json").is_file():  # otherwise requests with a grammar get an error
@@ -84,7 +93,7 @@ class GrammarCompiler:
             shared = self._kept.get(grammar)
             fresh = shared is None
             if shared is None:
-                shared = self._kept[grammar] = self._threads.submit(self._compile, grammar)
+                shared = self._kept[grammar] = self._threads.submit(self._compile, grammar, time.monotonic())
             self._kept.move_to_end(grammar)
         if fresh:
             shared.add_done_callback(lambda done: self._settle(grammar, done))
@@ -101,8 +110,8 @@ class GrammarCompiler:
         """Ends the process and the threads. Compilations in flight fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._judging.shutdown(wait=False, cancel_futures=True)
+        self._closed.set()
         with self._room:
-            self._closed = True
             self._room.notify_all()
         self._process.close()
         self._threads.shutdown(wait=True)
@@ -113,16 +122,42 @@ class GrammarCompiler:
         """The id of the process that compiles, if there is one."""
         return self._process.pid
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+    def _compile(self, grammar: Grammar, asked_s: float) -> CompiledGrammar:
+        """Raises CompilerUnavailable if its turn, after `asked_s`, comes too late: then those after it wait less."""
+        if time.monotonic() - asked_s > _MOST_QUEUED_S:
+            raise CompilerUnavailable(f"the grammars of other requests took more than {_MOST_QUEUED_S:g} s to compile")
         info = self._tokenizer_info(grammar.kind)
         self._wait_for_room()
+        found = self._compiled_text(grammar)
+        with self._reading:
+            return self._read(found, grammar.kind, info)
+
+    def _compiled_text(self, grammar: Grammar) -> CompiledText:
+        """From disk, or compiled."""
+        store = self._store
+        if store is None:
+            return self._ask_process(grammar)
+        if (found := store.read(grammar)) is None:
+            with store.alone(grammar, self._closed):
+                if (found := store.read(grammar)) is None:  # by another replica
+                    found = self._ask_process(grammar)
+                    store.write(grammar, found)
+        return found
+
+    def _ask_process(self, grammar: Grammar) -> CompiledText:
         found = self._process.compile(
             grammar.kind, grammar.text, self._timeout_s, grammar.after, grammar.begin, strict=grammar.strict
         )
-        with self._reading:
-            compiled = self._read(found, grammar.kind, info)
         log.info("a grammar (%s) is followed by %s: %.3f s of CPU", grammar.kind, found.engine, found.cpu_s)
-        return compiled
+        return found
+
+    @cached_property
+    def _store(self) -> GrammarStore | None:
+        """Made by the first grammar: it takes the digest of the tokenizer."""
+        if self._folder is None:
+            return None
+        limits = self._timeout_s, self._memory_bytes
+        return GrammarStore(self._folder, identity(self._model_dir, self._vocab_size, self._eos_token_ids, *limits))
 
     def _read(self, found: CompiledText, kind: str, info: "xgrammar.TokenizerInfo") -> CompiledGrammar:
         import xgrammar
@@ -149,7 +184,9 @@ class GrammarCompiler:
         """Waits while grammars, including evicted ones that requests still hold, take too much memory. Raises
         CompilerUnavailable after `_MOST_ROOM_S`."""
         with self._room:
-            if not self._room.wait_for(lambda: self._closed or self._bytes <= 2 * self._cache_bytes, _MOST_ROOM_S):
+            if not self._room.wait_for(
+                lambda: self._closed.is_set() or self._bytes <= 2 * self._cache_bytes, _MOST_ROOM_S
+            ):
                 raise CompilerUnavailable("the grammars of other requests take all memory that there is for grammars")
 
     def _gone(self, size_bytes: int) -> None:

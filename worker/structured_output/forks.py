@@ -1,6 +1,7 @@
 """Limits of a process that compiles a grammar, and compilation in a fork with limits of its own."""
 
 import contextlib
+import mmap
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ from collections.abc import Callable
 
 from worker.structured_output.error import GrammarError
 
+_SPARE_BYTES = 1 << 20  # that may be taken between a look at the data and an allocation
 _WALL_PER_CPU_S = 60.0  # for a fork, whose parent has a limit itself
 
 
@@ -49,14 +51,29 @@ def limit_time(cpu_s: float, wall_s: float) -> None:
         signal.setitimer(timer, seconds)
 
 
-def limit_memory(more_bytes: int) -> None:
-    """Limits this process to `more_bytes` more than it has now. If the machine itself runs out of memory, the kernel
-    kills this process before others."""
+def limit_memory(more_bytes: int) -> int:
+    """Limits this process to `more_bytes` more than it has now, or to less if the system says so. If the machine itself
+    runs out of memory, the kernel kills this process before others. Returns the limit that was asked for, in bytes of
+    data."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
-    limit, hard = _data_bytes() + more_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    asked, hard = _data_bytes() + more_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = asked if hard == resource.RLIM_INFINITY else min(asked, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return asked
+
+
+def has_memory_up_to(limit_bytes: int) -> bool:
+    """Whether the machine gives this process memory up to `limit_bytes` of data. If not, an allocation that failed may
+    have failed for the machine's sake."""
+    left = limit_bytes - _data_bytes() - _SPARE_BYTES
+    if left <= 0:
+        return True
+    try:
+        mmap.mmap(-1, left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _data_bytes() -> int:

@@ -1,6 +1,8 @@
 """Grammars that llguidance follows, ready for any number of outputs."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 from worker.structured_output.lazy_matcher import LazyMatcher, LazyVocabulary
@@ -23,11 +25,15 @@ class LazyGrammar:
         self._lark, self.vocabulary, self._places = lark, vocabulary, places
         self._first = self._new()
         self._used = 0
+        self._next: Future[Any] | None = None
 
     def matcher(self) -> LazyMatcher:
         """A new matcher at the grammar's beginning."""
-        if self._used >= _OUTPUTS_A_MATCHER:
-            self._first, self._used = self._new(), 0
+        if self._used >= _OUTPUTS_A_MATCHER and self._next is None:
+            # Takes up to 0.1 s, and is called between steps. Until it is there, outputs get the old one.
+            self._next = _threads().submit(self._new)
+        if self._next is not None and self._next.done():
+            self._first, self._used, self._next = self._next.result(), 0, None
         self._used += 1
         if self._places:
             return UniqueMatcher(self.vocabulary, self._first.deep_copy(), self._places)
@@ -42,3 +48,9 @@ class LazyGrammar:
         if matcher.is_error():
             raise ValueError(str(matcher.get_error()))
         return matcher
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """The thread that builds automata again."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="automata")

@@ -10,7 +10,7 @@ here:
 
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -67,6 +67,9 @@ class _Bytes:
 
 class LazyMatcher:
     """Follows one output. Has the methods of `xgrammar.GrammarMatcher`."""
+
+    narrows: ClassVar[bool] = False
+    """Whether `narrow` does anything."""
 
     def __init__(self, vocabulary: LazyVocabulary, matcher: Any) -> None:
         """`matcher`: llguidance's, at the beginning of its grammar."""
@@ -142,15 +145,16 @@ class LazyMatcher:
 
 def fill_lazy(matchers: Sequence[LazyMatcher], bitmask: "torch.Tensor", rows: Sequence[int], threads: int) -> None:
     """Writes the mask of each matcher into its row of `bitmask` int32[n, ceil(vocab / 32)], on `threads` threads."""
+    address, row_bytes = bitmask.data_ptr(), 4 * bitmask.shape[1]
     if threads > 1 and len(matchers) > 1:
-        pairs = [(each.handle, row) for each, row in zip(matchers, rows, strict=True) if not each.handle.is_error()]
-        words = bitmask.numpy()
-        _executor(threads).unsafe_compute_mask_ptr(pairs, words.ctypes.data, 4 * words.shape[1], len(words))
-        for matcher, row in zip(matchers, rows, strict=True):
-            if matcher.handle.is_error():
-                words[row] = 0
-            else:
-                matcher.narrow(words[row])
+        pairs = [(matcher.handle, row) for matcher, row in zip(matchers, rows, strict=True)]
+        _executor(threads).unsafe_compute_mask_ptr(pairs, address, row_bytes, len(bitmask))
     else:
         for matcher, row in zip(matchers, rows, strict=True):
-            matcher.fill_next_token_bitmask(bitmask, row)
+            matcher.handle.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+    words = bitmask.numpy()
+    for matcher, row in zip(matchers, rows, strict=True):
+        if matcher.handle.is_error():
+            words[row] = 0
+        elif matcher.narrows:
+            matcher.narrow(words[row])

@@ -6,7 +6,7 @@ compiled in its own process, under three limits:
 | limit | at fault if exceeded |
 | --- | --- |
 | CPU time | the grammar |
-| memory | the grammar |
+| memory | the grammar; the machine, if it would not give as much as the limit |
 | wall-clock time, far above the CPU time | the machine, which is too busy or hangs |
 
 CPU time is that of all threads together. So neither the machine's load nor its number of cores decides which grammars
@@ -31,7 +31,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.engines import CompiledText
 from worker.structured_output.error import CompilerUnavailable, GrammarError
 from worker.structured_output.unique_places import Place
@@ -41,7 +41,7 @@ _GRACE_S = 10.0  # for the process to start, and to report that a compilation ha
 
 # A reply consists of a verdict (one byte), its text, and an `Ending`: how the process that gave the verdict ended. The
 # text of a grammar comes after a line with all else of `CompiledText`.
-OK, REFUSED, TEXT_REFUSED, TOO_LARGE, BROKEN = b"+", b"-", b"t", b"m", b"!"
+OK, REFUSED, TEXT_REFUSED, TOO_LARGE, NO_MEMORY, BROKEN = b"+", b"-", b"t", b"m", b"n", b"!"
 CHECK = "check"  # in place of a grammar's kind
 
 
@@ -193,6 +193,8 @@ def _read(reply: bytearray, cpu_s: float) -> bytes:
         raise GrammarError(f"the grammar takes more than {cpu_s:g} s of CPU time to compile: make it simpler")
     if ending == Ending.CRASHED or verdict == TOO_LARGE:
         raise GrammarError("the grammar takes too much memory to compile: make it simpler")
+    if verdict == NO_MEMORY:
+        raise CompilerUnavailable("the machine has too little memory to compile the grammar")
     if ending != Ending.BY_ITSELF:
         raise CompilerUnavailable("the process that compiled the grammar was killed, or got too little time")
     if verdict == OK:

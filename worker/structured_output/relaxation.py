@@ -1,7 +1,7 @@
 """Schemas without what no grammar enforces, for requests that allow it (`strict: false`).
 
 A keyword that is refused is taken out where it stands, and the rest is converted again. So a grammar enforces all else,
-and `answer_check.py` judges the whole answer by the schema as it was.
+and `answer_verdict.py` judges the whole answer by the schema as it was.
 """
 
 import copy

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worker.structured_output.engines import XGRAMMAR
+from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR
 from worker.structured_output.error import GrammarError
 from worker.structured_output.lazy_grammar import LazyGrammar
 from worker.structured_output.lazy_matcher import LazyMatcher, fill_lazy
+from worker.structured_output.mask_threads import MaskThreads
 
 if TYPE_CHECKING:  # slow to import, and the process that compiles needs neither
     import torch
@@ -108,9 +109,10 @@ def new_bitmask(rows: int, vocab_size: int) -> "torch.Tensor":
 
 
 def fill_masks(
-    states: Sequence[GrammarState], bitmask: "torch.Tensor", rows: Sequence[int], threads: int = 1
+    states: Sequence[GrammarState], bitmask: "torch.Tensor", rows: Sequence[int], threads: MaskThreads | None = None
 ) -> dict[int, GrammarError]:
-    """Writes the tokens that may follow `states[i]` into row `rows[i]` of `bitmask`, on `threads` threads.
+    """Writes the tokens that may follow `states[i]` into row `rows[i]` of `bitmask`, on one thread, or as many as
+    `threads` says.
 
     `bitmask` is int32[n, ceil(vocab / 32)] on the CPU: bit t % 32 of word t // 32 is set if token t is allowed. Where
     the output can only end, the end tokens alone are allowed.
@@ -122,13 +124,13 @@ def fill_masks(
     running = [i for i in range(len(states)) if i not in errors]
     began = time.monotonic()
     lazy = [i for i in running if isinstance(states[i].matcher, LazyMatcher)]
+    # Outputs of one grammar follow each other: each thread then has its own grammars, and seldom waits for another.
+    lazy.sort(key=lambda i: id(states[i].compiled))
     ahead = [i for i in running if not isinstance(states[i].matcher, LazyMatcher)] if lazy else running
-    if ahead:
-        _batch(threads).batch_fill_next_token_bitmask(
-            [states[i].matcher for i in ahead], bitmask, [rows[i] for i in ahead]
-        )
-    if lazy:
-        fill_lazy([states[i].matcher for i in lazy], bitmask, [rows[i] for i in lazy], threads)
+    for engine, some in ((XGRAMMAR, ahead), (LLGUIDANCE, lazy)):
+        if some:
+            matchers, into = [states[i].matcher for i in some], [rows[i] for i in some]
+            _fill(engine, matchers, bitmask, into, threads)
     if time.monotonic() - began > _SLOW_FILL_S:
         # Finds the grammars that are slow themselves, in CPU time, rather than because the machine is busy.
         for i in running:
@@ -136,19 +138,34 @@ def fill_masks(
             states[i].matcher.fill_next_token_bitmask(bitmask, rows[i])
             if time.thread_time() - began > _SLOW_FILL_S:
                 errors[i] = GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
-    allows = np.any(bitmask.numpy()[: max(rows, default=-1) + 1], axis=1).tolist()
+    # Several times as fast as `np.any`.
+    allows = np.bitwise_or.reduce(bitmask.numpy()[: max(rows, default=-1) + 1], axis=1).tolist()
     for i in running:
         if not allows[rows[i]]:
             errors.setdefault(i, GrammarError("the grammar allows no token here"))
     return errors
 
 
+def _fill(
+    engine: str, matchers: Sequence[Any], bitmask: "torch.Tensor", rows: Sequence[int], threads: MaskThreads | None
+) -> None:
+    count = 1 if threads is None else threads.choose(engine, len(matchers))
+    began = time.monotonic()
+    if engine == LLGUIDANCE:
+        fill_lazy(matchers, bitmask, rows, count)
+    else:
+        _batch(count).batch_fill_next_token_bitmask(matchers, bitmask, rows)
+    if threads is not None:
+        threads.took(engine, count, len(matchers), time.monotonic() - began)
+
+
 def apply_bitmask(logits: "torch.Tensor", bitmask: "torch.Tensor", rows: list[int]) -> None:
     """Sets the logits of forbidden tokens to -inf, in place. Row i of `bitmask` applies to row i of `logits`
-    float32[n, vocab], for each i in `rows`. Both are on the same device."""
+    float32[n, vocab], for each i in `rows`, which ascend. Both are on the same device."""
     import xgrammar
 
-    xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=logits.shape[1], indices=rows)
+    indices = rows if len(rows) < len(logits) else None  # without indices, there are none to copy to the device
+    xgrammar.apply_token_bitmask_inplace(logits, bitmask[: len(logits)], vocab_size=logits.shape[1], indices=indices)
 
 
 @cache

@@ -138,6 +138,8 @@ def _place_of_value(places: Sequence[Place], frame: _Frame | None) -> int:
 class UniqueMatcher(LazyMatcher):
     """Follows one output, with `uniqueItems`."""
 
+    narrows = True
+
     def __init__(self, vocabulary: LazyVocabulary, matcher: Any, places: Sequence[Place]) -> None:
         """`places`: as `unique_places` returns them."""
         super().__init__(vocabulary, matcher)

@@ -47,7 +47,7 @@ class WordGrammar:
 
 
 def fill_masks(
-    states: list[WordGrammar], bitmask: torch.Tensor, rows: list[int], threads: int
+    states: list[WordGrammar], bitmask: torch.Tensor, rows: list[int], threads: object
 ) -> dict[int, GrammarError]:
     """As `worker.structured_output`'s."""
     for state, row in zip(states, rows, strict=True):

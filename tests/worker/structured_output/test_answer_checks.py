@@ -7,7 +7,7 @@ import pytest
 from tests.worker.fakes import FakeGrammars
 from worker.messages import Generate, Grammar, Output, SamplingParams, SchemaCheck
 from worker.structured_output import AnswerChecks, GrammarError
-from worker.structured_output.answer_check import AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerVerdict
 from worker.structured_output.state import CompiledGrammar
 
 LOOSE = Grammar("json_schema", "{}", strict=False)

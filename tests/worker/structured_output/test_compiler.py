@@ -122,6 +122,18 @@ def test_grammars_of_requests_are_bounded_too(
     assert waiting.result().param == "choice"
 
 
+def test_who_waits_too_long_for_others_is_not_at_fault(
+    made: Callable[..., GrammarCompiler], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_MOST_QUEUED_S", -1.0)
+    cache = made()
+    with pytest.raises(CompilerUnavailable, match="grammars of other requests took more than"):
+        cache.submit(one("a")).result()
+    assert not asked
+    monkeypatch.setattr(compiler, "_MOST_QUEUED_S", 60.0)
+    assert cache.submit(one("a")).result().param == "choice"
+
+
 def test_a_rule_takes_its_own_states_with_it(walker) -> None:
     """The masks, and the bytes for the way, are those of the whole."""
     whole = walker.compile(schema_to_ebnf(json.dumps(SCHEMA)))

@@ -2,6 +2,8 @@
 
 import json
 import random
+import threading
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.worker.structured_output.conftest import Walker
-from worker.structured_output import CompiledGrammar, GrammarError, GrammarState, fill_masks, new_bitmask
+from worker.structured_output import CompiledGrammar, GrammarError, GrammarState, MaskThreads, fill_masks, new_bitmask
 from worker.structured_output.ebnf import START, Complement, Intersection, Regex, Seq, Terminal, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, engine_for
 from worker.structured_output.lark import to_lark
@@ -138,15 +140,42 @@ def test_formats_and_patterns_together(
         assert (matcher.accept_string(f'"{text}"') and matcher.is_completed()) == (text in right), text
 
 
+def test_automata_are_built_again_beside_the_outputs(
+    walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.structured_output.lazy_grammar._OUTPUTS_A_MATCHER", 2)
+    grammar = LazyGrammar(to_lark(text_rules("choice", '["ab", "b"]'), START), vocabulary)
+    first, begun, may_end = grammar._first, threading.Event(), threading.Event()
+    build = grammar._new
+
+    def slow() -> Any:
+        begun.set()
+        assert may_end.wait(20)
+        return build()
+
+    monkeypatch.setattr(grammar, "_new", slow)
+    masks = [allowed(grammar.matcher(), walker) for _ in range(5)]  # no output waits
+    assert begun.wait(20) and grammar._first is first
+    may_end.set()
+    assert grammar._next is not None
+    wait([grammar._next])
+    masks.append(allowed(grammar.matcher(), walker))
+    assert grammar._first is not first
+    assert all(mask == masks[0] for mask in masks)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_batch_mixes_engines(walker: Walker, vocabulary: LazyVocabulary, threads: int) -> None:
+def test_a_batch_mixes_engines(
+    walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(MaskThreads, "choose", lambda *_: threads)
     rules = text_rules("choice", '["ab", "b"]')
     made = CompiledGrammar(walker.compile(to_text(rules, START)), "choice")
     other = CompiledGrammar(LazyGrammar(to_lark(rules, START), vocabulary), "choice", engine=LLGUIDANCE)
     states = [GrammarState(each) for each in (made, other, other, made)]
     states[2].accept(ord("b"))
     bitmask = new_bitmask(6, len(walker.tokens))
-    assert fill_masks(states, bitmask, [5, 1, 0, 3], threads) == {}
+    assert fill_masks(states, bitmask, [5, 1, 0, 3], MaskThreads(2)) == {}
     bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")
     tokens = [np.flatnonzero(row).tolist() for row in bits]
     assert tokens[5] == tokens[1] == tokens[3] == [i for i, t in enumerate(walker.tokens) if t in (b"a", b"b", b"ab")]

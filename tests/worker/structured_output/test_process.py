@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from worker.structured_output import CompilerUnavailable, GrammarError
 from worker.structured_output import process as module
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict
 from worker.structured_output.process import CompilerProcess
 
 VOCAB_SIZE = 257
@@ -103,6 +103,13 @@ def test_what_no_grammar_enforces_is_left_out_and_judged_later(process: Compiler
 def test_who_waits_for_the_machine_uses_up_nothing(process: CompilerProcess) -> None:
     """Time passes, as on a machine that is busy with other things."""
     assert process.compile("python", "time.sleep(0.6) or 1", 0.2).text == "1"
+
+
+def test_who_does_not_get_its_memory_is_not_at_fault(process: CompilerProcess) -> None:
+    """As in a container whose limit is below the grammar's."""
+    limited = "__import__('resource').setrlimit(2, (400 << 20,) * 2) or bytearray(900 << 20)"  # RLIMIT_DATA
+    with pytest.raises(CompilerUnavailable, match="too little memory"):
+        process.compile("python", limited, 20)
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM])

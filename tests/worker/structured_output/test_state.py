@@ -1,10 +1,14 @@
 """Masks of many states at once, and where a state is at its end."""
 
+import json
+import random
+
 import numpy as np
 import pytest
 import xgrammar
 
 from worker.structured_output import CompiledGrammar, GrammarError, GrammarState, fill_masks, new_bitmask, state
+from worker.structured_output.schema import schema_to_ebnf
 
 WORDS = "ab", "abc", "x" * 9
 COUNT = 40
@@ -63,3 +67,29 @@ def test_who_is_slow_is_found(compiled: CompiledGrammar, walker, monkeypatch: py
     monkeypatch.setattr(state, "_SLOW_FILL_S", -1.0)
     errors = fill_masks([GrammarState(compiled)], new_bitmask(1, len(walker.tokens)), [0])
     assert "too slow" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b/": {"enum": ["x/y", 1]}}, "required": ["b/"]},
+        {"type": "array", "items": {"anyOf": [{"type": "number"}, {"$ref": "#"}, {"type": "string", "maxLength": 9}]}},
+    ],
+    ids=json.dumps,
+)
+def test_a_state_that_looked_ahead_has_the_masks_of_one_that_did_not(walker, schema: object) -> None:
+    compiled = CompiledGrammar(walker.compile(schema_to_ebnf(json.dumps(schema))), "json_schema")
+    rows = list(range(8))
+    for seed in range(20):
+        choose, way = random.Random(seed), list[int]()
+        one = GrammarState(compiled)
+        while not one.terminated and len(way) < 40:
+            before = walker.allowed(one.matcher)
+            ahead = [choose.choice(before), *(choose.randrange(len(walker.tokens)) for _ in rows[1:])]
+            one.fill_after(ahead, new_bitmask(len(rows), len(walker.tokens)), rows)
+            fresh = GrammarState(compiled)
+            for token in way:
+                fresh.accept(token)
+            assert walker.allowed(one.matcher) == walker.allowed(fresh.matcher) == before
+            way.append(choose.choice(before))
+            one.accept(way[-1])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.structured_output.answer_check import AnswerToCheck, AnswerVerdict, answer_verdict
+from worker.structured_output.answer_verdict import AnswerToCheck, AnswerVerdict, answer_verdict
 from worker.structured_output.error import GrammarError
 
 BYTES = [bytes([byte]) for byte in range(256)]
