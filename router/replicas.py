@@ -341,7 +341,7 @@ class Replicas:
         """`peer_host`: an address of this machine at which other routers of the same replicas can hear of bookings.
         None: there are no others."""
         self._fleet = fleet
-        self._peers = None if peer_host is None else Peers(fleet, peer_host)
+        self._peers = None if peer_host is None else Peers(fleet, peer_host, metrics.reuse)
         self._metrics = metrics
         self._addresses: dict[str, str] = {}
         self._connections: dict[str, _Connection] = {}
