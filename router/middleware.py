@@ -70,11 +70,21 @@ class Observed:
             for work in state.get("at_end", ()):
                 work()
             _end_ticket(state)
+            _log_error(state)
 
 
 def _reason(error: ApiError) -> str:
     """The reason of a refusal, as a label of a metric."""
     return "upstream" if isinstance(error, UpstreamError) else error.code or "unknown"
+
+
+def _log_error(state: dict[str, Any]) -> None:
+    """Logs a request that was refused (info), or that the server failed (warning), with its id."""
+    error: ApiError | None = state.get("error")
+    if error is None or (error.status < 500 and error.status not in REFUSALS):
+        return
+    level = logging.INFO if error.status in REFUSALS else logging.WARNING
+    log.log(level, "request %s ended with %d %s: %s", state["request_id"], error.status, _reason(error), error.message)
 
 
 def _end_ticket(state: dict[str, Any]) -> None:
