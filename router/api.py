@@ -36,6 +36,7 @@ from router.errors import ApiError, invalid
 from router.generation import Format, Generation
 from router.middleware import Guarded, Observed
 from router.models import ListedModel, Models
+from router.page.routes import page_routes
 from router.prepared_request import PreparedRequest, chat_job, completion_job
 from router.program_calls import branch_call, continued_branches, held_branch, program_key
 from router.programs import BranchText
@@ -107,6 +108,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.include_router(responses_routes(models, keys, limits), dependencies=dependencies)
     app.include_router(_model_routes(models), dependencies=dependencies)
     app.include_router(_operator_routes(models, app.version))
+    app.include_router(page_routes(models, app.version, bool(keys)))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _nobody)

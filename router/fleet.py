@@ -50,7 +50,7 @@ _row = attrgetter(*(CANDIDATE.names or ()))
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica for `/metrics` and `shoal status`.
+    """A replica for people, as placement sees it.
 
     | field | meaning |
     | --- | --- |
@@ -58,6 +58,7 @@ class ReplicaView:
     | `waiting_tokens`, `context_tokens` | the same fields of `load`, plus unseen bookings: placement uses these |
     | `indexed_tokens` | tokens in its cache, as far as is known; None while the router waits for a snapshot |
     | `bookings` | this router's requests there |
+    | `queue_s` | predicted seconds until a prompt that comes now would begin |
     """
 
     replica_id: str
@@ -66,6 +67,7 @@ class ReplicaView:
     context_tokens: int
     indexed_tokens: int | None
     bookings: int
+    queue_s: float
 
 
 class Fleet:
@@ -266,18 +268,20 @@ class Fleet:
     def snapshot(self) -> list[ReplicaView]:
         """All replicas, sorted by id."""
         with self._lock:
-            return [self._view(self._replicas[replica_id]) for replica_id in sorted(self._replicas)]
+            candidates = self._candidates()
+            queues = wait_s(candidates)
+            return [self._view(row, candidates, float(queues[row])) for row in range(len(candidates))]
 
-    @staticmethod
-    def _view(replica: KnownReplica) -> ReplicaView:
-        seen = replica.candidate()
+    def _view(self, row: int, candidates: Candidates, queue_s: float) -> ReplicaView:
+        replica = self._replicas[self._names[row]]
         return ReplicaView(
             replica.replica_id,
             load=replica.load,
-            waiting_tokens=int(seen.waiting_tokens),
-            context_tokens=int(seen.context_tokens),
+            waiting_tokens=int(candidates["waiting_tokens"][row]),
+            context_tokens=int(candidates["context_tokens"][row]),
             indexed_tokens=None if replica.cache is None else replica.cache.num_tokens,
             bookings=replica.num_bookings,
+            queue_s=queue_s,
         )
 
     def _rows_of(self, candidates: Iterable[str]) -> NDArray[np.intp]:

@@ -80,7 +80,7 @@ def pace_left(seconds: NDArray[np.float64], silent_s: NDArray[np.float64]) -> ND
     return left / np.maximum(1e-9, left + silent_s)
 
 
-class PeerBooking(msgspec.Struct, frozen=True, array_like=True):
+class PeerBooking(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A booking, as a router tells it to all others.
 
     | field | meaning |

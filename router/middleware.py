@@ -7,12 +7,15 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import request_id
-from router.errors import internal
+from router.errors import ApiError, internal
 from router.metrics import Metrics
 from router.protocols.dialects import error_response, id_headers
 from router.rate_limits import Ticket
+from router.upstream import UpstreamError
 
 log = logging.getLogger(__name__)
+
+REFUSALS = (429, 503)
 
 
 class Observed:
@@ -23,6 +26,7 @@ class Observed:
     | `request_id` | the id for the client: its own X-Request-Id if it sent one, otherwise a new id |
     | `name` | the name for replicas: `request_id`, made unique by a suffix if the client chose it |
     | `model` | the model's own name; the route sets it, once it knows the model |
+    | `error` | the ApiError that ends the request; `router.protocols.dialects` sets it |
     | `at_end` | what to do when the answer has ended: functions |
     | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
 
@@ -53,6 +57,9 @@ class Observed:
                 path = "unknown" if route is None else route.path
                 model = state.get("model", "")
                 self._metrics.responses.labels(model, path, message["status"]).inc()
+                error: ApiError | None = state.get("error")
+                if error is not None and error.status in REFUSALS:
+                    self._metrics.refused.labels(model, error.status, _reason(error)).inc()
             elif not message.get("more_body", False):
                 _end_ticket(state)  # before the client knows its answer: its next request may come at once
             await send(message)
@@ -63,6 +70,21 @@ class Observed:
             for work in state.get("at_end", ()):
                 work()
             _end_ticket(state)
+            _log_error(state)
+
+
+def _reason(error: ApiError) -> str:
+    """The reason of a refusal, as a label of a metric."""
+    return "upstream" if isinstance(error, UpstreamError) else error.code or "unknown"
+
+
+def _log_error(state: dict[str, Any]) -> None:
+    """Logs a request that was refused (info), or that the server failed (warning), with its id."""
+    error: ApiError | None = state.get("error")
+    if error is None or (error.status < 500 and error.status not in REFUSALS):
+        return
+    level = logging.INFO if error.status in REFUSALS else logging.WARNING
+    log.log(level, "request %s ended with %d %s: %s", state["request_id"], error.status, _reason(error), error.message)
 
 
 def _end_ticket(state: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from router import requests, responses
+from router.page.state import ServerState
 from router.protocols import messages_types, responses_objects, responses_types
 
 _REF = "#/components/schemas/{name}"
@@ -45,6 +46,7 @@ _TYPES = (
     responses.TokenizerInfo,
     responses.Version,
     responses.Health,
+    ServerState,
     responses.Error,
     messages_types.MessageAnswer,
     messages_types.InputTokens,

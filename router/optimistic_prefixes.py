@@ -48,7 +48,7 @@ def prefix_hashes(tokens: np.ndarray) -> list[int]:
         return []
     values = tokens[: ends[-1]].astype(np.uint64)
     values += np.uint64(1)
-    values *= _multipliers(len(values).bit_length())[: len(values)]
+    values *= multipliers(len(values).bit_length())[: len(values)]
     return np.cumsum(np.add.reduceat(values, _all_marks()[1][: len(ends)])).tolist()
 
 
@@ -129,7 +129,7 @@ class OptimisticPrefixes:
 
 
 @functools.cache
-def _multipliers(bits: int) -> np.ndarray:
+def multipliers(bits: int) -> np.ndarray:
     """The first 2**bits of a fixed pseudorandom sequence of odd numbers (SplitMix64: Steele, Lea, Flood 2014)."""
     state = np.arange(1, (1 << bits) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -38,7 +38,7 @@ class Replicas:
         None: there are no others. `drain_s`: how long, in seconds, a replica that is taken away may keep its streams.
         None: they go on elsewhere at once."""
         self._fleet = fleet
-        self._peers = None if peer_host is None else Peers(fleet, peer_host)
+        self._peers = None if peer_host is None else Peers(fleet, peer_host, metrics.reuse)
         self._metrics = metrics
         self._addresses: dict[str, str] = {}
         self._connections: dict[str, ReplicaConnection] = {}

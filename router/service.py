@@ -16,7 +16,7 @@ from radix.salt import salted
 from router.config import ModelConfig
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, busy, internal, invalid
-from router.fleet import Fleet
+from router.fleet import Fleet, ReplicaView
 from router.formats.format import OutputFormat
 from router.key_file import ANYBODY, ApiClient
 from router.metrics import ModelMetrics, ReplicaTimes
@@ -153,6 +153,10 @@ class Service:
                 "priority",
                 "invalid_value",
             )
+
+    def views(self) -> list[ReplicaView]:
+        """The replicas that are connected, as placement sees them."""
+        return self._fleet.snapshot()
 
     def shortest_queue(self) -> ShortestQueue | None:
         """The least queue of all connected replicas that get new requests; None if there is none."""
@@ -314,6 +318,9 @@ class Service:
                         if output.failure is not None and output.failure.kind == "overloaded":
                             raise _Refused(replica_id, output.failure)
                         raise _failed(output.failure, request.request_id)
+                    if output.cached_tokens is not None:
+                        known_ids = request.prompt_ids + request.output_ids
+                        self.metrics.reuse.add(known_ids, output.cached_tokens, request.cache_salt)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
                     num_tokens += len(output.token_ids)

@@ -18,8 +18,9 @@ ALLOWED = {
     "shoal.lang": set(),
     "shoal.lang.backends": {"shoal.lang:"},
     "cluster": {"router", "worker"},
-    "router": {"radix", "worker.messages", "router.formats", "router.protocols"},
+    "router": {"radix", "worker.messages", "router.formats", "router.protocols", "router.page"},
     "router.formats": {"router:"},
+    "router.page": {"router:", "worker.messages"},
     "router.protocols": {"router:", "router.formats", "worker.messages"},
     "worker": {"pipeline:", "radix"},
     "worker.engine": {

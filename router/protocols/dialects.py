@@ -66,13 +66,16 @@ def wants_anthropic(scope: Scope) -> bool:
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """The answer to a request that failed, in its dialect."""
+    """The answer to a request that failed, in its dialect. `scope["state"]["error"]` says why, for the middleware."""
+    scope.setdefault("state", {})["error"] = error
     body = dialect(scope).body(error, _id(scope))
     return Response(body, error.status, error.headers, "application/json")
 
 
 def error_event(error: ApiError, scope: Scope) -> bytes:
-    """The server-sent event for an error in the middle of a request's stream, in its dialect."""
+    """The server-sent event for an error in the middle of a request's stream, in its dialect. As in `error_response`,
+    `scope` keeps the error."""
+    scope.setdefault("state", {})["error"] = error
     return dialect(scope).error_event(error, _id(scope))
 
 

@@ -317,7 +317,7 @@ def test_a_replica_that_left_leaves_no_ghost(fleet):
     assert fleet.apply_events("a", publisher.events()), "nothing to subscribe to"
     fleet.apply_load("a", load(waiting_tokens=5))
     fleet.join("a")
-    assert view(fleet, "a") == type(view(fleet, "a"))("a", None, 0, 0, None, 0)
+    assert view(fleet, "a") == type(view(fleet, "a"))("a", None, 0, 0, None, 0, 0.0)
     assert fleet.place("r", PROMPT, ["a"]).number == 1
 
 

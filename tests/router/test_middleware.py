@@ -74,6 +74,26 @@ def test_a_failure_is_logged_by_its_id(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_a_refusal_is_logged_by_its_id(
+    make_stack: Make, make_replica: Make, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    fake = make_replica()
+    failure = Failure("overloaded", "the queue is full", retry_after_s=3.0)
+    fake.reply = lambda request: Output(request_id=request.request_id, finish_reason="error", failure=failure)
+    stack = make_stack(fake)
+    headers = {request_id.HEADER: "mine"}
+    with caplog.at_level(logging.INFO, "router.middleware"):
+        answer = httpx.post(f"{stack.url}/v1/chat/completions", json=CHAT | {"stream": stream}, headers=headers)
+        assert httpx.post(f"{stack.url}/v1/chat/completions", json={}).status_code == 400
+    assert answer.status_code == 429
+    (record,) = [record for record in caplog.records if record.name == "router.middleware"]
+    assert (record.levelname, record.getMessage()) == (
+        "INFO",
+        "request mine ended with 429 overloaded: the queue is full",
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_what_fails_unforeseen_is_answered_and_logged(
     make_stack: Make,
     make_replica: Make,

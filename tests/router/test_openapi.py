@@ -32,6 +32,7 @@ ROUTES = {
     ("/version", "get"): {"200"},
     ("/ready", "get"): {"200", "503"},
     ("/metrics", "get"): {"200"},
+    ("/state", "get"): {"200"},
 }
 
 PATHS = {

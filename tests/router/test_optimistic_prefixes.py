@@ -139,6 +139,6 @@ TestEntries.settings = settings(deadline=None, max_examples=50, stateful_step_co
 @pytest.mark.parametrize("count", [1, 16, 17, 5000])
 def test_multipliers_are_one_sequence_of_odd_numbers(count):
     bits = count.bit_length()
-    table = optimistic_prefixes._multipliers(bits)
+    table = optimistic_prefixes.multipliers(bits)
     assert len(table) >= count and (table % 2 == 1).all() and len(set(table.tolist())) == len(table)
-    assert (optimistic_prefixes._multipliers(bits + 1)[: len(table)] == table).all()
+    assert (optimistic_prefixes.multipliers(bits + 1)[: len(table)] == table).all()
