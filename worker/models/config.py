@@ -204,7 +204,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     if getattr(hf, "quantization_config", None):
         method = hf.quantization_config.get("quant_method", "an unknown method")
         raise ValueError(
-            f"the checkpoint is quantized ({method}), which is not supported: take one in bfloat16, float16 or float32"
+            f"the checkpoint is quantized ({method}), which is not supported: take one in bfloat16, float16 or "
+            "float32, or for a CPU a GGUF file"
         )
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)
