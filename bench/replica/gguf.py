@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
     def engine(folder: Path) -> Engine:
-        return Engine(folder, WorkerConfig(device="cpu", kv_tokens=1024))
+        return Engine(folder, WorkerConfig.model_validate({"device": "cpu", "kv_tokens": 1024}))
 
     engine(folders["gguf"]).close()  # what is imported and compiled once counts for neither
     memory, engines = {}, {}

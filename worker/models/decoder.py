@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention.interface import AttentionBackend
-from kernels.linear.any_linear import make_linear
+from kernels.linear.block_linear import BlockLinear
 from kernels.linear.block_weight import BlockMatrix
 from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
 from kernels.linear.linear import Linear
@@ -95,7 +95,8 @@ class Decoder:
         self.embedding: torch.Tensor | BlockMatrix | None = parameters.pop("embedding", None)
         if config.is_last:
             self.norm = parameters.pop("norm")
-            self.head = make_linear(self.embedding if config.tied_embeddings else parameters.pop("head"), None, dtype)
+            head = self.embedding if config.tied_embeddings else parameters.pop("head")
+            self.head = BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head)
         self.layers = [
             DecoderLayer.from_parameters(config, index, pop_layer(parameters, index, dtype))
             for index in range(config.num_layers)
