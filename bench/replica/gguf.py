@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=3, help="runs of each (default %(default)s)")
     parser.add_argument("--out", type=Path, default=results.FOLDER, metavar="DIR", help="folder of the result")
     args = parser.parse_args(argv)
-    from cluster.models import ModelError, resolve
+    from cluster.models import ModelError, model_name, resolve
     from worker.config import WorkerConfig
     from worker.engine.engine import Engine
     from worker.messages import SamplingParams
@@ -80,7 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         Figure("models.cpu.gguf.disk.vs_float32", disk["gguf"] / disk["float32"], "ratio", False),
         Figure("models.cpu.gguf.memory.vs_float32", memory["gguf"] / memory["float32"], "ratio", False),
     ]
-    print(f"written: {results.write('models.cpu.gguf', figures, {'model': args.model}, folder=args.out).name}")
+    print(
+        f"written: {results.write('models.cpu.gguf', figures, {'model': model_name(args.model)}, folder=args.out).name}"
+    )
     return 0
 
 

@@ -23,7 +23,7 @@ def has_byte_dots() -> bool:
     return any(llvm.get_host_cpu_features().get(name, False) for name in ("avx512vnni", "avxvnni"))
 
 
-class _Writer:
+class _VectorWriter:
     """Writes the instructions of one loop over the groups of a tile. Addresses are integers of 64 bits."""
 
     def __init__(self, builder: Any) -> None:
@@ -139,7 +139,7 @@ def float_product(bits: int, columns: int, rows: int) -> Any:
     def product(context: Any, totals, quants, zero, scales, least, groups, x, x_bytes, sums) -> Any:  # type: ignore[no-untyped-def]
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             totals, quants, zero, scales, least, groups, x, x_bytes, sums = arguments
-            write = _Writer(builder)
+            write = _VectorWriter(builder)
             zeros = write.splat(builder.trunc(zero, _INT32))
 
             def body(group: Any, running: list[Any]) -> list[Any]:
@@ -184,7 +184,7 @@ def digit_product(bits: int, columns: int, rows: int) -> Any:
     def product(context: Any, totals, quants, scales, least, groups, digits, corrections, factors) -> Any:  # type: ignore[no-untyped-def]
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             totals, quants, scales, least, groups, digits, corrections, factors = arguments
-            write = _Writer(builder)
+            write = _VectorWriter(builder)
             plane = builder.mul(groups, ir.Constant(_INT64, columns))  # bytes of a digit of a row
             radix = ir.Constant(_FLOATS, [128.0] * LANES)
 
@@ -230,7 +230,7 @@ def group_weights(bits: int, columns: int) -> Any:
     def weights(context: Any, quants, zero, scales, least, out, out_bytes) -> Any:  # type: ignore[no-untyped-def]
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             quants, zero, scales, least, out, out_bytes = arguments
-            write = _Writer(builder)
+            write = _VectorWriter(builder)
             scale, low = write.load(_FLOATS, scales), write.load(_FLOATS, least)
             zeros = write.splat(builder.trunc(zero, _INT32))
             for k, value in enumerate(write.values(bits, columns, quants, zeros)):

@@ -151,7 +151,7 @@ def _digits(bits: int, columns: int):  # type: ignore[no-untyped-def]
     one, several = digit_product(bits, columns, 1), digit_product(bits, columns, ROWS)
     tile_bytes = LANES * columns * bits // 8
 
-    @cfunc(_KIND, cache=True)
+    @cfunc(_KIND)
     def digits_kernel(arguments):  # type: ignore[no-untyped-def]
         a = carray(arguments, (NUM_ARGUMENTS,))
         groups, n, tiles = a[GROUPS], a[N], a[TILES]
@@ -195,7 +195,7 @@ def _floats(bits: int, columns: int):  # type: ignore[no-untyped-def]
     one, several = float_product(bits, columns, 1), float_product(bits, columns, ROWS)
     tile_bytes = LANES * columns * bits // 8
 
-    @cfunc(_KIND, cache=True)
+    @cfunc(_KIND)
     def floats_kernel(arguments):  # type: ignore[no-untyped-def]
         a = carray(arguments, (NUM_ARGUMENTS,))
         groups, n, zero = a[GROUPS], a[N], a[ZERO]
@@ -229,7 +229,7 @@ def _weights(bits: int, columns: int):  # type: ignore[no-untyped-def]
     write = group_weights(bits, columns)
     group_bytes = LANES * columns * bits // 8
 
-    @cfunc(_KIND, cache=True)
+    @cfunc(_KIND)
     def weights_kernel(arguments):  # type: ignore[no-untyped-def]
         a = carray(arguments, (NUM_ARGUMENTS,))
         groups, column_bytes = a[GROUPS], a[TILES] * LANES * _FLOAT32_BYTES
@@ -250,7 +250,7 @@ def _weights(bits: int, columns: int):  # type: ignore[no-untyped-def]
 
 @cache
 def kernel(name: Literal["digits", "floats", "weights"], bits: int, columns: int) -> CFunc:
-    """The kernel of a name for integers of `bits` bits and groups of `columns` columns. Compiled at its first use, and
-    kept on disk."""
+    """The kernel of a name for integers of `bits` bits and groups of `columns` columns. Compiled at its first use in a
+    process, which takes 1 to 2 s: numba cannot keep functions on disk that are made of such parts."""
     made: CFunc = {"digits": _digits, "floats": _floats, "weights": _weights}[name](bits, columns)
     return made

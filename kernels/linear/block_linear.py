@@ -28,6 +28,7 @@ class BlockProduct:
         """`has_dots`: whether to use instructions that sum products of bytes, by default where the CPU has them."""
         self.weight = weight
         self._has_dots = has_byte_dots() if has_dots is None else has_dots
+        kernel.kernel("digits" if self._has_dots else "floats", weight.bits, weight.group)  # not in the first step
         arguments = np.zeros(kernel.NUM_ARGUMENTS, dtype=np.int64)
         arguments[kernel.GROUPS] = weight.columns // weight.group
         arguments[kernel.SHARE], arguments[kernel.ZERO] = weight.share, weight.zero
