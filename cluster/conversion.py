@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.convert import convert
+from cluster.convert import Kept, convert
+from worker.executor.gguf_file import FILE
 from worker.folders import cache_folder
 
 Progress = Callable[[str], None]
@@ -37,18 +38,22 @@ class Conversion:
     | `source` | identifies the file |
     | `fetch` | returns the path of the file, which it may fetch into the empty folder that it is given |
     | `disk_bytes` | most bytes of disk that fetching and converting need; 0 if unknown |
-    | `weights` | false: the folder has configuration and tokenizer alone |
+    | `kept` | what the folder has of the weights, besides configuration and tokenizer |
     """
 
     name: str
     source: dict[str, str | int]
     fetch: Callable[[Path], Path]
     disk_bytes: int = 0
-    weights: bool = True
+    kept: Kept = "float32"
 
     def for_router(self) -> "Conversion":
         """The same file's configuration and tokenizer, in a folder of their own."""
-        return replace(self, name=f"{self.name}.tokenizer", disk_bytes=0, weights=False)
+        return replace(self, name=f"{self.name}.tokenizer", disk_bytes=0, kept="nothing")
+
+    def in_blocks(self, disk_bytes: int = 0) -> "Conversion":
+        """The same file with its quantized matrices as they are, in a folder of their own."""
+        return replace(self, name=f"{self.name}.blocks", disk_bytes=disk_bytes, kept="blocks")
 
     @property
     def folder(self) -> Path:
@@ -106,14 +111,16 @@ class Conversion:
         model = work / "model"
         model.mkdir()
         try:
-            convert(gguf, model, progress, self.weights)
+            convert(gguf, model, progress, self.kept)
+            if self.kept == "blocks":
+                _keep(gguf, model / FILE, work)
         except Exception as error:  # transformers raises many types, OSError without errno among them
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ModelError(f"{gguf} could not be converted: {type(error).__name__}: {error}") from error
-        for file in model.iterdir():
+        files = sorted(file for file in model.iterdir() if not file.is_symlink())
+        for file in files:
             file.chmod(0o666 & ~_umask())  # safetensors makes files that only their owner may read
-        files = sorted(model.iterdir())
         manifest = {
             "name": self.name,
             "format": _FORMAT,
@@ -141,6 +148,14 @@ def _locked(path: Path, waiting: str, progress: Progress) -> Iterator[None]:
             progress(waiting)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _keep(gguf: Path, place: Path, work: Path) -> None:
+    """Puts a file that was fetched into `work` at a place, and a link there to any other file."""
+    if gguf.is_relative_to(work):
+        gguf.rename(place)
+    else:
+        place.symlink_to(gguf)
 
 
 def _swap(made: Path, folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""Converts a GGUF file into a Hugging Face folder: float32 safetensors, configuration, tokenizer, chat template.
+"""Converts a GGUF file into a Hugging Face folder: weights, configuration, tokenizer, chat template.
 
 `transformers` reads GGUF but cannot save what it read, and parsing and dequantising take it a quarter of a minute: too
-long for every start of every replica. So a file is converted once, and its folder is loaded from then on.
+long for every start of every replica. So a file is converted once, and its folder is loaded from then on. The folder
+has float32 safetensors, or refers to the file for its quantized matrices (`cluster.gguf_index`).
 """
 
 import io
@@ -10,26 +11,36 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from cluster import gguf_index
 
 # Values of the GGUF's `tokenizer.ggml.pre` that split numbers into digits before BPE. transformers gives every Llama
 # GGUF a plain ByteLevel instead, which these models were not trained with: "  1" would become other tokens.
 _DIGITS_ALONE = {"smollm"}
 
 
-def convert(path: Path, folder: Path, say: Callable[[str], None], weights: bool = True) -> None:
-    """Writes the GGUF file, whose architecture transformers must know, as float32 into the empty `folder`. Without
-    `weights` nothing is dequantised: only configuration and tokenizer are written.
+Kept = Literal["nothing", "blocks", "float32"]
+"""What a folder has of a file's weights: none, references to its quantized matrices, or all in float32."""
 
-    `say` is called with a line before each step. Raises whatever transformers raises for a file that it cannot read.
+
+def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "float32") -> None:
+    """Writes the GGUF file, whose architecture transformers must know, into the empty `folder`. Nothing is dequantised
+    but for `float32`.
+
+    `say` is called with a line before each step. Raises whatever transformers raises for a file that it cannot read,
+    and ValueError for formats that cannot be kept as they are.
     """
-    if not weights:
+    if kept != "float32":
         say(f"reading the tokenizer of {path.name}")
         from transformers import AutoConfig, GenerationConfig
 
         with _parsed_once(), _bars_on_terminals_only():
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
             tokenizer = _tokenizer(path, config.max_position_embeddings)
+            if kept == "blocks":
+                say(f"reading where the matrices of {path.name} are")
+                gguf_index.write(path, config, folder)
         _write(folder, config, GenerationConfig.from_model_config(config), tokenizer)
         return
     say(f"reading {path.name} and dequantising it to float32")

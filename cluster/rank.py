@@ -65,7 +65,7 @@ class Rank:
         from cluster.replica_server import open_server, published
         from worker.executor.multi_rank import Follower, find_store
 
-        folder: Path = resolve(config.model, weights=config.load_format != "dummy")
+        folder: Path = resolve(config.model, weights=config.load_format != "dummy", dequantize=config.dequantize)
         config = with_draft_folder(config)
         if rank != config.leading_rank:
             assert meeting is not None

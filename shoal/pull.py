@@ -26,9 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         usage="NAME",
     )
     parser.add_argument("name", metavar="NAME", help="a known name, or a hub's ORG/NAME")
+    parser.add_argument("--dequantize", action="store_true", help="convert a GGUF file to float32")
     args = parser.parse_args(argv)
     try:
-        folder = models.pull(args.name)
+        folder = models.pull(args.name, dequantize=args.dequantize)
     except models.ModelError as error:
         print(f"shoal pull: {error}", file=sys.stderr)
         return 1

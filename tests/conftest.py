@@ -137,7 +137,7 @@ class Reference:
 def reference() -> Reference:
     base = os.environ.get("SHOAL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
     folder = Path(base) / "models" / NAME
-    assert (folder / "model.safetensors").exists(), f"{folder} is not there: run `shoal pull {NAME}` first"
+    assert (folder / "model.safetensors").exists(), f"{folder} is not there: run `shoal pull --dequantize {NAME}` first"
     return Reference(folder)
 
 

@@ -41,7 +41,7 @@ ALLOWED = {
     "radix": set(),
     "kernels": set(),
     "kernels.attention": {"kernels:"},
-    "kernels.attention.cpu": {"kernels.attention"},
+    "kernels.attention.cpu": {"kernels:", "kernels.attention"},
     "kernels.linear": {"kernels:", "kernels.ops"},
     "kernels.experts": {"kernels:", "kernels.linear", "kernels.ops"},
     "kernels.ops": {"kernels:"},

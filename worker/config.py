@@ -24,6 +24,11 @@ class WorkerConfig(BaseModel):
         description="fp8 rounds the layers' weight matrices to 8 bits as they load and multiplies in 8 bits: half the "
         "memory, on GPUs from compute capability 8.9 on; by default weights are not quantized",
     )
+    dequantize: bool = Field(
+        False,
+        description="compute a quantized checkpoint in dtype, and keep none of its formats: a GGUF file is converted "
+        "to float32 in the cache, which takes eight times the disk space of a 4-bit file",
+    )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks per pipeline stage")
     pp: int = Field(1, ge=1, description="pipeline stages per replica")
     stage_layers: str | None = Field(

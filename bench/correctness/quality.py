@@ -2,6 +2,7 @@
 
     shoal bench quality --model SmolLM2-135M-Instruct --device cpu
     shoal bench quality --model FOLDER --ways float32,fp8 --text book.txt
+    shoal bench quality --model FILE.gguf --ways gguf
 
 Text is cut into pieces. Each token has a log probability given the tokens before it in its piece.
 
@@ -10,7 +11,8 @@ difference  mean absolute difference of the log probabilities from float32's, in
 agreement   share of positions at which the likeliest token is float32's
 greedy      share of greedy output tokens before the first that differs from float32's
 
-Greedy outputs continue the beginnings of the pieces.
+Greedy outputs continue the beginnings of the pieces. The way gguf computes a GGUF file as it is; all others take its
+float32 copy.
 """
 
 import math
@@ -29,6 +31,7 @@ WAYS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+    "gguf": {"dtype": "float32"},
 }
 ROOT = Path(__file__).parents[2]
 TEXTS = (ROOT / "README.md", ROOT / "docs" / "DESIGN.md", ROOT / "LICENSE")
@@ -146,7 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     from cluster.models import ModelError, resolve
 
     try:
-        folder = resolve(args.model)
+        folders = {way: resolve(args.model, dequantize=way != "gguf") for way in ("float32", *ways)}
+        folder = folders["float32"]
         pieces = pieces_of(folder, args.text, args.pieces)
     except (ModelError, OSError) as error:
         print(f"shoal bench quality: {error}", file=sys.stderr)
@@ -157,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     exact: Read | None = None
     print(f"{'':10s} {'perplexity':>10s} {'difference':>10s} {'agreement':>10s} {'greedy':>10s}", flush=True)
     for way in ("float32", *ways):
-        own = read(folder, args.device, way, pieces)
+        own = read(folders[way], args.device, way, pieces)
         exact = exact or own
         found = judge(own, exact)
         row = (found.perplexity, found.difference, found.agreement, found.greedy)

@@ -30,17 +30,18 @@ from worker.folders import cache_folder
 
 NAME = "tiny-smollm"
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "he"]
-HIDDEN, LAYERS, HEADS, KV_HEADS, INNER = 64, 2, 4, 2, 96
+HIDDEN, LAYERS, HEADS, KV_HEADS = 64, 2, 4, 2
+Q4_1 = gguf.GGMLQuantizationType.Q4_1
 
 
-def write_gguf(path: Path) -> None:
-    """A random Llama with tied embeddings, Q4_1 where quantisation is possible, and SmolLM's pre-tokenizer."""
+def write_gguf(path: Path, kind: gguf.GGMLQuantizationType = Q4_1, hidden: int = HIDDEN) -> None:
+    """A random Llama with tied embeddings, in `kind` where quantisation is possible, and SmolLM's pre-tokenizer."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
+    writer.add_feed_forward_length(2 * hidden)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -62,21 +63,20 @@ def write_gguf(path: Path) -> None:
         if len(shape) == 1:
             writer.add_tensor(name, 1 + values)
         else:
-            kind = gguf.GGMLQuantizationType.Q4_1
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
-    add("token_embd.weight", len(TOKENS), HIDDEN)
-    add("output_norm.weight", HIDDEN)
+    add("token_embd.weight", len(TOKENS), hidden)
+    add("output_norm.weight", hidden)
     for layer in range(LAYERS):
-        add(f"blk.{layer}.attn_norm.weight", HIDDEN)
-        add(f"blk.{layer}.attn_q.weight", HIDDEN, HIDDEN)
-        add(f"blk.{layer}.attn_k.weight", HIDDEN * KV_HEADS // HEADS, HIDDEN)
-        add(f"blk.{layer}.attn_v.weight", HIDDEN * KV_HEADS // HEADS, HIDDEN)
-        add(f"blk.{layer}.attn_output.weight", HIDDEN, HIDDEN)
-        add(f"blk.{layer}.ffn_norm.weight", HIDDEN)
-        add(f"blk.{layer}.ffn_gate.weight", INNER, HIDDEN)
-        add(f"blk.{layer}.ffn_up.weight", INNER, HIDDEN)
-        add(f"blk.{layer}.ffn_down.weight", HIDDEN, INNER)
+        add(f"blk.{layer}.attn_norm.weight", hidden)
+        add(f"blk.{layer}.attn_q.weight", hidden, hidden)
+        add(f"blk.{layer}.attn_k.weight", hidden * KV_HEADS // HEADS, hidden)
+        add(f"blk.{layer}.attn_v.weight", hidden * KV_HEADS // HEADS, hidden)
+        add(f"blk.{layer}.attn_output.weight", hidden, hidden)
+        add(f"blk.{layer}.ffn_norm.weight", hidden)
+        add(f"blk.{layer}.ffn_gate.weight", 2 * hidden, hidden)
+        add(f"blk.{layer}.ffn_up.weight", 2 * hidden, hidden)
+        add(f"blk.{layer}.ffn_down.weight", hidden, 2 * hidden)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -98,7 +98,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Packaged]:
         archive.writestr("tiny_smollm-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("tiny_smollm-1.0.dist-info/RECORD", "")
     sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return folder, Packaged("tiny-smollm==1.0", sha256, "tiny_smollm/tiny.gguf", disk_bytes=1_000_000)
+    return folder, Packaged(
+        "tiny-smollm==1.0", sha256, "tiny_smollm/tiny.gguf", disk_bytes=1_000_000, kept_bytes=1_000_000
+    )
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def files_in(folder: Path) -> set[str]:
 @pytest.mark.slow
 def test_a_pulled_model_loads_and_is_the_gguf(cache: Path, tiny: tuple[Path, Packaged]) -> None:
     said: list[str] = []
-    folder = resolve(NAME, progress=said.append)
+    folder = resolve(NAME, dequantize=True, progress=said.append)
     assert folder == cache / "models" / NAME
     assert files_in(cache / "models") == {NAME, f".{NAME}.lock"}
     assert len(said) >= 3 and "pip" in said[0] and str(folder) in said[-1]
@@ -142,55 +144,60 @@ def test_a_pulled_model_loads_and_is_the_gguf(cache: Path, tiny: tuple[Path, Pac
 
 
 def test_what_is_there_is_not_fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = resolve(NAME)
+    folder = resolve(NAME, dequantize=True)
     monkeypatch.setattr(models, "_download", None)  # calling it would fail
-    assert resolve(NAME) == resolve(NAME, pull=False) == pull(NAME) == folder
+    assert (
+        resolve(NAME, dequantize=True)
+        == resolve(NAME, dequantize=True, pull=False)
+        == pull(NAME, dequantize=True)
+        == folder
+    )
 
 
 @pytest.mark.slow
 def test_damage_is_found_and_repaired(cache: Path) -> None:
-    folder = resolve(NAME)
+    folder = resolve(NAME, dequantize=True)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
 
     weights.write_bytes(whole[:-1])
     with pytest.raises(ModelError, match=r"another size.*shoal pull"):
-        resolve(NAME, pull=False)
-    assert resolve(NAME) == folder and weights.read_bytes() == whole
+        resolve(NAME, dequantize=True, pull=False)
+    assert resolve(NAME, dequantize=True) == folder and weights.read_bytes() == whole
 
     weights.write_bytes(whole[:-1] + b"\xff")  # as long as it was: only a checksum tells
-    assert resolve(NAME, pull=False) == folder
-    assert pull(NAME) == folder and weights.read_bytes() == whole
+    assert resolve(NAME, dequantize=True, pull=False) == folder
+    assert pull(NAME, dequantize=True) == folder and weights.read_bytes() == whole
 
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["source"]["sha256"] = "0" * 64
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ModelError, match="another version"):
-        resolve(NAME, pull=False)
+        resolve(NAME, dequantize=True, pull=False)
 
     (folder / "manifest.json").write_text("[]")
     with pytest.raises(ModelError, match=r"manifest\.json cannot be read"):
-        resolve(NAME, pull=False)
+        resolve(NAME, dequantize=True, pull=False)
 
 
 @pytest.mark.slow
 def test_an_interrupted_pull_leaves_nothing_and_a_killed_one_is_cleared(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(gguf_file: Path, folder: Path, say: object, weights: bool) -> None:
+    def interrupted(gguf_file: Path, folder: Path, say: object, kept: str) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            resolve(NAME)
+            resolve(NAME, dequantize=True)
     assert files_in(cache / "models") == {f".{NAME}.lock"}
 
     left = cache / "models" / f".{NAME}.partial" / "model"  # as a kill would
     left.mkdir(parents=True)
     (left / "stale").write_text("half")
-    assert "stale" not in files_in(resolve(NAME))
+    assert "stale" not in files_in(resolve(NAME, dequantize=True))
     assert files_in(cache / "models") == {NAME, f".{NAME}.lock"}
 
 
@@ -209,7 +216,9 @@ def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(models, "_download", download)
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(NAME, progress=say))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(resolve(NAME, dequantize=True, progress=say))) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -220,17 +229,17 @@ def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_wheel_with_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = KNOWN[NAME]
-    monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, "0" * 64, good.member, good.disk_bytes))
+    monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, "0" * 64, good.member, 1, 1))
     with pytest.raises(ModelError, match=r"pip could not download tiny-smollm==1\.0"):
-        resolve(NAME)
+        resolve(NAME, dequantize=True)
     assert files_in(cache / "models") == {f".{NAME}.lock"}
 
 
 def test_too_little_disk_is_said_before_the_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = KNOWN[NAME]
-    monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, good.sha256, good.member, 1 << 60))
+    monkeypatch.setitem(KNOWN, NAME, Packaged(good.requirement, good.sha256, good.member, 1 << 60, 1 << 60))
     with pytest.raises(ModelError, match="SHOAL_CACHE"):
-        resolve(NAME)
+        resolve(NAME, dequantize=True)
 
 
 def test_a_draft_model_is_named_as_a_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,18 +258,44 @@ def test_a_gguf_file_stands_for_what_it_is_converted_to_once(
     file = tmp_path / "mine.gguf"
     shutil.copy(tiny[0] / "tiny.gguf", file)
     said: list[str] = []
-    folder = resolve(str(file), progress=said.append)
+    folder = resolve(str(file), progress=said.append, dequantize=True)
     assert folder.parent == cache / "models" and folder.name.startswith("mine-") and str(folder) in said[-1]
-    packaged = resolve(NAME)
+    packaged = resolve(NAME, dequantize=True)
     assert files_in(folder) == files_in(packaged) and "tokenizer.json" in files_in(folder)
     assert (folder / "model.safetensors").read_bytes() == (packaged / "model.safetensors").read_bytes()
 
     said.clear()
-    assert resolve(str(file), progress=said.append) == folder
+    assert resolve(str(file), progress=said.append, dequantize=True) == folder
     assert said == []
     os.utime(file, ns=(1, 1))  # another file by the same name
-    assert resolve(str(file), progress=said.append) == folder
+    assert resolve(str(file), progress=said.append, dequantize=True) == folder
     assert str(folder) in said[-1]
+
+
+def test_a_gguf_file_is_kept_as_it_is(cache: Path, tmp_path: Path, tiny: tuple[Path, Packaged]) -> None:
+    file = tiny[0] / "tiny.gguf"
+    own = resolve(str(file))
+    assert own.name.endswith(".blocks") and (own / "model.gguf").resolve() == file.resolve()
+    packaged = resolve(NAME)
+    assert packaged == cache / "models" / f"{NAME}.blocks"
+    assert (packaged / "model.gguf").read_bytes() == file.read_bytes()
+    assert not (packaged / "model.gguf").is_symlink()
+    assert (packaged / "gguf.json").read_bytes() == (own / "gguf.json").read_bytes()
+    assert resolve(str(file)) == own and resolve(NAME, pull=False) == packaged
+    assert resolve(NAME, weights=False) == packaged
+
+
+def test_the_float32_copy_is_made_of_the_file_that_is_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve(NAME)
+    monkeypatch.setattr(models, "_download", None)  # calling it would fail
+    assert (resolve(NAME, dequantize=True) / "model.safetensors").exists()
+
+
+def test_a_format_that_cannot_be_kept_is_named(cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ternary.gguf"
+    write_gguf(file, gguf.GGMLQuantizationType.TQ2_0, hidden=256)
+    with pytest.raises(ModelError, match=r"TQ2_0.*none of Q4_0, .*dequantize"):
+        resolve(str(file))
 
 
 def test_a_gguf_file_that_is_none_inside_is_an_error(cache: Path, tmp_path: Path) -> None:
@@ -275,9 +310,9 @@ def test_a_cache_that_cannot_be_written_is_said_with_what_helps(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=rf"{NAME} cannot be kept in .*Not a directory.*Set SHOAL_CACHE"):
-        resolve(NAME)
+        resolve(NAME, dequantize=True)
     with pytest.raises(ModelError, match="Set SHOAL_CACHE"):
-        pull(NAME)
+        pull(NAME, dequantize=True)
 
 
 def test_paths_stand_for_themselves(tmp_path: Path) -> None:
@@ -394,7 +429,7 @@ def test_without_weights_a_gguf_is_not_dequantised(
             alone = resolve(model, weights=False)
             assert resolve(model, weights=False) == alone
         files = {file.name: file.read_bytes() for file in alone.iterdir() if file.name != "manifest.json"}
-        whole = resolve(model)
+        whole = resolve(model, dequantize=True)
         assert whole != alone and files_in(whole) == files_in(alone) | {"model.safetensors"}
         config, other = json.loads(files.pop("config.json")), json.loads((whole / "config.json").read_text())
         assert {key: value for key, value in config.items() if other[key] != value} == {}
@@ -429,7 +464,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.fixture(scope="session")
 def tokenizer():  # type: ignore[no-untyped-def]
-    return AutoTokenizer.from_pretrained(resolve("SmolLM2-135M-Instruct"))
+    return AutoTokenizer.from_pretrained(resolve("SmolLM2-135M-Instruct", weights=False))
 
 
 def test_smollm2_splits_as_it_was_trained(tokenizer) -> None:  # type: ignore[no-untyped-def]

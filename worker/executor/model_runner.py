@@ -278,7 +278,14 @@ class ModelRunner(Executor):
     def _load_decoder(self, model: Path, shard: Shard, config: WorkerConfig, progress: Progress | None) -> Decoder:
         """Loads this rank's weights, and builds its decoder of them when all ranks have theirs."""
         parameters = load_weights(
-            model, shard, self.device, self.dtype, config.load_format, progress, config.quantization
+            model,
+            shard,
+            self.device,
+            self.dtype,
+            config.load_format,
+            progress,
+            config.quantization,
+            config.dequantize,
         )
         self.stage.rendezvous.barrier()  # a rank may take much longer to load its part
         return Decoder(shard.config, parameters, self.dtype, self.communicator)

@@ -7,14 +7,17 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.linear.any_linear import AnyWeight
 from kernels.linear.fp8_linear import Fp8Weight, quantize
-from worker.executor import gpt_oss_experts
+from worker.executor import gguf_file, gpt_oss_experts
+from worker.executor.block_parameters import BlockParameters, ReadBlocks
 from worker.models.config import DecoderConfig
 from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
@@ -22,7 +25,7 @@ from worker.models.sharding import Shard
 Progress = Callable[[int, int], None]
 """Called with (tensors loaded so far, number of tensors) after each tensor."""
 
-Parameters = dict[str, torch.Tensor | Fp8Weight]
+Parameters = dict[str, AnyWeight]
 """Parameters by name, as `parameter_shapes` names them."""
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
@@ -77,11 +80,13 @@ class _Destination(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a checkpoint. `read(dim, part)` reads only that part of it along a dimension."""
+    """A tensor of a checkpoint. `read(dim, part)` reads only that part of it along a dimension; `blocks` likewise, if
+    its format can be kept."""
 
     name: str
     shape: tuple[int, ...]
     read: Callable[[int, range], torch.Tensor]
+    blocks: ReadBlocks | None = None
 
 
 def load_weights(
@@ -92,12 +97,16 @@ def load_weights(
     load_format: Literal["auto", "dummy"] = "auto",
     progress: Progress | None = None,
     quantization: Literal["fp8"] | None = None,
+    dequantize: bool = False,
 ) -> Parameters:
-    """Returns a rank's parameters, named as in `parameter_shapes(shard.config)`, from a folder of safetensors.
+    """Returns a rank's parameters, named as in `parameter_shapes(shard.config)`, from a folder of safetensors, or one
+    that refers to a GGUF file.
 
     A rank reads only its own part, into `device`'s memory. `dummy` reads no tensors, and makes the same random weights
     for any number of ranks. With `quantization`, each matrix of the layers becomes an `Fp8Weight` as soon as it is
-    complete. Raises ValueError if a file cannot be read, or a tensor is missing, unexpected or of the wrong shape, or
+    complete. On a CPU, matrices whose format has blocks keep them, unless `dequantize` or `quantization` are set.
+
+    Raises ValueError if a file cannot be read, or a tensor is missing, unexpected or of the wrong shape, or
     if the model has experts and is to be quantized.
     """
     config = shard.whole
@@ -106,7 +115,9 @@ def load_weights(
     destinations = _destinations(shard, load_format == "dummy" or _has_stacked_experts(model, config))
     shapes = parameter_shapes(shard.config)
     parameters: dict[str, torch.Tensor] = {}
-    quantized: dict[str, Fp8Weight] = {}
+    quantized: dict[str, AnyWeight] = {}
+    kept = BlockParameters(shapes)
+    keeps = device.type == "cpu" and quantization is None and not dequantize
     missing = set(destinations)
     parts = Counter(destination.parameter for destination in destinations.values())
     for tensor in _tensors(model, destinations, config, device, dtype, load_format):
@@ -120,14 +131,22 @@ def load_weights(
                 f"{model}: {tensor.name} has shape {tensor.shape}, but its configuration says {destination.shape}"
             )
         name = destination.parameter
-        if name not in parameters:
+        has_blocks = keeps and tensor.blocks is not None and name not in parameters
+        if not has_blocks and name not in parameters:
             make = torch.empty if shard.size == 1 else torch.zeros  # padding of a rank's part is zero
             parameters[name] = make(shapes[name], device=device, dtype=_dtype(config, name, dtype))
-        target = parameters[name] if destination.expert is None else parameters[name][destination.expert]
         for piece in destination.pieces:
+            if has_blocks and tensor.blocks is not None:
+                order = _row_order(piece)
+                kept.add(name, tensor.blocks, destination.dim, piece.first, piece.kept, order)
+                continue
+            target = parameters[name] if destination.expert is None else parameters[name][destination.expert]
             _copy(tensor, destination.dim, piece, target)
         missing.discard(tensor.name)
         parts[name] -= 1
+        if has_blocks and not parts[name]:
+            quantized[name] = kept.finish(name, dtype)
+            continue
         if quantization is not None and not parts[name] and name.rpartition(".")[2] in _QUANTIZED:
             quantized[name] = Fp8Weight(*quantize(parameters.pop(name)))
         if progress is not None:
@@ -150,11 +169,18 @@ def _copy(tensor: _Tensor, dim: int, piece: _Piece, target: torch.Tensor) -> Non
         return
     part = tensor.read(dim, piece.kept)
     if piece.order is not None:
-        part = part.unflatten(0, (-1, len(piece.order)))[:, list(piece.order)].flatten(0, 1)
+        part = part[_row_order(piece)]
     if target.device.type == "cuda" and part.device.type == "cpu":
         # All cores copy the file into pinned memory. The GPU fetches it from there while they go on.
         part = part.pin_memory()
     target.narrow(dim, piece.first, len(piece.kept)).copy_(part, non_blocking=True)
+
+
+def _row_order(piece: _Piece) -> torch.Tensor | None:
+    """The order of a piece's rows; None if it is their own."""
+    if piece.order is None:
+        return None
+    return torch.arange(len(piece.kept)).unflatten(0, (-1, len(piece.order)))[:, list(piece.order)].flatten()
 
 
 def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> _Destination:
@@ -367,7 +393,12 @@ def _tensors(
         return _dummies(destinations, config, device, dtype)
     if config.model_type == "gpt_oss":
         return (_Tensor(*tensor) for tensor in gpt_oss_experts.arranged(_safetensors(model), device, dtype))
-    return _safetensors(model)
+    return chain(_safetensors(model), _gguf(model)) if gguf_file.has_gguf(model) else _safetensors(model)
+
+
+def _gguf(folder: Path) -> Iterator[_Tensor]:
+    for matrix in gguf_file.matrices(folder):
+        yield _Tensor(matrix.name, matrix.shape, matrix.dense, matrix.blocks)
 
 
 def _safetensors(folder: Path) -> Iterator[_Tensor]:

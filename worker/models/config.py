@@ -243,7 +243,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         if (hf.model_type, method) not in _READ_FORMATS:
             raise ValueError(
                 f"the checkpoint is quantized ({method}), which is not supported: take one in bfloat16, float16 or "
-                "float32"
+                "float32, or for a CPU a GGUF file"
             )
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)

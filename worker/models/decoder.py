@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention.interface import AttentionBackend
+from kernels.linear.block_linear import BlockLinear
+from kernels.linear.block_weight import BlockMatrix
 from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
 from kernels.linear.linear import Linear
 from kernels.ops.norm import rms_norm
@@ -86,15 +88,18 @@ class Decoder:
         self, config: DecoderConfig, parameters: dict[str, Any], dtype: torch.dtype, group: Communicator | None = None
     ) -> None:
         """`parameters` are those of `parameter_shapes(config)`, all on one device. Matrices of layers may be
-        `Fp8Weight`s. The parameters are removed from the dictionary, so that a weight and its rearranged copy are in
-        memory together for one layer at a time. `dtype` is that of the activations."""
+        `Fp8Weight`s, and matrices on a CPU `BlockMatrix`es. The parameters are removed from the dictionary, so that a
+        weight and its rearranged copy are in memory together for one layer at a time. `dtype` is that of the
+        activations."""
         self.config, self.dtype = config, dtype
         self.communicator = group or Communicator.single()
-        self.device = parameters["layers.0.out"][0].device
-        self.embedding: torch.Tensor | None = parameters.pop("embedding", None)
+        some = parameters["layers.0.out"]
+        self.device = some.device if isinstance(some, BlockMatrix) else some[0].device
+        self.embedding: torch.Tensor | BlockMatrix | None = parameters.pop("embedding", None)
         if config.is_last:
             self.norm = parameters.pop("norm")
-            self.head = Linear(self.embedding if config.tied_embeddings else parameters.pop("head"))
+            head = self.embedding if config.tied_embeddings else parameters.pop("head")
+            self.head = BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head)
         self.layers = [
             DecoderLayer.from_parameters(config, index, pop_layer(parameters, index, dtype))
             for index in range(config.num_layers)
@@ -134,7 +139,7 @@ class Decoder:
         its choices. On a GPU, call before CUDA graphs are captured."""
         adds = self.communicator.size == 1 and not self.config.sandwich_norms
         last = Epilogue.ADDED if adds else Epilogue.PLAIN
-        uses = [(self.head, Epilogue.FLOAT32)] if self.config.is_last else []
+        uses = [(self.head, Epilogue.FLOAT32)] if self.config.is_last and isinstance(self.head, Linear) else []
         for layer in self.layers:
             own = layer.linears
             uses += [(each, last if adds else Epilogue.PLAIN) for each, adds in own if isinstance(each, Linear)]
@@ -249,14 +254,21 @@ class Decoder:
         the parts are summed."""
         assert self.embedding is not None
         if self.communicator.size == 1:
-            x = F.embedding(token_ids, self.embedding)
+            x = self._rows(token_ids)
         else:
             local_ids = token_ids - self.communicator.rank * self.config.vocab_rows
             absent = (local_ids < 0) | (local_ids >= self.config.vocab_rows)
-            own = F.embedding(local_ids.masked_fill(absent, 0), self.embedding).masked_fill_(absent[:, None], 0)
+            own = self._rows(local_ids.masked_fill(absent, 0)).masked_fill_(absent[:, None], 0)
             buffer = self.communicator.reduce_buffer(len(own), own.shape[1], own.dtype, EMBEDDING_TURN)
             x = self.communicator.all_reduce(own if buffer is None else buffer.copy_(own))
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's part of the embedding."""
+        assert self.embedding is not None
+        if isinstance(self.embedding, BlockMatrix):
+            return self.embedding.gather(ids).to(self.dtype)
+        return F.embedding(ids, self.embedding)
 
     def _forward_in_halves(self, layers: list[DecoderLayer], x: torch.Tensor, context: ForwardContext) -> None:
         """Runs `layers`, in place in x, with the tokens cut into halves: while one half is summed over the ranks, the
@@ -287,6 +299,7 @@ class Decoder:
         from kernels.linear.gemv import gemv
 
         weight = self.head.weight
+        assert isinstance(weight, torch.Tensor), "weights on a GPU have no blocks"
         if out is None or self.communicator.size > 1:
             out = hidden.new_empty(1, len(weight), dtype=torch.float32)
         return gemv(hidden, weight, norm=self.norm, eps=self.config.norm_eps, out=out)

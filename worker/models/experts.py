@@ -7,7 +7,7 @@ import torch
 from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
 from kernels.experts.routing import route
-from kernels.linear.fp8_linear import Fp8Linear
+from kernels.linear.any_linear import AnyLinear
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU
 from worker.models.residual_stream import Activation, ResidualStream
@@ -46,8 +46,8 @@ class ExpertsConfig:
 class SharedExperts:
     """Gated MLP that all tokens use, next to the experts. `gate`: `[1, hidden_size]`, or None."""
 
-    gate_up: Linear | Fp8Linear
-    down: Linear | Fp8Linear
+    gate_up: AnyLinear
+    down: AnyLinear
     activation: Activation
     gate: torch.Tensor | None = None
 

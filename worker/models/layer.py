@@ -12,8 +12,7 @@ import torch
 
 from kernels.attention.interface import KVSlots
 from kernels.experts.experts import Experts
-from kernels.linear.fp8_linear import Fp8Linear
-from kernels.linear.linear import Linear
+from kernels.linear.any_linear import AnyLinear
 from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
@@ -35,8 +34,8 @@ class SelfAttention:
     config: DecoderConfig
     index: int
     input_norm: torch.Tensor | None
-    qkv: Linear | Fp8Linear
-    out: Linear | Fp8Linear
+    qkv: AnyLinear
+    out: AnyLinear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     out_norm: torch.Tensor | None = None
@@ -119,8 +118,8 @@ class GatedMLP:
     """Gated MLP of a layer (https://arxiv.org/abs/2002.05202). Parameters are named as in `parameter_shapes`."""
 
     norm: torch.Tensor | None
-    gate_up: Linear | Fp8Linear
-    down: Linear | Fp8Linear
+    gate_up: AnyLinear
+    down: AnyLinear
     activation: Activation
     out_norm: torch.Tensor | None = None
 
@@ -160,10 +159,10 @@ class DecoderLayer:
         return cls(attention, mlp)
 
     @property
-    def linears(self) -> list[tuple[Linear | Fp8Linear, bool]]:
+    def linears(self) -> list[tuple[AnyLinear, bool]]:
         """All linear layers, each with whether its product is what a sublayer adds to the hidden states."""
         mlp = self.mlp if isinstance(self.mlp, GatedMLP) else self.mlp.shared
-        own: list[tuple[Linear | Fp8Linear, bool]] = [(self.attention.qkv, False), (self.attention.out, True)]
+        own: list[tuple[AnyLinear, bool]] = [(self.attention.qkv, False), (self.attention.out, True)]
         if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
             own.append((self.attention.q_b, False))
         if mlp is not None:

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from kernels.attention.interface import LatentHeads
-from kernels.linear.fp8_linear import Fp8Linear, Fp8Weight
-from kernels.linear.linear import Linear
+from kernels.linear.any_linear import make_linear
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 
@@ -104,5 +103,5 @@ def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dic
         if name not in own:
             continue
         weight, bias = own[name], own.pop(f"{name}_bias", None)
-        own[name] = Fp8Linear(weight, bias, dtype) if isinstance(weight, Fp8Weight) else Linear(weight, bias)
+        own[name] = make_linear(weight, bias, dtype)
     return own

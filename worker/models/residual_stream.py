@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.linear.any_linear import AnyLinear
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
 from kernels.ops.activation import gelu_tanh_and_mul
@@ -47,20 +48,16 @@ class ResidualStream:
         self._update: torch.Tensor | None = None
         self._is_summed = False
 
-    def project(
-        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def project(self, norm: torch.Tensor | None, linear: AnyLinear, out: torch.Tensor | None = None) -> torch.Tensor:
         """Product of the normalised hidden states, `[n, linear's outputs]`, in `out` if given. norm: `[hidden_size]`,
         or None for the hidden states as they are."""
         return linear(self.normalised(norm), out)
 
-    def project_gated(
-        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, activation: Activation
-    ) -> torch.Tensor:
+    def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
         """`project`, followed by the activation: `[n, linear's outputs / 2]`."""
         return activation(linear(self.normalised(norm)))
 
-    def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+    def add(self, linear: AnyLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """Adds the sum of all ranks' `linear(y)`, normalised if there is a `norm`. y: `[n, linear's inputs]`."""
         if norm is None and self._communicator.size == 1 and isinstance(linear, Linear) and linear.adds:
             linear.add_to(self.x, y)
@@ -115,7 +112,7 @@ class HalfBatchStream(ResidualStream):
         super().__init__(x, communicator, eps)
         self._wait_for_sum: Callable[[], torch.Tensor] | None = None
 
-    def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+    def add(self, linear: AnyLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         self.add_product(linear, y, norm)
 
     def add_product(self, product: Part, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
@@ -135,22 +132,25 @@ class OneTokenStream(ResidualStream):
     sequence at 233 tokens/s in bfloat16 and at 359 in fp8 (bench/RESULTS.md: gpu.llama8b, gpu.llama8b.fp8).
     """
 
-    def project(
-        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def project(self, norm: torch.Tensor | None, linear: AnyLinear, out: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(linear, Linear | Fp8Linear):
+            return super().project(norm, linear, out)
         from kernels.linear.gemv import gemv
 
         return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, out=out)
 
-    def project_gated(
-        self, norm: torch.Tensor | None, linear: Linear | Fp8Linear, activation: Activation
-    ) -> torch.Tensor:
+    def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
+        if not isinstance(linear, Linear | Fp8Linear):
+            return super().project_gated(norm, linear, activation)
         from kernels.linear.gemv import gated_gemv
 
         gelu = activation is gelu_tanh_and_mul
         return gated_gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, gelu=gelu)
 
-    def add(self, linear: Linear | Fp8Linear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+    def add(self, linear: AnyLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+        if not isinstance(linear, Linear | Fp8Linear):
+            self.add_product(linear, y, norm)
+            return
         from kernels.linear.gemv import gemv
 
         assert norm is None, "the product adds its output to the hidden states"

@@ -1,5 +1,4 @@
 """Decode attention on CPUs, compiled by numba.
 
-Owns the kernel (`decode_kernel.py`), its threads (`openmp.py`) and its instructions (`intrinsics.py`). Read
-`numba_backend.py` first.
+Owns the kernel (`decode_kernel.py`) and the choice of chunks that it computes. Read `numba_backend.py` first.
 """

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numba import carray, cfunc, njit, types
 
-from kernels.attention.cpu.intrinsics import claim, float32_at, float_of_bits, int32_at, prefetch, uint16_at, widened
+from kernels.intrinsics import claim, float32_at, float_of_bits, int32_at, prefetch, uint16_at, widened
 
 # Index of each argument in the int64 array that a kernel gets. The first ten are numbers:
 #

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.attention.cpu import decode_kernel, openmp
+from kernels import openmp
+from kernels.attention.cpu import decode_kernel
 from kernels.attention.cpu.decode_kernel import attend_bfloat16, attend_float32
 from kernels.attention.interface import AttentionBatch, AttentionShape
 from kernels.attention.torch_backend import TorchAttention

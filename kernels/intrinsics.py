@@ -22,6 +22,8 @@ def _pointer_at(item: types.Type) -> Any:
 float32_at = _pointer_at(types.float32)
 uint16_at = _pointer_at(types.uint16)
 int32_at = _pointer_at(types.int32)
+int8_at = _pointer_at(types.int8)
+uint8_at = _pointer_at(types.uint8)
 
 
 @intrinsic

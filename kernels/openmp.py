@@ -16,7 +16,7 @@ from numba.core.ccallback import CFunc
 def run(function: CFunc, arguments: np.ndarray) -> None:
     """Call `function`, a `void (int64_t *)`, with `arguments` (int64, contiguous) once in each of PyTorch's threads.
 
-    All calls get the same arguments, and divide the work with `kernels.attention.cpu.intrinsics.claim`. Returns when
+    All calls get the same arguments, and divide the work with `kernels.intrinsics.claim`. Returns when
     all calls have returned. Without a known OpenMP runtime there is one call, in this thread.
     """
     threads = torch.get_num_threads()

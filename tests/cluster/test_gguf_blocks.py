@@ -1,0 +1,85 @@
+"""A model from its GGUF file as it is, against the float32 copy of the same file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.convert import convert
+from kernels.linear.block_linear import BlockProduct
+from kernels.linear.block_weight import BlockMatrix
+from tests.cluster.test_models import write_gguf
+from tests.worker.engines import checked_engines
+from worker.executor.gguf_file import FILE
+from worker.executor.weight_loader import Parameters, load_weights
+from worker.messages import SamplingParams
+from worker.models.config import decoder_config, read_config
+from worker.models.sharding import Shard
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder in blocks, and the one in float32."""
+    base = tmp_path_factory.mktemp("gguf")
+    write_gguf(base / "tiny.gguf")
+    blocks, float32 = base / "blocks", base / "float32"
+    blocks.mkdir()
+    float32.mkdir()
+    convert(base / "tiny.gguf", blocks, lambda line: None, "blocks")
+    (blocks / FILE).symlink_to(base / "tiny.gguf")
+    convert(base / "tiny.gguf", float32, lambda line: None, "float32")
+    return blocks, float32
+
+
+def load(folder: Path, shard: tuple[int, ...] = (), dequantize: bool = False) -> Parameters:
+    whole = decoder_config(read_config(folder))
+    return load_weights(folder, Shard(whole, *shard), torch.device("cpu"), torch.float32, dequantize=dequantize)
+
+
+def dense(weight: object) -> torch.Tensor:
+    if isinstance(weight, BlockMatrix):
+        return torch.cat([BlockProduct(part).dense() for part in weight.parts])
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+@pytest.mark.parametrize("shard", [(), (0, 2), (1, 2), (0, 1, 0, 2), (1, 2, 1, 2)])
+def test_each_rank_has_its_part_of_the_blocks(folders: tuple[Path, Path], shard: tuple[int, ...]) -> None:
+    ours, theirs = load(folders[0], shard), load(folders[1], shard)
+    assert ours.keys() == theirs.keys()
+    assert {name for name, weight in ours.items() if isinstance(weight, BlockMatrix)} == {
+        name for name, weight in theirs.items() if isinstance(weight, torch.Tensor) and weight.ndim == 2
+    }
+    for name, weight in theirs.items():
+        assert torch.equal(dense(ours[name]), dense(weight)), name
+
+
+def test_dequantized_at_load(folders: tuple[Path, Path]) -> None:
+    ours, theirs = load(folders[0], dequantize=True), load(folders[1])
+    assert all(isinstance(weight, torch.Tensor) for weight in ours.values())
+    assert all(torch.equal(dense(ours[name]), dense(weight)) for name, weight in theirs.items())
+
+
+def test_ranks_that_would_cut_blocks_are_refused(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match=r"o_proj.*Q4_1.*blocks of 32 columns.*tp.*dequantize"):
+        load(folders[0], (1, 4))
+    assert load(folders[0], (1, 4), dequantize=True)
+
+
+def test_tokens_are_those_of_the_float32_copy(folders: tuple[Path, Path]) -> None:
+    prompts = [[5], list(range(7, 40)), [90, 3, 41, 8], list(range(200, 20, -3))]
+    said = []
+    for folder in folders:
+        with checked_engines(folder, kv_tokens=2048) as make:
+            asked = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
+            said.append(make(token_budget=16).generate(prompts, asked))
+    for ours, theirs in zip(*said, strict=True):
+        assert ours.failure is None and ours.token_ids == theirs.token_ids
+
+
+def test_a_file_that_is_gone_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    for file in folders[0].iterdir():
+        if file.name != FILE:
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ValueError, match=r"model\.gguf cannot be read"):
+        load(tmp_path)
