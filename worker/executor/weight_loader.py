@@ -392,7 +392,10 @@ def _tensors(
     if load_format == "dummy":
         return _dummies(destinations, config, device, dtype)
     if config.model_type == "gpt_oss":
-        return (_Tensor(*tensor) for tensor in gpt_oss_experts.arranged(_safetensors(model), device, dtype))
+        return (
+            _Tensor(*tensor)
+            for tensor in gpt_oss_experts.arranged((tensor[:3] for tensor in _safetensors(model)), device, dtype)
+        )
     return chain(_safetensors(model), _gguf(model)) if gguf_file.has_gguf(model) else _safetensors(model)
 
 
