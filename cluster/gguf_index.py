@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from worker.executor.gguf_file import INDEX, KEPT_FORMATS, Index, Matrix
+from worker.executor.gguf_layout import INDEX, Index, Matrix
 
 
 def write(path: Path, config: Any, folder: Path) -> None:
@@ -58,6 +58,8 @@ _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _check(path: Path, tensors: list[Any]) -> None:
+    from worker.executor.gguf_file import KEPT_FORMATS  # with torch
+
     quantized = [tensor for tensor in tensors if tensor.tensor_type.name not in _PLAIN]
     unknown = sorted({tensor.tensor_type.name for tensor in quantized} - set(KEPT_FORMATS))
     advice = "set dequantize to convert the file to float32"

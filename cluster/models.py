@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from cluster.conversion import Conversion, ModelError, Progress
 from worker.config import WorkerConfig
-from worker.executor.gguf_file import FILE
+from worker.executor.gguf_layout import FILE
 
 C = TypeVar("C", bound=WorkerConfig)
 

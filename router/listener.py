@@ -106,6 +106,8 @@ class _Server(uvicorn.Server):
         for each in waiting:
             each.close()
         loop = asyncio.get_running_loop()
+        # The first of them may be answered before uvicorn has closed the last.
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
         for client in clients:
             await loop.connect_accepted_socket(self._connection, client)
         await super().shutdown(open_sockets)

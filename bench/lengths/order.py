@@ -68,6 +68,9 @@ class NoisyPredictor(OutputLengthPredictor):
         log_mean = self._center + self._known * (self._logs[request.request_id] - self._center)
         return PredictedLength(np.zeros(1, dtype=np.uint16), LengthEstimate(log_mean, self._left))
 
+    def again(self, length: PredictedLength) -> PredictedLength:
+        return length
+
 
 class EndingReplica(SimulatedReplica):
     """A simulated replica whose outputs end with a token that the scheduler does not foresee."""

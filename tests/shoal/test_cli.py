@@ -101,7 +101,7 @@ print([name for name in ("torch", "ray", "transformers", "matplotlib") if name i
 def launched(monkeypatch: pytest.MonkeyPatch) -> list:
     """The configurations that were launched."""
     configs: list = []
-    launch = types.SimpleNamespace(serve=lambda config: configs.append(config) or 0)
+    launch = types.SimpleNamespace(serve=lambda config, followed: configs.append(config) or 0)
     monkeypatch.setitem(sys.modules, "cluster.launch", launch)
     monkeypatch.setattr("cluster.launch", launch, raising=False)
     return configs
@@ -158,7 +158,7 @@ def test_an_unknown_flag_exits_with_2(launched: list, argv: list[str], capsys: C
 
 
 def test_pull_prints_the_folder_or_why_not(monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path) -> None:
-    monkeypatch.setattr(pull.models, "pull", lambda name: tmp_path / name)
+    monkeypatch.setattr(pull.models, "pull", lambda name, dequantize: tmp_path / name)
     assert pull.main(["some"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'some'}\n"
     monkeypatch.undo()

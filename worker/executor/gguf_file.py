@@ -15,34 +15,10 @@ import torch
 from kernels.linear.block_linear import BlockProduct
 from kernels.linear.block_weight import Blocks, BlockWeight
 from kernels.linear.ggml_blocks import FORMATS, read_blocks
+from worker.executor.gguf_layout import FILE, INDEX, Index, Matrix
 
-FILE, INDEX = "model.gguf", "gguf.json"
 KEPT_FORMATS = tuple(FORMATS)
 """ggml's names of the formats whose matrices are kept as they are."""
-
-
-class Matrix(msgspec.Struct, frozen=True):
-    """A matrix of the file.
-
-    | field | meaning |
-    | --- | --- |
-    | `format` | ggml's name, as in `kernels.linear.ggml_blocks.FORMATS` |
-    | `shape` | rows and columns |
-    | `offset` | where it begins in the file, in bytes |
-    | `order` | which of `Index.orders` has, for each of the model's rows, the row in the file; None: the same row |
-    """
-
-    format: str
-    shape: tuple[int, int]
-    offset: int
-    order: int | None = None
-
-
-class Index(msgspec.Struct, frozen=True):
-    """The content of `gguf.json`. `matrices`: by Hugging Face's names."""
-
-    matrices: dict[str, Matrix]
-    orders: list[list[int]]
 
 
 class GGUFMatrix:

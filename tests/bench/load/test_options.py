@@ -43,7 +43,7 @@ def test_a_model_that_is_not_there_is_one_line(line: str, tmp_path: Path, capsys
 def test_a_text_that_is_not_there_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr("cluster.models.resolve", lambda model: tmp_path)
+    monkeypatch.setattr("cluster.models.resolve", lambda model, dequantize: tmp_path)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: None)
     assert cli.main(["bench", "quality", "--text", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
