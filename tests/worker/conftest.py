@@ -60,6 +60,13 @@ SIGMOID = {
     "routed_scaling_factor": 1.8,
     "norm_topk_prob": True,
 }
+NETS = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 GRANITE = {
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.4,
@@ -134,7 +141,14 @@ TINY: dict[str, tuple[str, dict]] = {
         "ernie4_5_moe",
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 2},
     ),
+    "qwen3_next": ("qwen3_next", EXPERTS | NETS | {"shared_expert_intermediate_size": 28}),
+    "qwen3_5": ("qwen3_5_text", NETS | {"full_attention_interval": 2, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", EXPERTS | NETS | {"shared_expert_intermediate_size": 28}),
 }
+
+# With recurrent states. Layers that normalise each head's output magnify what is rounded off: on these models float32
+# logits of transformers are up to 4e-4 from those that it computes in float64, and ours are as far.
+HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
 
 def make_tiny(name: str, folder: Path, layers: int = 4, **save: object) -> Path:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.linear.fp8_linear import Fp8Weight, quantize
+from worker.executor.delta_net_weights import net_tensors
 from worker.models.config import DecoderConfig
 from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
@@ -52,6 +53,7 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
 )
+_FLOAT32 = (".choice_bias", ".decay_log", ".decay_bias")
 _QUANTIZED = ("qkv", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
 
 
@@ -102,6 +104,8 @@ def load_weights(
     config = shard.whole
     if quantization is not None and config.experts is not None:
         raise ValueError(f"quantization {quantization} does not support models with experts: leave it out")
+    if quantization is not None and config.delta_net is not None:
+        raise ValueError(f"quantization {quantization} does not support gated delta nets: leave it out")
     destinations = _destinations(shard, load_format == "dummy" or _has_stacked_experts(model, config))
     shapes = parameter_shapes(shard.config)
     parameters: dict[str, torch.Tensor] = {}
@@ -172,7 +176,11 @@ def _destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]:
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
     }
     for own, index in enumerate(shard.layers):
-        layer = _attention_destinations(shard, shard.whole.ropes[index].order) | _norm_destinations(shard.whole)
+        net = shard.whole.delta_net
+        if net is not None and net.layers[index]:
+            layer = _net_destinations(shard) | _norm_destinations(shard.whole)
+        else:
+            layer = _attention_destinations(shard, shard.whole.ropes[index].order) | _norm_destinations(shard.whole)
         experts = shard.config.experts_of(own)
         if experts is None:
             layer |= _mlp_destinations(shard, "mlp", shard.whole.intermediate_size, shard.intermediate)
@@ -196,18 +204,23 @@ def _attention_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict
     destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
     if whole.model_type in _FUSED_QKV:
         k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
-        pieces = _Piece(0, q, order), _Piece(first_k, k, order), _Piece(first_v, v)
+        all_pieces = _Piece(0, q, order), _Piece(first_k, k, order), _Piece(first_v, v)
         rows = q_rows + 2 * kv_rows
-        destinations["self_attn.qkv_proj.weight"] = _Destination("qkv", (rows, hidden), 0, pieces)
+        destinations["self_attn.qkv_proj.weight"] = _Destination("qkv", (rows, hidden), 0, all_pieces)
     else:
-        for tensor, first, rows, kept, turned in (
-            ("self_attn.q_proj", 0, q_rows, q, order),
-            ("self_attn.k_proj", first_k, kv_rows, kv, order),
-            ("self_attn.v_proj", first_v, kv_rows, kv, None),
+        queries: tuple[_Piece, ...] = (_Piece(0, q, order),)
+        if whole.output_gate:  # the rows of each head's queries are followed by those of its gate
+            parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
+            first_gate = first_v + own.num_kv_heads * size
+            queries = tuple(_Piece(to, range(row, row + size), order) for to, row in parts)
+            queries += tuple(_Piece(first_gate + to, range(row + size, row + 2 * size)) for to, row in parts)
+        for tensor, rows, pieces in (
+            ("self_attn.q_proj", (2 if whole.output_gate else 1) * q_rows, queries),
+            ("self_attn.k_proj", kv_rows, (_Piece(first_k, kv, order),)),
+            ("self_attn.v_proj", kv_rows, (_Piece(first_v, kv),)),
         ):
-            piece = (_Piece(first, kept, turned),)
-            destinations[f"{tensor}.weight"] = _Destination("qkv", (rows, hidden), 0, piece)
-            destinations[f"{tensor}.bias"] = _Destination("qkv_bias", (rows,), 0, piece)
+            destinations[f"{tensor}.weight"] = _Destination("qkv", (rows, hidden), 0, pieces)
+            destinations[f"{tensor}.bias"] = _Destination("qkv_bias", (rows,), 0, pieces)
     all_heads = whole.qk_norm == "all"
     for tensor, parameter, rows, kept in (
         ("self_attn.q_norm", "q_norm", q_rows, q),
@@ -216,6 +229,14 @@ def _attention_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict
         piece = (_Piece(0, kept if all_heads else range(size), order),)
         destinations[f"{tensor}.weight"] = _Destination(parameter, (rows if all_heads else size,), 0, piece)
     return destinations
+
+
+def _net_destinations(shard: Shard) -> dict[str, _Destination]:
+    """Destinations of the tensors of a layer's gated delta net."""
+    return {
+        f"linear_attn.{name}": _Destination(to.parameter, to.shape, to.dim, tuple(_Piece(*part) for part in to.parts))
+        for name, to in net_tensors(shard).items()
+    }
 
 
 def _mlp_destinations(
@@ -295,7 +316,7 @@ def _is_norm(name: str) -> bool:
 
 
 def _dtype(config: DecoderConfig, name: str, dtype: torch.dtype) -> torch.dtype:
-    is_float32 = (config.gemma_norms and _is_norm(name)) or name.endswith(".choice_bias")
+    is_float32 = (config.gemma_norms and _is_norm(name)) or name.endswith(_FLOAT32)
     return torch.float32 if is_float32 else dtype
 
 

@@ -17,6 +17,7 @@ from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
 from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
+from worker.models.gated_delta_net import DeltaNetConfig
 
 
 class _EndTokens(msgspec.Struct):
@@ -38,7 +39,9 @@ class DecoderConfig:
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together |
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
+    | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
+    | `delta_net` | of the layers that have a gated delta net in place of attention |
     | `logit_scale` | factor of all logits |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
     | `ranks` | number of ranks that share the layers (`worker.models.sharding`) |
@@ -76,7 +79,9 @@ class DecoderConfig:
     attention_softcap: float | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    output_gate: bool = False
     experts: ExpertsConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
@@ -98,13 +103,19 @@ class DecoderConfig:
         return self.experts if self.experts is not None and self.experts.layers[index] else None
 
     @property
+    def attention_layers(self) -> list[int]:
+        """The layers with attention: those that have keys and values."""
+        nets = None if self.delta_net is None else self.delta_net.layers
+        return [index for index in range(self.num_layers) if nets is None or not nets[index]]
+
+    @property
     def attention_shape(self) -> AttentionShape:
         return AttentionShape(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=self.attention_scale,
-            windows=self.windows,
+            windows=tuple(self.windows[index] for index in self.attention_layers),
             softcap=self.attention_softcap,
         )
 
@@ -236,7 +247,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
 
 def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+    if unknown := set(kinds) - {"full_attention", "sliding_attention", "linear_attention"}:
         raise ValueError(f"layer types {sorted(unknown)} are not supported")
     return list(kinds)
 

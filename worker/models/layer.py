@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kernels.attention.interface import AttentionBackend, KVSlots
+from kernels.delta_rule.states import DeltaRuleStates
 from kernels.experts.experts import Experts
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
@@ -19,6 +20,7 @@ from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP, ExpertsConfig, SharedExperts
+from worker.models.gated_delta_net import GatedDeltaNet
 from worker.models.residual_stream import Activation, ResidualStream
 
 
@@ -30,11 +32,13 @@ class ForwardContext:
     - `attention`: the attention over the KV cache, which has planned the batch.
     - `angles`: on a CPU, cosines and sines of the positions for each rotary embedding of the model. None on a GPU:
       there the layers have tables.
+    - `states`: of gated delta nets, which have planned the batch; None for a model without.
     """
 
     positions: torch.Tensor
     attention: AttentionBackend
     angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] | None
+    states: DeltaRuleStates | None = None
 
 
 @dataclass
@@ -56,12 +60,26 @@ class SelfAttention:
     rope_table: torch.Tensor | None = None
     norms_of_all: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def __post_init__(self) -> None:
+        self.kv_layer = self.config.attention_layers.index(self.index)  # of those that have keys and values
+
+    @property
+    def projected_size(self) -> int:
+        """Columns of the result of `project`."""
+        heads = (2 if self.config.output_gate else 1) * self.config.num_heads + 2 * self.config.num_kv_heads
+        return heads * self.config.head_dim
+
+    @property
+    def attended_size(self) -> int:
+        """Columns of the result of `forward`."""
+        return self.config.num_heads * self.config.head_dim
+
     @property
     def rope(self) -> Rope:
         return self.config.ropes[self.index]
 
     def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Queries, keys and values before rotation, `[n, (num_heads + 2 * num_kv_heads) * head_dim]`, in `out` if
+        """Queries, keys and values before rotation, then gates if the model has any, `[n, projected_size]`, in `out` if
         given."""
         qkv = x.project(self.input_norm, self.qkv, out)
         return qkv if self.norms_of_all is None else self._normalise_all(qkv, x, *self.norms_of_all)
@@ -71,10 +89,11 @@ class SelfAttention:
         afterwards."""
         if context.angles is None:
             queries = self.rotate_and_store(qkv, context.positions, context.attention)
-            out = context.attention.attend(self.index, queries)
+            out = context.attention.attend(self.kv_layer, queries)
         else:
-            out = context.attention.run(self.index, *self._rotate(qkv, *context.angles[self.rope]))
-        return out.flatten(1)
+            out = context.attention.run(self.kv_layer, *self._rotate(qkv, *context.angles[self.rope]))
+        attended = out.flatten(1)
+        return attended * qkv[:, -self.attended_size :].sigmoid() if self.config.output_gate else attended
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""
@@ -94,7 +113,7 @@ class SelfAttention:
             self.rope_table,
             positions,
             kv_slots.slots,
-            kv_slots.kv[self.index],
+            kv_slots.kv[self.kv_layer],
             self.q_norm,
             self.k_norm,
             self.config.norm_eps,
@@ -118,7 +137,9 @@ class SelfAttention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values. Queries and keys are rotated, and normalised before if the model does that."""
         heads, kv_heads, eps = self.config.num_heads, self.config.num_kv_heads, self.config.norm_eps
-        qk, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + kv_heads, kv_heads), dim=1)
+        qk, v, *_ = qkv.unflatten(-1, (-1, self.config.head_dim)).tensor_split(
+            (heads + kv_heads, heads + 2 * kv_heads), 1
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
@@ -150,24 +171,14 @@ class DecoderLayer:
     in place of `attention`.
     """
 
-    attention: SelfAttention
+    attention: SelfAttention | GatedDeltaNet
     mlp: GatedMLP | ExpertMLP
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
         `qkv`, `out`, `gate_up` and `down` are linear layers."""
-        attention = SelfAttention(
-            config,
-            index,
-            parameters.get("input_norm"),
-            parameters["qkv"],
-            parameters["out"],
-            parameters["q_norm"] if config.qk_norm == "head" else None,
-            parameters["k_norm"] if config.qk_norm == "head" else None,
-            parameters.get("attention_out_norm"),
-            norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
-        )
+        attention = _attention(config, index, parameters)
         activation = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         experts = config.experts_of(index)
         if experts is not None:
@@ -201,6 +212,34 @@ class DecoderLayer:
         hidden states."""
         self.attention.add_output(x, attended)
         self.mlp.forward(x)
+
+
+def _attention(config: DecoderConfig, index: int, parameters: dict[str, Any]) -> SelfAttention | GatedDeltaNet:
+    net = config.delta_net
+    if net is not None and net.layers[index]:
+        return GatedDeltaNet(
+            net,
+            sum(net.layers[:index]),
+            config.norm_eps,
+            parameters["input_norm"],
+            parameters["qkv"],
+            parameters["out"],
+            parameters["conv"].squeeze(1),
+            parameters["decay_log"],
+            parameters["decay_bias"],
+            parameters["head_scale"],
+        )
+    return SelfAttention(
+        config,
+        index,
+        parameters.get("input_norm"),
+        parameters["qkv"],
+        parameters["out"],
+        parameters["q_norm"] if config.qk_norm == "head" else None,
+        parameters["k_norm"] if config.qk_norm == "head" else None,
+        parameters.get("attention_out_norm"),
+        norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
+    )
 
 
 def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict[str, Any]) -> ExpertMLP:
