@@ -32,7 +32,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 def delta_rule_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each of n sequences. Updates their states in place.
+    """Computes one token of each of n sequences, and updates their states in place.
 
     q, k: `[n, heads, key_dim]`, of `unit_heads`. v: `[n, heads, value_dim]`. log_decay, beta: `[n, heads]`. state: `[n,
     heads, value_dim, key_dim]`. All float32. Returns `[n, heads, value_dim]`.
@@ -46,7 +46,7 @@ def delta_rule_step(
 def delta_rule_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """All tokens of one sequence, in blocks. Updates its state in place.
+    """Computes all tokens of one sequence in blocks, and updates its state in place.
 
     Arguments are those of `delta_rule_step`, n being the tokens of the sequence, and state `[heads, value_dim,
     key_dim]`. Returns `[n, heads, value_dim]`.

@@ -8,7 +8,7 @@ from worker.models.sharding import Shard
 
 class NetTensor(NamedTuple):
     """A tensor of a checkpoint, of `shape`. Of its elements along `dim`, each range of `parts` goes to `parameter`,
-    from the number beside it on."""
+    with its first element at the index given with the range."""
 
     parameter: str
     shape: tuple[int, ...]

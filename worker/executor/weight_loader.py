@@ -321,7 +321,10 @@ def _dtype(config: DecoderConfig, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_ignored(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor is not needed: rotary frequencies, in old checkpoints, or a second copy of tied embeddings."""
+    """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
+    hybrid has for images and drafts."""
+    if config.delta_net is not None and name.startswith(("model.visual.", "mtp.")):
+        return True
     return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
 
 
@@ -366,6 +369,7 @@ def _safetensors(folder: Path) -> Iterator[_Tensor]:
 def _full_name(name: str) -> str:
     """The name of a tensor in a model with a head, as `_destinations` has it. In a checkpoint of the layers alone, as
     embedding models have, names begin without `model.`. Names of experts differ by family."""
+    name = name.replace("model.language_model.", "model.", 1)  # next to a vision part
     if ".mlp." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)

@@ -120,20 +120,27 @@ class DecoderConfig:
         )
 
 
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe")  # models whose text part is served by itself
+
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_config(model: Path) -> HfConfig:
     """The Hugging Face configuration of a model folder, with the defaults of its architecture.
 
-    A model whose files have no head, as embedding models, counts as one with tied embeddings.
+    A model whose files have no head, as embedding models, counts as one with tied embeddings. Of a Qwen3.5 with a
+    vision part, it is the configuration of the text part.
 
     It is kept in the cache, by the contents of config.json and the version of transformers. Reading it with
     transformers imports half of that library and takes 3 to 5 s, in every process of a replica.
 
     Raises ValueError if the folder has none that transformers understands.
     """
-    hf = SimpleNamespace(**_config_values(model))
+    values = _config_values(model)
+    if values.get("model_type") in _WITH_TEXT_PART:
+        text = values["text_config"]
+        values = text | {"tie_word_embeddings": values.get("tie_word_embeddings", text["tie_word_embeddings"])}
+    hf = SimpleNamespace(**values)
     if not getattr(hf, "tie_word_embeddings", True) and _is_headless(model):
         hf.tie_word_embeddings = True
     return hf

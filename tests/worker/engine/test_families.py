@@ -1,16 +1,18 @@
 """Families with experts or gated delta nets in a whole engine: greedy output is, token for token, what `transformers`
 generates, cold and warm, in a crowd, and after preemptions."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.worker.conftest import HYBRIDS, TINY, without_grammars
 from tests.worker.engines import checked_engines
-from tests.worker.executor.test_multi_rank import prompts
+from tests.worker.executor.test_multi_rank import generated, prompts
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
 from worker.messages import SamplingParams
@@ -65,3 +67,19 @@ def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> Non
     config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=512, speculation="auto")
     with pytest.raises(ValueError, match=r"speculation is auto, which a qwen3_\w+ model does not support"):
         ModelRunner(tiny_model(name), config)
+
+
+def test_the_text_part_of_a_checkpoint_with_images(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As Qwen3.5 is published: other names, tensors for images and drafts, and a configuration in the configuration."""
+    folder, config = tiny_model("qwen3_5"), WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.pos_embed.weight": torch.ones(2, 2), "mtp.norm.weight": torch.ones(2)}
+    save_file(renamed | others, tmp_path / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tokens, logits = generated(ModelRunner(folder, config))
+    got, got_logits = generated(ModelRunner(tmp_path, config))
+    assert got == tokens
+    torch.testing.assert_close(got_logits, logits)
