@@ -15,7 +15,8 @@ def write(path: Path, config: Any, folder: Path) -> None:
     """Writes `gguf.json` and, with the tensors that are not quantized, `model.safetensors` into `folder`. `config` is
     the model's Hugging Face configuration.
 
-    Raises ValueError for quantized tensors in a format that is not in `KEPT_FORMATS`, or that are no matrices.
+    Raises ValueError for an architecture whose GGUF files have weights other than the model's, as hybrids' do, and for
+    quantized tensors in a format that is not in `KEPT_FORMATS`, or that are no matrices.
     """
     import gguf
     import numpy as np
@@ -31,8 +32,12 @@ def write(path: Path, config: Any, folder: Path) -> None:
     reader = gguf.GGUFReader(str(path))
     architecture = str(reader.fields["general.architecture"].contents())
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
-    with torch.device("meta"):
-        names = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), processor)
+    try:
+        with torch.device("meta"):
+            names = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), processor)
+    except NotImplementedError:  # transformers reads it in another way
+        what = f"{path.name} has a {architecture} model, whose matrices cannot be kept as they are"
+        raise ValueError(f"{what}: {_ADVICE}") from None
     _check(path, reader.tensors)
     index = Index({}, [])
     others: dict[str, torch.Tensor] = {}
@@ -54,6 +59,7 @@ def write(path: Path, config: Any, folder: Path) -> None:
     (folder / INDEX).write_bytes(msgspec.json.encode(index))
 
 
+_ADVICE = "set dequantize to convert the file to float32"
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -62,13 +68,12 @@ def _check(path: Path, tensors: list[Any]) -> None:
 
     quantized = [tensor for tensor in tensors if tensor.tensor_type.name not in _PLAIN]
     unknown = sorted({tensor.tensor_type.name for tensor in quantized} - set(KEPT_FORMATS))
-    advice = "set dequantize to convert the file to float32"
     if unknown:
         kept = ", ".join(KEPT_FORMATS)
-        raise ValueError(f"{path.name} has matrices in {', '.join(unknown)}, which is none of {kept}: {advice}")
+        raise ValueError(f"{path.name} has matrices in {', '.join(unknown)}, which is none of {kept}: {_ADVICE}")
     if experts := [tensor.name for tensor in quantized if len(tensor.shape) != 2]:
         what = f"{path.name} has quantized experts, as {experts[0]}"
-        raise ValueError(f"{what}, which cannot be kept as they are: {advice}")
+        raise ValueError(f"{what}, which cannot be kept as they are: {_ADVICE}")
 
 
 def _number(orders: list[list[int]], order: list[int]) -> int:

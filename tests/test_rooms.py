@@ -44,6 +44,7 @@ ALLOWED = {
     "kernels.attention.cpu": {"kernels:", "kernels.attention"},
     "kernels.linear": {"kernels:", "kernels.ops"},
     "kernels.experts": {"kernels:", "kernels.linear", "kernels.ops"},
+    "kernels.delta_rule": {"kernels:"},
     "kernels.ops": {"kernels:"},
     "kernels.comm": {"kernels:"},
     "bench": set(),

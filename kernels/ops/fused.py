@@ -70,8 +70,8 @@ def rotate_and_store(
     3. Keys and values of token i are written to row `rows[i]` of `pages`, seen as
        `[num_pages * num_kv_heads * page_size, head_dim]`, head h `h * page_size` rows further.
 
-    qkv: contiguous `[n, (num_heads + 2 * num_kv_heads) * head_dim]`. pages: `[2, num_pages, num_kv_heads, page_size,
-    head_dim]`. positions, rows: int64 `[n]`.
+    qkv: contiguous `[n, at least (num_heads + 2 * num_kv_heads) * head_dim]`; what follows these in a row is not read.
+    pages: `[2, num_pages, num_kv_heads, page_size, head_dim]`. positions, rows: int64 `[n]`.
     """
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     n, half = len(qkv), head_dim // 2
@@ -89,6 +89,7 @@ def rotate_and_store(
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
         eps,
+        qkv.shape[1],
         num_heads,
         num_kv_heads,
         page_size,
@@ -178,6 +179,7 @@ def _rotate_and_store(
     q_norm,
     k_norm,
     eps,
+    ROW: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -213,7 +215,7 @@ def _rotate_and_store(
         high_weight = tl.load(q_norm + HALF + at, mask=of_query, other=0.0).to(tl.float32)
         high_weight += tl.load(k_norm + HALF + at, mask=of_key, other=0.0).to(tl.float32)
     wait_for_previous()
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + before + head) * (2 * HALF) + at
+    source = qkv + token * ROW + (before + head) * (2 * HALF) + at
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + HALF, mask=inside, other=0.0)
     if is_query | is_key:

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from transformers import Qwen3_5TextConfig
 
+from cluster import gguf_index
 from cluster.convert import convert
 from kernels.linear.block_linear import BlockProduct
 from kernels.linear.block_weight import BlockMatrix
@@ -75,6 +78,18 @@ def test_tokens_are_those_of_the_float32_copy(folders: tuple[Path, Path]) -> Non
             said.append(make(token_budget=16).generate(prompts, asked))
     for ours, theirs in zip(*said, strict=True):
         assert ours.failure is None and ours.token_ids == theirs.token_ids
+
+
+def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
+    """Its files have other weights than the model: norms plus one, decays as they are, heads in another order."""
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "qwen35")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = Qwen3_5TextConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"tiny\.gguf has a qwen35 model.*dequantize"):
+        gguf_index.write(tmp_path / "tiny.gguf", config, tmp_path)
 
 
 def test_a_file_that_is_gone_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ class Engine:
             clock=clock,
             speculation=speculation,
             lengths=self._lengths.predictor,
+            reuses_prefixes=not self.executor.has_states,
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._answer_checks = AnswerChecks(self.grammars, on_ready)

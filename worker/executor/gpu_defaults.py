@@ -12,6 +12,7 @@ import torch
 from pipeline.roofline import DEVICES, ModelSpec, make_stages
 from worker.config import WorkerConfig
 from worker.executor.kv_cache import GPU_MEMORY_FRACTION
+from worker.executor.state_cache import row_bytes
 from worker.models.config import DecoderConfig, decoder_config, read_config
 
 FP8_CAPABILITY = (8, 9)  # the first compute capability with matrix products in 8-bit floating point
@@ -22,6 +23,7 @@ GPU_TOKEN_BUDGET = 8192  # prefill is compute-bound from some 1,000 tokens on; l
 # limit above MOST_RUNNING gained nothing on an H200, where decodes of an 8B model are compute-bound by then.
 TOKENS_A_SEQUENCE = 512
 LEAST_RUNNING, MOST_RUNNING = 64, 1024
+STATES_FRACTION = 0.15  # of a GPU's memory, at most for the recurrent states of running sequences
 RESERVED_BYTES = 4e9  # activations and graphs, roughly
 
 
@@ -66,7 +68,8 @@ def on_gpu(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) -> Wor
 
 def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) -> int:
     """Returns the default of `max_running`: the number of sequences of `TOKENS_A_SEQUENCE` tokens that the KV cache
-    holds, rounded down to a multiple of 16, at least `LEAST_RUNNING` and at most `MOST_RUNNING`."""
+    holds, or fewer if each has recurrent states, rounded down to a multiple of 16, at least `LEAST_RUNNING` and at most
+    `MOST_RUNNING`."""
     tokens = config.kv_tokens
     if tokens is None:
         device = replace(DEVICES["h200"], memory_bytes=float(memory_bytes))
@@ -74,6 +77,8 @@ def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) 
         fraction = config.kv_memory_fraction or GPU_MEMORY_FRACTION
         tokens = min(stage.kv_tokens(fraction, RESERVED_BYTES) for stage in stages)
     count = tokens // TOKENS_A_SEQUENCE // 16 * 16
+    if (states := row_bytes(model, torch.bfloat16) / config.num_ranks) > 0:
+        count = min(count, int(memory_bytes * STATES_FRACTION / states) // 16 * 16)
     return min(MOST_RUNNING, max(LEAST_RUNNING, count))
 
 

@@ -15,8 +15,9 @@ GRAPHS_BYTES = 1 << 30
 
 
 def token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of one token's keys and values in all layers, or of its latents and rotated keys."""
-    return config.num_layers * _tensors(config) * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Returns the bytes of one token's keys and values in all layers with attention, or of its latents and rotated
+    keys."""
+    return len(config.attention_layers) * _tensors(config) * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def num_pages(tokens: int, page_size: int, next_to: str = "") -> int:
@@ -51,7 +52,7 @@ def cpu_tokens(bytes_per_token: int, fraction: float | None = None, reserved_byt
     that it may take, by default `CPU_MEMORY_FRACTION`; at most `CPU_MAX_TOKENS`. `reserved_bytes` stay free."""
     fraction = fraction or CPU_MEMORY_FRACTION
     available = max(0, available_memory_bytes() - reserved_bytes)
-    return min(CPU_MAX_TOKENS, int(available * fraction) // bytes_per_token)
+    return min(CPU_MAX_TOKENS, int(available * fraction) // max(1, bytes_per_token))
 
 
 def gpu_tokens(
@@ -75,7 +76,8 @@ def allocate(
 ) -> torch.Tensor:
     """Allocates pages in the layout of `kernels.attention.interface`, uninitialized. On a CPU, a page takes memory only
     once it is written."""
-    shape = (config.num_layers, _tensors(config), pages, config.num_kv_heads, page_size, config.head_dim)
+    layers = len(config.attention_layers)
+    shape = (layers, _tensors(config), pages, config.num_kv_heads, page_size, config.head_dim)
     return torch.empty(shape, device=device, dtype=dtype)
 
 

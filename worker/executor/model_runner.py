@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from kernels.attention.interface import AttentionBackend, AttentionBatch, GraphAttention, token_positions
+from kernels.delta_rule.states import DeltaRuleStates, StateBatch
 from kernels.host_device import all_to_device, reserve_pinned
 from pipeline.padding import MOST_TOKENS, mixed_sizes
 from worker.config import WorkerConfig
-from worker.executor import kv_cache
+from worker.executor import kv_cache, state_cache
 from worker.executor.attention_selector import AttentionChoice, AttentionLimits, build_attention, choose_attention
 from worker.executor.cuda_graphs import CudaGraphRunner, product_sizes
 from worker.executor.draft_memory import DraftBytes
@@ -24,7 +25,7 @@ from worker.executor.page_table import PageTable
 from worker.executor.piecewise_graphs import PiecewiseGraphs, ProbeBatch
 from worker.executor.step_timer import StepTimer
 from worker.executor.weight_loader import Progress, load_weights
-from worker.models.config import HfConfig, decoder_config, eos_token_ids, read_config
+from worker.models.config import DecoderConfig, HfConfig, decoder_config, eos_token_ids, read_config
 from worker.models.decoder import Decoder
 from worker.models.sharding import Shard
 from worker.parallel.pipeline_stage import PipelineStage
@@ -68,6 +69,8 @@ class ModelRunner(Executor):
         self.device, self.dtype = self._resolve_device(config)
         hf = read_config(model)
         shard = self._own_shard(hf, config)
+        _check_speculation(config, shard.whole)
+        self.has_states = shard.whole.delta_net is not None
         self.model_config, self.vocab_size = shard.config, shard.config.vocab_size
         self.attention_choice = self._choose_attention()
         self.eos_token_ids = eos_token_ids(model, hf.eos_token_id)
@@ -97,7 +100,8 @@ class ModelRunner(Executor):
         pages_per_sequence = -(-self.context_length // self.page_size)
         self._tables = PageTable(self._max_running, pages_per_sequence, self.page_size)
         self._attention = self._allocate_kv_cache(self.num_pages, pages_per_sequence)
-        if isinstance(self._attention, GraphAttention):
+        self._states = self._allocate_states()
+        if isinstance(self._attention, GraphAttention) and not self.has_states:
             self._graphs = self._capture_graphs(self._attention)
             self._piecewise_graphs = self._capture_pieces(self._attention)
         if self.device.type == "cuda":
@@ -183,8 +187,10 @@ class ModelRunner(Executor):
             has_logits = plan.num_logits > 0
             logit_slots[logit_ends[has_logits] - 1] = plan.slots[has_logits]  # a chunk's last logits may give a token
             return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots))
+        if self._states is not None:
+            self._states.plan(StateBatch(batch.rows, batch.starts, batch.lengths))
         return self._step(
-            batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin, hidden_indices
+            batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin, hidden_indices, self._states
         )
 
     def _begin(self) -> torch.Tensor | None:
@@ -209,12 +215,14 @@ class ModelRunner(Executor):
         attention: AttentionBackend,
         begin: Callable[[], torch.Tensor | None],
         hidden_indices: np.ndarray | None = None,
+        states: DeltaRuleStates | None = None,
     ) -> ForwardOutput:
         """Runs a step without a CUDA graph of the whole step.
 
         Returns the logits of the tokens at `logit_indices`, int64 indices into the batch's tokens, and the hidden
         states of those at `hidden_indices`. A stage before the last one returns the hidden states of all tokens in
-        place of logits. `begin` returns the hidden states to start from, or None on the first stage.
+        place of logits. `begin` returns the hidden states to start from, or None on the first stage. `states` have
+        planned the step.
         """
         attention.plan(batch)
         num_logits = len(logit_indices)
@@ -228,9 +236,11 @@ class ModelRunner(Executor):
         elif self._has_pending_tokens:
             inputs = torch.where(inputs < 0, self.last_tokens[slots[0]], inputs)
         if not self.stage.is_last:
-            return ForwardOutput(self.decoder.forward(inputs, positions, attention))
-        layers = self.decoder if self._piecewise_graphs is None else self._piecewise_graphs
-        out = layers.forward(inputs, positions, attention, indices)
+            return ForwardOutput(self.decoder.forward(inputs, positions, attention, states=states))
+        if self._piecewise_graphs is None:
+            out = self.decoder.forward(inputs, positions, attention, indices, states)
+        else:
+            out = self._piecewise_graphs.forward(inputs, positions, attention, indices)
         if hidden_indices is None:
             return ForwardOutput(self.decoder.logits(out))
         hidden = self.decoder.normalised(out[num_logits:])
@@ -328,10 +338,11 @@ class ModelRunner(Executor):
             draft = DraftBytes.of(Path(config.draft_model), self.dtype, self.device, self._max_running)
         bytes_per_token = kv_cache.token_bytes(self.model_config, self.dtype) + draft.per_token
         fraction = config.kv_memory_fraction
+        fixed = draft.fixed + self._max_running * state_cache.row_bytes(self.model_config, self.dtype)
         if self.device.type == "cpu":
-            return kv_cache.cpu_tokens(bytes_per_token, fraction, draft.fixed)
+            return kv_cache.cpu_tokens(bytes_per_token, fraction, fixed)
         self._working_bytes = self._profile()
-        return kv_cache.gpu_tokens(bytes_per_token, self.device, fraction, draft.fixed)
+        return kv_cache.gpu_tokens(bytes_per_token, self.device, fraction, fixed)
 
     @torch.inference_mode()
     def _profile(self) -> int:
@@ -349,11 +360,18 @@ class ModelRunner(Executor):
             in_flight = torch.zeros(shape, dtype=self.dtype, device=self.device)
         received = None if self.stage.before is None else in_flight[0]
         attention = self._allocate_kv_cache(batch.tables.size, batch.tables.shape[1])
-        self._step(batch, token_ids, logit_indices, attention, lambda: received)
+        states = self._allocate_states()
+        if states is not None:
+            states.plan(StateBatch(batch.rows, batch.starts, batch.lengths))
+        self._step(batch, token_ids, logit_indices, attention, lambda: received, states=states)
         torch.cuda.synchronize(self.device)
         working_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
         torch.cuda.empty_cache()
         return working_bytes
+
+    def _allocate_states(self) -> DeltaRuleStates | None:
+        """Allocates the recurrent states of all slots; None for layers without any."""
+        return state_cache.allocate(self.model_config, self._max_running, self.device, self.dtype)
 
     def _allocate_kv_cache(self, pages: int, pages_per_sequence: int) -> AttentionBackend:
         """Allocates the KV cache, and returns the attention over it."""
@@ -408,6 +426,15 @@ class ModelRunner(Executor):
     def _max_graph_tokens(self) -> int:
         """Tokens of the largest CUDA graph of a mixed step."""
         return min(MOST_TOKENS, self._token_budget)
+
+
+def _check_speculation(config: WorkerConfig, model: DecoderConfig) -> None:
+    """Raises ValueError if drafts are to be verified by a model with recurrent states."""
+    if config.speculates and model.delta_net is not None:
+        raise ValueError(
+            f"speculation is {config.speculation}, which a {model.model_type} model does not support: drafts that turn "
+            "out wrong would stay in its recurrent states. Set speculation to off, and no draft_model"
+        )
 
 
 def _probe_batch(tokens: int, longest: int, page_size: int) -> AttentionBatch:

@@ -18,6 +18,7 @@ from kernels.linear.any_linear import AnyWeight
 from kernels.linear.fp8_linear import Fp8Weight, quantize
 from worker.executor import gguf_file, gpt_oss_experts
 from worker.executor.block_parameters import BlockParameters, ReadBlocks
+from worker.executor.delta_net_weights import net_tensors
 from worker.models.config import DecoderConfig
 from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
@@ -56,6 +57,7 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
 )
+_FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias")
 _QUANTIZED = ("qkv", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
 
 
@@ -112,6 +114,8 @@ def load_weights(
     config = shard.whole
     if quantization is not None and config.experts is not None:
         raise ValueError(f"quantization {quantization} does not support models with experts: leave it out")
+    if quantization is not None and config.delta_net is not None:
+        raise ValueError(f"quantization {quantization} does not support gated delta nets: leave it out")
     destinations = _destinations(shard, load_format == "dummy" or _has_stacked_experts(model, config))
     shapes = parameter_shapes(shard.config)
     parameters: dict[str, torch.Tensor] = {}
@@ -199,8 +203,7 @@ def _destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]:
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
     }
     for own, index in enumerate(shard.layers):
-        attention = _attention_destinations if shard.whole.latent is None else _latent_destinations
-        layer = attention(shard, shard.whole.ropes[index].order) | _norm_destinations(shard.whole)
+        layer = _attention_destinations(shard, index) | _norm_destinations(shard.whole)
         experts = shard.config.experts_of(own)
         if experts is None:
             layer |= _mlp_destinations(shard, "mlp", shard.whole.intermediate_size, shard.intermediate)
@@ -213,8 +216,17 @@ def _destinations(shard: Shard, stacked: bool) -> dict[str, _Destination]:
     return {tensor: destination for tensor, destination in destinations.items() if destination.parameter in shapes}
 
 
-def _attention_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str, _Destination]:
-    """Destinations of the tensors of a layer's attention, including biases and norms that the model may not have."""
+def _attention_destinations(shard: Shard, index: int) -> dict[str, _Destination]:
+    """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one."""
+    net, order = shard.whole.delta_net, shard.whole.ropes[index].order
+    if net is not None and net.layers[index]:
+        return _net_destinations(shard)
+    return _head_destinations(shard, order) if shard.whole.latent is None else _latent_destinations(shard, order)
+
+
+def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str, _Destination]:
+    """`_attention_destinations` of attention over keys and values, including biases and norms that the model may not
+    have."""
     whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
     size = whole.head_dim
     q_rows, kv_rows = whole.num_heads * size, whole.num_kv_heads * size
@@ -224,18 +236,23 @@ def _attention_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict
     destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
     if whole.model_type in _FUSED_QKV:
         k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
-        pieces = _Piece(0, q, order), _Piece(first_k, k, order), _Piece(first_v, v)
+        all_pieces = _Piece(0, q, order), _Piece(first_k, k, order), _Piece(first_v, v)
         rows = q_rows + 2 * kv_rows
-        destinations["self_attn.qkv_proj.weight"] = _Destination("qkv", (rows, hidden), 0, pieces)
+        destinations["self_attn.qkv_proj.weight"] = _Destination("qkv", (rows, hidden), 0, all_pieces)
     else:
-        for tensor, first, rows, kept, turned in (
-            ("self_attn.q_proj", 0, q_rows, q, order),
-            ("self_attn.k_proj", first_k, kv_rows, kv, order),
-            ("self_attn.v_proj", first_v, kv_rows, kv, None),
+        queries: tuple[_Piece, ...] = (_Piece(0, q, order),)
+        if whole.output_gate:  # the rows of each head's queries are followed by those of its gate
+            parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
+            first_gate = first_v + own.num_kv_heads * size
+            queries = tuple(_Piece(to, range(row, row + size), order) for to, row in parts)
+            queries += tuple(_Piece(first_gate + to, range(row + size, row + 2 * size)) for to, row in parts)
+        for tensor, rows, pieces in (
+            ("self_attn.q_proj", (2 if whole.output_gate else 1) * q_rows, queries),
+            ("self_attn.k_proj", kv_rows, (_Piece(first_k, kv, order),)),
+            ("self_attn.v_proj", kv_rows, (_Piece(first_v, kv),)),
         ):
-            piece = (_Piece(first, kept, turned),)
-            destinations[f"{tensor}.weight"] = _Destination("qkv", (rows, hidden), 0, piece)
-            destinations[f"{tensor}.bias"] = _Destination("qkv_bias", (rows,), 0, piece)
+            destinations[f"{tensor}.weight"] = _Destination("qkv", (rows, hidden), 0, pieces)
+            destinations[f"{tensor}.bias"] = _Destination("qkv_bias", (rows,), 0, pieces)
     all_heads = whole.qk_norm == "all"
     for tensor, parameter, rows, kept in (
         ("self_attn.q_norm", "q_norm", q_rows, q),
@@ -276,6 +293,14 @@ def _latent_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[st
 def _behind(first: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The order of a head whose first elements stay, and whose others have an order of their own."""
     return None if order is None else (*range(first), *(first + place for place in order))
+
+
+def _net_destinations(shard: Shard) -> dict[str, _Destination]:
+    """Destinations of the tensors of a layer's gated delta net."""
+    return {
+        f"linear_attn.{name}": _Destination(to.parameter, to.shape, to.dim, tuple(_Piece(*part) for part in to.parts))
+        for name, to in net_tensors(shard).items()
+    }
 
 
 def _mlp_destinations(
@@ -361,12 +386,15 @@ def _is_norm(name: str) -> bool:
 
 
 def _dtype(config: DecoderConfig, name: str, dtype: torch.dtype) -> torch.dtype:
-    is_float32 = (config.gemma_norms and _is_norm(name)) or name.endswith((".choice_bias", ".sinks"))
+    is_float32 = (config.gemma_norms and _is_norm(name)) or name.endswith(_FLOAT32)
     return torch.float32 if is_float32 else dtype
 
 
 def _is_ignored(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor is not needed: rotary frequencies, in old checkpoints, or a second copy of tied embeddings."""
+    """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
+    hybrid has for images and drafts."""
+    if config.delta_net is not None and name.startswith(("model.visual.", "mtp.")):
+        return True
     return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
 
 
@@ -421,6 +449,7 @@ def _safetensors(folder: Path) -> Iterator[_Tensor]:
 def _full_name(name: str) -> str:
     """The name of a tensor in a model with a head, as `_destinations` has it. In a checkpoint of the layers alone, as
     embedding models have, names begin without `model.`. Names of experts differ by family."""
+    name = name.replace("model.language_model.", "model.", 1)  # next to a vision part
     if ".mlp." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)

@@ -17,6 +17,7 @@ from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
 from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
+from worker.models.gated_delta_net import DeltaNetConfig
 
 
 class _EndTokens(msgspec.Struct):
@@ -40,7 +41,9 @@ class DecoderConfig:
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
     | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
+    | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
+    | `delta_net` | of the layers that have a gated delta net in place of attention |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
     | `logit_scale` | factor of all logits |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
@@ -82,7 +85,9 @@ class DecoderConfig:
     logit_softcap: float | None = None
     latent: LatentHeads | None = None
     q_lora_rank: int | None = None
+    output_gate: bool = False
     experts: ExpertsConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
@@ -104,6 +109,12 @@ class DecoderConfig:
         return self.experts if self.experts is not None and self.experts.layers[index] else None
 
     @property
+    def attention_layers(self) -> list[int]:
+        """The layers with attention: those that have keys and values."""
+        nets = None if self.delta_net is None else self.delta_net.layers
+        return [index for index in range(self.num_layers) if nets is None or not nets[index]]
+
+    @property
     def query_size(self) -> int:
         """Elements of a head's query."""
         return self.head_dim if self.latent is None else self.latent.query
@@ -114,16 +125,23 @@ class DecoderConfig:
         return self.head_dim if self.latent is None else self.latent.v_head_dim
 
     @property
+    def attended_size(self) -> int:
+        """Elements of the outputs of all heads, which a layer's last product of attention reads."""
+        return self.num_heads * self.output_size
+
+    @property
     def qkv_size(self) -> int:
-        """Outputs of the first product of a layer's attention: queries, keys and values, or what they are made of."""
+        """Outputs of the first product of a layer's attention: queries, keys, values and gates of heads if the model
+        has any, or what queries, keys and values are made of."""
         if self.latent is None:
-            return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            per_head = 2 if self.output_gate else 1
+            return (per_head * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return (self.q_lora_rank or self.num_heads * self.latent.query) + self.latent.row
 
     @property
     def attention_weights(self) -> int:
         """Elements of the matrices of a layer's attention."""
-        weights = self.hidden_size * (self.qkv_size + self.num_heads * self.output_size)
+        weights = self.hidden_size * (self.qkv_size + self.attended_size)
         if self.latent is not None:
             weights += self.num_heads * self.latent.up * self.latent.kv_lora_rank
             weights += self.num_heads * self.latent.query * (self.q_lora_rank or 0)
@@ -136,7 +154,7 @@ class DecoderConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=self.attention_scale,
-            windows=self.windows,
+            windows=tuple(self.windows[index] for index in self.attention_layers),
             softcap=self.attention_softcap,
             latent=self.latent,
             has_sinks=self.has_sinks,
@@ -146,20 +164,27 @@ class DecoderConfig:
 # Formats of quantized checkpoints that are read, each by the model types that have it.
 _READ_FORMATS = (("gpt_oss", "mxfp4"),)
 
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe")  # models whose text part is served by itself
+
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_config(model: Path) -> HfConfig:
     """The Hugging Face configuration of a model folder, with the defaults of its architecture.
 
-    A model whose files have no head, as embedding models, counts as one with tied embeddings.
+    A model whose files have no head, as embedding models, counts as one with tied embeddings. Of a Qwen3.5 with a
+    vision part, it is the configuration of the text part.
 
     It is kept in the cache, by the contents of config.json and the version of transformers. Reading it with
     transformers imports half of that library and takes 3 to 5 s, in every process of a replica.
 
     Raises ValueError if the folder has none that transformers understands.
     """
-    hf = SimpleNamespace(**_config_values(model))
+    values = _config_values(model)
+    if values.get("model_type") in _WITH_TEXT_PART:
+        text = values["text_config"]
+        values = text | {"tie_word_embeddings": values.get("tie_word_embeddings", text["tie_word_embeddings"])}
+    hf = SimpleNamespace(**values)
     if not getattr(hf, "tie_word_embeddings", True) and _is_headless(model):
         hf.tie_word_embeddings = True
     return hf
@@ -277,7 +302,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
 
 def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+    if unknown := set(kinds) - {"full_attention", "sliding_attention", "linear_attention"}:
         raise ValueError(f"layer types {sorted(unknown)} are not supported")
     return list(kinds)
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention.interface import AttentionBackend
+from kernels.delta_rule.states import DeltaRuleStates
 from kernels.linear.block_linear import BlockLinear
 from kernels.linear.block_weight import BlockMatrix
 from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
@@ -27,6 +28,7 @@ from kernels.ops.norm import rms_norm
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP
 from worker.models.forward_context import ForwardContext
+from worker.models.gated_delta_net import GatedDeltaNet
 from worker.models.latent_attention import LatentAttention
 from worker.models.layer import DecoderLayer, SelfAttention
 from worker.models.parameters import pop_layer
@@ -129,7 +131,8 @@ class Decoder:
         """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `forward`."""
         tables = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}
         for layer in self.layers:
-            layer.attention.rope_table = tables[layer.attention.rope]
+            if not isinstance(layer.attention, GatedDeltaNet):
+                layer.attention.rope_table = tables[layer.attention.rope]
 
     @torch.inference_mode()
     def autotune_gemms(
@@ -166,7 +169,7 @@ class Decoder:
         config = self.config
         for n in range(_WARM_UP_STRIDE, max_logits + 1, _WARM_UP_STRIDE) if config.is_last else ():
             x = torch.ones(n, config.hidden_size, dtype=self.dtype, device=self.device)
-            self.logits(self.finish(x, x.new_ones(n, config.num_heads * config.output_size)))
+            self.logits(self.finish(x, x.new_ones(n, self.layers[-1].attention.attended_size)))
 
     def forward(
         self,
@@ -174,8 +177,10 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBackend,
         logit_indices: torch.Tensor | None = None,
+        states: DeltaRuleStates | None = None,
     ) -> torch.Tensor:
-        """Runs all layers for the chunks that `attention` has planned, in their order.
+        """Runs all layers for the chunks that `attention` has planned, in their order, as have `states`, where the
+        model has gated delta nets.
 
         - `inputs`: token ids, int64 `[n]`. After another stage: its output, `[n, hidden_size]`, which is overwritten.
         - `positions`: int64 `[n]`.
@@ -186,7 +191,7 @@ class Decoder:
         x = self._embed(inputs) if self.config.is_first else inputs
         ropes = () if self.is_on_gpu else set(self.config.ropes)
         angles = {rope: rope.angles(positions, x.dtype) for rope in ropes}
-        context = ForwardContext(positions, attention, None if self.is_on_gpu else angles)
+        context = ForwardContext(positions, attention, None if self.is_on_gpu else angles, states)
         if self._has_one_token_path and len(x) == 1:
             x = self._forward_one_token(x, context)
             return x if logit_indices is None else x[logit_indices]
@@ -213,6 +218,7 @@ class Decoder:
         if index > 0:
             self.layers[index - 1].post_attention(stream, buffers.attended.flatten(1))
         attention = self.layers[index].attention
+        assert not isinstance(attention, GatedDeltaNet), "models with gated delta nets are not run in pieces"
         attention.rotate_and_store(attention.project(stream), buffers.positions, buffers, buffers.queries)
 
     def finish(
@@ -273,11 +279,10 @@ class Decoder:
     def _forward_in_halves(self, layers: list[DecoderLayer], x: torch.Tensor, context: ForwardContext) -> None:
         """Runs `layers`, in place in x, with the tokens cut into halves: while one half is summed over the ranks, the
         other is computed (`HalfBatchStream`). Only attention needs both halves."""
-        config = self.config
         halves = (slice(0, len(x) // 2), slice(len(x) // 2, len(x)))
-        streams = [HalfBatchStream(x[half], self.communicator, config.norm_eps) for half in halves]
+        streams = [HalfBatchStream(x[half], self.communicator, self.config.norm_eps) for half in halves]
         for layer in layers:
-            qkv = x.new_empty(len(x), config.qkv_size)
+            qkv = x.new_empty(len(x), layer.attention.projected_size)
             for half, stream in zip(halves, streams, strict=True):
                 layer.attention.project(stream, qkv[half])
             attended = layer.attention.forward(qkv, context)

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.attention.interface import LatentHeads
+from kernels.delta_rule.states import StateShape
 from kernels.experts.choice import Routing
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.rotary import yarn_temperature
 from worker.models.experts import ExpertsConfig
+from worker.models.gated_delta_net import DeltaNetConfig
 
 HfConfig = Any
 """A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
@@ -304,6 +306,48 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "has_sinks": True, "experts": experts}
 
 
+def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
+    """Layers with a gated delta net among layers of gated attention."""
+    states = StateShape(
+        hf.linear_num_key_heads,
+        hf.linear_num_value_heads,
+        hf.linear_key_head_dim,
+        hf.linear_value_head_dim,
+        hf.linear_conv_kernel_dim,
+    )
+    return {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "qk_norm": "head",
+        "gemma_norms": True,
+        "output_gate": True,
+        "rope_rules": RopeRules(is_partial=True),
+        "delta_net": DeltaNetConfig(states, tuple(kind == "linear_attention" for kind in hf.layer_types), is_fused),
+    }
+
+
+def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
+    experts = _qwen_experts(hf, shared_size=hf.shared_expert_intermediate_size, has_shared_gate=True)
+    return _delta_nets(hf, is_fused=True) | {"experts": experts}
+
+
+def _qwen3_5(hf: HfConfig) -> dict[str, Any]:
+    return _delta_nets(hf, is_fused=False)
+
+
+def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
+    experts = ExpertsConfig(
+        _expert_count(hf),
+        hf.moe_intermediate_size,
+        Routing(hf.num_experts_per_tok, is_normalised=True),
+        (True,) * hf.num_hidden_layers,
+        hf.shared_expert_intermediate_size,
+        has_shared_gate=True,
+    )
+    # The layers have no other MLP, so the configuration has no size of one.
+    return _delta_nets(hf, is_fused=False) | {"experts": experts, "intermediate_size": hf.moe_intermediate_size}
+
+
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
@@ -335,4 +379,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "glm4_moe_lite": _glm4_moe_lite,
     "youtu": _latent,
     "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }

@@ -1,13 +1,13 @@
 """Multi-head latent attention as a layer has it (https://arxiv.org/abs/2405.04434, section 2.1)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from kernels.attention.interface import KVSlots, LatentHeads
-from kernels.linear.fp8_linear import Fp8Linear
-from kernels.linear.linear import Linear
+from kernels.linear.any_linear import AnyLinear
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
@@ -30,12 +30,12 @@ class LatentAttention:
     heads: LatentHeads
     index: int
     input_norm: torch.Tensor | None
-    qkv: Linear | Fp8Linear
-    out: Linear | Fp8Linear
+    qkv: AnyLinear
+    out: AnyLinear
     kv_a_norm: torch.Tensor
     kv_b: torch.Tensor
     q_a_norm: torch.Tensor | None = None
-    q_b: Linear | Fp8Linear | None = None
+    q_b: AnyLinear | None = None
     rope_table: torch.Tensor | None = None
 
     @classmethod
@@ -56,24 +56,38 @@ class LatentAttention:
             parameters.get("q_b"),
         )
 
+    @cached_property
+    def kv_layer(self) -> int:
+        """Number of the layer among those that have latents."""
+        return self.config.attention_layers.index(self.index)
+
+    @property
+    def projected_size(self) -> int:
+        """Columns of the result of `project`."""
+        return self.config.qkv_size
+
+    @property
+    def attended_size(self) -> int:
+        """Columns of the result of `forward`."""
+        return self.config.attended_size
+
     @property
     def rope(self) -> Rope:
         return self.config.ropes[self.index]
 
     def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Queries or their latents, then latents and keys before rotation, `[n, config.qkv_size]`, in `out` if
-        given."""
+        """Queries or their latents, then latents and keys before rotation, `[n, projected_size]`, in `out` if given."""
         return x.project(self.input_norm, self.qkv, out)
 
     def forward(self, qkv: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Concatenated outputs of the heads, `[n, num_heads * v_head_dim]`. Latents and rotated keys are in the KV
+        """Concatenated outputs of the heads, `[n, attended_size]`. Latents and rotated keys are in the KV
         cache afterwards."""
         if context.angles is None:
             queries = self.rotate_and_store(qkv, context.positions, context.attention)
-            out = context.attention.attend(self.index, queries)
+            out = context.attention.attend(self.kv_layer, queries)
         else:
             queries, rows = self._rotate(qkv, *context.angles[self.rope])
-            out = context.attention.run(self.index, queries, rows, rows)
+            out = context.attention.run(self.kv_layer, queries, rows, rows)
         return out.flatten(1)
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
@@ -96,7 +110,7 @@ class LatentAttention:
             self.rope_table,
             positions,
             kv_slots.slots,
-            kv_slots.kv[self.index],
+            kv_slots.kv[self.kv_layer],
             self.kv_a_norm,
             NORM_EPS,
             queries,

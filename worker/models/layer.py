@@ -6,6 +6,7 @@ layers in several orders.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP, ExpertsConfig, SharedExperts
 from worker.models.forward_context import ForwardContext
+from worker.models.gated_delta_net import GatedDeltaNet
 from worker.models.latent_attention import LatentAttention
 from worker.models.residual_stream import Activation, ResidualStream
 
@@ -43,12 +45,27 @@ class SelfAttention:
     sinks: torch.Tensor | None = None
     norms_of_all: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @cached_property
+    def kv_layer(self) -> int:
+        """Number of the layer among those that have keys and values."""
+        return self.config.attention_layers.index(self.index)
+
+    @property
+    def projected_size(self) -> int:
+        """Columns of the result of `project`."""
+        return self.config.qkv_size
+
+    @property
+    def attended_size(self) -> int:
+        """Columns of the result of `forward`."""
+        return self.config.attended_size
+
     @property
     def rope(self) -> Rope:
         return self.config.ropes[self.index]
 
     def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Queries, keys and values before rotation, `[n, (num_heads + 2 * num_kv_heads) * head_dim]`, in `out` if
+        """Queries, keys and values before rotation, then gates if the model has any, `[n, projected_size]`, in `out` if
         given."""
         qkv = x.project(self.input_norm, self.qkv, out)
         return qkv if self.norms_of_all is None else self._normalise_all(qkv, x, *self.norms_of_all)
@@ -58,10 +75,11 @@ class SelfAttention:
         afterwards."""
         if context.angles is None:
             queries = self.rotate_and_store(qkv, context.positions, context.attention)
-            out = context.attention.attend(self.index, queries)
+            out = context.attention.attend(self.kv_layer, queries)
         else:
-            out = context.attention.run(self.index, *self._rotate(qkv, *context.angles[self.rope]))
-        return out.flatten(1)
+            out = context.attention.run(self.kv_layer, *self._rotate(qkv, *context.angles[self.rope]))
+        attended = out.flatten(1)
+        return attended * qkv[:, -self.attended_size :].sigmoid() if self.config.output_gate else attended
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""
@@ -81,7 +99,7 @@ class SelfAttention:
             self.rope_table,
             positions,
             kv_slots.slots,
-            kv_slots.kv[self.index],
+            kv_slots.kv[self.kv_layer],
             self.q_norm,
             self.k_norm,
             self.config.norm_eps,
@@ -105,7 +123,9 @@ class SelfAttention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values. Queries and keys are rotated, and normalised before if the model does that."""
         heads, kv_heads, eps = self.config.num_heads, self.config.num_kv_heads, self.config.norm_eps
-        qk, v = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + kv_heads, kv_heads), dim=1)
+        qk, v, *_ = qkv.unflatten(-1, (-1, self.config.head_dim)).tensor_split(
+            (heads + kv_heads, heads + 2 * kv_heads), 1
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
@@ -137,7 +157,7 @@ class DecoderLayer:
     in place of `attention`.
     """
 
-    attention: SelfAttention | LatentAttention
+    attention: SelfAttention | LatentAttention | GatedDeltaNet
     mlp: GatedMLP | ExpertMLP
 
     @classmethod
@@ -182,7 +202,23 @@ class DecoderLayer:
         self.mlp.forward(x)
 
 
-def _attention(config: DecoderConfig, index: int, parameters: dict[str, Any]) -> SelfAttention | LatentAttention:
+def _attention(
+    config: DecoderConfig, index: int, parameters: dict[str, Any]
+) -> SelfAttention | LatentAttention | GatedDeltaNet:
+    net = config.delta_net
+    if net is not None and net.layers[index]:
+        return GatedDeltaNet(
+            net,
+            sum(net.layers[:index]),
+            config.norm_eps,
+            parameters["input_norm"],
+            parameters["qkv"],
+            parameters["out"],
+            parameters["conv"].squeeze(1),
+            parameters["decay_log"],
+            parameters["decay_bias"],
+            parameters["head_scale"],
+        )
     if config.latent is not None:
         return LatentAttention.from_parameters(config, config.latent, index, parameters)
     return SelfAttention(

@@ -12,7 +12,8 @@ from worker.models.experts import ExpertsConfig
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the decoder's parameters, by name. Matrices are `[out, in]`. The rows of `qkv` and `gate_up` are
-    stacked in the order that the names say. Those of experts are `[experts, out, in]`."""
+    stacked in the order that the names say; gates of heads come after the values. Those of experts are `[experts, out,
+    in]`."""
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_embedding:
         shapes["embedding"] = (config.vocab_rows, config.hidden_size)
@@ -23,7 +24,11 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.num_layers):
         experts = config.experts_of(index)
         mlp = _mlp_shapes(config) if experts is None else _expert_shapes(config, experts)
-        layer = _attention_shapes(config) | mlp
+        net = config.delta_net
+        if net is not None and net.layers[index]:
+            layer = net.parameter_shapes(config.hidden_size) | mlp
+        else:
+            layer = _attention_shapes(config) | mlp
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
@@ -31,14 +36,16 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    qkv_size, out_size = config.qkv_size, config.num_heads * config.output_size
-    layer: dict[str, tuple[int, ...]] = {"qkv": (qkv_size, hidden), "out": (hidden, out_size)}
+    layer: dict[str, tuple[int, ...]] = {
+        "qkv": (config.qkv_size, hidden),
+        "out": (hidden, config.attended_size),
+    }
     if config.latent is not None:
         layer |= _latent_shapes(config, config.latent)
     if config.pre_norms:
         layer |= {"input_norm": (hidden,), "mlp_norm": (hidden,)}
     if config.qkv_bias:
-        layer["qkv_bias"] = (qkv_size,)
+        layer["qkv_bias"] = (config.qkv_size,)
     if config.out_bias:
         layer["out_bias"] = (hidden,)
     if config.qk_norm == "head":

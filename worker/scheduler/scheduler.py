@@ -88,6 +88,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         speculation: SpeculativeDecoding | None = None,
         lengths: OutputLengthPredictor | None = None,
+        reuses_prefixes: bool = True,
     ) -> None:
         """Times are in seconds.
 
@@ -97,6 +98,7 @@ class Scheduler:
         - `clock`: the current time; a simulator passes virtual time.
         - `speculation`: proposes drafts; None for a replica without.
         - `lengths`: predicts output lengths; None for one that has learned nothing yet.
+        - `reuses_prefixes`: whether computed prefixes are kept for other sequences.
         """
         self._speculation = speculation
         self._lengths = OutputLengthPredictor() if lengths is None else lengths
@@ -116,7 +118,7 @@ class Scheduler:
         self.running = RunningSequences(num_slots)
         self._sequences: dict[str, Sequence] = {}
         self._table = SequenceTable[Sequence](config.max_waiting + num_slots)
-        self.kv_cache = KVCacheManager(tree, self._table)
+        self.kv_cache = KVCacheManager(tree, self._table, reuses_prefixes)
         self.leases = Leases(tree, self.num_pages // 2)
         self._num_stages = policy.settings.stages
         self._in_flight: StepsInFlight

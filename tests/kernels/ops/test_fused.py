@@ -70,14 +70,16 @@ def test_rotate_and_store(
 ) -> None:
     page_size, num_pages, context = 4, 10, 512
     rope = Rope(head_dim, 1e4)
-    qkv = random(6, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    gates = heads * head_dim if has_norms else 0  # after the values, and not read
+    qkv = random(6, (heads + 2 * kv_heads) * head_dim + gates, dtype=dtype)
     positions = torch.tensor([0, 1, 77, 500, 511, 3], device=DEVICE)
     places = torch.tensor([(0, 0), (0, 1), (3, 3), (9, 2), (5, 0), (7, 1)], device=DEVICE)
     rows = places[:, 0] * kv_heads * page_size + places[:, 1]
     pages = torch.zeros(2, num_pages, kv_heads, page_size, head_dim, device=DEVICE, dtype=dtype)
     norms = (random(head_dim), random(head_dim + 1)[1:].contiguous()) if has_norms else (None, None)
     got = fused.rotate_and_store(qkv, heads, rope.table(context, DEVICE), positions, rows, pages, *norms, 1e-6)
-    q, k, v = qkv.double().view(6, -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    read = qkv.double().view(6, -1, head_dim)[:, : heads + 2 * kv_heads]
+    q, k, v = read.split((heads, kv_heads, kv_heads), dim=1)
     if norms[0] is not None and norms[1] is not None:
         q = F.rms_norm(q, (head_dim,), norms[0].double(), 1e-6)
         k = F.rms_norm(k, (head_dim,), norms[1].double(), 1e-6)

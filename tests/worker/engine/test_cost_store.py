@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from bench.replica import dummy_models
+from kernels.delta_rule.states import StateShape
 from pipeline.policy import Objective
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
@@ -17,6 +19,7 @@ from worker.engine.cost_store import CostStore
 from worker.executor import gpu_defaults
 from worker.executor.gpu_defaults import on_gpu
 from worker.models.config import decoder_config, read_config
+from worker.models.gated_delta_net import DeltaNetConfig
 
 SHAPE = BatchShape([(100, 1)] * 8)
 
@@ -112,6 +115,10 @@ def test_what_a_gpu_settles(tmp_path: Path) -> None:
     assert gpu_defaults.LEAST_RUNNING < split < gpu_defaults.MOST_RUNNING, "the weights take a part of each GPU only"
     held = on_gpu(WorkerConfig(kv_tokens=100_000), model, 141 * 10**9).max_running
     assert held <= 100_000 / gpu_defaults.TOKENS_A_SEQUENCE < held + 16
+    nets = DeltaNetConfig(StateShape(16, 32, 128, 128, 4), (True,) * model.num_layers, is_fused=True)
+    with_states = on_gpu(WorkerConfig(), replace(model, delta_net=nets), 141 * 10**9).max_running
+    state_bytes = model.num_layers * nets.states.row_bytes(torch.bfloat16)
+    assert gpu_defaults.LEAST_RUNNING < with_states <= 0.15 * 141e9 / state_bytes < with_states + 16
     said = {"schedule": "offline", "max_running": 64, "token_budget": 512}
     config = on_gpu(WorkerConfig.model_validate(said), model, 141 * 10**9)
     assert config.model_dump(include=set(said)) == said

@@ -1,22 +1,25 @@
-"""Families with experts in a whole engine: greedy output is, token for token, what `transformers` generates, cold and
-warm, in a crowd, and after preemptions."""
+"""Families with experts or gated delta nets in a whole engine: greedy output is, token for token, what `transformers`
+generates, cold and warm, in a crowd, and after preemptions."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.worker.conftest import TINY, without_grammars
+from tests.worker.conftest import HYBRIDS, TINY, without_grammars
 from tests.worker.engines import checked_engines
-from tests.worker.executor.test_multi_rank import prompts
+from tests.worker.executor.test_multi_rank import generated, prompts
+from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
 from worker.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-NAMES = [name for name in TINY if "moe" in name or name in ("mixtral", "gpt_oss")]
+NAMES = [name for name in TINY if "moe" in name or name in ("mixtral", "gpt_oss", *HYBRIDS)]
 
 
 @torch.inference_mode()
@@ -40,7 +43,43 @@ def test_cold_warm_and_preempted(name: str, tiny_model: Callable[[str], Path], c
         assert [done.token_ids for done in one.generate(batch, GREEDY)] == wanted
         warm = one.generate(batch, GREEDY)
         assert [done.token_ids for done in warm] == wanted
-        assert all(done.cached_tokens == (len(own) - 1) // 4 * 4 for done, own in zip(warm, batch, strict=True))
+        # No prefix is continued yet from recurrent states.
+        reusable = [0 if name in HYBRIDS else (len(own) - 1) // 4 * 4 for own in batch]
+        assert [done.cached_tokens for done in warm] == reusable
         full = make(load, kv_tokens=80, token_budget=24)
         assert [done.token_ids for done in full.generate(batch, GREEDY)] == wanted
         assert full.load().preemptions > 0
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """Several choices for one prompt, which share nothing, and prompts in chunks of any size."""
+    folder, batch = tiny_model(name), prompts(3)
+    with checked_engines(folder, page_size=4, kv_tokens=512) as make:
+        one = make(lambda model, config: without_grammars(model, config, ModelRunner(model, config)), token_budget=5)
+        wanted = expected(folder, batch)
+        assert [done.token_ids for done in one.generate([*batch, *batch], GREEDY)] == [*wanted, *wanted]
+        assert one.tree.num_cached == 0
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> None:
+    config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=512, speculation="auto")
+    with pytest.raises(ValueError, match=r"speculation is auto, which a qwen3_\w+ model does not support"):
+        ModelRunner(tiny_model(name), config)
+
+
+def test_the_text_part_of_a_checkpoint_with_images(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As Qwen3.5 is published: other names, tensors for images and drafts, and a configuration in the configuration."""
+    folder, config = tiny_model("qwen3_5"), WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.pos_embed.weight": torch.ones(2, 2), "mtp.norm.weight": torch.ones(2)}
+    save_file(renamed | others, tmp_path / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tokens, logits = generated(ModelRunner(folder, config))
+    got, got_logits = generated(ModelRunner(tmp_path, config))
+    assert got == tokens
+    torch.testing.assert_close(got_logits, logits)

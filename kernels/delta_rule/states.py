@@ -1,0 +1,96 @@
+"""States of the layers with a gated delta rule: their layout, the description of a step, and the interface of all ways
+to run it.
+
+In place of keys and values, such a layer keeps two tensors of fixed size for each sequence, after the tokens so far:
+
+- the recurrent state, float32 `[value_heads, value_dim, key_dim]`;
+- the last inputs of its convolution, `[channels, width - 1]` in the dtype of the activations, the newest last.
+
+Both lie in rows, one for each sequence.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Sizes of the states of one layer on one rank. Key head `h // (value_heads // key_heads)` belongs to value head h.
+
+    `width` is the number of tokens that the convolution sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def channels(self) -> int:
+        """Elements of queries, keys and values of a token, which the convolution mixes with those before."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row of one layer, `dtype` being that of the activations."""
+        recurrent = 4 * self.value_heads * self.value_dim * self.key_dim
+        return recurrent + self.channels * (self.width - 1) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """The chunks of one step, in the order in which their tokens stand. All int32, on the host.
+
+    | field | shape | meaning |
+    | --- | --- | --- |
+    | `rows` | `[num_chunks]` | the row of each chunk's sequence; none occurs twice |
+    | `starts` | `[num_chunks]` | position of each chunk's first token; a sequence that starts at 0 begins with zeros |
+    | `lengths` | `[num_chunks]` | tokens of each chunk |
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+class DeltaRuleStates(ABC):
+    """The states of all such layers of a rank, and the operators that read and write them.
+
+    `plan` is called once a step, then for each layer `convolve` and `attend`.
+    """
+
+    def __init__(self, recurrent: torch.Tensor, inputs: torch.Tensor, shape: StateShape) -> None:
+        """`recurrent`: float32 `[layers, rows, value_heads, value_dim, key_dim]`. `inputs`: `[layers, rows, channels,
+        width - 1]`."""
+        self.recurrent, self.inputs, self.shape = recurrent, inputs, shape
+        self.device = recurrent.device
+
+    @abstractmethod
+    def plan(self, batch: StateBatch) -> None:
+        """Prepares the rows of the step: zeros for sequences that begin."""
+
+    @abstractmethod
+    def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Mixes each channel with its last inputs, and applies the silu. x: `[num_tokens, channels]`, tokens at any
+        stride. weight: `[channels, width]`. Returns `[num_tokens, channels]`, contiguous."""
+
+    @abstractmethod
+    def attend(self, layer: int, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        """Updates the recurrent states token by token, and reads them with the queries (`chunked.py` has the formula).
+
+        `mixed`: the result of `convolve`: queries and keys of all key heads, and values of all value heads.
+        `log_decay`, `beta`: float32 `[num_tokens, value_heads]`. Returns `[num_tokens, value_heads, value_dim]` in the
+        dtype of `mixed`.
+        """
+
+    def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys, `[num_tokens, key_heads, key_dim]`, and values, `[num_tokens, value_heads, value_dim]`, of
+        the result of `convolve`."""
+        shape = self.shape
+        size = shape.key_heads * shape.key_dim
+        q, k, v = mixed.split((size, size, shape.value_heads * shape.value_dim), dim=1)
+        heads = (shape.key_heads, shape.key_dim)
+        return q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, (shape.value_heads, shape.value_dim))

@@ -1,0 +1,72 @@
+"""States of a gated delta rule in plain PyTorch, for any device. Faster ways are tested against it."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kernels.delta_rule.chunked import delta_rule_blocks, delta_rule_step, unit_heads
+from kernels.delta_rule.states import DeltaRuleStates, StateBatch
+from kernels.host_device import to_device
+
+
+class _Long(NamedTuple):
+    """A chunk of more than one token: tokens `first` to `last` (exclusive) of the step."""
+
+    row: int
+    first: int
+    last: int
+
+
+class TorchStates(DeltaRuleStates):
+    """All chunks of one token are computed as one batch; every longer chunk is computed alone."""
+
+    def plan(self, batch: StateBatch) -> None:
+        lasts = np.cumsum(batch.lengths, dtype=np.int64)
+        firsts = lasts - batch.lengths
+        single = np.flatnonzero(batch.lengths == 1)
+        self._num_singles = len(single)
+        self._single_tokens, self._single_rows = self._tensor(firsts[single]), self._tensor(batch.rows[single])
+        self._long = [
+            _Long(int(batch.rows[i]), int(firsts[i]), int(lasts[i])) for i in np.flatnonzero(batch.lengths > 1).tolist()
+        ]
+        begin = batch.rows[batch.starts == 0]
+        if len(begin):
+            rows = self._tensor(begin)
+            self.recurrent.index_fill_(1, rows, 0.0)
+            self.inputs.index_fill_(1, rows, 0.0)
+
+    def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        inputs, before = self.inputs[layer], weight.shape[1] - 1
+        if self._num_singles:
+            seen = torch.cat((inputs[self._single_rows], x[self._single_tokens, :, None]), dim=2)
+            inputs[self._single_rows] = seen[:, :, 1:]
+            out[self._single_tokens] = F.silu((seen * weight).sum(2))
+        for chunk in self._long:
+            seen = torch.cat((inputs[chunk.row], x[chunk.first : chunk.last].t()), dim=1)
+            inputs[chunk.row] = seen[:, -before:]
+            mixed = F.conv1d(seen[None], weight[:, None], groups=len(weight))[0]
+            out[chunk.first : chunk.last] = F.silu(mixed).t()
+        return out
+
+    def attend(self, layer: int, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.split(mixed)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        q, k = unit_heads(q, k, self.shape.value_heads)
+        v = v.float()
+        states = self.recurrent[layer]
+        if self._num_singles:
+            tokens, state = self._single_tokens, states[self._single_rows]
+            done = delta_rule_step(q[tokens], k[tokens], v[tokens], log_decay[tokens], beta[tokens], state)
+            out[tokens] = done.to(out.dtype)
+            states[self._single_rows] = state
+        for chunk in self._long:
+            part = slice(chunk.first, chunk.last)
+            arguments = q[part], k[part], v[part], log_decay[part], beta[part]
+            out[part] = delta_rule_blocks(*arguments, states[chunk.row]).to(out.dtype)
+        return out
+
+    def _tensor(self, rows: np.ndarray) -> torch.Tensor:
+        return to_device(np.ascontiguousarray(rows, dtype=np.int64), self.device)

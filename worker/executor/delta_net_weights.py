@@ -1,0 +1,81 @@
+"""Where the tensors of a gated delta net go: the parts of each that a rank has, and their places in its parameters."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from worker.models.sharding import Shard
+
+
+class NetTensor(NamedTuple):
+    """A tensor of a checkpoint, of `shape`. Of its elements along `dim`, each range of `parts` goes to `parameter`,
+    with its first element at the index given with the range."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[tuple[int, range], ...]
+
+
+def net_tensors(shard: Shard) -> dict[str, NetTensor]:
+    """The tensors of a layer's gated delta net that this rank needs, by their names within the layer."""
+    whole, own = shard.whole.delta_net, shard.config.delta_net
+    assert whole is not None and own is not None
+    states, hidden = whole.states, shard.whole.hidden_size
+    heads, group = shard.key_heads, states.value_heads // states.key_heads
+    values = range(heads.start * group, heads.stop * group)
+    key_size, value_size = states.key_dim, group * states.value_dim  # elements of one key head
+    all_keys, all_values = states.key_heads * key_size, states.key_heads * value_size
+    own_keys = own.states.key_heads * key_size
+    of_keys, of_values = _scaled(heads, key_size), _scaled(heads, value_size)
+
+    # Queries, keys and values stand in this order in the convolution, and in the product of a checkpoint with a tensor
+    # for each.
+    mixed = (
+        (0, of_keys),
+        (own_keys, _moved(of_keys, all_keys)),
+        (2 * own_keys, _moved(of_values, 2 * all_keys)),
+    )
+    channels, _, _, _ = own.projected_sizes
+    firsts = (channels, channels + own.projected_sizes[1], sum(own.projected_sizes[:3]))
+    tensors = {
+        "conv1d.weight": NetTensor("conv", (states.channels, 1, states.width), 0, mixed),
+        "A_log": NetTensor("decay_log", (states.value_heads,), 0, ((0, values),)),
+        "dt_bias": NetTensor("decay_bias", (states.value_heads,), 0, ((0, values),)),
+        "norm.weight": NetTensor("head_scale", (states.value_dim,), 0, ((0, range(states.value_dim)),)),
+        "out_proj.weight": NetTensor("out", (hidden, all_values), 1, ((0, of_values),)),
+    }
+    if not whole.is_fused:
+        gates, strengths, decays = firsts
+        return tensors | {
+            "in_proj_qkv.weight": NetTensor("qkv", (states.channels, hidden), 0, mixed),
+            "in_proj_z.weight": NetTensor("qkv", (all_values, hidden), 0, ((gates, of_values),)),
+            "in_proj_b.weight": NetTensor("qkv", (states.value_heads, hidden), 0, ((strengths, values),)),
+            "in_proj_a.weight": NetTensor("qkv", (states.value_heads, hidden), 0, ((decays, values),)),
+        }
+    large = ((0, key_size), (own_keys, key_size), (2 * own_keys, value_size), (firsts[0], value_size))
+    small = ((firsts[1], group), (firsts[2], group))
+    return tensors | {
+        "in_proj_qkvz.weight": NetTensor(
+            "qkv", (states.channels + all_values, hidden), 0, tuple(_by_head(heads, large))
+        ),
+        "in_proj_ba.weight": NetTensor("qkv", (2 * states.value_heads, hidden), 0, tuple(_by_head(heads, small))),
+    }
+
+
+def _by_head(heads: range, kinds: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, range]]:
+    """The parts of a tensor that has, for one key head after the other, some elements of each kind. `kinds`: where
+    those of the first head go, and how many a head has."""
+    total = sum(size for _, size in kinds)
+    for number, head in enumerate(heads):
+        start = head * total
+        for first, size in kinds:
+            yield first + number * size, range(start, start + size)
+            start += size
+
+
+def _scaled(part: range, factor: int) -> range:
+    return range(part.start * factor, part.stop * factor)
+
+
+def _moved(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by)
