@@ -1,5 +1,7 @@
-"""Where the quantized matrices of a GGUF file stand: what `gguf.json` of a model's folder says. Imports nothing heavy, since
-the command line reads it, too."""
+"""Where the quantized matrices of a GGUF file stand: what `gguf.json` of a model's folder says.
+
+Imports nothing heavy, since the command line reads it, too.
+"""
 
 import msgspec
 
