@@ -25,7 +25,9 @@ class Driver:
     """A scheduler with a fake executor: what `worker.engine.engine` does, without tensors. With `overlap`, the tokens
     of a step come to the scheduler after the next one was planned and computed."""
 
-    def __init__(self, executor, *, eos: tuple[int, ...] = (), overlap: bool = False, **config) -> None:
+    def __init__(
+        self, executor, *, eos: tuple[int, ...] = (), overlap: bool = False, reuses_prefixes: bool = True, **config
+    ) -> None:
         self.executor = executor
         self.overlap = overlap
         self.flight: tuple[ScheduledStep, np.ndarray, SampledTokens] | None = None
@@ -42,6 +44,7 @@ class Driver:
             policy=CostStore(STAGES[: self.config.pp]).policy(self.config, overlap=False),
             returning_s=self.returning_s,
             clock=lambda: self.now_s,
+            reuses_prefixes=reuses_prefixes,
         )
         self.outputs: dict[str, list[Output]] = defaultdict(list)
 

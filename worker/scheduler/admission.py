@@ -138,7 +138,7 @@ class Admission:
         if not self._builder.may_start(seq):
             self._is_closed = True
             return False
-        if self._builder.computes_prefix_of(seq):
+        if self._kv_cache.reuses_prefixes and self._builder.computes_prefix_of(seq):
             self.queue.outdate(seq, self._step)
             return False  # also a starved one: it is next anyway, and then has less to compute
         if not self._open(seq):

@@ -19,7 +19,7 @@ class KVCacheManager:
     def __init__(self, tree: Tree, table: SequenceTable[Sequence], reuses_prefixes: bool = True) -> None:
         """`reuses_prefixes`: whether pages are kept for other sequences; without, the tree stays empty."""
         self.tree = tree
-        self._reuses_prefixes = reuses_prefixes
+        self.reuses_prefixes = reuses_prefixes
         self._table = table
         self.pool = tree.pool
         self.page_size = tree.page_size
@@ -69,7 +69,7 @@ class KVCacheManager:
         """
         num_full = seq.num_confirmed // self.page_size
         assert seq.node is not None
-        if num_full <= seq.num_shared or not self._reuses_prefixes:
+        if num_full <= seq.num_shared or not self.reuses_prefixes:
             return seq.node
         keys, pages = seq.cache_keys(num_full * self.page_size), seq.pages(0, num_full)
         node, num_present = self.tree.insert(keys, pages)

@@ -177,6 +177,18 @@ def test_different_prompts_do_not_wait_for_each_other(drive):
     d.run()
 
 
+def test_same_prompts_start_at_once_where_no_prefix_is_reused(drive):
+    """As those of a model with recurrent states: nobody waits for pages that the tree will not have."""
+    d = drive(reuses_prefixes=False, token_budget=64)
+    for i in range(3):
+        d.add(str(i), [*prompt(12), i], max_tokens=2)
+    assert len(d.step()) == 3
+    d.run()
+    for i in range(3):
+        assert d.tokens(str(i)) == d.executor.generate([*prompt(12), i], 2)
+        assert d.outputs[str(i)][0].cached_tokens == 0
+
+
 def test_prompts_that_start_at_once_are_not_all_compared_with_each_other(drive, monkeypatch):
     d = drive(num_pages=400, token_budget=1000)
     compared, shares_prefix = [], Sequence.shares_prefix
