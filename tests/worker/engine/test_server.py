@@ -542,21 +542,28 @@ def test_a_replica_that_is_taken_away_ends_with_its_requests(serve):
     steps = gate(s.parts.executor)
     begins = begun(s.parts.executor)
     router, late = s.router(), s.router()
-    router.send(Subscribe(protocol=PROTOCOL))
-    router.until(lambda: router.loads)
-    router.generate("x", [1, 2, 3])
+    for each in (router, late):
+        each.send(Subscribe(protocol=PROTOCOL))
+        each.until(lambda each=each: each.loads)
+    router.generate("x", [1, 2, 3], max_tokens=300)
     assert begins.acquire(timeout=20)
     s.server.drain(3600)
-    late.send(Subscribe(protocol=PROTOCOL))
     late.generate("y", [4, 5])  # was on its way
-    late.until(lambda: late.leaving or steps.release())
-    router.until(lambda: router.leaving)
+
+    def late_has_begun() -> bool:
+        while late.socket.poll(0):
+            late.hear()
+        return bool(late.outputs)
+
+    router.until(lambda: late_has_begun() or steps.release())  # each token of x lets another step through
+    for each in (router, late):
+        each.until(lambda each=each: each.leaving)
     assert not router.farewells and 0 < late.leaving[0].within_s <= router.leaving[0].within_s <= 3600
     steps.release(OPEN)
     for each in (router, late):
         each.until(lambda each=each: each.farewells)
         assert each.farewells[0].reason == "drained" and len(each.leaving) == 1
-    assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 5)
+    assert router.tokens("x") == s.parts.executor.generate([1, 2, 3], 300)
     assert late.tokens("y") == s.parts.executor.generate([4, 5], 5)
     s.thread.join(20)
     assert not s.thread.is_alive() and s.error is None
