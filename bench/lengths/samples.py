@@ -16,9 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.lengths.order import MOST_OUTPUT, MOST_PROMPT, SITES, run
-from bench.load.options import count
-from bench.load.trace import read
+from bench.lengths.order import add_options, read_requests, run
 from bench.pipeline.simulator import Request
 from bench.results import FOLDER, Figure, write
 from shoal.help import Parser
@@ -41,20 +39,11 @@ def ends_s(requests: Sequence[Request], name: str, model: str, max_running: int,
 def main(argv: list[str] | None = None) -> int:
     """Simulates, prints a line for each run, writes the result."""
     p = Parser("python -m bench.lengths.samples", __doc__)
-    p.add_argument("--trace", type=Path, required=True, metavar="FILE", help="its lengths, in their order")
-    p.add_argument("--model", choices=sorted(SITES), default="llama-8b", help="default: %(default)s")
-    p.add_argument("--requests", type=count, default=4096, metavar="N", help="default: %(default)s")
-    p.add_argument("--max-running", type=count, default=256, metavar="N", help="default: %(default)s")
-    p.add_argument("--tau", type=float, default=0.35, help="default: %(default)s")
-    p.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    add_options(p, 4096)
     p.add_argument("--name", help="of the result; default: ranks.samples.MODEL.TRACE")
     p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
     args = p.parse_args(argv)
-    try:
-        rows = [row for row in read(args.trace) if row.prompt_tokens <= MOST_PROMPT][: args.requests]
-    except (ValueError, OSError) as error:
-        p.error(str(error))
-    requests = [Request(i, 0.0, row.prompt_tokens, min(row.output_tokens, MOST_OUTPUT)) for i, row in enumerate(rows)]
+    requests = read_requests(p, args)
     raw: dict[str, dict[str, float]] = {}
     for name in RUNS:
         found = ends_s(requests, name, args.model, args.max_running, args.tau, args.seed)

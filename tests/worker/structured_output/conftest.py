@@ -1,13 +1,21 @@
 """A vocabulary of bytes and a few longer tokens, and random walks through grammars over it."""
 
 import random
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xgrammar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from worker.structured_output import GrammarCompiler
+from worker.structured_output.engines import CompiledText
+from worker.structured_output.process import CompilerProcess
+
+_EOS = 256
 
 _LONGER = [
     '"',
@@ -88,3 +96,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture
+def made(folder: Path) -> Iterator[Callable[..., GrammarCompiler]]:
+    """Compilers that are closed after the test."""
+    compilers = []
+
+    def make(**options: Any) -> GrammarCompiler:
+        compilers.append(GrammarCompiler(folder, _EOS + 1, 20.0, [_EOS], **options))
+        return compilers[-1]
+
+    yield make
+    for each in compilers:
+        each.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that processes were asked to compile."""
+    texts = []
+    compile_ = CompilerProcess.compile
+
+    def count(self: CompilerProcess, kind: str, text: str, *rest: Any, **strict: Any) -> CompiledText:
+        texts.append(text)
+        return compile_(self, kind, text, *rest, **strict)
+
+    monkeypatch.setattr(CompilerProcess, "compile", count)
+    return texts

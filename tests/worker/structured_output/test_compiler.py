@@ -3,9 +3,8 @@
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import xgrammar
 
 from worker.messages import Grammar
 from worker.structured_output import CompilerUnavailable, GrammarCompiler, compiler
-from worker.structured_output.process import CompilerProcess
 from worker.structured_output.schema import schema_to_ebnf
 from worker.structured_output.serialised import serialised
 
@@ -32,33 +30,6 @@ SCHEMA = {
 
 def one(letter: str) -> Grammar:
     return Grammar("choice", json.dumps([letter]))
-
-
-@pytest.fixture
-def made(folder: Path) -> Iterator[Callable[..., GrammarCompiler]]:
-    compilers = []
-
-    def make(**options: int) -> GrammarCompiler:
-        compilers.append(GrammarCompiler(folder, EOS + 1, 20.0, [EOS], **options))
-        return compilers[-1]
-
-    yield make
-    for each in compilers:
-        each.close()
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that the process was asked to compile."""
-    texts = []
-    compile_ = CompilerProcess.compile
-
-    def count(self: CompilerProcess, kind: str, text: str, *rest: Any, **strict: Any) -> str:
-        texts.append(text)
-        return compile_(self, kind, text, *rest, **strict)
-
-    monkeypatch.setattr(CompilerProcess, "compile", count)
-    return texts
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from worker.messages import Grammar
 from worker.structured_output import GrammarCompiler
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, CompiledText
 from worker.structured_output.grammar_store import GrammarStore, identity
-from worker.structured_output.process import CompilerProcess
 from worker.structured_output.unique_places import Place
 
 EOS = 256
@@ -21,31 +21,9 @@ FOUND = CompiledText(XGRAMMAR, "é" * 500, 0.5, [], [])
 
 
 @pytest.fixture
-def made(folder: Path, tmp_path: Path) -> Iterator[Callable[[], GrammarCompiler]]:
+def made(made: Callable[..., GrammarCompiler], tmp_path: Path) -> Callable[[], GrammarCompiler]:
     """Compilers of replicas that share a folder."""
-    compilers = []
-
-    def make() -> GrammarCompiler:
-        compilers.append(GrammarCompiler(folder, EOS + 1, 20.0, [EOS], folder=tmp_path / "kept"))
-        return compilers[-1]
-
-    yield make
-    for each in compilers:
-        each.close()
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that processes were asked to compile."""
-    texts = []
-    compile_ = CompilerProcess.compile
-
-    def count(self: CompilerProcess, kind: str, text: str, *rest: Any, **strict: Any) -> CompiledText:
-        texts.append(text)
-        return compile_(self, kind, text, *rest, **strict)
-
-    monkeypatch.setattr(CompilerProcess, "compile", count)
-    return texts
+    return partial(made, folder=tmp_path / "kept")
 
 
 def kept(folder: Path) -> list[Path]:
