@@ -31,7 +31,7 @@ def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.
         elif kind == "qweight":
             columns, words = tensor.shape
             zeros, scales = (needed(by_name, module, part) for part in ("qzeros", "scales"))
-            yield PackedMatrix(
+            matrix = PackedMatrix(
                 f"{module}.weight",
                 (8 * words, columns),
                 said.bits,
@@ -40,7 +40,8 @@ def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.
                 transposed(scales.read),
                 transposed(PackedTensor(zeros, said.bits, 1, _ORDER).read),
                 device,
-            ).model_tensor()
+            )
+            yield matrix.check_groups(scales, scales.shape[0]).model_tensor()
 
 
 def needed(by_name: dict[str, StoredTensor], module: str, part: str) -> StoredTensor:

@@ -34,7 +34,7 @@ def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.
             columns = words * 32 // said.bits
             group = said.group or columns
             zeros, scales = (needed(by_name, module, part) for part in ("qzeros", "scales"))
-            yield PackedMatrix(
+            matrix = PackedMatrix(
                 f"{module}.weight",
                 (rows, columns),
                 said.bits,
@@ -44,7 +44,8 @@ def model_tensors(stored: list[StoredTensor], said: Quantization, device: torch.
                 _zeros(zeros, said),
                 device,
                 _groups(by_name.get(f"{module}.g_idx"), group),
-            ).model_tensor()
+            )
+            yield matrix.check_groups(scales, scales.shape[0]).model_tensor()
 
 
 def _groups(index: StoredTensor | None, group: int) -> torch.Tensor | None:

@@ -63,6 +63,16 @@ class PackedMatrix:
     device: torch.device
     groups: torch.Tensor | None = None
 
+    def check_groups(self, scales: StoredTensor, count: int) -> "PackedMatrix":
+        """The matrix itself. Raises ValueError unless `count`, the groups in the tensor of scales, is right."""
+        expected = -(-self.shape[1] // self.group) if self.groups is None else int(self.groups.max()) + 1
+        if count != expected:
+            raise ValueError(
+                f"{scales.name} has {count} groups: {self.name} has {self.shape[1]} columns in groups of {self.group}, "
+                f"which makes {expected}"
+            )
+        return self
+
     def model_tensor(self) -> ModelTensor:
         """The matrix as a model has it. Groups of 32 columns, or of multiples of that, can be kept as blocks."""
         has_blocks = self.groups is None and self.group % _GROUP == 0 and self.shape[1] % self.group == 0

@@ -62,14 +62,14 @@ def _fp8(said: dict[str, Any]) -> Quantization:
 
 
 def _awq(said: dict[str, Any]) -> Quantization:
-    bits, version = int(said.get("bits", 4)), str(said.get("version", "gemm")).lower()
+    bits, version = int(said.get("bits", 4)), str(said.get("version") or said.get("format") or "gemm").lower()
     if bits != 4 or version != "gemm":
         raise _refusal(f"awq, {bits} bits, {version}")
     return Quantization("awq", bits, _group(said))
 
 
 def _gptq(said: dict[str, Any]) -> Quantization:
-    bits, layout = int(said.get("bits", 4)), said.get("checkpoint_format") or "gptq"
+    bits, layout = int(said.get("bits", 4)), said.get("checkpoint_format") or said.get("format") or "gptq"
     if bits not in (4, 8) or layout not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         raise _refusal(f"gptq, {bits} bits, {'marlin' if said.get('is_marlin_format') else layout}")
     return Quantization("gptq", bits, _group(said), is_v2=layout == "gptq_v2")
@@ -100,8 +100,12 @@ def _compressed_tensors(said: dict[str, Any]) -> Quantization:
             blocks.add((1, int(weights["group_size"])))
         elif in_8_bits:
             blocks.add(None)
-    if not said.get("config_groups") or said.get("sparsity_config", {}).get("format", "dense") != "dense":
+    if not said.get("config_groups"):
         raise _refusal(f"compressed-tensors, {said.get('format', 'no format')}")
+    if (sparsity := (said.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+        raise _refusal(f"compressed-tensors, {sparsity}")
+    if said.get("transform_config"):
+        raise _refusal("compressed-tensors, with rotated activations (transform_config)")
     if len(blocks) > 1:
         raise _refusal("compressed-tensors, scales for blocks of several sizes")
     return Quantization("compressed-tensors", block=next(iter(blocks), None))

@@ -280,6 +280,11 @@ E4M3 = torch.ones(8, 8).to(torch.float8_e4m3fn)
             r"a\.qweight, and no a\.scales",
         ),
         (
+            {"a.qweight": torch.ones(1, 8).int(), "a.qzeros": torch.ones(2, 1).int(), "a.scales": torch.ones(2, 8)},
+            GPTQ,
+            r"a\.scales has 2 groups: a\.weight has 8 columns in groups of 64, which makes 1",
+        ),
+        (
             {"a.weight_packed": torch.ones(8, 1).int(), "a.weight_scale": torch.ones(8, 1)},
             compressed("pack-quantized", **INT4),
             r"a quantized a, and no a\.weight_shape",
@@ -310,7 +315,11 @@ def test_files_that_lack_something(
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors, marlin-24"),
         (
             compressed("float-quantized", strategy="channel", **FLOAT8) | {"sparsity_config": {"format": "sparse-24"}},
-            "compressed-tensors, float-quantized",
+            "compressed-tensors, sparse-24",
+        ),
+        (
+            compressed("pack-quantized", **INT4) | {"transform_config": {"config_groups": {"R1": {}}}},
+            r"compressed-tensors, with rotated activations \(transform_config\)",
         ),
     ],
 )
