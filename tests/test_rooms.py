@@ -32,7 +32,10 @@ ALLOWED = {
     },
     "worker.lengths": {"worker:"},
     "worker.drafts": {"worker:", "worker.structured_output", "pipeline"},
-    "worker.executor": {"worker:", "worker.models", "worker.parallel", "pipeline", "kernels"},
+    "worker.executor": {
+        "worker:", "worker.checkpoint", "worker.models", "worker.parallel", "pipeline", "kernels",
+    },
+    "worker.checkpoint": {"worker:", "worker.models", "kernels"},
     "worker.models": {"worker:", "worker.parallel", "pipeline", "kernels"},
     "worker.parallel": {"worker:", "kernels.comm", "kernels.ops"},
     "worker.sampling": {"worker:", "worker.structured_output", "kernels"},

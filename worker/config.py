@@ -22,7 +22,8 @@ class WorkerConfig(BaseModel):
     quantization: Literal["fp8"] | None = Field(
         None,
         description="fp8 rounds the layers' weight matrices to 8 bits as they load and multiplies in 8 bits: half the "
-        "memory, on GPUs from compute capability 8.9 on; by default weights are not quantized",
+        "memory, on GPUs from compute capability 8.9 on; matrices that a checkpoint has in 8 bits stay as they are; by "
+        "default the format of the checkpoint decides",
     )
     dequantize: bool = Field(
         False,
