@@ -25,6 +25,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
+from cluster import log_lines
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.models import resolve
@@ -90,7 +91,7 @@ def _replicas(config: Config, deployment: DeploymentConfig) -> Application:
         health_check_period_s=config.health_check_period_s,
         graceful_shutdown_wait_loop_s=0.1,  # Serve itself has sent the control actor nothing
         graceful_shutdown_timeout_s=config.drain_s + STOP_S,
-    )(Replica).bind(unscaled_deployment(deployment), config.drain_s)
+    )(Replica).bind(unscaled_deployment(deployment), config.drain_s, config.log_format)
 
 
 def routers(config: Config, replicas: Sequence[Application], node: str | None = None) -> Application:
@@ -134,6 +135,7 @@ class _Router:
             config = config.model_copy(update={"response_store_dir": cache_folder() / "responses"})
         self._config = config
         metrics = Metrics(router=uuid.uuid4().hex[:8])
+        log_lines.set_up(config.log_format, router=metrics.router)
         self._sizes = []
         services = {}
         for deployment, handle in zip(config.deployments, handles, strict=True):

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, SecretStr, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from cluster.log_lines import LogFormat
 from cluster.models import model_name
 from router.config import Aliases, ModelConfig, RouterConfig, UpstreamConfig
 from router.key_file import KeyEntry
@@ -140,6 +141,11 @@ class Config(ReplicaConfig, RouterConfig):
         "a replica go on at another one, which computes their tokens again, and those of a router are cut off. In two "
         "minutes, 4,000 tokens come at 33 tokens a second; some clouds give as much notice of a machine that they take "
         "back",
+    )
+
+    log_format: LogFormat = Field(
+        "text",
+        description="form of the lines in the logs of routers and replicas: text, or json, one object a line",
     )
 
     @model_validator(mode="before")

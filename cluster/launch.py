@@ -303,6 +303,8 @@ class _Launch:
         key = " -H 'Authorization: Bearer YOUR_KEY'" if self._config.api_key or self._config.api_key_file else ""
         self._print(f"\nShoal serves {', '.join(names)} at {self._url}/v1\n")
         self._print(f"  curl {self._url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n")
+        if self._folder is not None:
+            self._print(f"Logs are in {local.logs(self._folder)} until it ends.\n")
         self._print("Ctrl-C stops it.")
 
     @property

@@ -6,7 +6,6 @@ import errno
 import logging
 import math
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import ray
 
+from cluster import log_lines
 from cluster.config import Config, DeploymentConfig
 from cluster.replica import CONTROL_CPUS, rank_resources
 from router.listener import bind
@@ -27,6 +27,7 @@ MOST_CPUS = 1024  # logical ones, for a server that may grow: only GPUs and memo
 END_S = 3.0  # how long Ray may take to end its processes, before they are killed
 PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 PREFIX = "shoal-ray-"
+REASONS = ("replica at ", "replica does not start: ")  # how they begin
 HEART = ("gcs_server", "raylet")  # the processes that Ray cannot run without
 
 
@@ -96,6 +97,11 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
+def logs(folder: Path) -> Path:
+    """Where the processes of the Ray in `folder` write their logs."""
+    return folder / "session_latest" / "logs"
+
+
 def make_folder() -> Path:
     """Makes the folder for Ray's logs and sockets. Not in $TMPDIR, because paths of sockets must be short. Removes the
     folders of servers that were killed, or did not start."""
@@ -138,9 +144,9 @@ def check() -> None:
 
 def reasons(folder: Path) -> list[str]:
     """The reasons why replicas have ended so far, or did not start, as `cluster.replica` logs them; each text once."""
-    logs = sorted(folder.glob("session_latest/logs/serve/replica_*.log"))
-    texts = [re.findall(r"^ERROR .* -- (replica (?:at|does not start:) .+)", log.read_text(), re.M) for log in logs]
-    return list(dict.fromkeys(text for found in texts for text in found))
+    files = sorted((logs(folder) / "serve").glob("replica_*.log"))
+    found = [message for file in files for message in log_lines.errors(file.read_text())]
+    return list(dict.fromkeys(message for message in found if message.startswith(REASONS)))
 
 
 def end() -> None:

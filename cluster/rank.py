@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from cluster import log_lines
 from cluster.config import ReplicaConfig
+from cluster.log_lines import LogFormat
 from cluster.models import resolve, with_draft_folder
 from worker.folders import cache_folder
 from worker.progress import NewestSteps, WorkProgress
@@ -44,6 +46,10 @@ class Rank:
         self._server: Server | None = None  # the same object, on the leading rank
         self._follower: Follower | None = None  # on the others
         self._store: Store | None = None
+
+    def write_logs(self, log_format: LogFormat, replica: str, rank: int) -> None:
+        """Lets this process write its log in this form, with the replica's id and the rank in every line."""
+        log_lines.set_up(log_format, replica=replica, rank=rank)
 
     def open(self, config: ReplicaConfig) -> str | None:
         """Returns the address where all ranks will meet; None for a replica of one rank. Called on the leading rank,

@@ -12,14 +12,16 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, NamedTuple
 
 import ray
-from ray import ObjectRef
+from ray import ObjectRef, serve
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster import log_lines
 from cluster.config import ReplicaConfig
 from cluster.hang import Stalled, suspects
+from cluster.log_lines import LogFormat
 from cluster.rank import Pulse, Rank
 from worker.progress import NewestSteps
 
@@ -64,14 +66,21 @@ class Replica:
     _watcher: asyncio.Task[None] | None = None  # once the ranks run
     _is_leaving = False
 
-    async def __init__(self, config: ReplicaConfig, drain_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`drain_s`: how long, in seconds, the replica may keep its streams once it is taken away."""
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ReplicaConfig, drain_s: float, log_format: LogFormat
+    ) -> None:
+        """`drain_s`: how long, in seconds, the replica may keep its streams once it is taken away. `log_format`: of the
+        lines that its processes write."""
+        name = serve.get_replica_context().replica_id.unique_id
+        log_lines.set_up(log_format, replica=name)
         self._ended: str | None = None
         self._drain_s = drain_s
         self._tp, self._leading = config.tp, config.leading_rank
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
         self._ranks = start_ranks(config, group)
+        for index, rank in enumerate(self._ranks):
+            rank.write_logs.remote(log_format, name, index)
         # The scheduler is on the leading rank; the other ranks connect to the address that it opens.
         leading, within_s = config.leading_rank, config.start_timeout_s
         meeting = (await _gather({leading: self._ranks[leading].open.remote(config)}, within_s))[leading]

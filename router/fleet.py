@@ -145,10 +145,12 @@ class Fleet:
             except ValueError as error:
                 if events.piece is not None:  # another snapshot would be the same
                     self._drop_cache(replica)
-                    log.error("replica %s sent an invalid snapshot of its cache: %s", replica_id, error)
+                    text = "replica %s sent an invalid snapshot of its cache: %s"
+                    log.error(text, replica_id, error, extra={"replica": replica_id})
                     return True
             self._drop_cache(replica)
-            log.warning("replica %s: a gap in its cache events; asking for a snapshot", replica_id)
+            text = "replica %s: a gap in its cache events; asking for a snapshot"
+            log.warning(text, replica_id, extra={"replica": replica_id})
             return False
 
     def apply_load(self, replica_id: str, load: ReplicaLoad) -> None:

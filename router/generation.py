@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from router import request_log
 from router.deadline import within
 from router.deltas import CallBegin, CallEnd, Delta
 from router.errors import ApiError, program_unknown
@@ -119,7 +120,7 @@ class Generation:
 
         one = follow_whole if self._job.whole_choices else follow
         self._sends_at_once = not self._job.whole_choices
-        self.ticket.add_tokens(prompt=self._job.prompt_tokens)
+        self._begin()
         await self._run_all([one(sequence) for sequence in self._job.sequences])
         if data := self._form.closing(self._usage()):
             await emit(data)
@@ -132,9 +133,14 @@ class Generation:
         async def follow(sequence: Choice) -> None:
             answers[sequence.index] = await self._collected(sequence, self._answer(sequence))
 
-        self.ticket.add_tokens(prompt=self._job.prompt_tokens)
+        self._begin()
         await self._run_all([follow(sequence) for sequence in self._job.sequences])
         return self._form.whole(answers, self._usage())
+
+    def _begin(self) -> None:
+        self.ticket.add_tokens(prompt=self._job.prompt_tokens)
+        if (told := request_log.current()) is not None:
+            told.prompt_tokens += self._job.prompt_tokens
 
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
@@ -202,6 +208,7 @@ class Generation:
         job = self._job
         begun = False
         ending = "abandoned"
+        told = request_log.current()
         try:
             async with contextlib.aclosing(self._outputs(sequence, answer)) as outputs:
                 async for output in outputs:
@@ -209,6 +216,8 @@ class Generation:
                         begun = True
                         if sequence.first:
                             answer.cached_tokens = output.cached_tokens or 0
+                            if told is not None:
+                                told.cached_tokens += answer.cached_tokens
                         if job.echo:
                             prompt = sequence.prompt
                             await on_piece(answer.text.echo(prompt.token_ids, prompt.text, output.prompt_logprobs))
@@ -239,6 +248,9 @@ class Generation:
             raise
         finally:
             self._service.metrics.ended(ending)
+            if told is not None:
+                told.ended(ending)
+                told.output_tokens += answer.text.num_tokens
 
     async def _outputs(self, sequence: Choice, answer: "Answer") -> AsyncGenerator[Output, None]:
         """The outputs of a sequence. Thinking beyond its budget is ended for the model: the sequence goes on after the

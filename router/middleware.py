@@ -1,12 +1,11 @@
 """Middleware for every answer, whatever its route."""
 
 import logging
-import secrets
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router import request_id
+from router import request_id, request_log
 from router.errors import ApiError, internal
 from router.metrics import Metrics
 from router.protocols.dialects import error_response, id_headers
@@ -30,6 +29,8 @@ class Observed:
     | `at_end` | what to do when the answer has ended: functions |
     | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
 
+    The request's `RequestLog` is written when it has ended, or by the runner of a request that goes on.
+
     `answers_id`: whether the answer carries `request_id` as X-Request-Id.
     """
 
@@ -45,17 +46,19 @@ class Observed:
         given = request_id.given(scope["headers"])
         known = given or request_id.new()
         state = scope.setdefault("state", {})
-        state["request_id"], state["name"] = known, f"{known}-{secrets.token_hex(8)}" if given else known
+        state["request_id"], state["name"] = known, request_id.name(known) if given else known
+        told = request_log.RequestLog(known)
         header = id_headers(scope, self._answers_id)
 
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 ticket: Ticket | None = state.get("ticket")
+                told.client = "" if ticket is None else ticket.client.name
                 limits = [] if ticket is None else [(k.encode(), v.encode()) for k, v in ticket.headers().items()]
                 message = {**message, "headers": [*message.get("headers", ()), *header, *limits]}
                 route = scope.get("route")
                 path = "unknown" if route is None else route.path
-                model = state.get("model", "")
+                model = told.model = state.get("model", "")
                 self._metrics.responses.labels(model, path, message["status"]).inc()
                 error: ApiError | None = state.get("error")
                 if error is not None and error.status in REFUSALS:
@@ -65,12 +68,13 @@ class Observed:
             await send(message)
 
         try:
-            await self._app(scope, receive, observed)
+            with request_log.serving(told):
+                await self._app(scope, receive, observed)
         finally:
             for work in state.get("at_end", ()):
                 work()
             _end_ticket(state)
-            _log_error(state)
+            _write_log(state, told)
 
 
 def _reason(error: ApiError) -> str:
@@ -78,13 +82,19 @@ def _reason(error: ApiError) -> str:
     return "upstream" if isinstance(error, UpstreamError) else error.code or "unknown"
 
 
-def _log_error(state: dict[str, Any]) -> None:
-    """Logs a request that was refused (info), or that the server failed (warning), with its id."""
+def _write_log(state: dict[str, Any], told: request_log.RequestLog) -> None:
+    """Writes the line of a request that has ended: it was answered or refused (info), or the server failed (warning).
+    Of a client's own mistake, nothing is written."""
     error: ApiError | None = state.get("error")
-    if error is None or (error.status < 500 and error.status not in REFUSALS):
-        return
-    level = logging.INFO if error.status in REFUSALS else logging.WARNING
-    log.log(level, "request %s ended with %d %s: %s", state["request_id"], error.status, _reason(error), error.message)
+    if error is None:
+        ticket: Ticket | None = state.get("ticket")
+        if ticket is None or not ticket.kept:
+            told.write()
+    elif error.status >= 500 or error.status in REFUSALS:
+        level = logging.INFO if error.status in REFUSALS else logging.WARNING
+        text = "request %s ended with %d %s: %s"
+        what = told.request_id, error.status, _reason(error), error.message
+        log.log(level, text, *what, extra=told.fields() | {"status": error.status})
 
 
 def _end_ticket(state: dict[str, Any]) -> None:

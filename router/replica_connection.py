@@ -98,6 +98,7 @@ class ReplicaConnection:
         self._peers = peers
         self._address = address
         self.connected = False
+        self._log = logging.LoggerAdapter(log, {"replica": replica_id})
         self._protocol: int | None = None  # of the replica, from its first message on
         self._unheard_looks = 0
         self._is_in_queue = False  # a frame of it has come and waits for its turn
@@ -135,7 +136,7 @@ class ReplicaConnection:
             raise
         except _Left as error:
             taken_away, reason = error.farewell.reason == "drained", error.farewell.reason
-            log.log(
+            self._log.log(
                 logging.INFO if taken_away else logging.WARNING,
                 "replica %s at %s ends: %s",
                 *(self.replica_id, self._address, error.farewell.message),
@@ -143,14 +144,14 @@ class ReplicaConnection:
             return RECONNECT_S
         except _OtherProtocol as error:
             reason = "protocol"
-            log.error(
+            self._log.error(
                 "refused replica %s at %s: it speaks protocol %d, this router %d; only neighbours work together: "
                 "upgrade the older of them",
                 *(self.replica_id, self._address, error.protocol, PROTOCOL),
             )
             return None
         except Exception:  # our own mistake, or the replica's: no request may hang because of it
-            log.exception("the connection to replica %s at %s failed", self.replica_id, self._address)
+            self._log.exception("the connection to replica %s at %s failed", self.replica_id, self._address)
             reason = "error"
             return RECONNECT_MAX_S
         finally:
@@ -183,7 +184,7 @@ class ReplicaConnection:
             return
         self._unheard_looks += 1
         if self._unheard_looks == SILENT_LOOKS:
-            log.warning(
+            self._log.warning(
                 "replica %s at %s has said nothing for %g s; it gets no requests until it is heard again",
                 *(self.replica_id, self._address, SILENT_S),
             )
@@ -195,7 +196,7 @@ class ReplicaConnection:
         self._unheard_looks = 0
         if self.replica_id in self._metrics.silent:
             self._metrics.silent.remove(self.replica_id)
-            log.info("replica %s at %s is heard again", self.replica_id, self._address)
+            self._log.info("replica %s at %s is heard again", self.replica_id, self._address)
             changed()
 
     async def _until_lost(self, changed: Callable[[], None]) -> None:
@@ -264,7 +265,7 @@ class ReplicaConnection:
             case UsageReport():
                 self._on_usage(message)
             case Leaving():
-                log.info("replica %s at %s leaves within %g s", self.replica_id, self._address, message.within_s)
+                self._log.info("replica %s at %s leaves within %g s", self.replica_id, self._address, message.within_s)
                 self.leave(changed)
             case Farewell():
                 raise _Left(message)

@@ -207,5 +207,5 @@ class Replicas:
                     del self._connections[replica_id]
             if again_s is None:
                 return
-            log.warning("lost replica %s at %s", replica_id, address)
+            log.warning("lost replica %s at %s", replica_id, address, extra={"replica": replica_id})
             await asyncio.sleep(again_s)

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from radix.salt import salted
+from router import request_log
 from router.config import ModelConfig
 from router.defaults import SamplingDefaults
 from router.errors import ApiError, NoReplica, busy, internal, invalid
@@ -215,6 +216,7 @@ class Service:
         refused: dict[str, Failure] = {}
         resumed = bool(output_ids)
         deaths = 0
+        told = request_log.current()
         for run in itertools.count():
             request = Generate(
                 request_id=f"{request_id}.{run}",
@@ -250,13 +252,19 @@ class Service:
             except ReplicaLost as error:
                 lost.append(error.replica_id)
                 deaths += not error.taken_away
-                log.warning("%s: %s, %d of %d times", request_id, error, deaths, MAX_DEATHS)
+                log.warning(
+                    "%s goes on elsewhere after %d tokens: %s (death %d of at most %d)",
+                    *(request_id, len(produced), error, deaths, MAX_DEATHS),
+                    extra={"replica": error.replica_id, "sequence": request_id},
+                )
                 if deaths == MAX_DEATHS:
                     raise internal() from error
                 self.metrics.resumed("replica_left" if error.taken_away else "replica_lost")
                 token_ids = _cached_as(prompt_ids + produced, cache_salt)
                 await self._resume_pace.turn(self._fleet.prompt_s(token_ids, self.replicas.closed))
             resumed = True
+            if told is not None:
+                told.resumed += 1
             refused.clear()  # even a full replica takes a resumed sequence
             if produced:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -314,6 +322,8 @@ class Service:
         try:
             home = None if call is None else self.programs.home(call)
             replica_id, stream = await self._send(request, lost, refused, home, shared)
+            if (told := request_log.current()) is not None:
+                told.began(replica_id)
             num_tokens = len(request.prompt_ids) + len(request.output_ids)
             clock = _Clock(self.metrics.replica(replica_id), arrived, resumed=bool(request.output_ids))
             try:
@@ -322,11 +332,15 @@ class Service:
                         if output.failure is not None and output.failure.kind == "overloaded":
                             raise _Refused(replica_id, output.failure)
                         raise _failed(output.failure, request.request_id)
+                    if told is not None and output.queue_s is not None:
+                        told.queued(output.queue_s)
                     if output.cached_tokens is not None:
                         known_ids = request.prompt_ids + request.output_ids
                         self.metrics.reuse.add(known_ids, output.cached_tokens, request.cache_salt)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
+                        if told is not None:
+                            told.first_token()
                     num_tokens += len(output.token_ids)
                     if call is not None:
                         self.programs.set_home(call, Home(replica_id, num_tokens))
@@ -422,7 +436,7 @@ def _cached_as(token_ids: list[int], cache_salt: str) -> list[int]:
 def _failed(failure: Failure | None, request_id: str) -> ApiError:
     """The client's error for a replica's failure."""
     if failure is None or failure.kind == "internal":
-        log.error("%s: failed on its replica: %s", request_id, failure)
+        log.error("%s: failed on its replica: %s", request_id, failure, extra={"sequence": request_id})
         return internal()
     if failure.kind == "unavailable":
         return ApiError(503, failure.message, code="unavailable", headers={"Retry-After": "2"})

@@ -28,6 +28,7 @@ from pydantic_core import PydanticUndefined
 
 from cluster.config import DEFAULTS, KEY_FIELDS, OF_ONE_MODEL, UPSTREAM_FIELDS, Config, DeploymentConfig, Entry
 from cluster.in_process import MAX_WAITING, OTHER_SETTINGS
+from cluster.log_lines import FIELDS
 from cluster.metrics import described
 from shoal import cli
 
@@ -147,6 +148,20 @@ def _lines() -> Iterator[str]:
         ("metric", "kind", "labels", "meaning"),
         ((f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), m.meaning) for m in described()),
     )
+    yield ""
+    yield "## Logs"
+    yield ""
+    yield "Routers and replicas write to standard error, which Ray keeps on each machine: `worker-*.err` in"
+    yield "`/tmp/ray/session_latest/logs`, or where `shoal serve` says if it has started Ray itself. The reasons why"
+    yield "replicas end are in `serve/replica_*.log` there. With `log_format: json`, a line is a JSON object with those"
+    yield "of these fields that are known. In text, the first four come without names, and the others as `name=value`,"
+    yield "but for ids that the message has."
+    yield ""
+    yield "There is a line for each request that has run on a replica, for each that was refused (429, 503) or that the"
+    yield "server failed, for each stream that goes on at another replica, and for replicas that are lost. Clients' own"
+    yield "mistakes have none. No line has text of prompts or answers."
+    yield ""
+    yield from _table(("field", "meaning"), ((f"`{name}`", meaning) for name, meaning in FIELDS.items()))
     yield ""
     yield "## Commands"
     yield ""

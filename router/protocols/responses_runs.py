@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from router import request_log
 from router.config import RouterConfig
 from router.errors import ApiError, internal
 from router.generation import Generation
@@ -91,10 +92,13 @@ class BackgroundRuns:
         run = _Run(self._kept, tenant, stored, generation, form, keeps_events)
         self._running[name] = task = asyncio.create_task(self._begin(run))
         generation.ticket.kept = True
+        told = request_log.current()
 
         def ended(_: object) -> None:
             self._running.pop(name, None)
             generation.ticket.end()
+            if told is not None:
+                told.write()
 
         task.add_done_callback(ended)
         try:

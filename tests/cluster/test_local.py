@@ -1,5 +1,6 @@
 """One machine's share of a configuration, and looking before starting Ray."""
 
+import logging
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import pytest
 
 from cluster import local
 from cluster.config import Config, DeploymentConfig, load
+from cluster.log_lines import LineFormatter, LogFormat
 from worker.executor import kv_cache
 
 
@@ -125,17 +127,25 @@ def test_ray_is_told_to_be_quiet_before_it_is_imported() -> None:
     assert done.stdout.startswith("A worker died")
 
 
-def test_why_replicas_ended_is_in_their_logs(tmp_path: Path) -> None:
-    logs = tmp_path / "session_latest" / "logs" / "serve"
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_why_replicas_ended_is_in_their_logs(tmp_path: Path, log_format: LogFormat) -> None:
+    logs = local.logs(tmp_path) / "serve"
     logs.mkdir(parents=True)
-    (logs / "replica_shoal_Replica_a.log").write_text(
-        "INFO 2026-01-01 00:00:00,000 shoal_Replica a -- replica at rest\n"
-        "ERROR 2026-01-01 00:00:01,000 shoal_Replica a -- replica at tcp://127.0.0.1:1: rank 0: ValueError: no\nmore\n"
+
+    def write(name: str, *lines: tuple[int, str]) -> None:
+        formatter = LineFormatter(log_format, {"replica": name})
+        records = [logging.LogRecord("ray.serve", level, "", 0, text, None, None) for level, text in lines]
+        text = "".join(f"{formatter.format(record)}\n" for record in records)
+        (logs / f"replica_shoal_Replica_{name}.log").write_text(text)
+
+    write(
+        "a",
+        (logging.INFO, "replica at rest"),
+        (logging.ERROR, "replica at tcp://127.0.0.1:1: rank 0: ValueError: no\nmore"),
+        (logging.ERROR, "something of Ray's"),
     )
     for name in "bc":  # one attempt after the other
-        (logs / f"replica_shoal_Replica_{name}.log").write_text(
-            f"ERROR 2026-01-01 00:00:02,000 shoal_Replica {name} -- replica does not start: rank 0: OSError: no file\n"
-        )
+        write(name, (logging.ERROR, "replica does not start: rank 0: OSError: no file"))
     assert local.reasons(tmp_path) == [
         "replica at tcp://127.0.0.1:1: rank 0: ValueError: no",
         "replica does not start: rank 0: OSError: no file",

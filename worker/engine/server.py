@@ -351,7 +351,7 @@ class Server:
         try:
             self.engine.add(request)
         except Exception as error:
-            log.exception("request %s could not be taken", request_id)
+            log.exception("request %s could not be taken", request_id, extra={"sequence": request_id})
             self.engine.abort([request_id])
             failure = Failure("internal", f"the request could not be taken: {type(error).__name__}: {error}")
             self._refuse(router, request_id, failure)

@@ -275,9 +275,9 @@ class Steps:
             raise DeviceLost(f"{device} failed in step {plan.step} and does not answer") from error
 
     def _fail(self, sequences: Iterable[Sequence], what: str, error: Exception) -> None:
-        failed = [seq.request_id for seq in sequences]
-        log.error("%s: requests %s", what, ", ".join(failed), exc_info=error)
-        for request_id in failed:
+        log.error("%s", what, exc_info=error)
+        for request_id in [seq.request_id for seq in sequences]:
+            log.error("request %s fails: %s", request_id, what, extra={"sequence": request_id})
             self.scheduler.fail(request_id, Failure("internal", f"{what}: {one_line(error)}"))
 
 

@@ -78,7 +78,7 @@ class AnswerChecks:
             del self._judging[request_id]
             watched = self._watched.pop(request_id)
             assert watched.last is not None
-            watched.last.check = _check(watched, done)
+            watched.last.check = _check(request_id, watched, done)
             yield watched.last
 
     def _is_held(self, output: Output, watched: _Watched, grammar: CompiledGrammar | None) -> bool:
@@ -109,12 +109,12 @@ class AnswerChecks:
             self._on_ready()
 
 
-def _check(watched: _Watched, done: "Future[AnswerVerdict]") -> SchemaCheck:
+def _check(request_id: str, watched: _Watched, done: "Future[AnswerVerdict]") -> SchemaCheck:
     told = SchemaCheck(watched.not_enforced)
     if done.cancelled():
         return msgspec.structs.replace(told, violation="not judged: the compiler is closed")
     if (error := done.exception()) is not None:
-        log.warning("an answer could not be judged: %s", error)
+        log.warning("an answer could not be judged: %s", error, extra={"sequence": request_id})
         return msgspec.structs.replace(told, violation=f"not judged: {one_line(error)}")
     violation, kept = done.result()
     return msgspec.structs.replace(told, valid=violation is None, violation=violation, kept_tokens=kept)

@@ -61,10 +61,10 @@ class GrammarQueue:
                 param = "response_format" if error.of_text else param_of(grammar.kind)
                 yield request_id, Failure("invalid", str(error), param)
             elif isinstance(error, CompilerUnavailable):
-                log.warning("a grammar could not be compiled: %s", error)
+                log.warning("a grammar could not be compiled: %s", error, extra={"sequence": request_id})
                 yield request_id, Failure("unavailable", f"{error}: try again later")
             else:
-                log.error("a grammar's compiler failed", exc_info=error)
+                log.error("a grammar's compiler failed", exc_info=error, extra={"sequence": request_id})
                 yield request_id, Failure("internal", f"the grammar's compiler failed: {one_line(error)}")
 
     def compiled(self, request_id: str) -> CompiledGrammar | None:

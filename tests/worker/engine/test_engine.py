@@ -128,7 +128,7 @@ def test_preempted_sequences_take_their_slots_again(make, crowded):
 # ---------------------------------------------------------------- failures
 
 
-def test_a_failing_model_fails_the_batch_and_nobody_else(make):
+def test_a_failing_model_fails_the_batch_and_nobody_else(make, caplog):
     engine, parts = make({"max_running": 2}, poison=49)
     for name, prompt in (("good", [1, 2, 3, 4, 5]), ("bad", [1, 49]), ("later", [3, 4, 5, 6, 7, 8])):
         engine.add(request(name, prompt))
@@ -139,6 +139,9 @@ def test_a_failing_model_fails_the_batch_and_nobody_else(make):
         assert "poisoned" in output.failure.message
     assert tokens(outputs["later"]) == parts.executor.generate([3, 4, 5, 6, 7, 8], 5)
     assert engine.load().failed == 2
+    lines = [record for record in caplog.records if "the model failed" in record.getMessage()]
+    assert sorted(record.sequence for record in lines if hasattr(record, "sequence")) == ["bad", "good"]
+    assert [record for record in lines if record.exc_info], "the traceback is there once a step"
 
 
 def test_pages_of_a_failed_step_are_not_cached(make):
