@@ -50,6 +50,7 @@ def parser() -> Parser:
     how_long.add_argument("--rounds", type=count, metavar="N", help="rounds of all faults, in place of a time")
     p.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="default: all")
     p.add_argument("--model", help="a model's folder or name (default: a tiny one with random weights)")
+    p.add_argument("--tp", type=count, default=1, metavar="N", help="ranks of a replica (default 1)")
     p.add_argument("--clients", type=count, default=4, metavar="N", help="requests at the same time (default 4)")
     p.add_argument("--seed", type=int, default=0, help="of faults and questions (default 0)")
     p.add_argument("--name", default="fleet.chaos", help="name of the result (default fleet.chaos; none: no result)")
@@ -57,9 +58,9 @@ def parser() -> Parser:
     return p
 
 
-def settings(model: Path | str, dummy: bool) -> dict[str, Any]:
+def settings(model: Path | str, dummy: bool, tp: int) -> dict[str, Any]:
     """Settings of the fleet. Its caches are so small that pages are evicted."""
-    own = {"model": str(model), "served_model_name": NAME, "kv_tokens": 4096, "drain_s": 30}
+    own = {"model": str(model), "served_model_name": NAME, "tp": tp, "kv_tokens": 4096, "drain_s": 30}
     return own | ({"load_format": "dummy"} if dummy else {})
 
 
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         model = args.model or dummy_models.write("tiny", Path(scratch) / "tiny")
         try:
-            fleet = TwoNodes(settings(model, dummy=args.model is None))
+            fleet = TwoNodes(settings(model, args.model is None, args.tp))
             try:
                 load, log = run(args, fleet)
                 held = fleet.held_tokens()
@@ -138,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     for message in load.tally.messages:
         print(message)
     if args.name != "none":
-        about = {key: getattr(args, key) for key in ("minutes", "rounds", "faults", "clients", "seed")}
+        about = {key: getattr(args, key) for key in ("minutes", "rounds", "faults", "tp", "clients", "seed")}
         raw = {"about": about, "log": log, "tally": asdict(load.tally)}
         print(f"written: {results.write(args.name, made, raw, folder=args.out).name}")
     is_well = not (load.tally.failed or load.tally.wrong or sum(held))

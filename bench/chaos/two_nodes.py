@@ -16,14 +16,14 @@ from ray.exceptions import RayActorError
 from ray.serve.context import _get_global_client
 
 from bench.chaos.ranks import NAMESPACE, ROLL, RankRoll, ReachableRank, ReachableReplica
-from cluster.app import APP, ROUTER, application, deploy, scale, settle
+from cluster.app import APP, NODE_SHARE, ROUTER, application, deploy, scale, settle
 from cluster.config import load
 
 HOST = "127.0.0.1"
 HEAD = "__internal_head__"  # stands for the head node's address: both nodes have the same
 REPLICA = "Replica"  # the name of the replicas' deployment
 # The head has room for the routers and one replica, the other node for two replicas: one can be lost, or added.
-RANK_CPUS, ROUTER_CPUS, HEAD_CPUS, OTHER_CPUS = 2, 0.5, 4, 5
+REPLICA_CPUS, ROUTER_CPUS, HEAD_CPUS, OTHER_CPUS = 2, 0.5, 4, 5
 STORE_BYTES = 80 << 20  # Ray's object store, which is not used here
 LOOK_S = 0.1  # between two looks at the processes
 LOOKS = 3  # /ready must say the same in each: another router may answer
@@ -48,15 +48,18 @@ class TwoNodes:
             port = free.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
         self.replicas, self.routers = replicas, routers
-        own = {"device": "cpu", "host": HOST, "port": port, "cpus_per_rank": RANK_CPUS, "cpus_per_router": ROUTER_CPUS}
-        numbers = {"replicas": replicas, "routers": routers}
-        self._config, _ = settle(load(overrides={"cpu_threads": 1, **settings, **own, **numbers}), gpus=0)
+        own = {"device": "cpu", "cpu_threads": 1, "host": HOST, "port": port, "cpus_per_router": ROUTER_CPUS}
+        own |= {"cpus_per_rank": REPLICA_CPUS / settings.get("tp", 1), "replicas": replicas, "routers": routers}
+        self._config, _ = settle(load(overrides={**settings, **own}), gpus=0)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._cluster = Cluster(initialize_head=True, head_node_args=_node(HEAD_CPUS))
         try:
             self._other = self._cluster.add_node(**_node(OTHER_CPUS))
-            ray.init(address=self._cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-            self._roll: Any = ray.remote(RankRoll).options(name=ROLL, num_cpus=0).remote()
+            ray.init(
+                address=self._cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+            )
+            on_head = {f"node:{HEAD}": NODE_SHARE}
+            self._roll: Any = ray.remote(RankRoll).options(name=ROLL, num_cpus=0, resources=on_head).remote()
             self._deploy()
             self.until_whole()
         except BaseException:
@@ -131,10 +134,16 @@ class TwoNodes:
             if states != ["RUNNING"] * number:
                 return f"{name}: {', '.join(states)} of {number}"
         for _ in range(LOOKS):
-            answer = httpx.get(f"{self.url}/ready").json()
-            if answer.get("replicas") != self.replicas:
-                return f"a router is ready for {answer.get('replicas')} replicas"
+            if (ready := self._ready()) != self.replicas:
+                return f"a router has {ready} replicas"
         return None
+
+    def _ready(self) -> int:
+        """The replicas to which some router can send; -1 if it does not answer."""
+        try:
+            return int(httpx.get(f"{self.url}/ready").json()["replicas"])
+        except (httpx.HTTPError, ValueError):
+            return -1
 
     # ------------------------------------------------------------ inside the ranks
 
