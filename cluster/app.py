@@ -47,6 +47,10 @@ DEREGISTER_S = 30.0
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
+# How long a control actor or a router may take to answer a health check; after three late answers it is replaced. Both
+# wait for other processes most of the time, so a starved machine is the most that could delay them. Serve's own 30 s
+# would leave what hangs in place for a minute and a half.
+HEALTH_ANSWER_S = 10.0
 NODE_SHARE = 0.001  # of the resource that stands for a node: an actor that asks for some of it runs there
 
 
@@ -89,6 +93,7 @@ def _replicas(config: Config, deployment: DeploymentConfig, replica_type: type[R
         placement_group_strategy="PACK",
         request_router_config=PLACEMENT,
         health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=HEALTH_ANSWER_S,
         graceful_shutdown_wait_loop_s=0.1,  # Serve itself has sent the control actor nothing
         graceful_shutdown_timeout_s=config.drain_s + STOP_S,
     )(replica_type).bind(unscaled_deployment(deployment), config.drain_s)
@@ -106,6 +111,7 @@ def routers(config: Config, replicas: Sequence[Application], node: str | None = 
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=HEALTH_ANSWER_S,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.drain_s + STOP_S + (DEREGISTER_S if node is None else 0.0),
     )(Router if node is None else ListeningRouter).bind(unscaled(config), upstream_keys(config), *replicas)

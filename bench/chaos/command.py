@@ -12,7 +12,7 @@ lost_with_router  requests whose own router was killed
 wrong_answers     answers that differ from those of the undisturbed fleet
 held_tokens       KV tokens that requests hold in the replicas at the end, where there are no requests
 recovery_s        the longest time until everything was there again; most of it is that of noticing, and of starting
-longest_gap_s     the longest time that a stream stood still
+longest_wait_s    the longest time that the client of a stream waited for its next piece
 faults, answered  faults, and right answers
 
 The exit code is 0 if no request failed, no answer was wrong, and every page was free or cached at the end.
@@ -96,23 +96,24 @@ def _suffer(name: str, fleet: TwoNodes, load: SteadyLoad, random: Random, began_
         entry["recovery_s"] = round(time.monotonic() - now_s, 1)
     except NotRecovered as error:
         entry |= {"hit": str(error), "recovery_s": None}
-    tally = load.tally
-    entry |= {"answered": tally.right, "failed": tally.failed, "wrong": tally.wrong, "lost": tally.lost_with_router}
+    counts = load.counts
+    entry["longest_wait_s"] = round(load.longest_wait_s(), 2)
+    entry |= {"answered": counts.right, "failed": counts.failed, "wrong": counts.wrong, "lost": counts.lost_with_router}
     print(", ".join(f"{key} {value}" for key, value in entry.items()), flush=True)
     return entry
 
 
 def figures(load: SteadyLoad, log: list[dict[str, Any]], held: int) -> list[Figure]:
     """The figures of a run. `held`: KV tokens that requests hold after it."""
-    tally, prefix = load.tally, "fleet.chaos"
+    counts, prefix = load.counts, "fleet.chaos"
     made = [
-        Figure(f"{prefix}.failed_requests", tally.failed, "requests", False),
-        Figure(f"{prefix}.lost_with_router", tally.lost_with_router, "requests", False),
-        Figure(f"{prefix}.wrong_answers", tally.wrong, "requests", False),
+        Figure(f"{prefix}.failed_requests", counts.failed, "requests", False),
+        Figure(f"{prefix}.lost_with_router", counts.lost_with_router, "requests", False),
+        Figure(f"{prefix}.wrong_answers", counts.wrong, "requests", False),
         Figure(f"{prefix}.held_tokens", held, "tokens", False),
         Figure(f"{prefix}.faults", len(log), "faults", True),
-        Figure(f"{prefix}.answered", tally.right, "requests", True),
-        Figure(f"{prefix}.longest_gap_s", tally.longest_gap_s, "s", False),
+        Figure(f"{prefix}.answered", counts.right, "requests", True),
+        Figure(f"{prefix}.longest_wait_s", max([0.0, *(entry["longest_wait_s"] for entry in log)]), "s", False),
     ]
     if recovered := [entry["recovery_s"] for entry in log if entry["recovery_s"] is not None]:
         made.append(Figure(f"{prefix}.recovery_s", max(recovered), "s", False))
@@ -136,13 +137,13 @@ def main(argv: list[str] | None = None) -> int:
     made = figures(load, log, sum(held))
     for figure in made:
         print(f"{figure.name}: {figure.value:g} {figure.unit}")
-    for message in load.tally.messages:
+    for message in load.counts.messages:
         print(message)
     if args.name != "none":
         about = {key: getattr(args, key) for key in ("minutes", "rounds", "faults", "tp", "clients", "seed")}
-        raw = {"about": about, "log": log, "tally": asdict(load.tally)}
+        raw = {"about": about, "log": log, "counts": asdict(load.counts)}
         print(f"written: {results.write(args.name, made, raw, folder=args.out).name}")
-    is_well = not (load.tally.failed or load.tally.wrong or sum(held))
+    is_well = not (load.counts.failed or load.counts.wrong or sum(held))
     return 0 if is_well and log and all(entry["recovery_s"] is not None for entry in log) else 1
 
 

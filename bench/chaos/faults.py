@@ -1,8 +1,9 @@
-"""What may happen to a fleet, and in which order it does.
+"""Faults that may happen to a fleet, and the order in which they do.
 
 | fault | what happens |
 | --- | --- |
 | `rank_killed`, `rank_stopped` | a rank, with the scheduler on the leading one, gets SIGKILL or SIGSTOP |
+| `all_ranks_killed` | every rank gets SIGKILL at once: no replica is left, and requests wait for one |
 | `rank_paused` | SIGSTOP, and some seconds later SIGCONT: its streams have gone elsewhere, and its news come late |
 | `replica_killed`, `replica_stopped` | the same signals to the control actor of a replica |
 | `node_killed`, `node_stopped` | all processes of a node get the signal at once; a new node takes its place |
@@ -23,7 +24,7 @@ from bench.chaos.steady_load import SteadyLoad
 from bench.chaos.two_nodes import RANKS, REPLICAS, ROUTERS, TwoNodes
 
 PAUSE_S = 5.0  # longer than routers wait for a heartbeat
-LOST_MESSAGES = 20
+LOST_MESSAGES = 5
 LOOK_S = 0.1
 
 Fault = Callable[[TwoNodes, SteadyLoad, Random], str]
@@ -60,6 +61,14 @@ def _rank_paused(fleet: TwoNodes, load: SteadyLoad, random: Random) -> str:
     process.resume()
     fleet.until_whole()
     return f"pid {process.pid}"
+
+
+def _all_ranks_killed(fleet: TwoNodes, load: SteadyLoad, random: Random) -> str:
+    killed = fleet.processes(RANKS)
+    for process in killed:
+        process.kill()
+    fleet.until_whole(gone=killed)
+    return f"{len(killed)} processes"
 
 
 def _node_lost(signum: int) -> Fault:
@@ -115,6 +124,7 @@ def _changed(fleet: TwoNodes, load: SteadyLoad, random: Random) -> str:
 FAULTS: dict[str, Fault] = {
     "rank_killed": _signalled(RANKS, signal.SIGKILL),
     "rank_stopped": _signalled(RANKS, signal.SIGSTOP),
+    "all_ranks_killed": _all_ranks_killed,
     "rank_paused": _rank_paused,
     "replica_killed": _signalled(REPLICAS, signal.SIGKILL),
     "replica_stopped": _signalled(REPLICAS, signal.SIGSTOP),

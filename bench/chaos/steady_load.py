@@ -62,14 +62,13 @@ class Flight:
 
 
 @dataclass
-class Tally:
-    """What became of the requests. `longest_gap_s`: the longest time that a stream stood still."""
+class RequestCounts:
+    """Requests by what became of them. `messages`: of the first that failed, and wrong answers."""
 
     right: int = 0
     wrong: int = 0
     failed: int = 0
     lost_with_router: int = 0
-    longest_gap_s: float = 0.0
     messages: list[str] = field(default_factory=list)
 
 
@@ -78,9 +77,10 @@ class SteadyLoad:
 
     def __init__(self, url: str, model: str, asked: Sequence[Question], clients: int, random: Random) -> None:
         """Learns the right answers from the server, which must be undisturbed. Raises Failed."""
-        self.tally = Tally()
+        self.counts = RequestCounts()
         self._http, self._model, self._asked, self._random = Http(url), model, asked, random
         self._clients = clients
+        self._longest_wait_s = 0.0
         self.flights: set[Flight] = set()  # those that are on their way
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -95,6 +95,12 @@ class SteadyLoad:
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
+
+    def longest_wait_s(self) -> float:
+        """The longest time that a client of a stream waited for its next piece, the first one too, since the last
+        call. Streams that have not ended do not count yet."""
+        longest_s, self._longest_wait_s = self._longest_wait_s, 0.0
+        return longest_s
 
     def orphan(self, own: Collection[int], others: Collection[int]) -> None:
         """Marks the requests of a router that is killed now. `own`: the clients' ports of connections that it has
@@ -125,44 +131,45 @@ class SteadyLoad:
         finally:
             self.flights.remove(flight)
         if answer == self._answers[number]:
-            self.tally.right += 1
+            self.counts.right += 1
         else:
-            self.tally.wrong += 1
+            self.counts.wrong += 1
             self._keep(f"question {number}: {answer} in place of {self._answers[number]}")
 
     def _failed(self, number: int, flight: Flight, error: Exception) -> None:
         if flight.is_orphan and isinstance(error, Broken | ConnectionError):
-            self.tally.lost_with_router += 1
+            self.counts.lost_with_router += 1
             return
-        self.tally.failed += 1
+        self.counts.failed += 1
         self._keep(f"question {number}: {type(error).__name__}: {error}")
 
     def _keep(self, message: str) -> None:
-        if len(self.tally.messages) < KEPT:
-            self.tally.messages.append(f"{time.strftime('%H:%M:%S')} {message}")
+        if len(self.counts.messages) < KEPT:
+            self.counts.messages.append(f"{time.strftime('%H:%M:%S')} {message}")
 
     async def _ask(self, question: Question, flight: Flight) -> list[str]:
         """The texts of a question's answers. Raises Failed, Broken or OSError."""
         connection = await self._http.connect()
         flight.port = connection.transport.get_extra_info("sockname")[1]
         body = json.dumps(question.body(self._model)).encode()
-        arrived: list[tuple[bytes, float]] = []
+        pieces: list[bytes] = []
+        times_s = [time.perf_counter()]
 
         def take(data: bytes, status: int, now_s: float) -> None:
             flight.has_answer = True
-            arrived.append((data, now_s))
+            pieces.append(data)
+            times_s.append(now_s)
 
         try:
             status = await connection.send(self._http.request("POST", PATH, body), take)
         finally:
             connection.close()
-        data = b"".join(piece for piece, _ in arrived)
+        data = b"".join(pieces)
         if status != 200:
             raise Failed(f"status {status}: {data[:200].decode(errors='replace')}")
         if not question.stream:
             return [choice["text"] for choice in json.loads(data)["choices"]]
-        gaps = [then - now for (_, now), (_, then) in pairwise(arrived)]
-        self.tally.longest_gap_s = max(self.tally.longest_gap_s, *gaps, 0.0)
+        self._longest_wait_s = max(self._longest_wait_s, *(then - now for now, then in pairwise(times_s)))
         return _texts(data, question.n)
 
 

@@ -119,7 +119,7 @@ class TwoNodes:
         _until(lambda: self._missing(gone))
 
     def _missing(self, gone: Collection[psutil.Process]) -> str | None:
-        """What is missing, for people."""
+        """Says what is missing, for people; None if nothing is."""
         each = self._config.deployments[0].num_ranks
         wanted = {RANKS: self.replicas * each, REPLICAS: self.replicas, ROUTERS: self.routers}
         for name, number in wanted.items():

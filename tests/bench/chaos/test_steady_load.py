@@ -85,7 +85,7 @@ def ask(made: SteadyLoad, times: int = 1) -> None:
 def test_right_answers_are_counted(answers: Answers, question: Question) -> None:
     made = load(answers, question)
     ask(made, 3)
-    assert (made.tally.right, made.tally.wrong, made.tally.failed, made.tally.messages) == (3, 0, 0, [])
+    assert (made.counts.right, made.counts.wrong, made.counts.failed, made.counts.messages) == (3, 0, 0, [])
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_everything_else_is_counted_by_what_it_is(answers: Answers, fault: str, 
     made = load(answers, Question("p", 9))
     answers.fault = fault
     ask(made)
-    assert getattr(made.tally, counted) == 1 and made.tally.right == made.tally.lost_with_router == 0
-    (message,) = made.tally.messages
+    assert getattr(made.counts, counted) == 1 and made.counts.right == made.counts.lost_with_router == 0
+    (message,) = made.counts.messages
     assert re.search(said, message)
 
 
@@ -138,7 +138,7 @@ def test_a_broken_connection_counts_apart_if_its_router_was_killed(
     ask(made)
     answers.fault = "status"
     ask(made)
-    assert (made.tally.lost_with_router, made.tally.failed) == (1, 1), "a refusal is no lost connection"
+    assert (made.counts.lost_with_router, made.counts.failed) == (1, 1), "a refusal is no lost connection"
 
 
 def test_questions_are_of_all_kinds_and_the_same_for_a_seed() -> None:
