@@ -121,7 +121,11 @@ def figures(load: SteadyLoad, log: list[dict[str, Any]], held: int) -> list[Figu
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = (options := parser()).parse_args(argv)
+    if ("scaled_up" in args.faults) != ("scaled_down" in args.faults):
+        options.error(
+            "--faults: scaled_up and scaled_down need each other, or the nodes are full or empty at some time"
+        )
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as scratch:
         model = args.model or dummy_models.write("tiny", Path(scratch) / "tiny")
         try:

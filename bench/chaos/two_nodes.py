@@ -12,12 +12,13 @@ import psutil
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve.context import _get_global_client
 
 from bench.chaos.ranks import NAMESPACE, ROLL, RankRoll, ReachableRank, ReachableReplica
 from cluster.app import APP, NODE_SHARE, ROUTER, application, deploy, scale, settle
 from cluster.config import load
+from cluster.local import fit
 
 HOST = "127.0.0.1"
 HEAD = "__internal_head__"  # stands for the head node's address: both nodes have the same
@@ -50,7 +51,7 @@ class TwoNodes:
         self.replicas, self.routers = replicas, routers
         own = {"device": "cpu", "cpu_threads": 1, "host": HOST, "port": port, "cpus_per_router": ROUTER_CPUS}
         own |= {"cpus_per_rank": REPLICA_CPUS / settings.get("tp", 1), "replicas": replicas, "routers": routers}
-        self._config, _ = settle(load(overrides={**settings, **own}), gpus=0)
+        self._config, _ = settle(fit(load(overrides={**settings, **own})), gpus=0)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         self._cluster = Cluster(initialize_head=True, head_node_args=_node(HEAD_CPUS))
         try:
@@ -157,8 +158,11 @@ class TwoNodes:
 
     def held_tokens(self) -> list[int]:
         """The KV tokens that requests hold in each replica, which has no requests. Raises AssertionError unless each
-        page has one owner."""
-        return self._ask(lambda rank: rank.held_tokens.remote())
+        page has one owner, and NotRecovered if a replica still computes."""
+        try:
+            return self._ask(lambda rank: rank.held_tokens.remote())
+        except GetTimeoutError:
+            raise NotRecovered(f"a replica is not at rest {REST_S:g} s after the last request") from None
 
     def _ask(self, ask: Callable[[Any], Any]) -> list[Any]:
         """The answers of all leading ranks that live."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.chaos import command
+
 FAULTS = ["rank_killed", "router_killed", "events_lost"]
 
 
@@ -22,3 +24,12 @@ def test_no_request_fails_and_no_answer_is_wrong_whatever_is_killed(tmp_path: Pa
     assert figures["failed_requests"] == figures["wrong_answers"] == figures["held_tokens"] == 0
     assert figures["faults"] == len(FAULTS) and figures["answered"] > 20
     assert sorted(entry["fault"] for entry in result["log"]) == sorted(FAULTS)
+
+
+@pytest.mark.parametrize("alone", ["scaled_up", "scaled_down"])
+def test_a_fleet_that_only_grows_or_only_shrinks_is_a_wrong_command(
+    alone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--faults", "rank_killed", alone])
+    assert "need each other" in capsys.readouterr().err
