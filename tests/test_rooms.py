@@ -54,6 +54,7 @@ ALLOWED = {
     "bench.load": {"bench:", "shoal", "worker"},
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline", "kernels"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
+    "bench.chaos": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker"},
     "bench.fleet": {"bench:", "bench.load", "shoal", "router", "worker", "pipeline", "radix"},
     "bench.lengths": {"bench:", "bench.load", "bench.pipeline", "shoal", "cluster", "worker", "pipeline"},
     "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
