@@ -52,7 +52,7 @@ class StateBatch:
     | `rows` | `[num_chunks]` | the row of each chunk's sequence; none occurs twice |
     | `starts` | `[num_chunks]` | position of each chunk's first token; a sequence that starts at 0 begins with zeros |
     | `lengths` | `[num_chunks]` | tokens of each chunk |
-    | `copies` | `[num_copies, 3]` | index of a chunk, number of its tokens, row: the states after so many tokens are copied to the row; with 0 tokens, the chunk begins with the row's states |
+    | `copies` | `[num_copies, 3]` | index of a chunk, number of its tokens, row: the states after these tokens are copied to the row; with 0 tokens, the chunk begins with the row's states |
 
     Rows to begin with are read before any row is written. Copies of one chunk are in the order of their tokens.
     """  # noqa: E501

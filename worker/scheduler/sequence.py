@@ -8,12 +8,12 @@ from radix.salt import salted
 from worker.messages import Generate, SamplingParams, TokenLogprobs
 from worker.scheduler.fair_share import ClientShare
 from worker.scheduler.pool import Pool
+from worker.scheduler.sequence_checkpoints import SequenceCheckpoints
 from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
 if TYPE_CHECKING:
     from radix.tree import PagedNode
     from worker.lengths import LengthEstimate, PredictedLength
-    from worker.scheduler.state_checkpoints import SequenceCheckpoints
     from worker.structured_output import GrammarState
 
 

@@ -13,7 +13,6 @@ reads it, and while a step that was dropped is still to write it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -22,22 +21,9 @@ from radix.checkpoints import NO_ROW, CheckpointTree
 from radix.node import PagedNode
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.sequence import Sequence, pages_for
+from worker.scheduler.sequence_checkpoints import SequenceCheckpoints
 from worker.scheduler.sequence_table import SequenceTable
 from worker.step import NO_CHECKPOINTS
-
-
-@dataclass(slots=True)
-class SequenceCheckpoints:
-    """The checkpoints of a running sequence.
-
-    - `read`: row of the states that its first chunk begins with, until that is planned; `NO_ROW` for none.
-    - `targets`: positions in its prompt that no plan has reached, ascending.
-    - `saved`: positions and rows that plans write and that the tree has not got yet. The rows are the sequence's.
-    """
-
-    read: int
-    targets: list[int]
-    saved: list[tuple[int, int]] = field(default_factory=list)
 
 
 class CheckpointedKVCache(KVCacheManager):

@@ -377,7 +377,7 @@ def test_recurrent_states_go_on_from_checkpoints(
     pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
 ) -> None:
     expected = alone("qwen3_next")
-    crowd = {"token_budget": 11, "kv_tokens": 160, "page_size": 4, "state_checkpoints": 40, "checkpoint_interval": 8}
+    crowd = {"token_budget": 24, "kv_tokens": 80, "page_size": 4, "state_checkpoints": 40, "checkpoint_interval": 8}
     with pipeline(tiny_model("qwen3_next"), pp=pp, tp=tp, **crowd) as engine:
         assert said(engine) == expected
         assert engine.load().preemptions > 0
