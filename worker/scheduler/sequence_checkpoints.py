@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class SequenceCheckpoints:
     """The checkpoints of a running sequence.
 
-    - `read`: row of the states that its first chunk begins with, until that is planned; `radix.checkpoints.NO_ROW` for none.
+    - `read`: row of the states that its first chunk begins with, until that is planned; -1 for none.
     - `targets`: positions in its prompt that no plan has reached, ascending.
     - `saved`: positions and rows that plans write and that the tree has not got yet. The rows are the sequence's.
     """
