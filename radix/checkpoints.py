@@ -11,14 +11,17 @@ Pages and rows are two components of one tree, each with its own pool, eviction 
 
 - A match ends at the deepest checkpoint of the path, and an insertion at a new one. So every leaf has a checkpoint.
 - A lock keeps the pages of the whole path, and the checkpoint of its own node alone.
-- Rows run out: the least recently used checkpoint without a lock is evicted, those with a lease of their own last. A
-  node without a checkpoint stays while it is on the way to a deeper one. Otherwise its pages are freed with it.
+- Rows run out: a checkpoint without a lock is evicted, those with a lease of their own last. First go those that only
+  the sequence which saved them has used, then those that others went on from, which hold at most half of the rows; of
+  each the least recently used. A node without a checkpoint stays while it is on the way to a deeper one. Otherwise its
+  pages are freed with it.
 - Pages run out: leaves are evicted as in any tree, but whole, with their checkpoints.
 
 A row is owned by exactly one of: the free list, a request, the tree.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -36,7 +39,7 @@ NO_ROW = -1
 class CheckpointTree(Tree):
     """A `Tree` with checkpoints. Only one thread at a time may use it.
 
-    `checkpoints` has the row of each node that has one, the least recently used first.
+    `checkpoints` has the row of each node that has one.
     """
 
     def __init__(
@@ -52,6 +55,10 @@ class CheckpointTree(Tree):
         super().__init__(page_size, pool, policy, on_event, clock)
         self.rows = rows
         self.checkpoints: dict[PagedNode, int] = {}
+        # The same nodes, each least recently used first: those that only the sequence that saved them has used, and at
+        # most half of the rows that others have gone on from. Most prompts end in a way that none repeats.
+        self._used_once: dict[PagedNode, None] = {}
+        self._used_again: dict[PagedNode, None] = {}
         self.num_checkpoints_evicted = 0  # since the start
         self._tell(Saved(self.root.number))
 
@@ -66,7 +73,7 @@ class CheckpointTree(Tree):
             node = node.parent
         self._use(node)
         if node in self.checkpoints:
-            self.checkpoints[node] = self.checkpoints.pop(node)
+            self._use_again(node)
         return self._match_to(node)
 
     def num_present(self, tokens: Sequence[int] | np.ndarray) -> int:
@@ -79,12 +86,13 @@ class CheckpointTree(Tree):
         if row == NO_ROW or not len(tokens):
             raise ValueError(f"{len(tokens)} tokens with row {row}: insert what ends at a checkpoint, with its row")
         inserted = super().insert(tokens, pages)
-        present = self.checkpoints.pop(inserted.node, None)
-        if present is None:
-            self._tell(Saved(inserted.node.number))
-        else:
+        if inserted.node in self.checkpoints:
             self.free_row(row)
-        self.checkpoints[inserted.node] = row if present is None else present
+            self._use_again(inserted.node)
+        else:
+            self.checkpoints[inserted.node] = row
+            self._used_once[inserted.node] = None
+            self._tell(Saved(inserted.node.number))
         return inserted
 
     def allocate_row(self) -> int | None:
@@ -100,10 +108,10 @@ class CheckpointTree(Tree):
         self.rows.free(np.array([row]))
 
     def evict_checkpoint(self) -> bool:
-        """Frees the row of the least recently used checkpoint without a lock, those with a lease of their own after all
-        others, and the pages that nothing leads through any more. Returns whether there was one."""
+        """Frees the row of the first checkpoint of `eviction_order` without a lock, those with a lease of their own
+        after all others, and the pages that nothing leads through any more. Returns whether there was one."""
         evicted: PagedNode | None = None
-        for node in self.checkpoints:
+        for node in self.eviction_order():
             if node.own_locks:
                 continue
             if not node.own_leases:
@@ -119,6 +127,10 @@ class CheckpointTree(Tree):
             self._unqueue(evicted)
             self.pool.free(self._take_pages(evicted, len(evicted.pages)))
         return True
+
+    def eviction_order(self) -> Iterator[PagedNode]:
+        """The nodes with checkpoints, those first that would be evicted first if none had a lock or a lease."""
+        return itertools.chain(self._used_once, self._used_again)
 
     def snapshot(self) -> list[Event]:
         """As `Tree.snapshot`, with the checkpoints."""
@@ -151,8 +163,20 @@ class CheckpointTree(Tree):
                 return np.concatenate(freed)
             node = parent
 
+    def _use_again(self, node: PagedNode) -> None:
+        """Counts a use of the checkpoint of `node` after the first, that of the sequence which saved it."""
+        self._used_once.pop(node, None)
+        self._used_again.pop(node, None)
+        self._used_again[node] = None
+        if len(self._used_again) > self.rows.num_pages // 2:
+            oldest = next(iter(self._used_again))
+            del self._used_again[oldest]
+            self._used_once[oldest] = None
+
     def _free_checkpoint(self, node: PagedNode) -> None:
         self.free_row(self.checkpoints.pop(node))
+        self._used_once.pop(node, None)
+        self._used_again.pop(node, None)
         self.num_checkpoints_evicted += 1
 
     def _tell(self, event: Event) -> None:

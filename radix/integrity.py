@@ -1,6 +1,6 @@
 """Checks that a tree and its pools are sound: pages, links, locks, leases, counts, eviction order, checkpoints."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -39,6 +39,8 @@ class CheckedCheckpoints(Protocol):
     rows: PagePool
     checkpoints: dict[PagedNode, int]
 
+    def eviction_order(self) -> Iterator[PagedNode]: ...
+
 
 def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
     """Raises AssertionError, with the fault, if anything is wrong. `held_pages`: all pages that requests own, without
@@ -62,6 +64,11 @@ def check_checkpoints(tree: CheckedCheckpoints, held_rows: Iterable[int]) -> Non
     for node in tree.checkpoints:
         _require(node in nodes, f"node {node.number} has a checkpoint and is gone")
         _require(node is not tree.root, "the root has a checkpoint")
+    order = list(tree.eviction_order())
+    _require(
+        len(order) == len(tree.checkpoints) and set(order) == tree.checkpoints.keys(),
+        f"{len(tree.checkpoints)} checkpoints are there, {len(order)} can be evicted in their order",
+    )
     for node in nodes - tree.checkpoints.keys() - {tree.root}:
         _require(bool(node.children), f"node {node.number} is a leaf without a checkpoint")
         _require(not node.own_locks, f"node {node.number} is locked, and its checkpoint was not kept")

@@ -72,6 +72,17 @@ def test_a_lock_keeps_the_checkpoint_of_its_own_node(new_cache: Callable):
     assert cache.tree.evict(1) == 3, "a leaf goes whole, and what led to it alone"
 
 
+def test_those_that_nothing_went_on_from_are_evicted_first(new_cache: Callable):
+    """Of four rows at most two are kept for others: of the first three that were used again, the first is not."""
+    cache = new_cache(16, 1, 4)
+    nodes = [cache.insert([token]).node for token in range(4)]
+    for token in range(3):
+        cache.tree.match([token, 9])
+    assert [*cache.tree.eviction_order()] == [nodes[3], nodes[0], nodes[1], nodes[2]]
+    cache.insert([7])
+    assert nodes[3].parent is None and nodes[0] in cache.tree.checkpoints
+
+
 def test_a_lease_of_its_own_keeps_a_checkpoint_longer(new_cache: Callable):
     cache = new_cache(16, 1, 3)
     leased, other = cache.insert([1]).node, cache.insert([2]).node
@@ -98,7 +109,7 @@ def free_a_row_in_use(tree: CheckpointTree) -> None:
 
 
 def leave_a_leaf_without(tree: CheckpointTree) -> None:
-    tree.free_row(tree.checkpoints.popitem()[1])
+    tree._free_checkpoint([*tree.checkpoints][-1])
 
 
 def keep_a_dead_one(tree: CheckpointTree) -> None:
@@ -115,8 +126,12 @@ def save_the_root(tree: CheckpointTree) -> None:
 
 def lock_without_a_checkpoint(tree: CheckpointTree) -> None:
     upper = tree.match([1]).node
-    tree.free_row(tree.checkpoints.pop(upper))
+    tree._free_checkpoint(upper)
     tree.lock(upper)
+
+
+def evict_one_never(tree: CheckpointTree) -> None:
+    tree._used_once.clear()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +143,7 @@ def lock_without_a_checkpoint(tree: CheckpointTree) -> None:
         (keep_a_dead_one, "has a checkpoint and is gone"),
         (save_the_root, "the root has a checkpoint"),
         (lock_without_a_checkpoint, "its checkpoint was not kept"),
+        (evict_one_never, "2 checkpoints are there, 0 can be evicted"),
     ],
 )
 def test_damage_is_found(damage: Callable[[CheckpointTree], None], says: str):

@@ -168,8 +168,8 @@ class Model(RuleBasedStateMachine):
 
 
 class CheckpointModel(Model):
-    """A tree with checkpoints. `rows` maps the prefix of each to its row, the least recently used first. What is cached
-    follows from them: all prefixes of theirs."""
+    """A tree with checkpoints. `rows` maps the prefix of each to its row. What is cached follows from them: all
+    prefixes of theirs. `once` and `again` list them by use, those that others have gone on from apart."""
 
     num_rows = 5
 
@@ -177,6 +177,8 @@ class CheckpointModel(Model):
     def start(self, page_size: int) -> None:
         super().start(page_size)
         self.rows: dict[tuple[int, ...], int] = {}
+        self.once: list[tuple[int, ...]] = []
+        self.again: list[tuple[int, ...]] = []
 
     def continued(self, tokens: list[int]) -> list[tuple[int, ...]]:
         found = self.cached(tokens)
@@ -187,8 +189,14 @@ class CheckpointModel(Model):
     def use(self, tokens: list[int]) -> list[tuple[int, ...]]:
         found = super().use(tokens)
         if found:
-            self.rows[found[-1]] = self.rows.pop(found[-1])
+            self.use_again(found[-1])
         return found
+
+    def use_again(self, prefix: tuple[int, ...]) -> None:
+        self.once, self.again = ([one for one in used if one != prefix] for used in (self.once, self.again))
+        self.again.append(prefix)
+        if len(self.again) > self.num_rows // 2:
+            self.once.append(self.again.pop(0))
 
     @rule(tokens=PROMPTS, knows_what_is_cached=st.booleans())
     def insert(self, tokens: list[int], knows_what_is_cached: bool) -> None:
@@ -204,13 +212,17 @@ class CheckpointModel(Model):
     def store(self, tokens: list[int], pages: np.ndarray) -> Inserted:
         row = self.cache.tree.allocate_row()
         inserted = self.cache.tree.insert(tokens, pages, row)
-        self.rows[tuple(tokens)] = self.rows.pop(tuple(tokens), row)
+        if tuple(tokens) in self.rows:
+            self.use_again(tuple(tokens))
+        else:
+            self.rows[tuple(tokens)] = row
+            self.once.append(tuple(tokens))
         return inserted
 
     @rule()
     def evict_checkpoint(self) -> None:
         locked, leased = ({held for _, held in ends} for ends in (self.locks, self.leases))
-        candidates = [prefix for prefix in self.rows if prefix not in locked]
+        candidates = [prefix for prefix in (*self.once, *self.again) if prefix not in locked]
         gone = next((prefix for prefix in candidates if prefix not in leased), next(iter(candidates), None))
         assert self.cache.tree.evict_checkpoint() == (gone is not None)
         if gone is not None:
@@ -245,6 +257,7 @@ class CheckpointModel(Model):
 
     def forget(self) -> None:
         """Forgets the prefixes that no checkpoint needs."""
+        self.once, self.again = ([one for one in used if one in self.rows] for used in (self.once, self.again))
         kept = {one[:end] for one in self.rows for end in range(self.page_size, len(one) + 1, self.page_size)}
         self.prefixes = {prefix: use for prefix, use in self.prefixes.items() if prefix in kept}
         self.leases = [(lease, self.longest(held)) for lease, held in self.leases]
@@ -256,13 +269,15 @@ class CheckpointModel(Model):
     @rule()
     def reset(self) -> None:
         super().reset()
-        self.rows = {}
+        self.rows, self.once, self.again = {}, [], []
 
     @invariant()
     def sound(self) -> None:
         super().sound()
         if hasattr(self, "rows"):
-            assert [*self.cache.tree.checkpoints.values()] == [*self.rows.values()]
+            tree = self.cache.tree
+            order = [tree.checkpoints[node] for node in tree.eviction_order()]
+            assert order == [self.rows[prefix] for prefix in (*self.once, *self.again)]
 
 
 TestModel = pytest.mark.slow(Model.TestCase)
