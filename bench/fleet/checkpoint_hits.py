@@ -32,7 +32,8 @@ class CheckpointCache:
     """A replica's cache with checkpoints, as its scheduler fills it."""
 
     def __init__(self, kv_tokens: int, rows: int, interval: int) -> None:
-        config = WorkerConfig(page_size=PAGE_SIZE, token_budget=LONGEST, max_running=1, checkpoint_interval=interval)
+        settings = {"page_size": PAGE_SIZE, "token_budget": LONGEST, "max_running": 1, "checkpoint_interval": interval}
+        config = WorkerConfig.model_validate(settings)
         pool = PagePool(kv_tokens // PAGE_SIZE, PAGE_SIZE)
         self.tree = CheckpointTree(PAGE_SIZE, pool, PagePool(rows, PAGE_SIZE))
         self._scheduler = Scheduler(
