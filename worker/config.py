@@ -50,6 +50,20 @@ class WorkerConfig(BaseModel):
         "0.9; on a CPU, the fraction of the free memory for a rank's KV cache, by default 0.25, divided among all "
         "ranks where `shoal serve` starts Ray on this machine",
     )
+    state_checkpoints: int | None = Field(
+        None,
+        ge=0,
+        description="for models with recurrent states (linear attention): how many copies of states are kept, from "
+        "which prompts that begin alike go on; 0 for none, so that every prompt is computed whole. By default as many "
+        "as take the memory of the KV cache",
+    )
+    checkpoint_interval: int = Field(
+        2048,
+        ge=1,
+        description="for models with recurrent states: tokens after which a long prompt or output gets the next copy, "
+        "rounded up to whole pages; a prompt also gets one at its last page boundary, and one where it parts from "
+        "others",
+    )
     context_length: int | None = Field(
         None, ge=1, description="most tokens of prompt and output together; by default the model's own limit"
     )

@@ -324,7 +324,7 @@ def drive(fake_executor, request):
     drivers = []
 
     def make(num_pages: int = 64, page_size: int = 4, **config) -> Driver:
-        executor = {k: config.pop(k) for k in ("vocab_size", "context_length") if k in config}
+        executor = {k: config.pop(k) for k in ("vocab_size", "context_length", "num_checkpoints") if k in config}
         fake = fake_executor(num_pages=num_pages, page_size=page_size, **executor)
         drivers.append(Driver(fake, overlap=request.param, **config))
         return drivers[-1]

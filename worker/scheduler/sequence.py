@@ -8,6 +8,7 @@ from radix.salt import salted
 from worker.messages import Generate, SamplingParams, TokenLogprobs
 from worker.scheduler.fair_share import ClientShare
 from worker.scheduler.pool import Pool
+from worker.scheduler.sequence_checkpoints import SequenceCheckpoints
 from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Sequence:
         "arrived_s",
         "cache_salt",
         "cached_tokens",
+        "checkpoints",
         "ends_at_limit",
         "estimated_at_step",
         "grammar",
@@ -152,6 +154,7 @@ class Sequence:
         self._pages = IntBuffer([])
         self.num_shared = 0
         self.node: PagedNode | None = None
+        self.checkpoints: SequenceCheckpoints | None = None  # of a running sequence with recurrent states
         self.estimated_at_step = -1
 
         self.cached_tokens = 0  # cached part of the prompt when it first ran
