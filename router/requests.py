@@ -87,7 +87,9 @@ Options = Annotated[
     Annotated[list[NonEmpty], Meta(min_length=1, max_length=1024)] | None,
     Meta(description="the output is one of these"),
 ]
-Ebnf = Annotated[NonEmpty | None, Meta(description="the output follows this grammar (GBNF)")]
+Ebnf = Annotated[
+    NonEmpty | None, Meta(description="the output follows this grammar (GBNF, or Lark as llguidance reads it)")
+]
 Schema = Annotated[dict[str, Any] | str | None, Meta(description="the output validates against this JSON schema")]
 AnyJson = Annotated[Flag, Meta(description="the output is a JSON object")]
 

@@ -54,7 +54,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | json_object | empty: any JSON object |
     | regex | a regular expression |
     | choice | a JSON list of strings |
-    | ebnf | a GBNF grammar |
+    | ebnf | a grammar in GBNF or in Lark |
     | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
 
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
