@@ -109,7 +109,6 @@ class FakeServer:
                 return httpx.Response(200, text=events)
         return httpx.Response(200, text=events + "data: [DONE]\n\n")
 
-
     def _templated(self, prompt: str, branch: str, template: list[dict[str, Any]]) -> httpx.Response:
         events = ""
         for index, between in enumerate(["", *(call["prompt"] for call in template)]):
