@@ -33,8 +33,10 @@ class TorchStates(DeltaRuleStates):
         self._single_tokens, self._single_rows = self._tensor(firsts[single]), self._tensor(batch.rows[single])
         loads, saves = batch.copies[batch.copies[:, 1] == 0], batch.copies[batch.copies[:, 1] > 0]
         copied = saves[is_single[saves[:, 0]]]
-        self._copied_singles = self._tensor(np.searchsorted(single, copied[:, 0])) if len(copied) else None
-        self._copy_rows = self._tensor(copied[:, 2])
+        # Of chunks of one token, which of them are copied, and the rows to copy to.
+        self._copied: tuple[torch.Tensor, torch.Tensor] | None = None
+        if len(copied):
+            self._copied = self._tensor(np.searchsorted(single, copied[:, 0])), self._tensor(copied[:, 2])
         self._long = [
             _Long(
                 int(batch.rows[i]),
@@ -60,8 +62,9 @@ class TorchStates(DeltaRuleStates):
         if self._num_singles:
             seen = torch.cat((inputs[self._single_rows], x[self._single_tokens, :, None]), dim=2)
             inputs[self._single_rows] = seen[:, :, 1:]
-            if self._copied_singles is not None:
-                inputs[self._copy_rows] = seen[self._copied_singles, :, 1:]
+            if self._copied is not None:
+                which, rows = self._copied
+                inputs[rows] = seen[which, :, 1:]
             out[self._single_tokens] = F.silu((seen * weight).sum(2))
         for chunk in self._long:
             seen = torch.cat((inputs[chunk.row], x[chunk.first : chunk.last].t()), dim=1)
@@ -83,8 +86,9 @@ class TorchStates(DeltaRuleStates):
             done = delta_rule_step(q[tokens], k[tokens], v[tokens], log_decay[tokens], beta[tokens], state)
             out[tokens] = done.to(out.dtype)
             states[self._single_rows] = state
-            if self._copied_singles is not None:
-                states[self._copy_rows] = state[self._copied_singles]
+            if self._copied is not None:
+                which, rows = self._copied
+                states[rows] = state[which]
         for chunk in self._long:
             first = chunk.first
             for count, row in (*chunk.saves, (chunk.last - chunk.first, chunk.row)):

@@ -234,6 +234,15 @@ class Sequence:
         """Whether both have the same tokens at all positions before `end`, and the same salt."""
         return self.cache_salt == other.cache_salt and np.array_equal(self.token_ids(0, end), other.token_ids(0, end))
 
+    def common_tokens(self, other: "Sequence", end: int) -> int:
+        """How many leading tokens before position `end` both have alike; 0 with another salt."""
+        if self.cache_salt != other.cache_salt:
+            return 0
+        own, its = self.token_ids(0, end), other.token_ids(0, end)
+        length = min(len(own), len(its))
+        differs = own[:length] != its[:length]
+        return int(differs.argmax()) if differs.any() else length
+
     def pages(self, start: int, end: int) -> np.ndarray:
         """Pages number `start` to `end - 1` of the sequence, at most its `num_pages`, int32. A view."""
         return self._pages.values[start:end]

@@ -5,6 +5,7 @@ deepest one on its path, and saves its own at these positions, all of them page 
 
 - the last one of its prompt, which the same prompt, or one that goes on, continues;
 - where its prompt parts from one that the tree holds, because a third may begin with the same tokens;
+- where a prompt that waits parts from it, if much of both is the same;
 - every `interval` tokens of a long prompt or output, so that little is lost where others part, and by preemption.
 
 A position inside a chunk does not cut it. The plan says which row is read or written after which token
@@ -12,6 +13,7 @@ A position inside a chunk does not cut it. The plan says which row is read or wr
 reads it, and while a step that was dropped is still to write it.
 """
 
+from bisect import insort
 from collections.abc import Iterable
 from functools import partial
 
@@ -24,6 +26,10 @@ from worker.scheduler.sequence import Sequence, pages_for
 from worker.scheduler.sequence_checkpoints import SequenceCheckpoints
 from worker.scheduler.sequence_table import SequenceTable
 from worker.step import NO_CHECKPOINTS
+
+# Least part of the interval for which a sequence waits for another: prompts of a chat template all begin alike, and
+# should not start one after the other for it.
+LEAST_PART = 8
 
 
 class CheckpointedKVCache(KVCacheManager):
@@ -61,6 +67,18 @@ class CheckpointedKVCache(KVCacheManager):
         for _, row in seq.checkpoints.saved:
             self._checkpoints.free_row(row)
         seq.checkpoints = None
+
+    def save_where_parts(self, seq: Sequence, waiting: Sequence) -> bool:
+        """Lets `seq`, whose prompt is being computed, save its states where that of `waiting` parts from it, if no plan
+        has come so far and much of it is not cached. Returns whether it does."""
+        own, common = seq.checkpoints, seq.common_tokens(waiting, waiting.reusable_tokens)
+        position = common // self.page_size * self.page_size
+        is_worth = position - waiting.cached_estimate >= self._interval // LEAST_PART
+        if own is None or position <= seq.num_computed or not is_worth:
+            return False
+        if position not in own.targets:
+            insort(own.targets, position)
+        return True
 
     def plan_copies(
         self, sequences: list[Sequence], starts: np.ndarray, lengths: np.ndarray, num_decodes: int

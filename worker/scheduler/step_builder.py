@@ -12,6 +12,7 @@ from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.state_checkpoints import CheckpointedKVCache
 from worker.step import HIDDEN_ROWS, PENDING, PROMPT_LOGIT_ROWS, Plan
 
+MOST_COMPARED = 4  # sequences that compute a prompt, with each of which a waiting one is compared whole
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -57,6 +58,8 @@ class StepBuilder:
         self._drafts: dict[Sequence, list[int]] = {}
         # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
         self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
+        # With recurrent states: the same sequences by their first page.
+        self._by_first_page: dict[bytes, list[Sequence]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._sizes) or len(self._decodes) > 0
@@ -121,6 +124,8 @@ class StepBuilder:
         if (found := self._next_page(seq)) is not None:
             start, page = found
             self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
+        if self._checkpoints is not None:
+            self._by_first_page.setdefault(self._first_page(seq), []).append(seq)
 
     def preempt(self, seq: Sequence) -> None:
         """Removes a sequence that is preempted, if it is in the step."""
@@ -136,10 +141,15 @@ class StepBuilder:
             prefilling = self._prefilling.get(start, {}).get(page, [])
             if seq in prefilling:
                 prefilling.remove(seq)
+        if seq in (alike := self._by_first_page.get(self._first_page(seq), [])):
+            alike.remove(seq)
 
     def computes_prefix_of(self, seq: Sequence) -> bool:
         """Whether a sequence in this step, or in one in flight, computes the page that the waiting `seq` would compute
-        first. The tree has this page when that step has ended, so waiting costs less than computing it twice."""
+        first. The tree has this page when that step has ended, so waiting costs less than computing it twice.
+
+        With recurrent states, the tree has it up to the next checkpoint. A sequence that computes much that `seq` needs
+        too gets a checkpoint where they part."""
         cached, reusable = seq.cached_estimate, seq.reusable_tokens
         for start, prefilling in self._prefilling.items():
             end = start + self._page_size
@@ -147,7 +157,10 @@ class StepBuilder:
                 alike = prefilling.get(seq.token_ids(start, end).tobytes(), ())
                 if any(seq.shares_prefix(other, start) for other in alike):
                     return True
-        return False
+        if self._checkpoints is None or not self._by_first_page:
+            return False
+        begun_alike = self._by_first_page.get(self._first_page(seq), [])
+        return any(self._checkpoints.save_where_parts(other, seq) for other in begun_alike[:MOST_COMPARED])
 
     def build(self, number: int, after: int | None = None) -> ScheduledStep:
         """Builds step `number`. Its tokens count as computed from now on. A sequence without remaining tokens gets one
@@ -221,6 +234,10 @@ class StepBuilder:
                 return None
             start = position - self._page_size
         return start, seq.token_ids(start, start + self._page_size).tobytes()
+
+    def _first_page(self, seq: Sequence) -> bytes:
+        """The first page of tokens, as int32 bytes."""
+        return seq.token_ids(0, self._page_size).tobytes()
 
     def _chunk(self, start: int, missing: int) -> int:
         return self.budget.chunk(start, missing, missing)

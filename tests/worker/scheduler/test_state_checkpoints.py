@@ -83,6 +83,21 @@ def test_prompts_that_part_before_the_next_checkpoint_do_not_wait_for_each_other
     d.run()
 
 
+@pytest.mark.parametrize(("shared", "cached_tokens"), [(34, 32), (15, 0)])
+def test_prompts_that_come_at_once_go_on_where_they_part(drive, shared, cached_tokens):
+    """If an eighth of the interval of 128 tokens is to be gained. A salt keeps them apart."""
+    d = drive(num_checkpoints=8, token_budget=96, num_pages=100, checkpoint_interval=128)
+    prompts = [[*prompt(shared), *prompt(10, seed=1 + i)] for i in range(3)]
+    for i, tokens in enumerate(prompts):
+        d.add(str(i), tokens)
+    d.add("apart", prompts[0], cache_salt="other")
+    plans = d.run()
+    assert [cached(d, str(i)) for i in range(3)] == [0, cached_tokens, cached_tokens]
+    assert cached(d, "apart") == 0 and saved(plans).count(32) == (cached_tokens == 32)
+    for i, tokens in enumerate(prompts):
+        check(d, str(i), tokens)
+
+
 def test_a_preempted_sequence_goes_on_from_a_checkpoint(drive, crowded):
     d = drive(num_pages=12, token_budget=64, num_checkpoints=12, checkpoint_interval=8)
     for i in range(4):
