@@ -126,7 +126,7 @@ class Interpreter:
         )
 
     def _lookahead(self) -> tuple[tuple[str | GenParams, ...], int]:
-        """What is known to follow: constant texts and the parameters of calls, up to the first expression that is
+        """Looks at what follows: constant texts and the parameters of calls, up to the first expression that is
         neither; and the number of all calls."""
         parts: list[str | GenParams] = []
         known, calls = True, 0

@@ -22,7 +22,7 @@ from shoal.lang.backends.connections import Connections
 from shoal.lang.backends.fork_batches import ForkBatches
 from shoal.lang.backends.patience import Patience
 from shoal.lang.backends.role_format import derive_roles
-from shoal.lang.backends.templates import TemplateCall, TemplateRuns
+from shoal.lang.backends.templates import AnnouncedCall, TemplateRuns
 from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import BackendError
 from shoal.lang.ir import GenParams
@@ -121,7 +121,7 @@ class ShoalServer(Backend):
                     raise
 
     async def _generate_template(
-        self, call: Call, following: Sequence[TemplateCall], then: str
+        self, call: Call, following: Sequence[AnnouncedCall], then: str
     ) -> AsyncGenerator[Generated, None]:
         """Runs a call and those that follow it as one request. Yields their results in this order. `then`: the constant
         text after the last."""

@@ -18,14 +18,14 @@ MAX_CALLS = 64  # of one request
 
 
 @dataclass(frozen=True)
-class TemplateCall:
+class AnnouncedCall:
     """A call of a template: the constant text between the answer before and its own, and its parameters."""
 
     prompt: str
     params: GenParams
 
 
-Answers = Callable[[Call, Sequence[TemplateCall], str], AsyncGenerator[Generated, None]]
+Answers = Callable[[Call, Sequence[AnnouncedCall], str], AsyncGenerator[Generated, None]]
 
 
 class TemplateRuns:
@@ -76,7 +76,7 @@ class TemplateRuns:
                     if not branches:
                         del self._runs[call.program]
 
-    async def _run(self, run: "_TemplateRun", call: Call, following: Sequence[TemplateCall], rest: str) -> None:
+    async def _run(self, run: "_TemplateRun", call: Call, following: Sequence[AnnouncedCall], rest: str) -> None:
         try:
             async with aclosing(self._answers(call, following, rest)) as results:
                 async for result in results:
@@ -92,10 +92,10 @@ class TemplateRuns:
 class _TemplateRun:
     """A request with its calls. Answers come in the order of the calls, and are taken in this order."""
 
-    def __init__(self, first: Call, following: Sequence[TemplateCall]) -> None:
+    def __init__(self, first: Call, following: Sequence[AnnouncedCall]) -> None:
         loop = asyncio.get_running_loop()
         self.task: asyncio.Task[None] | None = None
-        self._expected = [TemplateCall(first.text, first.params), *following]
+        self._expected = [AnnouncedCall(first.text, first.params), *following]
         self._answers: list[asyncio.Future[Generated | None]] = [loop.create_future() for _ in self._expected]
         self._text = ""  # up to the end of the last answer that was taken
         self._num_taken = self._num_come = 0
@@ -138,9 +138,9 @@ class _TemplateRun:
             self.task.cancel()
 
 
-def _following(template: Sequence[str | GenParams]) -> tuple[list[TemplateCall], str]:
+def _following(template: Sequence[str | GenParams]) -> tuple[list[AnnouncedCall], str]:
     """The calls of a template that one request can have, and the constant text after the last."""
-    calls: list[TemplateCall] = []
+    calls: list[AnnouncedCall] = []
     text = ""
     for part in template:
         if isinstance(part, str):
@@ -148,6 +148,6 @@ def _following(template: Sequence[str | GenParams]) -> tuple[list[TemplateCall],
             continue
         if len(calls) == MAX_CALLS or part.stop_regex or (part.n or 1) > 1:
             break
-        calls.append(TemplateCall(text, part))
+        calls.append(AnnouncedCall(text, part))
         text = ""
     return calls, text
