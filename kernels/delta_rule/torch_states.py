@@ -31,6 +31,10 @@ class TorchStates(DeltaRuleStates):
         single = is_single.nonzero()[0]
         self._num_singles = len(single)
         self._single_tokens, self._single_rows = self._tensor(firsts[single]), self._tensor(batch.rows[single])
+        # Rows next to each other are updated where they are.
+        rows = batch.rows[single]
+        is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+        self._single_range = slice(int(rows[0]), int(rows[-1]) + 1) if is_range else None
         loads, saves = batch.copies[batch.copies[:, 1] == 0], batch.copies[batch.copies[:, 1] > 0]
         copied = saves[is_single[saves[:, 0]]]
         # Of chunks of one token, which of them are copied, and the rows to copy to.
@@ -47,14 +51,14 @@ class TorchStates(DeltaRuleStates):
             for i in (~is_single).nonzero()[0].tolist()
         ]
         if len(loads):
-            rows, sources = self._tensor(batch.rows[loads[:, 0]]), self._tensor(loads[:, 2])
-            self.recurrent[:, rows] = self.recurrent[:, sources]
-            self.inputs[:, rows] = self.inputs[:, sources]
+            loaded, sources = self._tensor(batch.rows[loads[:, 0]]), self._tensor(loads[:, 2])
+            self.recurrent[:, loaded] = self.recurrent[:, sources]
+            self.inputs[:, loaded] = self.inputs[:, sources]
         begin = batch.rows[batch.starts == 0]
         if len(begin):
-            rows = self._tensor(begin)
-            self.recurrent.index_fill_(1, rows, 0.0)
-            self.inputs.index_fill_(1, rows, 0.0)
+            begun = self._tensor(begin)
+            self.recurrent.index_fill_(1, begun, 0.0)
+            self.inputs.index_fill_(1, begun, 0.0)
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -82,10 +86,12 @@ class TorchStates(DeltaRuleStates):
         v = v.float()
         states = self.recurrent[layer]
         if self._num_singles:
-            tokens, state = self._single_tokens, states[self._single_rows]
+            tokens, place = self._single_tokens, self._single_range
+            state = states[self._single_rows if place is None else place]
             done = delta_rule_step(q[tokens], k[tokens], v[tokens], log_decay[tokens], beta[tokens], state)
             out[tokens] = done.to(out.dtype)
-            states[self._single_rows] = state
+            if place is None:
+                states[self._single_rows] = state
             if self._copied is not None:
                 which, rows = self._copied
                 states[rows] = state[which]

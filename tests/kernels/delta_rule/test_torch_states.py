@@ -97,6 +97,20 @@ def test_chunks_of_any_length(cuts: list[int]) -> None:
     torch.testing.assert_close(torch.cat(others).double(), formula(other.part(0, beside)), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [(4, 5, 6), (6, 4, 5), (4, 6, 7)])
+def test_tokens_of_many_sequences_at_once(rows: tuple[int, ...]) -> None:
+    """In rows next to each other, in another order, and apart."""
+    states, each = make(), [Inputs.random(6, 10 + row) for row in rows]
+    outs = [
+        run(states, [(row, one, at, at + 1) for row, one in zip(rows, each, strict=True)], [(1, 1, 2)])
+        for at in range(6)
+    ]
+    for i, one in enumerate(each):
+        got = torch.cat([out[i] for out in outs])
+        torch.testing.assert_close(got.double(), formula(one), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(states.recurrent[0, 2], states.recurrent[0, rows[1]])
+
+
 @pytest.mark.parametrize("before", [1, 2, 70])
 def test_another_row_goes_on_from_a_copy(before: int) -> None:
     """States copied inside a chunk, at its end, and after a chunk of one token, which stands last in the step."""
