@@ -203,7 +203,7 @@ def _best(
     """The candidate with the least time, in microseconds of one layer; None if none of them runs."""
     usable, runs = [], []
     size = layers[0].weights.down.shape[1]
-    x = torch.randn(len(routed[0][0]), size, device=routed[0][0].device).to(layers[0].weights.down.dtype)
+    x = torch.randn(len(routed[0][0]), size, device=routed[0][0].device).to(layers[0].weights.dtype)
     for tiles in candidates:
         calls: list[Call] = [
             partial(_run, layer, x, chosen, shares, tiles)
@@ -240,6 +240,8 @@ def _identity(own: Experts, top_k: int) -> str:
 
     count, hidden, size = own.weights.down.shape
     dtype = str(own.weights.down.dtype).removeprefix("torch.")
+    if (scales := own.weights.down_scales) is not None:
+        dtype = f"e4m3-{scales.factors.shape[1]}"
     device = torch.cuda.get_device_name(own.weights.down.device) if own.weights.down.is_cuda else "cpu"
     return f"experts-{VERSION}-{device}-triton{triton.__version__}-{count}x{hidden}x{size}-top{top_k}-{dtype}"
 

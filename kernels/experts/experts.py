@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 from kernels.experts.tiles import ExpertTiles, TunedTiles, default_tiles
-from kernels.experts.weights import ExpertWeights
+from kernels.experts.weights import ExpertWeights, in_memory
+from kernels.linear.fp8_linear import Fp8Weight
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
 
@@ -27,26 +28,29 @@ class Experts:
 
     def __init__(
         self,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: torch.Tensor | Fp8Weight,
+        down: torch.Tensor | Fp8Weight,
         activation: Activation,
         first: int = 0,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """gate_up: `[experts, 2 * size, hidden_size]`, the gates first. down: `[experts, hidden_size, size]`. The
         activation is `silu_and_mul`, `gelu_tanh_and_mul` or a `ClampedSwiGLU`. biases: of gate_up, `[experts, 2 *
-        size]`, and of down, `[experts, hidden_size]`."""
+        size]`, and of down, `[experts, hidden_size]`. On a GPU weights may be in 8 bits: activations are not."""
         clamped = activation if isinstance(activation, ClampedSwiGLU) else None
         if clamped is None and activation not in (silu_and_mul, gelu_tanh_and_mul):
             raise ValueError("experts are activated by silu, the tanh form of gelu, or a clamped SwiGLU")
-        self.first, self.count = first, len(gate_up)
+        self.first, self.count = first, len(gate_up if isinstance(gate_up, torch.Tensor) else gate_up.values)
         self.activation = activation
         self.tuned: TunedTiles | None = None  # set by `kernels.experts.autotune.autotune`
         self._each: list[tuple[Linear, Linear]] = []
-        if gate_up.is_cuda:
+        if isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight) or gate_up.is_cuda:
             is_gelu = activation is gelu_tanh_and_mul
-            own_biases = () if biases is None else (biases[0].contiguous(), biases[1].contiguous())
-            self.weights = ExpertWeights(gate_up.contiguous(), down.contiguous(), first, is_gelu, clamped, *own_biases)
+            first_bias, last_bias = (None, None) if biases is None else (each.contiguous() for each in biases)
+            (first_weight, first_scales), (last_weight, last_scales) = in_memory(gate_up), in_memory(down)
+            self.weights = ExpertWeights(
+                first_weight, last_weight, first, is_gelu, clamped, first_bias, last_bias, first_scales, last_scales
+            )
         else:
             first_biases, last_biases = ([None] * len(gate_up),) * 2 if biases is None else biases
             self._each = [

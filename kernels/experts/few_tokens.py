@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
+from kernels.experts.fp8_numbers import arguments, numbers, scales_of
 from kernels.experts.tiles import ExpertTiles
 from kernels.experts.weights import ExpertWeights
 from kernels.ops.fused import gated
@@ -36,10 +37,12 @@ def gate_up(weights: ExpertWeights, x: torch.Tensor, chosen: torch.Tensor, tiles
     count, hidden, size = len(weights.gate_up), x.shape[1], weights.down.shape[2]
     tile = tiles.gate_up
     inner = x.new_empty(chosen.numel(), size)
+    scales, scale_columns = arguments(weights.gate_up_scales, x)
     _gate_up_pair[(triton.cdiv(size, tile.columns), len(inner))](
         x,
         weights.gate_up,
         weights.gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
+        scales,
         chosen,
         inner,
         hidden,
@@ -50,6 +53,7 @@ def gate_up(weights: ExpertWeights, x: torch.Tensor, chosen: torch.Tensor, tiles
         weights.is_gelu,
         *weights.clamp,
         weights.gate_up_bias is not None,
+        scale_columns,
         tile.columns,
         min(tile.depth, triton.next_power_of_2(hidden)),
         num_warps=tile.warps,
@@ -71,10 +75,12 @@ def down(
     tile = tiles.down
     if out is None:
         out = inner.new_empty(n, hidden)
+    scales, scale_columns = arguments(weights.down_scales, inner)
     _down_token[(triton.cdiv(hidden, tile.columns), n)](
         inner,
         weights.down,
         weights.down if weights.down_bias is None else weights.down_bias,
+        scales,
         chosen,
         shares,
         out,
@@ -83,6 +89,7 @@ def down(
         weights.first,
         count,
         weights.down_bias is not None,
+        scale_columns,
         top_k,
         tile.columns,
         min(tile.depth, triton.next_power_of_2(size)),
@@ -97,6 +104,7 @@ def _gate_up_pair(
     x,
     weight,
     bias,
+    scales,
     chosen,
     inner,
     hidden,
@@ -108,6 +116,7 @@ def _gate_up_pair(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -132,8 +141,13 @@ def _gate_up_pair(
         opened = tl.load(gates + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         lifted = tl.load(ups + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)[None, :]
-        gate += opened.to(tl.float32) * value
-        up += lifted.to(tl.float32) * value
+        opened, lifted = numbers(opened, tl.float32, SCALES), numbers(lifted, tl.float32, SCALES)
+        if SCALES > 0:
+            lines, group = row[:, None], place[None, :]
+            opened *= scales_of(scales, expert, group, lines, hidden, 2 * size, mask, SCALES)
+            lifted *= scales_of(scales, expert, group, size + lines, hidden, 2 * size, mask, SCALES)
+        gate += opened * value
+        up += lifted * value
     opened_sum, lifted_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if BIAS:
         own = bias + expert * 2 * size + row
@@ -148,6 +162,7 @@ def _down_token(
     inner,
     weight,
     bias,
+    scales,
     chosen,
     shares,
     out,
@@ -156,6 +171,7 @@ def _down_token(
     first,
     experts,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -183,5 +199,9 @@ def _down_token(
             mask = is_row[:, None] & inside[None, :]
             part = tl.load(lines + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
             value = tl.load(inner + pair * size + place, mask=inside, other=0.0).to(tl.float32) * share
-            total += part.to(tl.float32) * value[None, :]
+            part = numbers(part, tl.float32, SCALES)
+            if SCALES > 0:
+                own_expert = tl.where(is_here, expert, 0)
+                part *= scales_of(scales, own_expert, place[None, :], row[:, None], size, hidden, mask, SCALES)
+            total += part * value[None, :]
     tl.store(out + token * hidden + row, (tl.sum(total, 1) + biases).to(out.dtype.element_ty), mask=is_row)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
+from kernels.experts.fp8_numbers import arguments, numbers, scales_of
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles
 from kernels.experts.weights import ExpertWeights
 from kernels.ops.fused import gated
@@ -116,10 +117,12 @@ def gate_up(
     hidden, size = x.shape[1], weights.down.shape[2]
     tile = tiles.gate_up
     inner = x.new_empty(len(blocks.pairs), size)
+    scales, scale_columns = arguments(weights.gate_up_scales, x)
     _gate_up[(len(blocks.expert) * triton.cdiv(size, tile.columns),)](
         x,
         weights.gate_up,
         weights.gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
+        scales,
         inner,
         *blocks,
         hidden,
@@ -128,6 +131,7 @@ def gate_up(
         weights.is_gelu,
         *weights.clamp,
         weights.gate_up_bias is not None,
+        scale_columns,
         hidden % tile.depth == 0,
         _precision(x.dtype),
         tiles.rows,
@@ -148,16 +152,19 @@ def down(
     hidden, size = weights.down.shape[1:]
     tile = tiles.down
     parts = inner.new_empty(len(inner), hidden)
+    scales, scale_columns = arguments(weights.down_scales, inner)
     _down[(len(blocks.expert) * triton.cdiv(hidden, tile.columns),)](
         inner,
         weights.down,
         weights.down if weights.down_bias is None else weights.down_bias,
+        scales,
         shares,
         parts,
         *blocks,
         hidden,
         size,
         weights.down_bias is not None,
+        scale_columns,
         size % tile.depth == 0,
         _precision(inner.dtype),
         tiles.rows,
@@ -269,6 +276,7 @@ def _gate_up(
     x,
     weight,
     bias,
+    scales,
     inner,
     sorted_pairs,
     block_expert,
@@ -281,6 +289,7 @@ def _gate_up(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -318,8 +327,15 @@ def _gate_up(
             a = tl.load(source, mask=is_row[:, None] & inside[None, :], other=0.0)
             b = tl.load(gates, mask=inside[:, None], other=0.0)
             c = tl.load(ups, mask=inside[:, None], other=0.0)
-        gate = tl.dot(a, b, gate, input_precision=PRECISION)
-        up = tl.dot(a, c, up, input_precision=PRECISION)
+        if SCALES > 0:
+            tl.static_assert(SCALES % DEPTH == 0, "a part of the weight has one scale a row")
+            opened = tl.dot(a, numbers(b, a.dtype, SCALES), input_precision=PRECISION)
+            gate += opened * scales_of(scales, expert, begin, column, hidden, 2 * size, is_column, SCALES)[None, :]
+            lifted = tl.dot(a, numbers(c, a.dtype, SCALES), input_precision=PRECISION)
+            up += lifted * scales_of(scales, expert, begin, size + column, hidden, 2 * size, is_column, SCALES)[None, :]
+        else:
+            gate = tl.dot(a, b, gate, input_precision=PRECISION)
+            up = tl.dot(a, c, up, input_precision=PRECISION)
         source += DEPTH
         gates += DEPTH
         ups += DEPTH
@@ -337,6 +353,7 @@ def _down(
     inner,
     weight,
     bias,
+    scales,
     shares,
     parts,
     sorted_pairs,
@@ -346,6 +363,7 @@ def _down(
     hidden,
     size,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -377,7 +395,12 @@ def _down(
             inside = at < size - begin
             a = tl.load(source, mask=is_row[:, None] & inside[None, :], other=0.0)
             b = tl.load(lines, mask=inside[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        if SCALES > 0:
+            tl.static_assert(SCALES % DEPTH == 0, "a part of the weight has one scale a row")
+            product = tl.dot(a, numbers(b, a.dtype, SCALES), input_precision=PRECISION)
+            total += product * scales_of(scales, expert, begin, column, size, hidden, is_column, SCALES)[None, :]
+        else:
+            total = tl.dot(a, b, total, input_precision=PRECISION)
         source += DEPTH
         lines += DEPTH
     if BIAS:

@@ -4,14 +4,27 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.linear.fp8_format import GROUP
+from kernels.linear.fp8_linear import Fp8Weight
 from kernels.ops.activation import ClampedSwiGLU
+
+_ALL_COLUMNS = 1 << 30
+_DECODED = 256.0  # factor by which `kernels.experts.fp8_numbers` makes numbers too small
+
+
+class ExpertScales(NamedTuple):
+    """The scales of a weight in 8 bits: `factors`, float32 `[experts, groups, out]`, for groups of `columns` columns.
+    The factor of `kernels.experts.fp8_numbers` is in them."""
+
+    factors: torch.Tensor
+    columns: int
 
 
 class ExpertWeights(NamedTuple):
     """The weights of a layer's experts: `[experts, 2 * size, hidden]`, gates first, and `[experts, hidden, size]`, both
     contiguous. `first` is the number of the first expert, `is_gelu` whether gates are activated by gelu. `clamped` is
     the activation in place of silu or gelu. The biases are `[experts, 2 * size]` and `[experts, hidden]`, contiguous,
-    both or neither."""
+    both or neither. Weights with scales are the bytes of e4m3, uint8."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -20,8 +33,24 @@ class ExpertWeights(NamedTuple):
     clamped: ClampedSwiGLU | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_scales: ExpertScales | None = None
+    down_scales: ExpertScales | None = None
 
     @property
     def clamp(self) -> tuple[float, float]:
         """LIMIT and ALPHA of `kernels.ops.fused.gated`."""
         return (0.0, 0.0) if self.clamped is None else (self.clamped.limit, self.clamped.alpha)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the activations; bfloat16 if all weights are in 8 bits."""
+        return next((x.dtype for x in (self.gate_up, self.down) if x.dtype != torch.uint8), torch.bfloat16)
+
+
+def in_memory(weight: torch.Tensor | Fp8Weight) -> tuple[torch.Tensor, ExpertScales | None]:
+    """The weight `[experts, out, in]` as kernels read it, and its scales if it is in 8 bits."""
+    if isinstance(weight, torch.Tensor):
+        return weight.contiguous(), None
+    columns = GROUP if weight.scales.shape[2] > 1 else _ALL_COLUMNS
+    factors = weight.scales.transpose(1, 2).contiguous().mul_(_DECODED)
+    return weight.values.view(torch.uint8).contiguous(), ExpertScales(factors, columns)

@@ -23,7 +23,7 @@ _ROWS_MULTIPLE = 4  # of x, in products with groups
 
 class Fp8Weight(NamedTuple):
     """A weight `values * scales`. values: float8_e4m3fn `[out, in]`; scales: float32 `[out, 1]`, or `[out, groups]` for
-    groups of `GROUP` columns, of which the last may be shorter."""
+    groups of `GROUP` columns, of which the last may be shorter. Those of experts have a first dimension more."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -118,20 +118,17 @@ class Fp8Linear:
         """The product on a GPU with scales for groups. cuBLAS takes a multiple of 4 rows."""
         from kernels.linear import fp8_quantize
 
-        n = len(x)
-        values, scales = fp8_quantize.quantize_groups(x, -(-n // _ROWS_MULTIPLE) * _ROWS_MULTIPLE)
-        is_whole = len(values) == n
-        product = torch._scaled_mm(
-            values,
-            self.weight.t(),
-            scale_a=scales,
-            scale_b=self.scales.t(),
-            out_dtype=x.dtype,
-            out=out if is_whole and out is not None else x.new_empty(len(values), len(self.weight)),
-        )[:n]
+        n, padded = len(x), -(-len(x) // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+        values, scales = fp8_quantize.quantize_groups(x, padded)
+        product = x.new_empty(padded, len(self.weight)) if out is None or n < padded else out
+        torch._scaled_mm(
+            values, self.weight.t(), scale_a=scales, scale_b=self.scales.t(), out_dtype=x.dtype, out=product
+        )
+        if n < padded:
+            product = product[:n]
         if self.bias is not None:
             product += self.bias
-        return product if out is None or is_whole else out.copy_(product)
+        return product if out is None or product is out else out.copy_(product)
 
     def _on_cpu(self, plain: Linear, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if self.has_groups:

@@ -61,16 +61,11 @@ class Fp8Matrix:
         return self._read(dim, part).to(self._device).float().mul_(scales)
 
     def kept(self, dim: int, part: range) -> Fp8Weight:
-        """The part in 8 bits, with the scales of its rows or of their groups."""
+        """The part in 8 bits, with the scales of its rows or of their groups, which it has whole."""
         scales, columns = self._rows_of_scales(dim, part), self._block[1]
         if scales.shape[1] > 1:
             scales = scales.repeat_interleave(columns // GROUP, dim=1)[:, : -(-self.shape[1] // GROUP)]
             if dim == 1:
-                if part.start % GROUP or (part.stop % GROUP and part.stop != self.shape[1]):
-                    raise ValueError(
-                        f"{self.name} has scales for groups of {GROUP} columns, which this number of ranks would cut "
-                        f"(columns {part.start} to {part.stop}): choose another tp, or set dequantize"
-                    )
                 scales = scales[:, part.start // GROUP : -(-part.stop // GROUP)]
         return Fp8Weight(self._read(dim, part).to(self._device), scales.contiguous())
 

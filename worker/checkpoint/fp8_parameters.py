@@ -15,12 +15,20 @@ class Fp8Parameters:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
         self._values: dict[str, torch.Tensor] = {}
-        self._scales: dict[str, list[tuple[slice, torch.Tensor]]] = defaultdict(list)
+        self._scales: dict[str, list[tuple[int | None, slice, torch.Tensor]]] = defaultdict(list)
 
     def add(
-        self, name: str, read: ReadFp8, dim: int, first: int, kept: range, order: torch.Tensor | None = None
+        self,
+        name: str,
+        read: ReadFp8,
+        dim: int,
+        first: int,
+        kept: range,
+        order: torch.Tensor | None = None,
+        expert: int | None = None,
     ) -> None:
-        """Reads the part `kept` along `dim`, which a parameter has from `first` on. `order`: of its rows."""
+        """Reads the part `kept` along `dim`, which a parameter has from `first` on. `order`: of its rows. `expert`:
+        index in the parameter's first dimension, if that is one of experts."""
         if name not in self._values:
             # Bytes, for which all operators are there. Zero bytes are zeros in e4m3.
             self._values[name] = torch.zeros(self._shapes[name], dtype=torch.uint8, device=self._device)
@@ -30,19 +38,20 @@ class Fp8Parameters:
         values = values.view(torch.uint8)
         if order is not None:
             values, scales = values[order.to(values.device)], scales[order.to(scales.device)]
-        self._values[name].narrow(dim, first, len(kept)).copy_(values)
+        target = self._values[name] if expert is None else self._values[name][expert]
+        target.narrow(dim, first, len(kept)).copy_(values)
         rows = slice(first, first + len(kept)) if dim == 0 else slice(None)
-        self._scales[name].append((rows, scales))
+        self._scales[name].append((expert, rows, scales))
 
     def finish(self, name: str) -> Fp8Weight:
         """The parameter, all of whose parts were added, with zeros where it has none. Scales are those of groups of
         `GROUP` columns if a part has such."""
         values, parts = self._values.pop(name), self._scales.pop(name, [])
         groups = 1
-        if any(scales.shape[1] > 1 for _, scales in parts):
-            groups = -(-values.shape[1] // GROUP)
-        all_scales = torch.ones(len(values), groups, device=self._device)
-        for rows, scales in parts:
-            own = all_scales[rows]
+        if any(scales.shape[1] > 1 for _, _, scales in parts):
+            groups = -(-values.shape[-1] // GROUP)
+        all_scales = torch.ones(*values.shape[:-1], groups, device=self._device)
+        for expert, rows, scales in parts:
+            own = (all_scales if expert is None else all_scales[expert])[rows]
             own[:, : scales.shape[1] if scales.shape[1] > 1 else groups] = scales
         return Fp8Weight(values.view(torch.float8_e4m3fn), all_scales)

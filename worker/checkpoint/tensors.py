@@ -16,8 +16,8 @@ ReadBlocks = Callable[[int, range], Blocks]
 a block."""
 
 ReadFp8 = Callable[[int, range], Fp8Weight]
-"""Reads a part of a matrix along a dimension, in 8 bits as its format has it. Raises ValueError if the part would cut
-a group of columns with a scale."""
+"""Reads a part of a matrix along a dimension, in 8 bits as its format has it. The part has whole groups of columns if
+there is a scale for each."""
 
 
 class StoredTensor(NamedTuple):

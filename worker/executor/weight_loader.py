@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kernels.linear.any_linear import AnyWeight
+from kernels.linear.fp8_format import GROUP
 from kernels.linear.fp8_linear import Fp8Weight, multiplies, quantize
 from worker.checkpoint.block_parameters import BlockParameters
 from worker.checkpoint.destinations import Destination, TensorPiece, destinations
@@ -32,6 +33,8 @@ Kept = Literal["numbers", "blocks", "fp8"]
 
 _FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias")
 _QUANTIZED = ("qkv", "q_b", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
+_EXPERTS = ("experts_gate_up", "experts_down")
+_EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 8 bits
 _IN_BLOCKS = (*_QUANTIZED, "embedding", "head")
 
 
@@ -136,8 +139,22 @@ def _kept(
             own = "blocks"
         elif "fp8" in formats and tensor.fp8 is not None and last in _QUANTIZED:
             own = "fp8" if multiplies(device, shapes[name], tensor.has_groups) else "numbers"
+        elif "fp8" in formats and tensor.fp8 is not None and last in _EXPERTS:
+            own = "fp8" if device.type in _EXPERT_DEVICES else "numbers"
+        if own == "fp8" and tensor.has_groups and _cuts_groups(wanted[tensor.name]):
+            own = "numbers"
         kept[name] = own if kept.get(name, own) == own else "numbers"
     return kept
+
+
+def _cuts_groups(destination: Destination) -> bool:
+    """Whether a rank's part of a matrix begins or ends inside of a group of columns that have a scale."""
+    columns = destination.shape[1]
+    return destination.dim == 1 and any(
+        part.kept.start % GROUP > 0 or (part.kept.stop % GROUP > 0 and part.kept.stop < columns)
+        for part in destination.pieces
+        if len(part.kept)
+    )
 
 
 class _Loading:
@@ -170,7 +187,7 @@ class _Loading:
                 self._blocks.add(name, tensor.blocks, dim, piece.first, piece.kept, piece.row_order)
             elif kept == "fp8":
                 assert tensor.fp8 is not None
-                self._fp8.add(name, tensor.fp8, dim, piece.first, piece.kept, piece.row_order)
+                self._fp8.add(name, tensor.fp8, dim, piece.first, piece.kept, piece.row_order, destination.expert)
             else:
                 whole = self._numbers[name]
                 _copy(tensor, dim, piece, whole if destination.expert is None else whole[destination.expert])

@@ -7,6 +7,7 @@ from kernels.experts.choice import Routing, choose
 from kernels.experts.experts import Experts
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile
 from kernels.experts.weights import ExpertWeights
+from kernels.linear.fp8_linear import Fp8Weight, by_column, quantize, quantize_groups
 from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
 
 pytest.importorskip("triton")
@@ -98,3 +99,44 @@ def test_products_with_biases_of_a_clamped_swiglu(tokens: int, tiles: ExpertTile
 @pytest.mark.parametrize(("pairs", "experts", "rows", "most"), [(1, 8, 16, 1), (8, 128, 16, 8), (2048, 128, 16, 248)])
 def test_number_of_blocks(pairs: int, experts: int, rows: int, most: int) -> None:
     assert grouped.most_blocks(pairs, experts, rows) == most
+
+
+WIDE = ExpertTiles(EACH_PAIR, ProductTile(64, 256, 4, 1), ProductTile(64, 128, 4, 1))
+DEEP = ExpertTiles(16, ProductTile(16, 64, 4, 2), ProductTile(32, 128, 4, 2))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize(("tokens", "tiles"), [pytest.param(40, DEEP, marks=pytest.mark.slow), (2, WIDE)])
+def test_products_of_weights_in_8_bits(tokens: int, tiles: ExpertTiles, has_groups: bool) -> None:
+    """Activations are not rounded. The last group of columns is shorter than the others."""
+    hidden, size, first, count = 200, 144, 2, 3
+    rounding = quantize_groups if has_groups else quantize
+    weights, plain = [], []
+    for rows, columns in ((2 * size, hidden), (hidden, size)):
+        each = [rounding(0.2 * random(rows, columns + expert)[:, expert:]) for expert in range(count)]
+        weights.append(Fp8Weight(*(torch.stack([part[i] for part in each]) for i in range(2))))
+        plain.append(torch.stack([values.float() * by_column(scales, columns) for values, scales in each]))
+    x, (chosen, shares) = random(tokens, hidden), routed(tokens)
+    wanted = Experts(*(part.cpu() for part in plain), silu_and_mul, first)(x.cpu(), chosen.cpu(), shares.cpu())
+    own = Experts(weights[0], weights[1], silu_and_mul, first).weights
+    assert own.dtype == torch.bfloat16 and own.gate_up.dtype == torch.uint8
+    got = grouped.experts(own, x, chosen, shares, tiles)
+    torch.testing.assert_close(got.cpu(), wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.interpreter
+def test_every_number_of_8_bits() -> None:
+    """Experts of one weight, which is each of the numbers but for not-a-number."""
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=DEVICE)
+    values = codes.view(torch.float8_e4m3fn)
+    down = torch.zeros(1, len(codes), 16, dtype=torch.uint8, device=DEVICE)
+    down[0, :, 0] = codes
+    ones = torch.ones(1, 32, len(codes), device=DEVICE)
+    own = Experts(
+        ones, Fp8Weight(down.view(torch.float8_e4m3fn), torch.ones(1, len(codes), 1, device=DEVICE)), silu_and_mul
+    )
+    x = torch.full((1, len(codes)), 1.0 / len(codes), device=DEVICE)
+    chosen = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    got = grouped.experts(own.weights, x, chosen, torch.ones(1, 1, device=DEVICE), ALONE)[0]
+    torch.testing.assert_close(got, values.float() * silu_and_mul(torch.ones(1, 2, device=DEVICE))[0, 0])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.linear.block_weight import BlockMatrix
-from kernels.linear.fp8_linear import Fp8Weight, by_column
+from kernels.linear.fp8_linear import Fp8Weight, by_column, quantize
 from tests.worker.checkpoint.quantized import (
     FP8,
     Quantizer,
@@ -27,6 +27,7 @@ from tests.worker.checkpoint.quantized import (
 from tests.worker.conftest import together
 from worker.checkpoint.formats import model_tensors
 from worker.config import WorkerConfig
+from worker.executor import weight_loader
 from worker.executor.model_runner import ModelRunner
 from worker.executor.weight_loader import Parameters, load_weights
 from worker.models.config import decoder_config, read_config
@@ -102,7 +103,9 @@ def dense(weight: object) -> torch.Tensor:
     if isinstance(weight, BlockMatrix):
         return weight.gather(torch.arange(weight.rows))
     if isinstance(weight, Fp8Weight):
-        return weight.values.float() * by_column(weight.scales, weight.values.shape[1])
+        values, scales = weight.values, weight.scales
+        numbers = values.float().flatten(0, -2) * by_column(scales.flatten(0, -2), values.shape[-1])
+        return numbers.view(values.shape)
     assert isinstance(weight, torch.Tensor)
     return weight
 
@@ -163,6 +166,19 @@ def test_other_families(name: str, tmp_path: Path) -> None:
         compare(load(folder, rank, 2), load(plain, rank, 2), torch.Tensor)
 
 
+@pytest.mark.parametrize("size", [256, 160])
+def test_experts_in_8_bits(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. Of experts of 160, a rank's half ends within a group of columns."""
+    monkeypatch.setattr(weight_loader, "_EXPERT_DEVICES", ("cpu",))
+    monkeypatch.setattr(weight_loader, "_kept_formats", lambda *_: frozenset(("fp8",)))
+    folder, plain = write(tmp_path, "mixtral", in_blocks("weight_scale_inv"), BLOCKS, intermediate_size=size)
+    for rank in range(2):
+        got, wanted = load(folder, rank, 2), load(plain, rank, 2)
+        assert isinstance(got["layers.1.experts_gate_up"], Fp8Weight)
+        assert isinstance(got["layers.1.experts_down"], Fp8Weight if size == 256 else torch.Tensor)
+        assert all(torch.equal(dense(got[name]), dense(weight)) for name, weight in wanted.items())
+
+
 def test_experts_of_four_bits(tmp_path: Path) -> None:
     """On a CPU experts are multiplied out, and the matrices of attention are kept."""
     folder, plain = write(tmp_path, "mixtral", packed(4, 32, True), compressed("pack-quantized", **INT4))
@@ -180,18 +196,24 @@ def test_four_bits_take_an_eighth_of_the_memory(written: Written) -> None:
     assert got.nbytes < 0.15 * wanted.nbytes
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"), [("fp8 in blocks", {"quantization": "fp8"}), ("awq", {}), ("packed", {"quantization": None})]
-)
-def test_ranks_that_would_cut_groups_are_refused(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """336 and 176 columns of `down` end within a group of 128, and of 32."""
+@pytest.mark.parametrize("name", ["awq", "packed"])
+def test_ranks_that_would_cut_groups_are_refused(name: str, tmp_path: Path) -> None:
+    """A quarter of 448 columns ends within a group of 32."""
     quantizer, said, _ = FORMATS[name]
-    size = 384 if "fp8" in name else 64 * 7
-    folder, plain = write(tmp_path, "llama", quantizer, said, intermediate_size=size)
-    ranks = 2 if "fp8" in name else 4
+    folder, plain = write(tmp_path, "llama", quantizer, said, intermediate_size=448)
     with pytest.raises(ValueError, match=r"down_proj.*this number of ranks would cut.*another tp, or set dequantize"):
-        load(folder, ranks - 1, ranks, **settings)
-    compare(load(folder, 1, ranks, dequantize=True), load(plain, 1, ranks), torch.Tensor)
+        load(folder, 1, 4)
+    compare(load(folder, 1, 4, dequantize=True), load(plain, 1, 4), torch.Tensor)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_cut_groups_of_8_bits_multiply_them_out(rank: int, tmp_path: Path) -> None:
+    """Half of 384 columns ends within a group of 128. The matrix is rounded again, by rows, if that is asked for."""
+    quantizer, said, _ = FORMATS["fp8 in blocks"]
+    folder, plain = write(tmp_path, "llama", quantizer, said, intermediate_size=384)
+    got, wanted = load(folder, rank, 2, quantization="fp8"), load(plain, rank, 2)
+    assert torch.equal(dense(got["layers.0.gate_up"]), dense(wanted["layers.0.gate_up"]))
+    assert all(map(torch.equal, got["layers.0.down"], quantize(dense(wanted["layers.0.down"]))))
 
 
 def test_modules_that_are_not_quantized(written: Written, tmp_path: Path) -> None:
