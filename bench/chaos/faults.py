@@ -26,6 +26,7 @@ from bench.chaos.two_nodes import RANKS, REPLICAS, ROUTERS, TwoNodes
 PAUSE_S = 5.0  # longer than routers wait for a heartbeat
 LOST_MESSAGES = 5
 LOOK_S = 0.1
+END_S = 30.0  # how long a killed process may take to end
 
 Fault = Callable[[TwoNodes, SteadyLoad, Random], str]
 """Does something to the fleet, and returns when it is whole again. Returns what was hit. Raises NotRecovered."""
@@ -87,7 +88,11 @@ def _router_killed(fleet: TwoNodes, load: SteadyLoad, random: Random) -> str:
     victim, *others = random.sample(routers := fleet.processes(ROUTERS), len(routers))
     victim.suspend()  # it accepts no more connections while they are listed
     load.orphan(_clients([victim]), _clients(others))
+    load.router_is_dying = True
     victim.kill()
+    victim.wait(END_S)
+    load.orphan((), _clients(others))  # clients that have not noticed yet
+    load.router_is_dying = False
     fleet.until_whole(gone=[victim])
     return f"pid {victim.pid}"
 

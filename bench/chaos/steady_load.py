@@ -73,11 +73,16 @@ class RequestCounts:
 
 
 class SteadyLoad:
-    """A number of clients, of which each asks again as soon as it has its answer, over a new connection."""
+    """A number of clients, of which each asks again as soon as it has its answer, over a new connection.
+
+    `router_is_dying`: whether a router has been killed and has not ended yet. Until then the kernel accepts connections
+    for it, which are reset before a byte of an answer.
+    """
 
     def __init__(self, url: str, model: str, asked: Sequence[Question], clients: int, random: Random) -> None:
         """Learns the right answers from the server, which must be undisturbed. Raises Failed."""
         self.counts = RequestCounts()
+        self.router_is_dying = False
         self._http, self._model, self._asked, self._random = Http(url), model, asked, random
         self._clients = clients
         self._longest_wait_s = 0.0
@@ -137,7 +142,8 @@ class SteadyLoad:
             self._keep(f"question {number}: {answer} in place of {self._answers[number]}")
 
     def _failed(self, number: int, flight: Flight, error: Exception) -> None:
-        if flight.is_orphan and isinstance(error, Broken | ConnectionError):
+        was_reset = self.router_is_dying and isinstance(error, Broken) and error.clean
+        if was_reset or (flight.is_orphan and isinstance(error, Broken | ConnectionError)):
             self.counts.lost_with_router += 1
             return
         self.counts.failed += 1

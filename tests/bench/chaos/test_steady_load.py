@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from bench.chaos import steady_load
 from bench.chaos.steady_load import Failed, Flight, Question, SteadyLoad, questions
+from bench.load.http import Broken
 
 
 @dataclass
@@ -139,6 +140,20 @@ def test_a_broken_connection_counts_apart_if_its_router_was_killed(
     answers.fault = "status"
     ask(made)
     assert (made.counts.lost_with_router, made.counts.failed) == (1, 1), "a refusal is no lost connection"
+
+
+@pytest.mark.parametrize(("is_dying", "clean", "lost"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_a_connection_that_the_kernel_accepted_for_a_dying_router_counts_apart(
+    answers: Answers, is_dying: bool, clean: bool, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reset(*its: object) -> list[str]:
+        raise Broken("reset", clean)
+
+    made = load(answers, Question("p", 9))
+    made.router_is_dying = is_dying
+    monkeypatch.setattr(made, "_ask", reset)
+    ask(made)
+    assert (made.counts.lost_with_router, made.counts.failed) == (lost, 1 - lost)
 
 
 def test_questions_are_of_all_kinds_and_the_same_for_a_seed() -> None:
