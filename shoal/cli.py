@@ -52,6 +52,10 @@ BENCHES = {
     "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
     "fleet": ("bench.fleet.command", "placement rules on a simulated fleet, next to those of other systems"),
+    "overhead": (
+        "bench.fleet.overhead",
+        "the cost of a router: its CPU time for a token, and what it adds to latencies",
+    ),
     "parser": ("bench.protocols.parser", "the parser of answers, for each format of tool calls"),
     "tools": ("bench.correctness.tools", "calls of tools: whether all are valid, and their throughput next to text"),
     "schemas": ("bench.schemas.command", "published JSON schemas: how many are accepted, whether masks are right"),
