@@ -21,9 +21,10 @@ from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
 from ray.serve._private.common import DeploymentID
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 
 from cluster import log_lines
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
@@ -47,6 +48,10 @@ DEREGISTER_S = 30.0
 PLACEMENT = RequestRouterConfig(
     request_router_class="cluster.request_router:PlacementRouter"  # type: ignore[arg-type]  # Ray's annotation is wrong
 )
+# How long a control actor or a router may take to answer a health check; after three late answers it is replaced. Both
+# wait for other processes most of the time, so a starved machine is the most that could delay them. Serve's own 30 s
+# would leave what hangs in place for a minute and a half.
+HEALTH_ANSWER_S = 10.0
 NODE_SHARE = 0.001  # of the resource that stands for a node: an actor that asks for some of it runs there
 
 
@@ -72,14 +77,14 @@ def settle(config: Config, gpus: float) -> tuple[Config, str | None]:
     return config.changed(settled), note
 
 
-def application(config: Config, node: str | None = None) -> Application:
+def application(config: Config, node: str | None = None, replica_type: type[Replica] = Replica) -> Application:
     """The application. With a `node` (its address in Ray) the routers run on that machine and listen on `host` and
     `port` themselves. Without one they run anywhere, behind Serve's proxies. `config` must be settled. Raises
     ConfigError for a key of another endpoint that this process's environment does not have."""
-    return routers(config, [_replicas(config, deployment) for deployment in config.deployments], node)
+    return routers(config, [_replicas(config, deployment, replica_type) for deployment in config.deployments], node)
 
 
-def _replicas(config: Config, deployment: DeploymentConfig) -> Application:
+def _replicas(config: Config, deployment: DeploymentConfig, replica_type: type[Replica]) -> Application:
     """The deployment of one model's replicas. Each replica has a placement group of its own."""
     return serve.deployment(
         name=config.deployment_name(deployment),
@@ -89,9 +94,10 @@ def _replicas(config: Config, deployment: DeploymentConfig) -> Application:
         placement_group_strategy="PACK",
         request_router_config=PLACEMENT,
         health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=HEALTH_ANSWER_S,
         graceful_shutdown_wait_loop_s=0.1,  # Serve itself has sent the control actor nothing
         graceful_shutdown_timeout_s=config.drain_s + STOP_S,
-    )(Replica).bind(unscaled_deployment(deployment), config.drain_s, config.log_format)
+    )(replica_type).bind(unscaled_deployment(deployment), config.drain_s, config.log_format)
 
 
 def routers(config: Config, replicas: Sequence[Application], node: str | None = None) -> Application:
@@ -106,9 +112,22 @@ def routers(config: Config, replicas: Sequence[Application], node: str | None = 
         ray_actor_options=actor,
         max_ongoing_requests=UNLIMITED,
         health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=HEALTH_ANSWER_S,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.drain_s + STOP_S + (DEREGISTER_S if node is None else 0.0),
     )(Router if node is None else ListeningRouter).bind(unscaled(config), upstream_keys(config), *replicas)
+
+
+def deploy(app: Application) -> None:
+    """Gives an application whose routers listen themselves to Serve, which must not run yet or runs this application
+    already: it then replaces all of its processes, a few at a time. Returns at once."""
+    serve.start(
+        proxy_location=ProxyLocation.Disabled,
+        logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
+    )
+    # The "external scaler" is `scale`.
+    targets = [serve.RunTarget(app, name=APP, route_prefix=None, external_scaler_enabled=True)]
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
 def numbers(config: Config) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.convert import Kept, convert
-from worker.executor.gguf_layout import FILE
+from worker.checkpoint.gguf_layout import FILE
 from worker.folders import cache_folder
 
 Progress = Callable[[str], None]

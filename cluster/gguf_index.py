@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from worker.executor.gguf_layout import INDEX, Index, Matrix
+from worker.checkpoint.gguf_layout import INDEX, Index, Matrix
 
 
 def write(path: Path, config: Any, folder: Path) -> None:
@@ -64,7 +64,7 @@ _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _check(path: Path, tensors: list[Any]) -> None:
-    from worker.executor.gguf_file import KEPT_FORMATS  # with torch
+    from worker.checkpoint.gguf_file import KEPT_FORMATS  # with torch
 
     quantized = [tensor for tensor in tensors if tensor.tensor_type.name not in _PLAIN]
     unknown = sorted({tensor.tensor_type.name for tensor in quantized} - set(KEPT_FORMATS))

@@ -18,13 +18,12 @@ from types import FrameType
 
 import ray
 from ray import serve as ray_serve
-from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client as get_global_client
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from rich.console import Console
 
 from cluster import local
-from cluster.app import APP, application, numbers, scale, settle
+from cluster.app import APP, application, deploy, numbers, scale, settle
 from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
 from cluster.followed_config import FollowedConfig, rescaled
@@ -250,15 +249,8 @@ class _Launch:
         self._check_gpus(ray.cluster_resources().get("GPU", 0), self._config)
         self._say("starting Ray Serve")
         self._serve_is_ours = get_global_client(raise_if_no_controller_running=False) is None
-        ray_serve.start(
-            proxy_location=ProxyLocation.Disabled,  # the routers listen
-            logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
-        )
         self._deployed = True
-        run = application(self._config, _this_node())
-        # The "external scaler" is `scale`.
-        targets = [ray_serve.RunTarget(run, name=APP, route_prefix=None, external_scaler_enabled=True)]
-        ray_serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        deploy(application(self._config, _this_node()))
 
     def _check_gpus(self, there: float, config: Config) -> None:
         """Raises LaunchError if this machine has too few GPUs. A cluster may grow: for one without GPUs, only prints a

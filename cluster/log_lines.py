@@ -85,7 +85,7 @@ class LineFormatter(logging.Formatter):
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
+        message = record.message = record.getMessage()  # as every formatter leaves it, for handlers after this one
         fields = self._fields_of(record)
         exception = self.formatException(record.exc_info) if record.exc_info else record.exc_text
         match self._log_format:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.conversion import Conversion, ModelError, Progress
+from worker.checkpoint.gguf_layout import FILE
 from worker.config import WorkerConfig
-from worker.executor.gguf_layout import FILE
 
 C = TypeVar("C", bound=WorkerConfig)
 

@@ -63,6 +63,7 @@ class Replica:
     """The Serve deployment of a replica. Runs no model and carries no tokens. Must not import torch, to start at
     once."""
 
+    rank_type: type[Rank] = Rank  # the actors' class; benchmarks extend it
     _watcher: asyncio.Task[None] | None = None  # once the ranks run
     _is_leaving = False
 
@@ -78,7 +79,7 @@ class Replica:
         self._tp, self._leading = config.tp, config.leading_rank
         group = ray.util.get_current_placement_group()
         assert group is not None, "the deployment has placement_group_bundles"
-        self._ranks = start_ranks(config, group)
+        self._ranks = start_ranks(config, group, self.rank_type)
         for index, rank in enumerate(self._ranks):
             rank.write_logs.remote(log_format, name, index)
         # The scheduler is on the leading rank; the other ranks connect to the address that it opens.
@@ -201,16 +202,16 @@ async def _end(rank: ActorHandle, run: ObjectRef) -> str | NoProgress:
     return f"its process hangs ({who}): no answer for {HANG_S:g} s"
 
 
-def start_ranks(config: ReplicaConfig, group: PlacementGroup) -> list[ActorHandle]:
+def start_ranks(config: ReplicaConfig, group: PlacementGroup, rank_type: type[Rank] = Rank) -> list[ActorHandle]:
     """Starts the actors of all ranks; returns them in order of rank. Stages that share a node are neighbours."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     stages = sorted(range(1, len(nodes)), key=lambda bundle: (nodes[bundle], bundle))
-    return [_start(config, group, bundle) for bundle in stages for _ in range(config.tp)]
+    return [_start(config, group, bundle, rank_type) for bundle in stages for _ in range(config.tp)]
 
 
-def _start(config: ReplicaConfig, group: PlacementGroup, bundle: int) -> ActorHandle:
+def _start(config: ReplicaConfig, group: PlacementGroup, bundle: int, rank_type: type[Rank]) -> ActorHandle:
     resources = rank_resources(config)
-    actor: Any = ray.remote(Rank).options(
+    actor: Any = ray.remote(rank_type).options(
         num_cpus=resources["CPU"],
         num_gpus=resources.get("GPU", 0),
         max_concurrency=2,  # `run` keeps one thread

@@ -4,6 +4,7 @@
 | --- | --- |
 | `pages.py` | pages and their free list |
 | `tree.py` | the tree over pages |
+| `checkpoints.py` | the tree of models with recurrent states: checkpoints, from which alone a prefix can be continued |
 | `policies.py` | eviction order |
 | `leases.py` | leases with owners and ends: what is evicted last |
 | `integrity.py` | the check that no page is lost or owned twice |

@@ -24,9 +24,24 @@ class Split(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Removed(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The leaf `node` was removed."""
+    """The leaf `node` was removed, with its checkpoint if it had one."""
 
     node: int
 
 
-Event = Stored | Split | Removed
+class Saved(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """A checkpoint of the states at the end of `node` was saved (`radix.checkpoints`). That of the root, before the
+    first token, needs no row: it says that the prefixes of this tree can be continued from checkpoints only."""
+
+    node: int
+
+
+class Dropped(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The checkpoint of `node` was evicted, and the node stays."""
+
+    node: int
+
+
+NodeEvent = Stored | Split | Removed
+CheckpointEvent = Saved | Dropped
+Event = NodeEvent | CheckpointEvent

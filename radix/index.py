@@ -7,6 +7,9 @@ a prompt therefore finds the cached length on every replica, however many there 
     index of two replicas       [A|B|C] on both ── [D] on the first, bits 01
                                         11      └─ [E|F] on the second, bits 10
 
+The replicas of a model with recurrent states tell their checkpoints (`radix.checkpoints`). There a prefix counts up to
+the deepest of them.
+
 A cache that is dropped is hidden at once, and removed from the nodes little by little (`PrefixIndex.tidy`). Until then
 its bit is not given to another.
 
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from radix.events import Event, Removed, Split, Stored
+from radix.events import Dropped, Event, Removed, Saved, Split, Stored
 from radix.node import TOKEN_BYTES, common_bytes
 
 ROOT = 0
@@ -50,8 +53,10 @@ class IndexedCache:
             self._store(event)
         elif isinstance(event, Removed):
             self._remove(event)
-        else:
+        elif isinstance(event, Split):
             self._split(event)
+        else:
+            self._change_checkpoint(event)
 
     def clear(self, most: int) -> int:
         """Takes at most `most` nodes of a dropped cache out of the index, in any order. Returns how many it took."""
@@ -100,6 +105,15 @@ class IndexedCache:
         self._num_bytes -= num_bytes
         self.index.take_out(end, num_bytes, self._bit)
 
+    def _change_checkpoint(self, event: Saved | Dropped) -> None:
+        end, _, num_bytes = self._known(event.node)
+        is_saved = isinstance(event, Saved)
+        if self.index.has_checkpoint(end, self._bit) == is_saved or not (num_bytes or is_saved):
+            raise ValueError(f"node {event.node} {'has a' if is_saved else 'has no'} checkpoint that can be changed")
+        self.index.has_checkpoints = True
+        if num_bytes:
+            self.index.flip_checkpoint(end, self._bit)
+
     def _known(self, number: int) -> tuple[int, int, int]:
         if (node := self._nodes.get(number)) is None:
             raise ValueError(f"node {number} is not known")
@@ -121,6 +135,10 @@ class PrefixIndex:
         self._parents: list[int] = [-1]
         self._holders: list[int] = [0]
         self._children: list[dict[bytes, int] | None] = [None]
+        # Of models with recurrent states: by node, the bits of the caches with a checkpoint at its end; and whether any
+        # cache has told a checkpoint. Then all are of such a model, and a prefix counts up to its deepest checkpoint.
+        self._checkpoints: dict[int, int] = {}
+        self.has_checkpoints = False
         self._unused: list[int] = []  # numbers of nodes that were removed
         self._live = 0  # bits of the caches that are not dropped
         self._free: list[int] = []  # slots
@@ -158,8 +176,11 @@ class PrefixIndex:
 
     def match(self, prompt: bytes) -> NDArray[np.float64]:
         """Tokens in the longest cached prefix of `prompt` (as `radix.node.pack` has it) on each replica, in whole
-        pages; float64 [num_slots + 1], by slots. The last entry is 0, for a replica without a cache."""
+        pages; with checkpoints, in the longest that can be continued. float64 [num_slots + 1], by slots. The last entry
+        is 0, for a replica without a cache."""
         cached = np.zeros(self.num_slots + 1)
+        if self.has_checkpoints:
+            return self._match_checkpoints(prompt, cached)
         page_bytes, children, holders, end = self.page_bytes, self._children[ROOT], self._live, 0
         while children is not None and (child := children.get(prompt[end : end + page_bytes])) is not None:
             still = holders & self._holders[child]
@@ -177,6 +198,30 @@ class PrefixIndex:
         if end:
             set_slots(cached, holders, end // TOKEN_BYTES)
         return cached
+
+    def _match_checkpoints(self, prompt: bytes, cached: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Writes into `cached`, zeros, where the deepest checkpoint of each replica is on the path of `prompt`."""
+        page_bytes, children, holders, end = self.page_bytes, self._children[ROOT], self._live, 0
+        while children is not None and (child := children.get(prompt[end : end + page_bytes])) is not None:
+            holders &= self._holders[child]
+            if not holders or not prompt.startswith(self._edges[child], end):
+                break
+            children, end = self._children[child], end + len(self._edges[child])
+            if reached := holders & self._checkpoints.get(child, 0):
+                set_slots(cached, reached, end // TOKEN_BYTES)
+        return cached
+
+    def has_checkpoint(self, node: int, bit: int) -> bool:
+        """Whether the holder `bit` has a checkpoint at the end of `node`."""
+        return bool(self._checkpoints.get(node, 0) & bit)
+
+    def flip_checkpoint(self, node: int, bit: int) -> None:
+        """Gives the holder `bit` a checkpoint at the end of `node`, or takes it away."""
+        bits = self._checkpoints.get(node, 0) ^ bit
+        if bits:
+            self._checkpoints[node] = bits
+        else:
+            del self._checkpoints[node]
 
     def store(self, node: int, tokens: bytes, bit: int) -> int | None:
         """Gives the holder `bit` the path `tokens` below `node`, and returns where that ends. Returns None, and does
@@ -206,9 +251,11 @@ class PrefixIndex:
         return self._split(node, size - below) if below else node
 
     def take_out(self, node: int, num_bytes: int, bit: int) -> None:
-        """Takes `bit` off the nodes of the path of `num_bytes` that ends with `node`, and removes those without a
-        holder."""
+        """Takes `bit` off the nodes of the path of `num_bytes` that ends with `node`, with its checkpoint there, and
+        removes those without a holder."""
         holders, children = self._holders, self._children
+        if self.has_checkpoints and self.has_checkpoint(node, bit):
+            self.flip_checkpoint(node, bit)
         while num_bytes:
             parent = self._parents[node]
             num_bytes -= len(self._edges[node])

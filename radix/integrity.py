@@ -1,6 +1,6 @@
-"""Checks that a tree and its pool are sound: pages, links, locks, leases, counts, eviction order."""
+"""Checks that a tree and its pools are sound: pages, links, locks, leases, counts, eviction order, checkpoints."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,16 @@ class CheckedTree(Protocol):
     def num_reserved(self) -> int: ...
 
 
+class CheckedCheckpoints(Protocol):
+    """The attributes of a `radix.checkpoints.CheckpointTree` that are checked, besides those of any tree."""
+
+    root: PagedNode
+    rows: PagePool
+    checkpoints: dict[PagedNode, int]
+
+    def eviction_order(self) -> Iterator[PagedNode]: ...
+
+
 def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
     """Raises AssertionError, with the fault, if anything is wrong. `held_pages`: all pages that requests own, without
     the tree's pages that they read."""
@@ -43,7 +53,26 @@ def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
         _check_leases(node)
     _check_counts(tree, nodes)
     _check_heap(tree, nodes)
-    _check_pages(tree, nodes, held_pages)
+    _check_owners("page", tree.pool, np.concatenate([node.pages for node in nodes]), held_pages)
+
+
+def check_checkpoints(tree: CheckedCheckpoints, held_rows: Iterable[int]) -> None:
+    """Raises AssertionError, with the fault, if anything is wrong with the checkpoints of a sound tree. `held_rows`:
+    all rows that requests own."""
+    tree.rows.check_integrity()
+    nodes = set(walk(tree.root))
+    for node in tree.checkpoints:
+        _require(node in nodes, f"node {node.number} has a checkpoint and is gone")
+        _require(node is not tree.root, "the root has a checkpoint")
+    order = list(tree.eviction_order())
+    _require(
+        len(order) == len(tree.checkpoints) and set(order) == tree.checkpoints.keys(),
+        f"{len(tree.checkpoints)} checkpoints are there, {len(order)} can be evicted in their order",
+    )
+    for node in nodes - tree.checkpoints.keys() - {tree.root}:
+        _require(bool(node.children), f"node {node.number} is a leaf without a checkpoint")
+        _require(not node.own_locks, f"node {node.number} is locked, and its checkpoint was not kept")
+    _check_owners("row", tree.rows, np.array([*tree.checkpoints.values()], dtype=np.int64), held_rows)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -136,19 +165,18 @@ def _check_heap(tree: CheckedTree, nodes: list[PagedNode]) -> None:
             _require(node.queued <= value, f"the value of node {node.number} has fallen")
 
 
-def _check_pages(tree: CheckedTree, nodes: list[PagedNode], held_pages: Iterable[int]) -> None:
-    free = tree.pool.free_pages()
-    held = np.fromiter(held_pages, dtype=np.int64)
-    cached = np.concatenate([node.pages for node in nodes])
-    count = tree.pool.num_pages
-    for owner, pages in (("a request", held), ("the tree", cached)):
-        foreign = pages[(pages < 0) | (pages >= count)]
-        _require(not foreign.size, f"{owner} owns pages {foreign[:8].tolist()}, which are not of the pool")
-    owners = [np.bincount(pages, minlength=count) for pages in (free, held, cached)]
+def _check_owners(what: str, pool: PagePool, cached: np.ndarray, held: Iterable[int]) -> None:
+    """Raises AssertionError unless all of a pool have one owner. `cached`: what the tree owns. `held`: what requests
+    own."""
+    own, count = np.fromiter(held, dtype=np.int64), pool.num_pages
+    for owner, ids in (("a request", own), ("the tree", cached)):
+        foreign = ids[(ids < 0) | (ids >= count)]
+        _require(not foreign.size, f"{owner} owns {what}s {foreign[:8].tolist()}, which are not of the pool")
+    owners = [np.bincount(ids, minlength=count) for ids in (pool.free_pages(), own, cached)]
     total = owners[0] + owners[1] + owners[2]
-    for page in np.flatnonzero(total != 1)[:1].tolist():
-        in_free, in_held, in_tree = (int(owner[page]) for owner in owners)
+    for one in np.flatnonzero(total != 1)[:1].tolist():
+        in_free, in_held, in_tree = (int(owner[one]) for owner in owners)
         raise AssertionError(
-            f"{int((total != 1).sum())} pages have not exactly one owner, such as page {page}: "
+            f"{int((total != 1).sum())} {what}s have not exactly one owner, such as {what} {one}: "
             f"free {in_free} times, held by requests {in_held} times, in the tree {in_tree} times"
         )

@@ -40,6 +40,7 @@ from radix.node import (
 )
 from radix.pages import PagePool
 from radix.policies import lru
+from radix.snapshot import SnapshotWalk
 
 
 class Match(NamedTuple):
@@ -116,13 +117,7 @@ class Tree:
         """The longest cached prefix of `tokens`, in whole pages. Splits the node inside which the prefix ends, and
         counts as a use."""
         node, _ = self._find(whole_pages(pack(tokens), self._page_bytes))
-        parts = []
-        walker: PagedNode | None = node
-        while walker is not None:
-            parts.append(walker.pages)
-            walker = walker.parent
-        pages = np.concatenate(parts[::-1])
-        return Match(node, pages, len(pages) * self.page_size)
+        return self._match_to(node)
 
     def insert(self, tokens: Sequence[int] | np.ndarray, pages: np.ndarray) -> Inserted:
         """Makes `tokens` (whole pages) a prefix of the tree, with their KV in `pages` (int32 [tokens / page_size]).
@@ -206,12 +201,8 @@ class Tree:
         freed: list[np.ndarray] = []
         missing = min(num_pages, self._num_evictable)
         while missing > 0:
-            leaf = self._pop_leaf()
-            if len(leaf.pages) > missing:
-                self._split(leaf, (len(leaf.pages) - missing) * self._page_bytes)
-            missing -= len(leaf.pages)
-            freed.append(leaf.pages)
-            self._remove(leaf)
+            freed.append(self._take_pages(self._pop_leaf(), missing))
+            missing -= len(freed[-1])
         if not freed:
             return 0
         pages = np.concatenate(freed)
@@ -224,10 +215,14 @@ class Tree:
             raise ValueError(f"{self._num_cached - self._num_evictable} pages are locked: finish their requests first")
         self.evict(self._num_cached)
 
-    def snapshot(self) -> list[Stored]:
-        """Events that tell this tree to a new listener, parents before children. `radix.snapshot` does the same in
+    def snapshot(self) -> list[Event]:
+        """Events that tell this tree to a new listener, parents before children. `snapshot_walk` does the same in
         pieces."""
         return [Stored(node.number, node.parent.number, node.edge) for node in walk(self.root) if node.parent]
+
+    def snapshot_walk(self) -> SnapshotWalk:
+        """A way through the tree, to tell it to a new listener in pieces."""
+        return SnapshotWalk(self.root)
 
     def check_integrity(self, held_pages: Iterable[int] = ()) -> None:
         """Raises AssertionError, with the fault, unless the tree is sound and every page of the pool has exactly one
@@ -241,12 +236,26 @@ class Tree:
         node, inside, end = descend(self.root, prompt, self._page_bytes)
         if inside < len(node.edge):
             node = self._split(node, inside)
+        self._use(node)
+        return node, end
+
+    def _use(self, node: PagedNode) -> None:
+        """Marks the path to `node` as used."""
         now = self._clock()
         walker: PagedNode | None = node
         while walker is not None:
             walker.last_used = now
             walker = walker.parent
-        return node, end
+
+    def _match_to(self, node: PagedNode) -> Match:
+        """The match that ends at the end of `node`."""
+        parts = []
+        walker: PagedNode | None = node
+        while walker is not None:
+            parts.append(walker.pages)
+            walker = walker.parent
+        pages = np.concatenate(parts[::-1])
+        return Match(node, pages, len(pages) * self.page_size)
 
     def _add_leaf(self, parent: PagedNode, edge: bytes, pages: np.ndarray) -> PagedNode:
         leaf = PagedNode(next(self._numbers), parent, edge)
@@ -273,6 +282,13 @@ class Tree:
         if self._on_event is not None:
             self._on_event(Split(node.number, upper.number, at // TOKEN_BYTES))
         return upper
+
+    def _take_pages(self, leaf: PagedNode, most: int) -> np.ndarray:
+        """Removes a leaf, which is not queued, or its last `most` pages. Returns its pages, which are not freed yet."""
+        if len(leaf.pages) > most:
+            self._split(leaf, (len(leaf.pages) - most) * self._page_bytes)
+        self._remove(leaf)
+        return leaf.pages
 
     def _remove(self, leaf: PagedNode) -> None:
         parent = detach(leaf, self._page_bytes)
@@ -302,10 +318,15 @@ class Tree:
 
     def _queue_again(self, node: PagedNode) -> None:
         """Queues a node again if its value has fallen below that of its entry in the heap."""
-        if node.queued is None or node.queued <= self._value(node):
+        if node.queued is not None and node.queued > self._value(node):
+            self._unqueue(node)
+            self._queue(node)
+
+    def _unqueue(self, node: PagedNode) -> None:
+        """Makes the entry of a node in the heap a stale one, if it has one."""
+        if node.queued is None:
             return
         node.queued = None
-        self._queue(node)
         self.num_stale += 1
         if self.num_stale > len(self.heap) // 2:
             self.heap = [entry for entry in self.heap if entry[2].queued is entry[0]]

@@ -73,6 +73,7 @@ from router.responses import (
 from router.sampling import check_token_ids
 from router.service import Service
 from router.sse import ClientGone, EventStream, unless_gone
+from router.templates import TemplateStream, template_calls
 
 PREFLIGHT_S = 600  # how long a browser may cache the answer to a CORS preflight
 
@@ -177,21 +178,27 @@ def _generation_routes(models: Models, keys: Keys, limits: RateLimits) -> APIRou
         arrived = perf_counter()
         service, body, size = await models.read(request, CompletionRequest)
         service.check_priority(body.priority, client_of(request))
-        body = service.defaults.complete(body)
-        branches = continued_branches(service.programs, body, keys.tenant(request))
-        job = await service.in_thread(
-            size,
-            completion_job,
-            body,
-            service.tokenizer,
-            service.context_length,
-            service.config.max_prompts,
-            arrived,
-            branches,
-        )
-        return await answer(
-            request, service, bool(body.stream), job, CompletionFormat(job, service.model, service.tokenizer)
-        )
+
+        async def prepared(call: CompletionRequest, arrived: float) -> PreparedRequest:
+            return await service.in_thread(
+                size,
+                completion_job,
+                call,
+                service.tokenizer,
+                service.context_length,
+                service.config.max_prompts,
+                arrived,
+                continued_branches(service.programs, call, keys.tenant(request)),
+            )
+
+        calls = [service.defaults.complete(call) for call in template_calls(body)]
+        job = await prepared(calls[0], arrived)
+        if len(calls) == 1:
+            form = CompletionFormat(job, service.model, service.tokenizer)
+            return await answer(request, service, bool(body.stream), job, form)
+        state = request.state
+        template = TemplateStream(service, calls, job, prepared, state.name, state.ticket, state.timeout_s)
+        return EventStream(template.stream)
 
     @routes.post(
         "/v1/choices",

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter
 from typing import Any
 
@@ -31,9 +31,9 @@ def timeout_of(request: Request, body: Any) -> float | None:
 
 
 @contextlib.asynccontextmanager
-async def within(timeout_s: float | None, arrived: float) -> AsyncIterator[None]:
-    """Cancels what is inside when `timeout_s` seconds have passed since `arrived` (of `perf_counter`). Then raises
-    ApiError (504)."""
+async def within(timeout_s: float | None, arrived: float, on_expiry: Callable[[], None]) -> AsyncIterator[None]:
+    """Cancels what is inside when `timeout_s` seconds have passed since `arrived` (of `perf_counter`). Then calls
+    `on_expiry` and raises ApiError (504)."""
     if timeout_s is None:
         yield
         return
@@ -44,5 +44,6 @@ async def within(timeout_s: float | None, arrived: float) -> AsyncIterator[None]
     except TimeoutError:
         if not limit.expired():
             raise
+        on_expiry()
         message = f"The request took longer than its timeout of {timeout_s:g} s, and was ended."
         raise ApiError(504, message, param="timeout", code="deadline_exceeded", headers=NO_RETRY) from None

@@ -313,9 +313,11 @@ class Fleet:
         """Tokens of the prompt that each replica has cached or will have soon, [rows]."""
         marked = self._expected.match(hashes, self._clock(), self._num_slots)[self._slots]
         cached = np.array([0.0, *ends])[marked]
+        goes_on_anywhere = True
         for index, slots in self._known_caches():
             cached = np.maximum(cached, index.match(prompt)[slots])
-        if home is not None and (row := self._rows.get(home.replica_id)) is not None:
+            goes_on_anywhere &= not index.has_checkpoints
+        if home is not None and goes_on_anywhere and (row := self._rows.get(home.replica_id)) is not None:
             cached[row] = max(cached[row], home.num_tokens)
         # The last token is always computed: its logits give the answer's first token.
         return np.minimum(cached, max(0, len(prompt) // TOKEN_BYTES - 1))

@@ -125,7 +125,8 @@ class Generation:
         self._sends_at_once = not self._job.whole_choices
         self._begin()
         await self._run_all([one(sequence) for sequence in self._job.sequences])
-        await emit(self._form.closing(self._usage()))
+        if data := self._form.closing(self._usage()):
+            await emit(data)
 
     async def whole(self) -> bytes:
         """The answer as one JSON object. Raises ApiError."""
@@ -146,13 +147,8 @@ class Generation:
 
     async def _run_all(self, sequences: list[Coroutine[Any, Any, None]]) -> None:
         """Runs the sequences to their ends. Raises ApiError, also when the time is over."""
-        try:
-            async with within(self._timeout_s, self._job.arrived):
-                await _together(sequences)
-        except ApiError as error:
-            if error.code == "deadline_exceeded":
-                self._service.metrics.missed_deadlines("expired")
-            raise
+        async with within(self._timeout_s, self._job.arrived, self._service.missed_deadline):
+            await _together(sequences)
 
     async def _collected(self, sequence: Choice, answer: "Answer") -> Piece:
         """Runs one sequence. Returns all of its text as one piece."""

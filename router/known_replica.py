@@ -218,7 +218,7 @@ class KnownReplica:
         """Applies the next events to the cache. Raises ValueError if one does not fit those before it; the cache must
         be dropped then."""
         assert self.cache is not None
-        for event in events.events:
+        for event in events.changes():
             self.cache.apply(event)
         if events.piece is None:
             self.next_seq += len(events.events)

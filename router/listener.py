@@ -98,6 +98,10 @@ class _Server(uvicorn.Server):
         for each in open_sockets:
             refuse_handshakes(each)
         await asyncio.sleep(HANDSHAKE_S)
+        loop = asyncio.get_running_loop()
+        for each in open_sockets:
+            loop.remove_reader(each)
+        await asyncio.sleep(0)  # a closed server loses what the event loop took in its last turn
         # What uvicorn's servers have not taken when they close would be reset, so the sockets stay open for a moment.
         waiting = [each.dup() for each in open_sockets]
         for server in self.servers:
@@ -105,7 +109,6 @@ class _Server(uvicorn.Server):
         clients = [client for each in waiting for client in _accepted(each)]
         for each in waiting:
             each.close()
-        loop = asyncio.get_running_loop()
         # The first of them may be answered before uvicorn has closed the last.
         self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
         for client in clients:

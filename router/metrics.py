@@ -30,6 +30,8 @@ _GAUGES = {
     "kv_tokens_used": ("shoal_kv_tokens_used", "KV tokens held by running requests"),
     "kv_tokens_leased": ("shoal_kv_tokens_leased", "Cached KV tokens of living programs, which are evicted last"),
     "kv_tokens_cached": ("shoal_kv_tokens_cached", "KV tokens of past requests, kept for reuse"),
+    "checkpoints_total": ("shoal_checkpoints", "Checkpoints of recurrent states that the replica can hold"),
+    "checkpoints": ("shoal_checkpoints_cached", "Checkpoints of recurrent states from which cached prefixes go on"),
     "length_tau": (
         "shoal_output_length_tau",
         "Kendall's tau between the predicted and the real lengths of the newest outputs: 1 if the order is right, 0 if "
@@ -41,6 +43,7 @@ _COUNTERS = {
     "steps": ("shoal_steps", "Steps that the scheduler made"),
     "prompt_tokens": ("shoal_prompt_tokens", "Prompt tokens of requests that began"),
     "cached_tokens": ("shoal_cached_tokens", "Prompt tokens that were in the cache"),
+    "checkpoints_evicted": ("shoal_checkpoints_evicted", "Checkpoints of recurrent states that were evicted"),
     "output_tokens": ("shoal_output_tokens", "Tokens sampled"),
     "preemptions": ("shoal_preemptions", "Times that a running request gave up its KV pages for another"),
     "aborts": ("shoal_aborts", "Requests that the router stopped"),

@@ -25,6 +25,7 @@ NonEmpty = Annotated[str, Meta(min_length=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="0")]
 Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+MaxTokens = Annotated[Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="most tokens of the answer; 16")]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Flag = bool | None
 
@@ -86,7 +87,9 @@ Options = Annotated[
     Annotated[list[NonEmpty], Meta(min_length=1, max_length=1024)] | None,
     Meta(description="the output is one of these"),
 ]
-Ebnf = Annotated[NonEmpty | None, Meta(description="the output follows this grammar (GBNF)")]
+Ebnf = Annotated[
+    NonEmpty | None, Meta(description="the output follows this grammar (GBNF, or Lark as llguidance reads it)")
+]
 Schema = Annotated[dict[str, Any] | str | None, Meta(description="the output validates against this JSON schema")]
 AnyJson = Annotated[Flag, Meta(description="the output is a JSON object")]
 
@@ -110,71 +113,9 @@ class StructuredOutputs(Body, frozen=True, kw_only=True):
     structural_tag: Neutral = None
 
 
-ProgramName = Annotated[str, Meta(min_length=1, max_length=64)]
+class GenerationParameters(Body, frozen=True, kw_only=True):
+    """The fields that say how one text is generated: sampling, its end, its form."""
 
-
-class ProgramFork(Body, frozen=True, kw_only=True):
-    """A branch that a request begins, together with others."""
-
-    branch: Annotated[ProgramName, Meta(description="the new branch")]
-    prompt: Annotated[str, Meta(description="the branch's own text, after the request's prompt")]
-    then: Annotated[str | None, Meta(description="constant text that will follow the answer: computed as it ends")] = (
-        None
-    )
-    remaining: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="calls that the program still has after this one on its longest path"),
-    ] = None
-
-
-class ProgramCall(Body, frozen=True, kw_only=True):
-    """The program of calls that a request belongs to, and what it says about the calls to come."""
-
-    id: Annotated[ProgramName, Meta(description="the program's run")]
-    branch: Annotated[
-        ProgramName | None, Meta(description="the branch whose text this request continues; needed without forks")
-    ] = None
-    forks: Annotated[
-        Annotated[list[ProgramFork], Meta(min_length=1, max_length=MAX_CHOICES)] | None,
-        Meta(description="new branches, each with a choice of the answer; prompt is the text that all begin with"),
-    ] = None
-    parent: Annotated[
-        ProgramName | None,
-        Meta(description="with the first request of a branch: the branch whose text, as it is now, it begins with"),
-    ] = None
-    continues: Annotated[
-        Flag,
-        Meta(description="prompt is only the text that follows what the branch holds; false: prompt is the whole text"),
-    ] = None
-    held: Annotated[
-        Annotated[int, Meta(ge=0, le=INT63)] | None,
-        Meta(description="characters that the branch, or the parent, holds by the client's count: else 409"),
-    ] = None
-    lease_s: Annotated[
-        Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] | None,
-        Meta(description="seconds after this request in which the branch's KV is evicted last; 0"),
-    ] = None
-    then: Annotated[
-        str | None,
-        Meta(description="constant text that will follow the answer: of a completion: computed as it ends"),
-    ] = None
-    remaining: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None,
-        Meta(description="calls that the program still has after this one on its longest path: fewer go earlier"),
-    ] = None
-    deadline_s: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(description="seconds from now in which the program should have ended: near ones go earlier"),
-    ] = None
-
-
-class GenerationRequest(Body, frozen=True, kw_only=True):
-    """The fields that chat and plain completions share."""
-
-    model: str
-    stream: Annotated[Flag, Meta(description="send the text as it is made, as server-sent events")] = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[Choices | None, Meta(description="answers to each prompt; 1")] = None
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 is greedy; the model's own, else 1")
     ] = None
@@ -212,6 +153,97 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     ] = None
     ignore_eos: Flag = None
     skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; true")] = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    regex: Regex = None
+    choice: Options = None
+    ebnf: Ebnf = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    guided_regex: Regex = None
+    guided_choice: Options = None
+    guided_grammar: Ebnf = None
+    guided_json_object: AnyJson = None
+    guided_decoding_backend: Annotated[str | None, Meta(description="not used: there is one")] = None
+    guided_whitespace_pattern: Neutral = None
+
+
+ProgramName = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ProgramFork(Body, frozen=True, kw_only=True):
+    """A branch that a request begins, together with others."""
+
+    branch: Annotated[ProgramName, Meta(description="the new branch")]
+    prompt: Annotated[str, Meta(description="the branch's own text, after the request's prompt")]
+    then: Annotated[str | None, Meta(description="constant text that will follow the answer: computed as it ends")] = (
+        None
+    )
+    remaining: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None,
+        Meta(description="calls that the program still has after this one on its longest path"),
+    ] = None
+
+
+class TemplateCall(GenerationParameters, frozen=True, kw_only=True):
+    """A call of a template: constant text that follows the answer before, and how what follows that is generated."""
+
+    prompt: Annotated[str, Meta(description="the text between the answer before and this one")]
+    max_tokens: MaxTokens = None
+    logprobs: TopLogprobs | None = None
+
+
+class ProgramCall(Body, frozen=True, kw_only=True):
+    """The program of calls that a request belongs to, and what it says about the calls to come."""
+
+    id: Annotated[ProgramName, Meta(description="the program's run")]
+    branch: Annotated[
+        ProgramName | None, Meta(description="the branch whose text this request continues; needed without forks")
+    ] = None
+    forks: Annotated[
+        Annotated[list[ProgramFork], Meta(min_length=1, max_length=MAX_CHOICES)] | None,
+        Meta(description="new branches, each with a choice of the answer; prompt is the text that all begin with"),
+    ] = None
+    template: Annotated[
+        Annotated[list[TemplateCall], Meta(min_length=1, max_length=MAX_CHOICES)] | None,
+        Meta(description="calls that follow on the branch one after the other, each with a choice of the answer"),
+    ] = None
+    parent: Annotated[
+        ProgramName | None,
+        Meta(description="with the first request of a branch: the branch whose text, as it is now, it begins with"),
+    ] = None
+    continues: Annotated[
+        Flag,
+        Meta(description="prompt is only the text that follows what the branch holds; false: prompt is the whole text"),
+    ] = None
+    held: Annotated[
+        Annotated[int, Meta(ge=0, le=INT63)] | None,
+        Meta(description="characters that the branch, or the parent, holds by the client's count: else 409"),
+    ] = None
+    lease_s: Annotated[
+        Annotated[float, Meta(ge=0, le=MAX_LEASE_S)] | None,
+        Meta(description="seconds after this request in which the branch's KV is evicted last; 0"),
+    ] = None
+    then: Annotated[
+        str | None,
+        Meta(description="constant text that will follow the answer: of a completion: computed as it ends"),
+    ] = None
+    remaining: Annotated[
+        Annotated[int, Meta(ge=0, le=INT32)] | None,
+        Meta(description="calls that the program still has after this one on its longest path: fewer go earlier"),
+    ] = None
+    deadline_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="seconds from now in which the program should have ended: near ones go earlier"),
+    ] = None
+
+
+class GenerationRequest(GenerationParameters, frozen=True, kw_only=True):
+    """The fields that chat and plain completions share."""
+
+    model: str
+    stream: Annotated[Flag, Meta(description="send the text as it is made, as server-sent events")] = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[Choices | None, Meta(description="answers to each prompt; 1")] = None
     return_token_ids: Annotated[
         Flag, Meta(description="every choice has token_ids, its tokens, the one that ended it included; false")
     ] = None
@@ -233,18 +265,6 @@ class GenerationRequest(Body, frozen=True, kw_only=True):
     user: Annotated[
         str | None, Meta(description="whom the request is for: a part of the key's share, where the key has by_user")
     ] = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    regex: Regex = None
-    choice: Options = None
-    ebnf: Ebnf = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema = None
-    guided_regex: Regex = None
-    guided_choice: Options = None
-    guided_grammar: Ebnf = None
-    guided_json_object: AnyJson = None
-    guided_decoding_backend: Annotated[str | None, Meta(description="not used: there is one")] = None
-    guided_whitespace_pattern: Neutral = None
     length_penalty: Annotated[
         Annotated[float, Meta(ge=1, le=1)] | None, Meta(description="for beam search, which is not supported: 1")
     ] = None
@@ -457,9 +477,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)],
         Meta(description="a text, token ids, a list of texts, or a list of lists of token ids"),
     ]
-    max_tokens: Annotated[
-        Annotated[int, Meta(ge=0, le=INT32)] | None, Meta(description="most tokens of the answer; 16")
-    ] = None
+    max_tokens: MaxTokens = None
     echo: Annotated[Flag, Meta(description="begin the text with the prompt")] = None
     logprobs: TopLogprobs | None = None
     best_of: Annotated[Choices | None, Meta(description="accepted if equal to n")] = None

@@ -45,6 +45,21 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
+    def __add__(self, other: "Usage") -> "Usage":
+        details = (self.completion_tokens_details, other.completion_tokens_details)
+        known = [each for each in details if each is not UNSET]
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.total_tokens + other.total_tokens,
+            PromptTokensDetails(self.prompt_tokens_details.cached_tokens + other.prompt_tokens_details.cached_tokens),
+            CompletionTokensDetails(
+                *(sum(getattr(each, name) for each in known) for name in CompletionTokensDetails.__struct_fields__)
+            )
+            if known
+            else UNSET,
+        )
+
 
 ChunkUsage = Usage | UnsetType | None  # in a chunk: left out, null before the end, or the usage so far
 

@@ -164,6 +164,10 @@ class Service:
         """The least queue of all connected replicas that get new requests; None if there is none."""
         return self._fleet.shortest_queue(self.replicas.closed)
 
+    def missed_deadline(self) -> None:
+        """Counts a request whose time was over before its answer was complete."""
+        self.metrics.missed_deadlines("expired")
+
     def check_queue(self, timeout_s: float | None) -> None:
         """Raises ApiError (429) for a new request if the queues are full, or if it could not begin within `timeout_s`.
         Call it before the request costs anything."""

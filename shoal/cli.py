@@ -51,9 +51,10 @@ BENCHES = {
     ),
     "streams": ("bench.replica.streams", "the path between a replica and its clients, at the pace of a GPU"),
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
+    "chaos": ("bench.chaos.command", "a fleet under load whose processes and machines are killed and stopped"),
     "fleet": ("bench.fleet.command", "placement rules on a simulated fleet, next to those of other systems"),
     "overhead": (
-        "bench.fleet.overhead",
+        "bench.overhead.command",
         "the cost of a router: its CPU time for a token, and what it adds to latencies",
     ),
     "parser": ("bench.protocols.parser", "the parser of answers, for each format of tool calls"),

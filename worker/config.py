@@ -22,7 +22,8 @@ class WorkerConfig(BaseModel):
     quantization: Literal["fp8"] | None = Field(
         None,
         description="fp8 rounds the layers' weight matrices to 8 bits as they load and multiplies in 8 bits: half the "
-        "memory, on GPUs from compute capability 8.9 on; by default weights are not quantized",
+        "memory, on GPUs from compute capability 8.9 on; matrices that a checkpoint has in 8 bits stay as they are; by "
+        "default the format of the checkpoint decides",
     )
     dequantize: bool = Field(
         False,
@@ -48,6 +49,20 @@ class WorkerConfig(BaseModel):
         description="on a GPU, the fraction of its memory for weights, KV cache and activations together, by default "
         "0.9; on a CPU, the fraction of the free memory for a rank's KV cache, by default 0.25, divided among all "
         "ranks where `shoal serve` starts Ray on this machine",
+    )
+    state_checkpoints: int | None = Field(
+        None,
+        ge=0,
+        description="for models with recurrent states (linear attention): how many copies of states are kept, from "
+        "which prompts that begin alike go on; 0 for none, so that every prompt is computed whole. By default as many "
+        "as take the memory of the KV cache",
+    )
+    checkpoint_interval: int = Field(
+        2048,
+        ge=1,
+        description="for models with recurrent states: tokens after which a long prompt or output gets the next copy, "
+        "rounded up to whole pages; a prompt also gets one at its last page boundary, and one where it parts from "
+        "others",
     )
     context_length: int | None = Field(
         None, ge=1, description="most tokens of prompt and output together; by default the model's own limit"

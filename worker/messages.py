@@ -25,11 +25,12 @@ work together, so routers and replicas may be upgraded one after the other; othe
 | 2 | `Hello`, `Leaving`, and `Farewell` with reason "drained" |
 """
 
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal, Self
 
 import msgspec
 
-from radix.events import Event
+from radix.events import CheckpointEvent, Event, NodeEvent
 
 PROTOCOL = 2
 
@@ -53,7 +54,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     | json_object | empty: any JSON object |
     | regex | a regular expression |
     | choice | a JSON list of strings |
-    | ebnf | a GBNF grammar |
+    | ebnf | a grammar in GBNF or in Lark |
     | tool_calls | JSON as `worker.structured_output.tool_calls.ToolCalls` has it |
 
     `after`: free text comes first, up to this marker and with it, such as `</think>`. Then the grammar applies.
@@ -294,8 +295,10 @@ class Outputs(msgspec.Struct, tag=True):
     outputs: list[Output]
 
 
-class CacheEvents(msgspec.Struct, tag=True):
-    """Changes of the radix tree, in order.
+class CacheEvents(msgspec.Struct, tag=True, omit_defaults=True):
+    """Changes of the radix tree, in order. `checkpoints` has those of checkpoints, each with the number of `events`
+    before it. Only models with recurrent states have any. A router that does not know the field counts every prefix
+    that is in the tree as cached.
 
     `first_seq` is the sequence number of the first of `events`; numbers ascend by one. `incarnation` identifies one
     start of the scheduler. Numbers of different incarnations cannot be compared.
@@ -307,10 +310,40 @@ class CacheEvents(msgspec.Struct, tag=True):
 
     incarnation: str
     first_seq: int
-    events: list[Event]
+    events: list[NodeEvent]
     page_size: int
     piece: int | None = None
     complete: bool = True
+    checkpoints: list[tuple[int, CheckpointEvent]] = []
+
+    @classmethod
+    def of(
+        cls,
+        incarnation: str,
+        first_seq: int,
+        changes: Iterable[Event],
+        page_size: int,
+        piece: int | None = None,
+        complete: bool = True,
+    ) -> Self:
+        """The message of `changes`, of nodes and of checkpoints."""
+        events = list[NodeEvent]()
+        checkpoints = list[tuple[int, CheckpointEvent]]()
+        for change in changes:
+            if isinstance(change, CheckpointEvent):
+                checkpoints.append((len(events), change))
+            else:
+                events.append(change)
+        return cls(incarnation, first_seq, events, page_size, piece, complete, checkpoints)
+
+    def changes(self) -> Iterator[Event]:
+        """All changes in their order."""
+        told = 0
+        for before, event in self.checkpoints:
+            yield from self.events[told:before]
+            yield event
+            told = before
+        yield from self.events[told:]
 
 
 class StepCosts(msgspec.Struct, frozen=True, array_like=True):
@@ -352,6 +385,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; None while unknown |
     | `length_ratio` | tokens of the newest outputs over those that were predicted; None while unknown |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
+    | `checkpoints_total`, `checkpoints` | of recurrent states: how many there may be, and how many are cached |
+    | `checkpoints_evicted` | those that gave their place to others |
     | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
     | `costs` | as the replica's fitted cost models predict them now |
     """
@@ -368,6 +403,9 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     kv_tokens_used: int = 0  # held by running requests
     kv_tokens_cached: int = 0  # in the tree, evictable
     kv_tokens_leased: int = 0  # in the tree, evicted last
+    checkpoints_total: int = 0
+    checkpoints: int = 0
+    checkpoints_evicted: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0

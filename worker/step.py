@@ -31,6 +31,7 @@ HIDDEN_ROWS = 2048
 
 NUM_COLUMNS = 6  # of a plan: arrays with an entry for each chunk
 NOTHING_HIDDEN = np.empty((0, 2), dtype=np.int32)
+NO_CHECKPOINTS = np.empty((0, 3), dtype=np.int32)
 
 
 class Chunk(NamedTuple):
@@ -74,7 +75,8 @@ class Plan:
     | `lengths`, `num_pages` | [chunks] | number of the chunk's tokens and of its new pages |
     | `token_ids`, `pages` | [sum of these] | tokens and new pages of all chunks, concatenated |
     | `hidden` | [pooled chunks, 2] | index and `num_hidden` of each chunk that has any |
-    """
+    | `checkpoints` | [copies, 3] | index of a chunk, position, row of a checkpoint: with recurrent states, those after the tokens before the position are copied to the row. At the chunk's first position, the chunk begins with the states of the row instead |
+    """  # noqa: E501
 
     step: int
     slots: np.ndarray
@@ -86,6 +88,7 @@ class Plan:
     token_ids: np.ndarray
     pages: np.ndarray
     hidden: np.ndarray = field(default_factory=lambda: NOTHING_HIDDEN)
+    checkpoints: np.ndarray = field(default_factory=lambda: NO_CHECKPOINTS)
 
     @classmethod
     def from_chunks(cls, step: int, chunks: Iterable[Chunk]) -> "Plan":
@@ -129,26 +132,28 @@ class Plan:
         """The plan of the `chosen` chunks alone. `chosen`: bool [chunks]."""
         columns = [column[chosen] for column in self._columns]
         columns += [self.token_ids[np.repeat(chosen, self.lengths)], self.pages[np.repeat(chosen, self.num_pages)]]
-        left = self.hidden[chosen[self.hidden[:, 0]]]
-        if len(left):
-            left = np.stack(((np.cumsum(chosen) - 1)[left[:, 0]], left[:, 1]), axis=1).astype(np.int32)
-        columns.append(left)
+        new_index = (np.cumsum(chosen) - 1).astype(np.int32)
+        for by_chunk in (self.hidden, self.checkpoints):
+            left = by_chunk[chosen[by_chunk[:, 0]]]
+            left[:, 0] = new_index[left[:, 0]]
+            columns.append(left)
         return Plan(self.step, *columns)
 
     def encode(self) -> bytes:
         """The plan as one message frame for the other ranks."""
-        sizes = np.array([self.step, len(self), len(self.token_ids), len(self.pages)], dtype=np.int64)
-        parts = (sizes, *self._columns, self.token_ids, self.pages, self.hidden)
+        lists = (self.token_ids, self.pages, self.hidden, self.checkpoints)
+        sizes = np.array([self.step, len(self), *(some.size for some in lists[:3])], dtype=np.int64)
+        parts = (sizes, *self._columns, *lists)
         return b"".join(part.tobytes() for part in parts)
 
     @classmethod
     def decode(cls, frame: bytes) -> "Plan":
         """The plan of a frame that `encode` made. Its arrays are read-only."""
-        step, chunks, tokens, pages = np.frombuffer(frame, dtype=np.int64, count=4).tolist()
-        values = np.frombuffer(frame, dtype=np.int32, offset=32)
+        step, chunks, *sizes = np.frombuffer(frame, dtype=np.int64, count=5).tolist()
+        values = np.frombuffer(frame, dtype=np.int32, offset=40)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
-        *lists, hidden = np.split(values[columns.size :], [tokens, tokens + pages])
-        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2)])
+        *lists, hidden, checkpoints = np.split(values[columns.size :], np.cumsum(sizes))
+        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2), checkpoints.reshape(-1, 3)])
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:

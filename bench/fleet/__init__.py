@@ -2,6 +2,5 @@
 
 Owns: loads (`workloads.py`), replicas that cost what a cost model says (`replica.py`), the simulation
 (`simulation.py`), this router and others' rules (`shoal_router.py`, `other_rules.py`), and what the command
-`shoal bench fleet` measures. In real time: a router's cost (`overhead.py`), in front of replicas that compute nothing
-(`paced_replicas.py`). Read `simulation.py` first.
+`shoal bench fleet` measures. Read `simulation.py` first.
 """

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 
-from radix.events import Event, Stored
+from radix.events import NodeEvent, Stored
 from router.fleet import Fleet
 from worker.messages import CacheEvents, ReplicaLoad
 
@@ -41,9 +41,9 @@ def decision_cpu_s(num_replicas: int, cached_tokens: int, count: int, seed: int 
     return spent_s
 
 
-def _cache(rng: np.random.Generator, shared: np.ndarray, tokens: int) -> list[Event]:
+def _cache(rng: np.random.Generator, shared: np.ndarray, tokens: int) -> list[NodeEvent]:
     """A tree with all shared nodes, and others below them, with `tokens` tokens in all."""
-    events: list[Event] = [Stored(1 + index, 0, node.tobytes()) for index, node in enumerate(shared)]
+    events: list[NodeEvent] = [Stored(1 + index, 0, node.tobytes()) for index, node in enumerate(shared)]
     for number in range(max(0, tokens // NODE_TOKENS - SHARED)):
         node = rng.integers(0, MOST_TOKEN, NODE_TOKENS).astype(np.int32).tobytes()
         events.append(Stored(1 + SHARED + number, 1 + number % SHARED, node))

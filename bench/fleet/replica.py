@@ -146,7 +146,7 @@ class FleetReplica:
         """The events since the last call; None if there are none."""
         if not self.events:
             return None
-        events = CacheEvents("", self._next_event, self.events.copy(), self.page_size)
+        events = CacheEvents.of("", self._next_event, self.events, self.page_size)
         self._next_event += len(self.events)
         self.events.clear()
         return events

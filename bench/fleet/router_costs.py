@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.fleet.decision import MOST_TOKEN, PAGE_SIZE
-from radix.events import Event, Removed, Stored
+from radix.events import NodeEvent, Removed, Stored
 from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
 from radix.tree import Tree
@@ -35,10 +35,10 @@ def events_blocks_s(num_replicas: int, node_tokens: int, count: int, seed: int =
     frames: list[tuple[int, bytes]] = []
     for index in range(num_replicas):
         tokens = iter(rng.integers(0, MOST_TOKEN, (count + 2, node_tokens)).astype(np.int32))
-        begin: list[Event] = [Stored(1, 0, next(tokens).tobytes()), Stored(2, 1, next(tokens).tobytes())]
+        begin: list[NodeEvent] = [Stored(1, 0, next(tokens).tobytes()), Stored(2, 1, next(tokens).tobytes())]
         fleet.join(str(index))
         fleet.apply_events(str(index), CacheEvents("", 0, begin, PAGE_SIZE, piece=0))
-        events: list[Event] = []
+        events: list[NodeEvent] = []
         for number in range(3, count + 3):
             events.append(Stored(number, 2, next(tokens).tobytes()))
             if number >= 3 + count // 2:
@@ -68,7 +68,7 @@ def index_bytes(num_copies: int, node_tokens: int, cached_tokens: int, seed: int
     try:
         for index in range(num_copies):
             # Each copy with bytes of its own, as from the wire; the index keeps those of the first.
-            events: list[Event] = [Stored(number + 1, 0, row.tobytes()) for number, row in enumerate(rows)]
+            events: list[NodeEvent] = [Stored(number + 1, 0, row.tobytes()) for number, row in enumerate(rows)]
             fleet.apply_events(str(index), CacheEvents("", 0, events, PAGE_SIZE, piece=0))
             del events
         gc.collect()

@@ -116,10 +116,7 @@ class Http:
     async def send(self, method: str, path: str, body: bytes, on_data: Callable[[bytes, int, float], None]) -> int:
         """Send one request and return the status once the body is read. An idle connection that the server has closed
         meanwhile is replaced. Raises OSError if the server cannot be reached, Broken if the connection ends early."""
-        request = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\n{self._key}Accept: */*\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        ).encode() + body
+        request = self.request(method, path, body)
         while True:
             connection = await self._connection()
             kept = connection.used
@@ -136,10 +133,21 @@ class Http:
                 self._idle.append(connection)
             return status
 
+    def request(self, method: str, path: str, body: bytes) -> bytes:
+        """A request as it is written to a connection."""
+        return (
+            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\n{self._key}Accept: */*\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode() + body
+
     async def _connection(self) -> HttpConnection:
         while self._idle:
             if (connection := self._idle.pop()).open:
                 return connection
+        return await self.connect()
+
+    async def connect(self) -> HttpConnection:
+        """A new connection, which is not in the pool. Raises OSError."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(HttpConnection, self._host, self._port, ssl=self._ssl)
         return connection

@@ -6,11 +6,11 @@ In place of keys and values, such a layer keeps two tensors of fixed size for ea
 - the recurrent state, float32 `[value_heads, value_dim, key_dim]`;
 - the last inputs of its convolution, `[channels, width - 1]` in the dtype of the activations, the newest last.
 
-Both lie in rows, one for each sequence.
+Both lie in rows: one for each sequence, and further ones for copies of states that later sequences begin with.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ class StateShape:
         return recurrent + self.channels * (self.width - 1) * dtype.itemsize
 
 
+NO_COPIES = np.empty((0, 3), dtype=np.int32)
+
+
 @dataclass(frozen=True)
 class StateBatch:
     """The chunks of one step, in the order in which their tokens stand. All int32, on the host.
@@ -49,11 +52,15 @@ class StateBatch:
     | `rows` | `[num_chunks]` | the row of each chunk's sequence; none occurs twice |
     | `starts` | `[num_chunks]` | position of each chunk's first token; a sequence that starts at 0 begins with zeros |
     | `lengths` | `[num_chunks]` | tokens of each chunk |
-    """
+    | `copies` | `[num_copies, 3]` | index of a chunk, number of its tokens, row: the states after these tokens are copied to the row; with 0 tokens, the chunk begins with the row's states |
+
+    Rows to begin with are read before any row is written. Copies of one chunk are in the order of their tokens.
+    """  # noqa: E501
 
     rows: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
 
 class DeltaRuleStates(ABC):
@@ -70,7 +77,7 @@ class DeltaRuleStates(ABC):
 
     @abstractmethod
     def plan(self, batch: StateBatch) -> None:
-        """Prepares the rows of the step: zeros for sequences that begin."""
+        """Prepares the rows of the step: zeros for sequences that begin, or the states of another row."""
 
     @abstractmethod
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

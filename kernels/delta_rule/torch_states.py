@@ -12,11 +12,13 @@ from kernels.host_device import to_device
 
 
 class _Long(NamedTuple):
-    """A chunk of more than one token: tokens `first` to `last` (exclusive) of the step."""
+    """A chunk of more than one token: tokens `first` to `last` (exclusive) of the step. `saves`: numbers of its tokens,
+    ascending, after which the states are copied, each with the row to copy to."""
 
     row: int
     first: int
     last: int
+    saves: tuple[tuple[int, int], ...]
 
 
 class TorchStates(DeltaRuleStates):
@@ -25,12 +27,29 @@ class TorchStates(DeltaRuleStates):
     def plan(self, batch: StateBatch) -> None:
         lasts = np.cumsum(batch.lengths, dtype=np.int64)
         firsts = lasts - batch.lengths
-        single = np.flatnonzero(batch.lengths == 1)
+        is_single = batch.lengths == 1
+        single = is_single.nonzero()[0]
         self._num_singles = len(single)
         self._single_tokens, self._single_rows = self._tensor(firsts[single]), self._tensor(batch.rows[single])
+        loads, saves = batch.copies[batch.copies[:, 1] == 0], batch.copies[batch.copies[:, 1] > 0]
+        copied = saves[is_single[saves[:, 0]]]
+        # Of chunks of one token, which of them are copied, and the rows to copy to.
+        self._copied: tuple[torch.Tensor, torch.Tensor] | None = None
+        if len(copied):
+            self._copied = self._tensor(np.searchsorted(single, copied[:, 0])), self._tensor(copied[:, 2])
         self._long = [
-            _Long(int(batch.rows[i]), int(firsts[i]), int(lasts[i])) for i in np.flatnonzero(batch.lengths > 1).tolist()
+            _Long(
+                int(batch.rows[i]),
+                int(firsts[i]),
+                int(lasts[i]),
+                tuple((int(tokens), int(row)) for chunk, tokens, row in saves if chunk == i),
+            )
+            for i in (~is_single).nonzero()[0].tolist()
         ]
+        if len(loads):
+            rows, sources = self._tensor(batch.rows[loads[:, 0]]), self._tensor(loads[:, 2])
+            self.recurrent[:, rows] = self.recurrent[:, sources]
+            self.inputs[:, rows] = self.inputs[:, sources]
         begin = batch.rows[batch.starts == 0]
         if len(begin):
             rows = self._tensor(begin)
@@ -43,10 +62,15 @@ class TorchStates(DeltaRuleStates):
         if self._num_singles:
             seen = torch.cat((inputs[self._single_rows], x[self._single_tokens, :, None]), dim=2)
             inputs[self._single_rows] = seen[:, :, 1:]
+            if self._copied is not None:
+                which, rows = self._copied
+                inputs[rows] = seen[which, :, 1:]
             out[self._single_tokens] = F.silu((seen * weight).sum(2))
         for chunk in self._long:
             seen = torch.cat((inputs[chunk.row], x[chunk.first : chunk.last].t()), dim=1)
             inputs[chunk.row] = seen[:, -before:]
+            for count, row in chunk.saves:
+                inputs[row] = seen[:, count : count + before]
             mixed = F.conv1d(seen[None], weight[:, None], groups=len(weight))[0]
             out[chunk.first : chunk.last] = F.silu(mixed).t()
         return out
@@ -62,10 +86,19 @@ class TorchStates(DeltaRuleStates):
             done = delta_rule_step(q[tokens], k[tokens], v[tokens], log_decay[tokens], beta[tokens], state)
             out[tokens] = done.to(out.dtype)
             states[self._single_rows] = state
+            if self._copied is not None:
+                which, rows = self._copied
+                states[rows] = state[which]
         for chunk in self._long:
-            part = slice(chunk.first, chunk.last)
-            arguments = q[part], k[part], v[part], log_decay[part], beta[part]
-            out[part] = delta_rule_blocks(*arguments, states[chunk.row]).to(out.dtype)
+            first = chunk.first
+            for count, row in (*chunk.saves, (chunk.last - chunk.first, chunk.row)):
+                part = slice(first, chunk.first + count)
+                if part.start < part.stop:
+                    arguments = q[part], k[part], v[part], log_decay[part], beta[part]
+                    out[part] = delta_rule_blocks(*arguments, states[chunk.row]).to(out.dtype)
+                if row != chunk.row:
+                    states[row] = states[chunk.row]
+                first = part.stop
         return out
 
     def _tensor(self, rows: np.ndarray) -> torch.Tensor:

@@ -19,10 +19,13 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
+from kernels.linear.fp8_format import GROUP
 from kernels.ops.fused import activated
 from kernels.pdl import launch_dependents, wait_for_previous
 
 _PACKED = 4  # columns of an 8-bit weight that are read as one number
+_OF_ROWS, _OF_GROUPS = tl.constexpr(1), tl.constexpr(2)  # kinds of scales
+_GROUP = tl.constexpr(GROUP)
 _HALVED = tl.constexpr(256.0)  # factor by which `_add_product` makes sums of 8-bit weights too small
 
 
@@ -59,8 +62,8 @@ def gemv(
     """Returns `x @ weight.T + bias + residual`, `[1, out]`, for x `[1, in]` and a contiguous weight `[out, in]`.
 
     With `norm` (`[in]`), x is first normalised by its root mean square and multiplied by `norm`. The result is in
-    `out`, of any float dtype, or in a new tensor of x's dtype. A float8_e4m3fn weight has `scales`, float32 `[out, 1]`.
-    Raises ValueError if such a weight's columns are no multiple of 4.
+    `out`, of any float dtype, or in a new tensor of x's dtype. A float8_e4m3fn weight has `scales`, float32 `[out, 1]`,
+    or `[out, groups]` in memory by group. Raises ValueError if such a weight's columns are no multiple of 4.
     """
     rows, columns = weight.shape
     if out is None:
@@ -79,7 +82,7 @@ def gemv(
         eps,
         norm is not None,
         bias is not None,
-        scales is not None,
+        _kind(scales),
         residual is not None,
         columns // numbers.shape[1],
         tile.rows,
@@ -118,7 +121,7 @@ def gated_gemv(
         gelu,
         norm is not None,
         bias is not None,
-        scales is not None,
+        _kind(scales),
         columns // numbers.shape[1],
         height,
         tile.numbers,
@@ -126,6 +129,11 @@ def gated_gemv(
         **pdl.OPTIONS,
     )
     return out
+
+
+def _kind(scales: torch.Tensor | None) -> int:
+    """Whether a weight has no scales, those of rows, or those of groups: what `SCALES` is in the kernels."""
+    return 0 if scales is None else 1 if scales.shape[1] == 1 else 2
 
 
 def _read(weight: torch.Tensor, rows: int) -> tuple[torch.Tensor, _Tile]:
@@ -174,10 +182,14 @@ def _gemv(
         next_part = tl.load(lines + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         a, b, c, d, square = _values(x, norm, at, numbers, NORM, PACKED)
         squares += square
-        total = _add_product(total, part, a, b, c, d, PACKED)
+        if SCALES == _OF_GROUPS:
+            own = _group_scales(scales, row, rows, at, numbers, PACKED)
+            total += own * _add_product(tl.zeros_like(total), part, a, b, c, d, PACKED)
+        else:
+            total = _add_product(total, part, a, b, c, d, PACKED)
         at, part = ahead, next_part
     result = tl.sum(total, 1)
-    if SCALES:
+    if SCALES == _OF_ROWS:
         result *= tl.load(scales + row, mask=row < rows, other=0.0) * _HALVED
     if NORM:
         result *= tl.math.rsqrt(tl.sum(squares) / columns + eps)
@@ -227,11 +239,17 @@ def _gated_gemv(
         next_up = tl.load(ups + ahead[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         a, b, c, d, square = _values(x, norm, at, numbers, NORM, PACKED)
         squares += square
-        gate = _add_product(gate, gate_part, a, b, c, d, PACKED)
-        up = _add_product(up, up_part, a, b, c, d, PACKED)
+        if SCALES == _OF_GROUPS:
+            own = _group_scales(scales, row, 2 * rows, at, numbers, PACKED)
+            gate += own * _add_product(tl.zeros_like(gate), gate_part, a, b, c, d, PACKED)
+            own = _group_scales(scales, rows + row, 2 * rows, at, numbers, PACKED)
+            up += own * _add_product(tl.zeros_like(up), up_part, a, b, c, d, PACKED)
+        else:
+            gate = _add_product(gate, gate_part, a, b, c, d, PACKED)
+            up = _add_product(up, up_part, a, b, c, d, PACKED)
         at, gate_part, up_part = ahead, next_gate, next_up
     opened, lifted = tl.sum(gate, 1), tl.sum(up, 1)
-    if SCALES:
+    if SCALES == _OF_ROWS:
         opened *= tl.load(scales + row, mask=row < rows, other=0.0) * _HALVED
         lifted *= tl.load(scales + rows + row, mask=row < rows, other=0.0) * _HALVED
     if NORM:
@@ -297,6 +315,14 @@ def _add_product(total, part, a, b, c, d, PACKED: tl.constexpr):
     else:
         total += part.to(tl.float32) * a[None, :]
     return total
+
+
+@triton.jit
+def _group_scales(scales, row, rows, at, numbers, PACKED: tl.constexpr):
+    """The scales of the numbers `at` of some of `rows` rows, `[rows, n]`."""
+    group = (at // (_GROUP // PACKED)).to(tl.int64)
+    mask = (row < rows)[:, None] & (at < numbers)[None, :]
+    return tl.load(scales + group[None, :] * rows + row[:, None], mask=mask, other=0.0) * _HALVED
 
 
 @triton.jit

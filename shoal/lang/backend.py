@@ -46,9 +46,9 @@ class Call:
     | `messages` | the conversation before the current message, in OpenAI's form |
     | `role`, `partial` | the role of the current message, and its text so far |
     | `has_media` | whether a message has pictures or films |
-    | `then` | constant text that is known to follow the output |
     | `remaining` | calls that are known to follow on this branch |
-    | `template` | what is known to follow in the current message: constant texts, and the parameters of calls |
+    | `template` | what is known to follow: constant texts, and the parameters of calls. If the backend takes \
+conversations, in the current message |
     """
 
     program: str
@@ -61,9 +61,18 @@ class Call:
     partial: str
     has_media: bool
     params: GenParams
-    then: str = ""
     remaining: int = 0
     template: tuple[str | GenParams, ...] = ()
+
+    @property
+    def then(self) -> str:
+        """The constant text that is known to follow the output."""
+        texts: list[str] = []
+        for part in self.template:
+            if not isinstance(part, str):
+                break
+            texts.append(part)
+        return "".join(texts)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Runs the expressions of a branch, one after the other: appends texts, makes calls, writes messages.
 
 A call sees the expressions that wait behind it. So it tells the backend which text follows its answer, and how many
-calls (`Call.then`, `Call.remaining`, `Call.template`).
+calls (`Call.template`, `Call.remaining`).
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class Interpreter:
 
     def _call(self, params: GenParams) -> Call:
         message = self._message
-        then, remaining = self._ahead()
+        template, remaining = self._lookahead()
         return Call(
             program=self._run.id,
             branch=self._branch.id,
@@ -121,47 +121,56 @@ class Interpreter:
             partial="" if message is None else self._branch.text[message.start :],
             has_media=any(isinstance(old["content"], list) for old in self._branch.messages),
             params=params,
-            then=then,
             remaining=remaining,
-            template=() if message is None else self._template(),
+            template=template,
         )
 
-    def _ahead(self) -> tuple[str, int]:
-        """The lookahead: the constant text up to the next call, and the number of calls."""
-        texts: list[str] = []
-        constant, calls = True, 0
-        role, roles = None if self._message is None else self._message.role, self._run.roles
-        for statement in self._branch.pending:
-            for part in _flat(statement.expr):
-                if isinstance(part, Gen | Select):
-                    calls += 1
-                    constant = False
-                elif not constant:
-                    continue
-                elif isinstance(part, ConstantText):
-                    texts.append(part.value)
-                elif isinstance(part, RoleEnd) and roles is not None and role is not None:
-                    texts.append(roles.suffix[role])
-                    role = None
-                elif isinstance(part, RoleBegin) and roles is not None and part.role in roles.prefix:
-                    texts.append(roles.prefix[part.role])
-                    role = part.role
-                elif not isinstance(part, VarScopeBegin | VarScopeEnd | ForkPoint):
-                    constant = False
-        return "".join(texts), calls
-
-    def _template(self) -> tuple[str | GenParams, ...]:
-        """The parts that are known to follow in this message: constant texts, and the parameters of calls."""
+    def _lookahead(self) -> tuple[tuple[str | GenParams, ...], int]:
+        """Looks at what follows: constant texts and the parameters of calls, up to the first expression that is
+        neither; and the number of all calls."""
         parts: list[str | GenParams] = []
+        known, calls = True, 0
+        role = None if self._message is None else self._message.role
         for statement in self._branch.pending:
-            for part in _flat(statement.expr):
-                if isinstance(part, ConstantText):
-                    parts.append(part.value)
-                elif isinstance(part, Gen):
-                    parts.append(part.params.over(self._run.defaults))
-                elif not isinstance(part, VarScopeBegin | VarScopeEnd | ForkPoint):
-                    return tuple(parts)
-        return tuple(parts)
+            for expr in _flat(statement.expr):
+                calls += isinstance(expr, Gen | Select)
+                if not known:
+                    continue
+                if isinstance(expr, Gen):
+                    parts.append(self._params(expr, role))
+                elif (text := self._constant(expr, role)) is None:
+                    known = False
+                elif text:
+                    parts.append(text)
+                if isinstance(expr, RoleBegin | RoleEnd):
+                    role = expr.role if isinstance(expr, RoleBegin) else None
+        return tuple(parts), calls
+
+    def _constant(self, expr: Expr, role: str | None) -> str | None:
+        """The text that an expression within a message of `role` will append; None if that is not known. To a backend
+        that takes conversations, the end of a message is no text."""
+        run = self._run
+        if isinstance(expr, ConstantText):
+            return expr.value
+        if isinstance(expr, VarScopeBegin | VarScopeEnd):
+            return ""
+        if run.backend.is_chat_model:
+            return "" if isinstance(expr, ForkPoint) else None
+        if isinstance(expr, RoleEnd) and run.roles is not None and role is not None:
+            return run.roles.suffix[role]
+        has_begun = self._message is not None or bool(self._branch.messages)
+        if isinstance(expr, RoleBegin) and run.roles is not None and has_begun:
+            return run.roles.prefix.get(expr.role)
+        return None
+
+    def _params(self, expr: Gen, role: str | None) -> GenParams:
+        """The parameters of a call within a message of `role`."""
+        params = expr.params.over(self._run.defaults)
+        if role is not None and self._run.roles is not None and not self._run.backend.is_chat_model:
+            params = GenParams(stop=(*(params.stop or ()), *self._run.roles.stop)).over(params)
+        if params.dtype in ("int", "float") and not params.stop:
+            params = GenParams(stop=(" ", "\n")).over(params)  # white space ends a number
+        return params
 
     async def _timed(self, call: Coroutine[Any, Any, Any], name: str | None, place: str) -> None:
         """Runs a call, and records it."""
@@ -171,11 +180,7 @@ class Interpreter:
 
     async def _generate(self, expr: Gen) -> Any:
         """Runs a call. Returns its details."""
-        params = expr.params.over(self._run.defaults)
-        if self._message is not None and self._run.roles is not None and not self._run.backend.is_chat_model:
-            params = GenParams(stop=(*(params.stop or ()), *self._run.roles.stop)).over(params)
-        if params.dtype in ("int", "float") and not params.stop:
-            params = GenParams(stop=(" ", "\n")).over(params)  # white space ends a number
+        params = self._params(expr, None if self._message is None else self._message.role)
         if params.n is not None and params.n > 1 and (self._run.stream or params.stop_regex):
             raise NotSupported("n > 1 cannot be streamed, nor ended by stop_regex")
         self._run.backend.check(GenParams(stop_regex=()).over(params))

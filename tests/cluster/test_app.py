@@ -180,8 +180,8 @@ def test_each_model_has_a_deployment_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert small._deployment_config.request_router_config == large._deployment_config.request_router_config
     assert small._replica_config.placement_group_bundles == [{"CPU": CONTROL_CPUS}, {"CPU": 1}]
     assert large._replica_config.placement_group_bundles == [{"CPU": CONTROL_CPUS}, {"CPU": 8}]
-    (one, drain_s), (two, _) = small.init_args, large.init_args
-    assert drain_s == 120
+    (one, drain_s, log_format), (two, *_) = small.init_args, large.init_args
+    assert (drain_s, log_format) == (120, "text")
     assert (one.name, one.page_size, one.kv_tokens) == ("org/small", 32, 4096)
     assert (two.name, two.page_size, two.kv_tokens) == ("large", 16, 4096)
     assert config.deployments == (one, two) and [entry.name for entry in config.upstreams] == ["far"]

@@ -13,7 +13,7 @@ from kernels.linear.block_linear import BlockProduct
 from kernels.linear.block_weight import BlockMatrix
 from tests.cluster.test_models import write_gguf
 from tests.worker.engines import checked_engines
-from worker.executor.gguf_layout import FILE
+from worker.checkpoint.gguf_layout import FILE
 from worker.executor.weight_loader import Parameters, load_weights
 from worker.messages import SamplingParams
 from worker.models.config import decoder_config, read_config

@@ -8,7 +8,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,35 +281,6 @@ def test_a_client_that_goes_away_stops_its_request(served: Served) -> None:
     until(lambda: sum(served.metric("shoal_running_requests").values()) == 0, "stopped")
     assert time.monotonic() - began < 2
     assert sum(served.metric("shoal_aborts_total").values()) >= 1
-
-
-def test_streams_survive_the_death_of_their_rank_and_it_comes_back(served: Served) -> None:
-    tokens = 600
-    whole = {name: served.complete(name, tokens) for name in "abcd"}
-    before = replicas()
-    victim = ranks()[0]
-    began: list[str] = []
-
-    def follow(name: str) -> str:
-        pieces = []
-        for piece in served.stream(name, tokens):
-            pieces.append(piece)
-            if len(pieces) == 3:
-                began.append(name)
-        return "".join(pieces)
-
-    with ThreadPoolExecutor(4) as pool:
-        streams = {name: pool.submit(follow, name) for name in "abcd"}
-        until(lambda: len(began) == 4, "all streams began")
-        victim.kill()
-        assert {name: stream.result(WAIT_S) for name, stream in streams.items()} == whole
-    until(lambda: served.metric("shoal_resumed_sequences_total", "reason").get("replica_lost"), "a router that resumed")
-
-    served.complete("while one is gone")
-    until(lambda: len(replicas()) == 2 and replicas().keys() != before.keys(), "a new replica")
-    until(lambda: served.metric("shoal_kv_tokens").keys() == replicas().keys(), "the routers know it")
-    assert len({replica["node_id"] for replica in replicas().values()}) == 2
-    assert {served.complete("a", tokens) for _ in range(4)} == {whole["a"]}
 
 
 def test_another_number_of_replicas_reloads_nothing(served: Served, tiny_model: Path) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from radix.events import Event, Split, Stored
+from radix.checkpoints import CheckpointTree
+from radix.events import Dropped, Event, Removed, Saved, Split, Stored
 from radix.index import PrefixIndex
 from radix.node import pack
 from radix.pages import PagePool
@@ -19,6 +20,7 @@ class Listener:
         self.page_bytes = 4 * page_size
         self.paths = {0: b""}
         self.parents: dict[int, int] = {}
+        self.checkpoints: set[int] | None = None  # numbers of nodes; None for a tree without any
 
     def apply(self, event: Event) -> None:
         if isinstance(event, Stored):
@@ -30,9 +32,16 @@ class Listener:
             above = self.parents[event.node]
             self.paths[event.upper] = self.paths[event.node][: len(self.paths[above]) + 4 * event.at]
             self.parents |= {event.upper: above, event.node: event.upper}
+        elif isinstance(event, Saved):
+            assert event.node in self.paths and event.node not in (self.checkpoints or ())
+            self.checkpoints = {*(self.checkpoints or ()), event.node}
+        elif isinstance(event, Dropped):
+            self.checkpoints.remove(event.node)
         else:
-            assert event.node not in self.parents.values()
+            assert isinstance(event, Removed) and event.node not in self.parents.values()
             del self.paths[event.node], self.parents[event.node]
+            if self.checkpoints is not None:
+                self.checkpoints.discard(event.node)
 
     def prefixes(self) -> set[bytes]:
         """All that is cached, in whole pages."""
@@ -40,29 +49,45 @@ class Listener:
         return {path[:end] for path in self.paths.values() for end in range(step, len(path) + 1, step)}
 
     def match(self, tokens: Sequence[int]) -> int:
-        """Tokens of the longest cached prefix."""
-        prompt, cached, end = pack(tokens), self.prefixes(), 0
+        """Tokens of the longest cached prefix that can be continued."""
+        prompt = pack(tokens)
+        if self.checkpoints is not None:
+            return max(len(path) // 4 for path in self.saved() if prompt.startswith(path))
+        cached, end = self.prefixes(), 0
         while end + self.page_bytes <= len(prompt) and prompt[: end + self.page_bytes] in cached:
             end += self.page_bytes
         return end // 4
 
-    def events(self) -> list[Stored]:
-        return [
+    def continued(self, path: bytes) -> int:
+        """Tokens of the path to a node that can be continued."""
+        if self.checkpoints is None:
+            return len(path) // 4
+        return max(len(saved) // 4 for saved in self.saved() if path.startswith(saved))
+
+    def saved(self) -> list[bytes]:
+        """The paths to all checkpoints."""
+        return [self.paths[number] for number in self.checkpoints]
+
+    def events(self) -> list[Event]:
+        nodes = [
             Stored(number, above, self.paths[number][len(self.paths[above]) :])
             for number, above in self.parents.items()
         ]
+        return [*nodes, *map(Saved, self.checkpoints or ())]
 
 
 class Cache:
-    """A tree with what stands around it in a replica: the pool, listeners, and the pages that requests hold."""
+    """A tree with what stands around it in a replica: the pool, listeners, and the pages that requests hold. With
+    `num_rows`, it is a tree with checkpoints, and requests hold rows too."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_rows: int | None = None) -> None:
         self.events: list[Event] = []
         self.listener = Listener(page_size)
         self.indexed = PrefixIndex(page_size).add()
         self.pool = PagePool(num_pages, page_size)
-        self.tree = Tree(page_size, self.pool, on_event=self._listen)
+        self.tree = make_tree(page_size, self.pool, num_rows, self._listen)
         self.held: set[int] = set()
+        self.held_rows: set[int] = set()
 
     def _listen(self, event: Event) -> None:
         self.events.append(event)
@@ -80,17 +105,24 @@ class Cache:
         self.held.difference_update(pages.tolist())
 
     def insert(self, tokens: list[int]) -> Inserted:
-        """As a request does: match, compute the rest, insert, free what another had stored meanwhile."""
+        """As a request does: match, compute the rest, insert, free what was there but could not be continued."""
+        row = self.tree.allocate_row() if isinstance(self.tree, CheckpointTree) else None
         match = self.tree.match(tokens)
         total = len(tokens) // self.tree.page_size
         fresh = self.allocate(total - len(match.pages))
-        inserted = self.tree.insert(tokens, np.concatenate([match.pages, fresh]))
+        pages = np.concatenate([match.pages, fresh])
+        inserted = self.tree.insert(tokens, pages) if row is None else self.tree.insert(tokens, pages, row)
+        twice = fresh[: inserted.num_present // self.tree.page_size - len(match.pages)]
+        assert row is not None or not len(twice)
+        self.pool.free(twice)
         self.held.difference_update(fresh.tolist())
-        assert inserted.num_present == match.num_tokens
         return inserted
 
     def check(self) -> None:
-        self.tree.check_integrity(self.held)
+        if isinstance(self.tree, CheckpointTree):
+            self.tree.check_integrity(self.held, self.held_rows)
+        else:
+            self.tree.check_integrity(self.held)
         told = self.tree.snapshot()
         assert sorted_events(self.listener.events()) == sorted_events(told)
         again = Listener(self.tree.page_size)
@@ -98,20 +130,27 @@ class Cache:
             again.apply(event)  # parents come first
         assert self.indexed.num_tokens == self.tree.num_cached * self.tree.page_size
         for path in self.listener.paths.values():
-            assert self.indexed.index.match(path)[0] == len(path) // 4
+            assert self.indexed.index.match(path)[0] == self.listener.continued(path)
 
 
-def sorted_events(events: list[Stored]) -> list[tuple[int, int, bytes]]:
-    """The nodes of a tree, in an order that does not depend on its history."""
-    return sorted((event.node, event.parent, event.tokens) for event in events)
+def make_tree(page_size: int, pool: PagePool, num_rows: int | None, on_event: Callable[[Event], None]) -> Tree:
+    """A tree, with checkpoints if it has rows for them."""
+    if num_rows is None:
+        return Tree(page_size, pool, on_event=on_event)
+    return CheckpointTree(page_size, pool, PagePool(num_rows, page_size), on_event=on_event)
+
+
+def sorted_events(events: list[Event]) -> list[Event]:
+    """The nodes and checkpoints of a tree, in an order that does not depend on its history."""
+    return sorted(events, key=lambda event: (event.node, isinstance(event, Saved)))
 
 
 @pytest.fixture
 def new_cache() -> Iterator[Callable[[int, int], Cache]]:
     caches: list[Cache] = []
 
-    def new(num_pages: int, page_size: int) -> Cache:
-        caches.append(Cache(num_pages, page_size))
+    def new(num_pages: int, page_size: int, num_rows: int | None = None) -> Cache:
+        caches.append(Cache(num_pages, page_size, num_rows))
         return caches[-1]
 
     yield new

@@ -13,9 +13,8 @@ from radix.index import IndexedCache, PrefixIndex, set_slots
 from radix.node import pack
 from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
-from radix.tree import Tree
 
-from .conftest import Listener
+from .conftest import Listener, make_tree
 
 NUM_PAGES = 16
 PROMPTS = st.lists(st.integers(0, 1), max_size=16)
@@ -140,17 +139,19 @@ def test_set_slots(slots: list[int]):
 class Replica:
     """A tree, what it told, and its cache in the index: at first a snapshot in pieces, then its events."""
 
+    num_rows: int | None = None
+
     def __init__(self, index: PrefixIndex, tokens: list[list[int]]) -> None:
         self.pool = PagePool(NUM_PAGES, index.page_size)
         self.listener = Listener(index.page_size)
-        self.tree = Tree(index.page_size, self.pool, on_event=self.tell)
         self.cache: IndexedCache | None = None
+        self.tree = make_tree(index.page_size, self.pool, self.num_rows, self.tell)
         for each in tokens:
             self.store(each)
         self.listen(index)
 
     def listen(self, index: PrefixIndex) -> None:
-        self.cache, self.walk = index.add(), SnapshotWalk(self.tree.root)
+        self.cache, self.walk = index.add(), self.tree.snapshot_walk()
 
     def tell(self, event: Event) -> None:
         self.listener.apply(event)
@@ -158,20 +159,41 @@ class Replica:
             self.cache.apply(event)
 
     def store(self, tokens: list[int]) -> None:
-        whole = tokens[: len(tokens) // self.tree.page_size * self.tree.page_size]
+        whole = self.whole_pages(tokens)
         match = self.tree.match(whole)
         fresh = self.pool.allocate(len(whole) // self.tree.page_size - len(match.pages))
         if fresh is not None:
             self.tree.insert(whole, np.concatenate([match.pages, fresh]))
 
+    def whole_pages(self, tokens: list[int]) -> list[int]:
+        return tokens[: len(tokens) // self.tree.page_size * self.tree.page_size]
+
+
+class ReplicaWithCheckpoints(Replica):
+    """The same with a tree of checkpoints."""
+
+    num_rows = 5
+
+    def store(self, tokens: list[int]) -> None:
+        whole = self.whole_pages(tokens)
+        row, match = self.tree.allocate_row(), self.tree.match(whole)
+        fresh = self.pool.allocate(len(whole) // self.tree.page_size - len(match.pages))
+        if fresh is None or not whole:
+            self.tree.free_row(row)
+            return
+        inserted = self.tree.insert(whole, np.concatenate([match.pages, fresh]), row)
+        self.pool.free(fresh[: inserted.num_present // self.tree.page_size - len(match.pages)])
+
 
 class Fleet(RuleBasedStateMachine):
     """Any history of stores, evictions, gaps, snapshots in pieces between them, and replicas that come and go."""
 
+    kind = Replica
+
     @initialize(page_size=st.sampled_from([1, 2, 3]))
     def start(self, page_size: int) -> None:
         self.index = PrefixIndex(page_size)
-        self.replicas: list[Replica] = [Replica(self.index, []) for _ in range(3)]
+        self.replicas: list[Replica] = [self.kind(self.index, []) for _ in range(3)]
 
     def replica(self, number: int) -> Replica:
         return self.replicas[number % len(self.replicas)]
@@ -192,7 +214,7 @@ class Fleet(RuleBasedStateMachine):
     def piece(self, number: int, most_nodes: int, most_bytes: int) -> None:
         replica = self.replica(number)
         events = replica.walk.piece(most_nodes, most_bytes)
-        assert len(events) <= most_nodes
+        assert len(events) <= most_nodes + (self.kind is ReplicaWithCheckpoints)
         for event in events:
             replica.cache.apply(event)
 
@@ -204,7 +226,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(PROMPTS, max_size=3))
     def join(self, tokens: list[list[int]]) -> None:
-        self.replicas.append(Replica(self.index, tokens))
+        self.replicas.append(self.kind(self.index, tokens))
 
     @precondition(lambda self: len(self.replicas) > 1)
     @rule(number=REPLICAS)
@@ -245,7 +267,7 @@ class Fleet(RuleBasedStateMachine):
                 for event in replica.walk.piece(2, 1000):
                     replica.cache.apply(event)
             for tokens in replica.listener.paths.values():
-                assert self.index.match(tokens)[replica.cache.slot] == len(tokens) // 4
+                assert self.index.match(tokens)[replica.cache.slot] == replica.listener.continued(tokens)
             assert replica.cache.num_tokens == replica.tree.num_cached * replica.tree.page_size
             self.index.drop(replica.cache)
         self.index.tidy(10**6)
@@ -253,8 +275,20 @@ class Fleet(RuleBasedStateMachine):
         assert sorted(self.index.add().slot for _ in range(self.index.num_slots)) == list(range(self.index.num_slots))
 
 
+class FleetWithCheckpoints(Fleet):
+    """The same of a model with recurrent states."""
+
+    kind = ReplicaWithCheckpoints
+
+    @rule(number=REPLICAS)
+    def evict_checkpoint(self, number: int) -> None:
+        self.replica(number).tree.evict_checkpoint()
+
+
 TestFleet = Fleet.TestCase
 TestFleet.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestFleetWithCheckpoints = FleetWithCheckpoints.TestCase
+TestFleetWithCheckpoints.settings = TestFleet.settings
 
 
 def test_a_piece_looks_at_few_nodes_even_if_there_is_nothing_to_tell(new_cache: Callable):

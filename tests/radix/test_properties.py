@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radix.node import NodeLease
-from radix.tree import PagedNode
+from radix.tree import Inserted, PagedNode
 
 from .conftest import Cache
 
@@ -20,9 +20,11 @@ class Model(RuleBasedStateMachine):
     """`prefixes` maps each cached prefix (whole pages) to the page of its last tokens and the time of its last use;
     `locks` lists what is locked with how many tokens end there, `leases` what is leased."""
 
+    num_rows: int | None = None
+
     @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
     def start(self, page_size: int) -> None:
-        self.cache = Cache(NUM_PAGES, page_size)
+        self.cache = Cache(NUM_PAGES, page_size, self.num_rows)
         self.page_size = page_size
         self.prefixes: dict[tuple[int, ...], tuple[int, int]] = {}
         self.locks: list[tuple[PagedNode, tuple[int, ...]]] = []
@@ -39,13 +41,20 @@ class Model(RuleBasedStateMachine):
             found.append(prefix)
         return found
 
+    def continued(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        """Those of `cached` that a request can go on from, with those before."""
+        return self.cached(tokens)
+
     def use(self, tokens: list[int]) -> list[tuple[int, ...]]:
-        """`cached`, as the tree is asked for them."""
-        self.now += 1
-        found = self.cached(tokens)
-        for prefix in found:
-            self.prefixes[prefix] = (self.prefixes[prefix][0], self.now)
+        """`continued`, as the tree is asked for them."""
+        found = self.continued(tokens)
+        self.touch(found)
         return found
+
+    def touch(self, prefixes: list[tuple[int, ...]]) -> None:
+        self.now += 1
+        for prefix in prefixes:
+            self.prefixes[prefix] = (self.prefixes[prefix][0], self.now)
 
     def pinned(self) -> set[tuple[int, ...]]:
         return {held[:end] for _, held in self.locks for end in range(self.page_size, len(held) + 1, self.page_size)}
@@ -69,20 +78,22 @@ class Model(RuleBasedStateMachine):
         tokens = tokens[: len(tokens) // self.page_size * self.page_size]
         total = len(tokens) // self.page_size
         found = self.cached(tokens)
-        mine = self.cache.pool.allocate(total - (len(found) if knows_what_is_cached else 0))
+        known = self.continued(tokens) if knows_what_is_cached else []
+        mine = self.cache.pool.allocate(total - len(known))
         if mine is None:
             return
-        self.use(tokens)
+        self.touch(found)
         self.cache.held.update(mine.tolist())
-        shared = [self.prefixes[prefix][0] for prefix in found] if knows_what_is_cached else []
-        pages = np.array([*shared, *mine.tolist()], dtype=np.int32)
-        inserted = self.cache.tree.insert(tokens, pages)
+        pages = np.array([*(self.prefixes[prefix][0] for prefix in known), *mine.tolist()], dtype=np.int32)
+        inserted = self.store(tokens, pages)
         assert inserted.num_present == len(found) * self.page_size
         for index in range(len(found), total):
             self.prefixes[tuple(tokens[: (index + 1) * self.page_size])] = (int(pages[index]), self.now)
             self.cache.held.remove(int(pages[index]))
-        if not knows_what_is_cached:
-            self.cache.free(pages[: len(found)])
+        self.cache.free(pages[len(known) : len(found)])
+
+    def store(self, tokens: list[int], pages: np.ndarray) -> Inserted:
+        return self.cache.tree.insert(tokens, pages)
 
     @rule(tokens=PROMPTS)
     def lock(self, tokens: list[int]) -> None:
@@ -156,5 +167,120 @@ class Model(RuleBasedStateMachine):
             assert len(self.cache.tree.heap) <= 2 * NUM_PAGES + 2
 
 
+class CheckpointModel(Model):
+    """A tree with checkpoints. `rows` maps the prefix of each to its row. What is cached follows from them: all
+    prefixes of theirs. `once` and `again` list them by use, those that others have gone on from apart."""
+
+    num_rows = 5
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
+    def start(self, page_size: int) -> None:
+        super().start(page_size)
+        self.rows: dict[tuple[int, ...], int] = {}
+        self.once: list[tuple[int, ...]] = []
+        self.again: list[tuple[int, ...]] = []
+
+    def continued(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        found = self.cached(tokens)
+        while found and found[-1] not in self.rows:
+            found.pop()
+        return found
+
+    def use(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        found = super().use(tokens)
+        if found:
+            self.use_again(found[-1])
+        return found
+
+    def use_again(self, prefix: tuple[int, ...]) -> None:
+        self.once, self.again = ([one for one in used if one != prefix] for used in (self.once, self.again))
+        self.again.append(prefix)
+        if len(self.again) > self.num_rows // 2:
+            self.once.append(self.again.pop(0))
+
+    @rule(tokens=PROMPTS, knows_what_is_cached=st.booleans())
+    def insert(self, tokens: list[int], knows_what_is_cached: bool) -> None:
+        """With a row of the request's, or with one for which a checkpoint has to go."""
+        if len(tokens) < self.page_size:
+            return
+        if not self.cache.tree.rows.num_free:
+            self.evict_checkpoint()
+        if not self.cache.tree.rows.num_free:
+            return
+        super().insert(tokens, knows_what_is_cached)
+
+    def store(self, tokens: list[int], pages: np.ndarray) -> Inserted:
+        row = self.cache.tree.allocate_row()
+        inserted = self.cache.tree.insert(tokens, pages, row)
+        if tuple(tokens) in self.rows:
+            self.use_again(tuple(tokens))
+        else:
+            self.rows[tuple(tokens)] = row
+            self.once.append(tuple(tokens))
+        return inserted
+
+    @rule()
+    def evict_checkpoint(self) -> None:
+        locked, leased = ({held for _, held in ends} for ends in (self.locks, self.leases))
+        candidates = [prefix for prefix in (*self.once, *self.again) if prefix not in locked]
+        gone = next((prefix for prefix in candidates if prefix not in leased), next(iter(candidates), None))
+        assert self.cache.tree.evict_checkpoint() == (gone is not None)
+        if gone is not None:
+            del self.rows[gone]
+            self.forget()
+
+    @rule(held=st.booleans())
+    def hold_a_row(self, held: bool) -> None:
+        """A request takes a free row for states that are not computed yet, or gives one back."""
+        if held and self.cache.tree.rows.num_free > 1:
+            self.cache.held_rows.add(self.cache.tree.allocate_row())
+        elif not held and self.cache.held_rows:
+            self.cache.tree.free_row(self.cache.held_rows.pop())
+
+    @rule(num_pages=st.integers(0, 8))
+    def evict(self, num_pages: int) -> None:
+        free, leased, before = set(self.prefixes) - self.pinned(), self.leased(), dict(self.prefixes)
+        freed = self.cache.tree.evict(num_pages)
+        assert min(num_pages, len(free)) <= freed <= len(free)
+        gone = [prefix for prefix in self.rows if not self.is_saved(prefix)]
+        self.rows = {prefix: row for prefix, row in self.rows.items() if prefix not in gone}
+        self.forget()
+        assert len(before) - len(self.prefixes) == freed and before.keys() - self.prefixes.keys() <= free
+        if not gone:
+            return
+        leaves = [one for one in self.rows if one in free and sum(other[: len(one)] == one for other in self.rows) == 1]
+        value = {prefix: (prefix in leased, use) for prefix, (_, use) in before.items()}
+        last = max(gone, key=value.__getitem__)
+        assert all(value[last] <= value[leaf] for leaf in leaves)
+        kept = self.prefixes.keys() | {last[:end] for end in range(self.page_size, len(last) + 1, self.page_size)}
+        assert len(before) - len(kept) < num_pages, "the last leaf had not to go"
+
+    def forget(self) -> None:
+        """Forgets the prefixes that no checkpoint needs."""
+        self.once, self.again = ([one for one in used if one in self.rows] for used in (self.once, self.again))
+        kept = {one[:end] for one in self.rows for end in range(self.page_size, len(one) + 1, self.page_size)}
+        self.prefixes = {prefix: use for prefix, use in self.prefixes.items() if prefix in kept}
+        self.leases = [(lease, self.longest(held)) for lease, held in self.leases]
+
+    def is_saved(self, prefix: tuple[int, ...]) -> bool:
+        return self.cache.listener.match(prefix) == len(prefix)
+
+    @precondition(lambda self: not self.locks)
+    @rule()
+    def reset(self) -> None:
+        super().reset()
+        self.rows, self.once, self.again = {}, [], []
+
+    @invariant()
+    def sound(self) -> None:
+        super().sound()
+        if hasattr(self, "rows"):
+            tree = self.cache.tree
+            order = [tree.checkpoints[node] for node in tree.eviction_order()]
+            assert order == [self.rows[prefix] for prefix in (*self.once, *self.again)]
+
+
 TestModel = pytest.mark.slow(Model.TestCase)
 TestModel.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
+TestCheckpointModel = pytest.mark.slow(CheckpointModel.TestCase)
+TestCheckpointModel.settings = TestModel.settings

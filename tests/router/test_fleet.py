@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radix.events import Event, Removed, Stored
+from radix.events import Dropped, Event, Removed, Saved, Stored
 from radix.node import pack
 from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
@@ -17,7 +17,7 @@ from router.errors import NoReplica
 from router.fleet import Fleet
 from router.optimistic_prefixes import EXPIRES_S
 from router.programs import Home
-from worker.messages import CacheEvents, ReplicaLoad
+from worker.messages import CacheEvents, ReplicaLoad, decode_from_replica, encode
 
 PROMPT = list(range(100, 164))
 
@@ -460,6 +460,15 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+
+
+def test_what_goes_on_from_checkpoints_only_counts_up_to_the_deepest(fleet):
+    """Prompts, and branches at home."""
+    told = [Saved(0), Stored(1, 0, pack(PROMPT[:32])), Saved(1), Stored(2, 1, pack(PROMPT[32:])), Saved(2)]
+    for events in (CacheEvents.of("first", 0, told, 4, piece=0), CacheEvents.of("first", 0, [Dropped(2)], 4)):
+        received = decode_from_replica(encode(events))
+        assert isinstance(received, CacheEvents) and fleet.apply_events("b", received)
+    assert fleet.place("r", [*PROMPT, 1], "b", Home("b", 60)).cached_tokens == 32
 
 
 def test_a_home_counts_as_having_the_whole_branch(fleet):

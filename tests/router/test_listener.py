@@ -145,6 +145,22 @@ def test_connections_that_only_the_kernel_has_accepted_are_answered(monkeypatch:
     asyncio.run(run())
 
 
+def test_connections_that_the_event_loop_is_just_taking_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop takes them in the turn before the one in which the listener closes."""
+
+    async def run() -> None:
+        end = asyncio.Event()
+        monkeypatch.setattr(module._Server, "main_loop", lambda server: end.wait())
+        async with listening(App()) as listener:
+            clients = [connected(listener) for _ in range(8)]
+            end.set()
+            for client in clients:
+                assert (await answer_on(client)).endswith("one\r\n0\r\n\r\n")
+            await asyncio.wait_for(listener.close(), WAIT_S)
+
+    asyncio.run(run())
+
+
 def test_a_connection_without_a_request_has_one_answered_and_one_that_waits_for_the_next_is_closed() -> None:
     async def run() -> None:
         app = App()

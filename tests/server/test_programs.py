@@ -1,6 +1,7 @@
 """Programs at a whole server: what branches say is what plain requests with their whole token ids say, and their KV is
 there when they go on."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,73 @@ def test_the_text_that_follows_is_cached(whole: Whole) -> None:
     assert cached == size // PAGE * PAGE
     prompt = held(whole, "a")[: size + 1]
     assert ask(whole, prompt)[0] == text
+
+
+CALLS: list[dict[str, Any]] = [
+    {"prompt": PROMPT, "max_tokens": 12, "stop": "e", "temperature": 0},
+    {"prompt": " Then ", "max_tokens": 9, "temperature": 0.8, "seed": 7},
+    {"prompt": "", "max_tokens": 6, "structured_outputs": {"regex": "[0-9]{3}"}, "temperature": 0},
+]
+
+
+def send_template(whole: Whole, calls: list[dict[str, Any]], **fields: Any) -> httpx.Response:
+    program = call("templated", template=calls[1:], remaining=len(calls) - 1)
+    options = {"whole_choices": True, "include_usage": True}
+    body = {"model": MODEL, "program": program, "stream": True, "stream_options": options} | calls[0] | fields
+    return httpx.post(f"{whole.url}/v1/completions", json=body, timeout=WAIT_S)
+
+
+def template(whole: Whole, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events of a request with a template."""
+    answer = send_template(whole, calls)
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+
+def test_calls_of_a_template_say_what_they_say_one_by_one(whole: Whole) -> None:
+    texts = [ask(whole, **one, program=call("alone", continues=i > 0))[0] for i, one in enumerate(CALLS)]
+    *events, end = template(whole, CALLS)
+    assert [event["choices"][0]["text"] for event in events] == texts
+    assert [event["choices"][0]["index"] for event in events] == [0, 1, 2]
+    assert len({event["id"] for event in (*events, end)}) == 1
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert end["usage"][name] == sum(event["usage"][name] for event in events)
+    assert held(whole, "templated") == held(whole, "alone")
+
+
+def test_a_call_of_a_template_that_fails_ends_the_stream_after_those_before_it(whole: Whole) -> None:
+    wrong = {"prompt": "", "max_tokens": 5, "min_tokens": 6}
+    first, second, error = template(whole, [*CALLS[:2], wrong, CALLS[2]])
+    assert first["choices"][0]["index"] == 0 and second["choices"][0]["index"] == 1
+    assert "min_tokens" in error["error"]["message"]
+    assert ask(whole, "", program=call("templated", continues=True), max_tokens=1)  # the branch goes on from there
+
+
+def test_a_template_has_one_time_for_all_of_its_calls(whole: Whole) -> None:
+    endless = [{"prompt": "And ", "max_tokens": 60, "ignore_eos": True}] * 64
+    answer = send_template(whole, endless, timeout=0.2)  # an error's status, if no call has ended by then
+    assert "deadline_exceeded" in answer.text and "timeout of 0.2 s" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stream": False, "stream_options": None}, "whole_choices"),
+        ({"program": {"id": "p", "forks": [{"branch": "a", "prompt": ""}], "template": CALLS[1:]}}, "Forks"),
+        ({"program": {"id": "p", "branch": "a", "template": []}}, "template"),
+        ({"program": {"id": "p", "branch": "a", "template": [{"prompt": "", "n": 2}]}}, "template[0].n"),
+    ],
+)
+def test_templates_that_are_refused(whole: Whole, fields: dict[str, Any], message: str) -> None:
+    body = {
+        "model": MODEL,
+        "prompt": "A",
+        "stream": True,
+        "stream_options": {"whole_choices": True},
+        "program": call("a", template=CALLS[1:]),
+    } | fields
+    answer = httpx.post(f"{whole.url}/v1/completions", json=body, timeout=WAIT_S)
+    assert answer.status_code == 400 and message in answer.text
 
 
 def test_choices_share_the_prompt(whole: Whole) -> None:

@@ -207,11 +207,12 @@ TINY: dict[str, tuple[str, dict]] = {
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
 
-def make_tiny(name: str, folder: Path, layers: int = 4, **save: object) -> Path:
-    """Save a random model under `folder`; every parameter, norms and biases too, is unlike every other."""
+def make_tiny(name: str, folder: Path, layers: int = 4, **sizes: int) -> Path:
+    """Save a random model under `folder`; every parameter, norms and biases too, is unlike every other. `sizes` are in
+    place of those in TINY."""
     model_type, changes = TINY[name]
     torch.manual_seed(sum(name.encode()))
-    config = AutoConfig.for_model(model_type, **(COMMON | changes | {"num_hidden_layers": layers}))
+    config = AutoConfig.for_model(model_type, **(COMMON | changes | sizes | {"num_hidden_layers": layers}))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -222,7 +223,7 @@ def make_tiny(name: str, folder: Path, layers: int = 4, **save: object) -> Path:
         for key, buffer in model.named_buffers():
             if "e_score_correction_bias" in key:
                 buffer.normal_(0.0, 0.25)
-    model.save_pretrained(folder, **save)
+    model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     return folder
 
@@ -323,7 +324,7 @@ def drive(fake_executor, request):
     drivers = []
 
     def make(num_pages: int = 64, page_size: int = 4, **config) -> Driver:
-        executor = {k: config.pop(k) for k in ("vocab_size", "context_length") if k in config}
+        executor = {k: config.pop(k) for k in ("vocab_size", "context_length", "num_checkpoints") if k in config}
         fake = fake_executor(num_pages=num_pages, page_size=page_size, **executor)
         drivers.append(Driver(fake, overlap=request.param, **config))
         return drivers[-1]

@@ -8,6 +8,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from radix.checkpoints import CheckpointTree
 from radix.pages import PagePool
 from radix.tree import Tree
 from tests.worker.fakes import any_models
@@ -34,7 +35,10 @@ class Driver:
         self.now_s = 0.0
         self.complete: list[int] = []  # of the next step's rows, those whose grammar is complete with their token
         self.config = WorkerConfig(page_size=executor.page_size, **config)
-        self.tree = Tree(executor.page_size, PagePool(executor.num_pages, executor.page_size))
+        pool = PagePool(executor.num_pages, executor.page_size)
+        self.tree = Tree(executor.page_size, pool)
+        if executor.num_checkpoints:
+            self.tree = CheckpointTree(executor.page_size, pool, PagePool(executor.num_checkpoints, executor.page_size))
         self.scheduler = Scheduler(
             self.config,
             self.tree,

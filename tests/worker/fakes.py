@@ -44,7 +44,9 @@ class FakeExecutor(Executor):
         context_length: int = 10_000,
         eos_token_ids: tuple[int, ...] = (),
         poison: int | None = None,
+        num_checkpoints: int = 0,
     ) -> None:
+        self.has_states, self.num_checkpoints = num_checkpoints > 0, num_checkpoints
         self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, vocab_size
         self.context_length = min(context_length, num_pages * page_size)
         self.eos_token_ids = eos_token_ids
@@ -56,6 +58,8 @@ class FakeExecutor(Executor):
         self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
         self.tables: dict[int, list[int]] = {}
         self.expected: list[Plan] = []
+        self.states: dict[int, tuple[int, int]] = {}  # by slot: number of tokens, and a hash of them
+        self.rows = [(-1, 0)] * num_checkpoints  # of checkpoints
 
     def announce(self, plan: Plan) -> None:
         self.expected.append(plan)
@@ -75,7 +79,12 @@ class FakeExecutor(Executor):
         assert not self.expected or self.expected.pop(0) is plan
         self.plans.append(plan)
         assert len(set(plan.slots.tolist())) == len(plan)
-        seen = [row for chunk in plan.chunks for row in self._chunk(chunk)]
+        copies = {
+            index: [copy[1:] for copy in plan.checkpoints.tolist() if copy[0] == index] for index in range(len(plan))
+        }
+        if self.has_states:
+            self._begin_states(plan, copies)
+        seen = [row for index, chunk in enumerate(plan.chunks) for row in self._chunk(chunk, copies[index])]
         return ForwardOutput(self.logits(seen))
 
     def logits(self, seen: list[int]) -> torch.Tensor:
@@ -88,7 +97,25 @@ class FakeExecutor(Executor):
     def close(self) -> None:
         pass
 
-    def _chunk(self, chunk: Chunk) -> list[int]:
+    def _begin_states(self, plan: Plan, copies: dict[int, list[list[int]]]) -> None:
+        """Recurrent states as they are before the step. Rows are read before any is written."""
+        read = {index: self.rows[row] for index, some in copies.items() for at, row in some if at == plan.starts[index]}
+        for index, (slot, start) in enumerate(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True)):
+            if start == 0 or index in read:
+                self.states[slot] = read.get(index, (0, 0))
+
+    def _run_states(self, chunk: Chunk, token_ids: list[int], copies: list[list[int]]) -> int:
+        """Goes on from the states of the chunk's slot, and saves them in rows. Returns the hash of all tokens."""
+        at, state = self.states[chunk.slot]
+        assert at == chunk.start, "states after other tokens"
+        for token in token_ids:
+            at, state = at + 1, mix(state, token)
+            for _, row in (copy for copy in copies if copy[0] == at):
+                self.rows[row] = at, state
+        self.states[chunk.slot] = at, state
+        return state
+
+    def _chunk(self, chunk: Chunk, copies: list[list[int]]) -> list[int]:
         """What the next token depends on, after each of the last `num_logits` tokens."""
         token_ids = chunk.token_ids
         if token_ids == [PENDING]:
@@ -106,6 +133,8 @@ class FakeExecutor(Executor):
         for i, token in enumerate(token_ids, chunk.start):
             states[i] = mix(int(states[i - 1]) if i else 0, token)
         self.kv[where[chunk.start :]] = states[chunk.start :]
+        if self.has_states:
+            assert self._run_states(chunk, token_ids, copies) == states[end - 1], "states of another sequence"
         seen = np.bitwise_xor.accumulate(states)
         return seen[end - chunk.num_logits :].tolist()
 

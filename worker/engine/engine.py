@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeline.meter import Meter
+from radix.checkpoints import CheckpointTree
 from radix.events import Event
 from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
@@ -143,7 +144,12 @@ class Engine:
             parts
         )
         self._lengths = LengthStore() if lengths is None else lengths
-        self.tree = Tree(config.page_size, PagePool(self.executor.num_pages, config.page_size), on_event=on_event)
+        pool = PagePool(self.executor.num_pages, config.page_size)
+        if self.executor.num_checkpoints:
+            states = PagePool(self.executor.num_checkpoints, config.page_size)
+            self.tree: Tree = CheckpointTree(config.page_size, pool, states, on_event=on_event)
+        else:
+            self.tree = Tree(config.page_size, pool, on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap
         self.timeline = StageTimeline(config.pp, self.costs)
         self.watch = StepWatch(self.costs, config.longest_step_s, self.executor.device.type)
@@ -164,7 +170,7 @@ class Engine:
             clock=clock,
             speculation=speculation,
             lengths=self._lengths.predictor,
-            reuses_prefixes=not self.executor.has_states,
+            reuses_prefixes=not self.executor.has_states or self.executor.num_checkpoints > 0,
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._answer_checks = AnswerChecks(self.grammars, on_ready)
@@ -299,7 +305,7 @@ class Engine:
 
     def walk(self) -> SnapshotWalk:
         """A way through the tree, to tell it to a new listener in pieces."""
-        return SnapshotWalk(self.tree.root)
+        return self.tree.snapshot_walk()
 
     def reset_cache(self) -> None:
         """Forgets every cached prefix. Raises ValueError while a request runs."""

@@ -441,8 +441,9 @@ class Server:
             snapshot.pending += filter(snapshot.walk.follows, self._events)
         for begin in range(0, len(self._events), EVENTS_A_MESSAGE):
             events = self._events[begin : begin + EVENTS_A_MESSAGE]
-            frame = encode(CacheEvents(self.incarnation, self._next_event, events, self._page_size))
-            self._next_event += len(events)
+            message = CacheEvents.of(self.incarnation, self._next_event, events, self._page_size)
+            frame = encode(message)
+            self._next_event += len(message.events)
             for router in list(self._subscribers):
                 self._send_frame(router, frame)
         self._events.clear()
@@ -462,7 +463,7 @@ class Server:
             self._subscribers.add(router)
         else:
             self._snapshots[router] = snapshot
-        message = CacheEvents(
+        message = CacheEvents.of(
             self.incarnation, self._next_event, events, self._page_size, piece=snapshot.sent, complete=complete
         )
         snapshot.sent += 1

@@ -45,7 +45,8 @@ class Executor(ABC):
     | `page_size`, `num_pages` | tokens in a KV page; pages in the KV cache, the same on all ranks |
     | `vocab_size` | columns of the logits |
     | `context_length` | longest sequence, in tokens: configured, or the model's, at most what the KV cache holds |
-    | `has_states` | whether the model has recurrent states, so that no cached prefix can be continued |
+    | `has_states` | whether the model has recurrent states, so that a cached prefix can be continued from checkpoints only |
+    | `num_checkpoints` | rows for checkpoints of recurrent states |
     | `eos_token_ids` | the model's end tokens |
     | `attention_choice` | the attention backend that runs |
     | `last_tokens` | int64 `[max_running + 1]` on `device`, the newest token of each slot: written by sampling, read by the next step's PENDING tokens; the last entry belongs to no slot |
@@ -57,6 +58,7 @@ class Executor(ABC):
     vocab_size: int
     context_length: int
     has_states: bool = False
+    num_checkpoints: int = 0
     eos_token_ids: tuple[int, ...]
     attention_choice: AttentionChoice
     last_tokens: torch.Tensor

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
+from kernels.linear.fp8_linear import CAPABILITY
 from pipeline.roofline import DEVICES, ModelSpec, make_stages
 from worker.config import WorkerConfig
 from worker.executor.kv_cache import GPU_MEMORY_FRACTION
 from worker.executor.state_cache import row_bytes
 from worker.models.config import DecoderConfig, decoder_config, read_config
-
-FP8_CAPABILITY = (8, 9)  # the first compute capability with matrix products in 8-bit floating point
 
 GPU_TOKEN_BUDGET = 8192  # prefill is compute-bound from some 1,000 tokens on; longer steps only make attention cheaper
 # `max_running` is the number of sequences of this length that the KV cache holds. Most sequences of a chat are longer
@@ -36,7 +35,7 @@ def resolve_device(config: WorkerConfig) -> tuple[torch.device, torch.dtype]:
     on_gpu = config.device == "cuda" or (config.device == "auto" and has_gpu)
     name = config.dtype if config.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     if config.quantization == "fp8" and on_gpu:
-        if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        if (capability := torch.cuda.get_device_capability()) < CAPABILITY:
             own = ".".join(map(str, capability))
             raise ValueError(f"quantization is fp8, for GPUs from compute capability 8.9 on; this one has {own}")
         if name == "float32":

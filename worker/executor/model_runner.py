@@ -2,6 +2,7 @@
 elsewhere."""
 
 import logging
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,14 +94,17 @@ class ModelRunner(Executor):
             self._warm_up()
         self._logits = self._allocate_logits()
         self._working_bytes = 0  # peak memory of the largest step, if `_profile` has run it
-        self.num_pages = self._size_kv_cache(config)
+        self.num_pages = self._size_kv_cache(shard.whole, config)
+        self.num_checkpoints = state_cache.num_checkpoints(
+            shard.whole, self.dtype, self.num_pages * self.page_size, config.state_checkpoints
+        )
         self.context_length = kv_cache.context_length(
             config.context_length, self.model_config.context_length, self.num_pages * self.page_size
         )
         pages_per_sequence = -(-self.context_length // self.page_size)
         self._tables = PageTable(self._max_running, pages_per_sequence, self.page_size)
         self._attention = self._allocate_kv_cache(self.num_pages, pages_per_sequence)
-        self._states = self._allocate_states()
+        self._states = self._allocate_states(self.num_checkpoints)
         if isinstance(self._attention, GraphAttention) and not self.has_states:
             self._graphs = self._capture_graphs(self._attention)
             self._piecewise_graphs = self._capture_pieces(self._attention)
@@ -188,10 +192,21 @@ class ModelRunner(Executor):
             logit_slots[logit_ends[has_logits] - 1] = plan.slots[has_logits]  # a chunk's last logits may give a token
             return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots))
         if self._states is not None:
-            self._states.plan(StateBatch(batch.rows, batch.starts, batch.lengths))
+            self._states.plan(StateBatch(batch.rows, batch.starts, batch.lengths, self._copies(plan, order)))
         return self._step(
             batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin, hidden_indices, self._states
         )
+
+    def _copies(self, plan: Plan, order: np.ndarray) -> np.ndarray:
+        """`StateBatch.copies` of a plan whose chunks are computed in the given order."""
+        copies = plan.checkpoints.copy()
+        if len(copies):
+            place = np.empty(len(plan), dtype=np.int32)
+            place[order] = np.arange(len(plan), dtype=np.int32)
+            copies[:, 0] = place[plan.checkpoints[:, 0]]
+            copies[:, 1] -= plan.starts[plan.checkpoints[:, 0]]
+            copies[:, 2] += self._max_running
+        return copies
 
     def _begin(self) -> torch.Tensor | None:
         """Waits for the input from other stages, and marks the begin of the step. Called when all other input of the
@@ -323,22 +338,26 @@ class ModelRunner(Executor):
         columns = self.vocab_size if self.stage.is_last else 0
         return torch.empty(self._max_running, columns, dtype=torch.float32, device=self.device)
 
-    def _size_kv_cache(self, config: WorkerConfig) -> int:
+    def _size_kv_cache(self, whole: DecoderConfig, config: WorkerConfig) -> int:
         """Returns the number of pages that fits on every rank, because all ranks have the same page tables."""
         tokens = config.kv_tokens
         if tokens is None:
-            tokens = self.stage.rendezvous.all_reduce_min(self._fitting_tokens(config))
+            tokens = self.stage.rendezvous.all_reduce_min(self._fitting_tokens(whole, config))
         next_to = "" if config.draft_model is None else f" next to draft_model {config.draft_model}"
         return kv_cache.num_pages(tokens, self.page_size, next_to)
 
-    def _fitting_tokens(self, config: WorkerConfig) -> int:
-        """Returns the KV cache's default capacity on this rank, in tokens, next to a draft model's if there is one."""
+    def _fitting_tokens(self, whole: DecoderConfig, config: WorkerConfig) -> int:
+        """Returns the KV cache's default capacity on this rank, in tokens, next to a draft model's if there is one, and
+        next to recurrent states and their checkpoints. `whole`: the model without any cut."""
         draft = DraftBytes()
         if config.draft_model is not None:
             draft = DraftBytes.of(Path(config.draft_model), self.dtype, self.device, self._max_running)
         bytes_per_token = kv_cache.token_bytes(self.model_config, self.dtype) + draft.per_token
         fraction = config.kv_memory_fraction
-        fixed = draft.fixed + self._max_running * state_cache.row_bytes(self.model_config, self.dtype)
+        rows = self._max_running + (config.state_checkpoints or 0)
+        fixed = draft.fixed + rows * state_cache.row_bytes(self.model_config, self.dtype)
+        if config.state_checkpoints is None:
+            bytes_per_token += math.ceil(state_cache.checkpoint_bytes(self.model_config, whole, self.dtype))
         if self.device.type == "cpu":
             return kv_cache.cpu_tokens(bytes_per_token, fraction, fixed)
         self._working_bytes = self._profile()
@@ -369,9 +388,9 @@ class ModelRunner(Executor):
         torch.cuda.empty_cache()
         return working_bytes
 
-    def _allocate_states(self) -> DeltaRuleStates | None:
-        """Allocates the recurrent states of all slots; None for layers without any."""
-        return state_cache.allocate(self.model_config, self._max_running, self.device, self.dtype)
+    def _allocate_states(self, checkpoints: int = 0) -> DeltaRuleStates | None:
+        """Allocates the recurrent states of all slots, and rows for checkpoints; None for layers without any."""
+        return state_cache.allocate(self.model_config, self._max_running + checkpoints, self.device, self.dtype)
 
     def _allocate_kv_cache(self, pages: int, pages_per_sequence: int) -> AttentionBackend:
         """Allocates the KV cache, and returns the attention over it."""

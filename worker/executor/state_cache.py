@@ -1,16 +1,40 @@
-"""Memory of the states of gated delta nets. Row s is the state of the running sequence in slot s."""
+"""Memory of the states of gated delta nets. Row s is the state of the running sequence in slot s. The rows after those
+of the slots are checkpoints: copies of states that later sequences go on from."""
 
 import torch
 
 from kernels.delta_rule.states import DeltaRuleStates
 from kernels.delta_rule.torch_states import TorchStates
+from worker.executor import kv_cache
 from worker.models.config import DecoderConfig
+
+# Bytes of checkpoints by default, for each byte of KV. A row of Qwen3.5-35B-A3B (63 MB) takes as much as the KV of
+# 3,000 tokens, and a prompt of a few thousand tokens gets one or two.
+BYTES_PER_KV_BYTE = 1.0
 
 
 def row_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Returns the bytes of one sequence's states in all layers of a rank; 0 without gated delta nets."""
     net = config.delta_net
     return 0 if net is None else net.num_layers * net.states.row_bytes(dtype)
+
+
+def num_checkpoints(whole: DecoderConfig, dtype: torch.dtype, kv_tokens: int, configured: int | None) -> int:
+    """Returns the number of checkpoints next to a KV cache of `kv_tokens`: the configured one, or as many as take the
+    bytes of the KV cache. `whole`: the model without any cut, so that all ranks have the same number."""
+    row = row_bytes(whole, dtype)
+    if not row:
+        return 0
+    if configured is not None:
+        return configured
+    return int(BYTES_PER_KV_BYTE * kv_tokens * kv_cache.token_bytes(whole, dtype)) // row
+
+
+def checkpoint_bytes(config: DecoderConfig, whole: DecoderConfig, dtype: torch.dtype) -> float:
+    """Returns the bytes of checkpoints on a rank, for each token of KV, where their number is not configured."""
+    row = row_bytes(whole, dtype)
+    share = BYTES_PER_KV_BYTE * kv_cache.token_bytes(whole, dtype)
+    return share * row_bytes(config, dtype) / row if row else 0.0
 
 
 def allocate(config: DecoderConfig, rows: int, device: torch.device, dtype: torch.dtype) -> DeltaRuleStates | None:

@@ -18,6 +18,7 @@ from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
 from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
 from worker.models.gated_delta_net import DeltaNetConfig
+from worker.models.quantization import quantization
 
 
 class _EndTokens(msgspec.Struct):
@@ -161,9 +162,6 @@ class DecoderConfig:
         )
 
 
-# Formats of quantized checkpoints that are read, each by the model types that have it.
-_READ_FORMATS = (("gpt_oss", "mxfp4"),)
-
 _WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe")  # models whose text part is served by itself
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -183,7 +181,9 @@ def read_config(model: Path) -> HfConfig:
     values = _config_values(model)
     if values.get("model_type") in _WITH_TEXT_PART:
         text = values["text_config"]
-        values = text | {"tie_word_embeddings": values.get("tie_word_embeddings", text["tie_word_embeddings"])}
+        of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text["tie_word_embeddings"])}
+        of_all["quantization_config"] = values.get("quantization_config")
+        values = text | of_all
     hf = SimpleNamespace(**values)
     if not getattr(hf, "tie_word_embeddings", True) and _is_headless(model):
         hf.tie_word_embeddings = True
@@ -263,13 +263,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
     if getattr(hf, "use_bidirectional_attention", False):
         raise ValueError("models with bidirectional attention are not supported")
-    if getattr(hf, "quantization_config", None):
-        method = hf.quantization_config.get("quant_method", "an unknown method")
-        if (hf.model_type, method) not in _READ_FORMATS:
-            raise ValueError(
-                f"the checkpoint is quantized ({method}), which is not supported: take one in bfloat16, float16 or "
-                "float32, or for a CPU a GGUF file"
-            )
+    quantization(hf.model_type, quantization_config(hf))  # raises for a format that is not understood
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)
     own = ARCHITECTURES[hf.model_type](hf)
@@ -298,6 +292,13 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
         config = replace(config, qk_norm_sizes=sizes)
     return config
+
+
+def quantization_config(hf: HfConfig) -> dict[str, Any] | None:
+    """Description of a quantized checkpoint's format in config.json; None if it has none. Older checkpoints of
+    compressed-tensors have another name for it."""
+    said: dict[str, Any] | None = getattr(hf, "quantization_config", None) or getattr(hf, "compression_config", None)
+    return said
 
 
 def _layer_types(hf: HfConfig) -> list[str]:

@@ -101,6 +101,11 @@ def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, t
     return layer
 
 
+def is_norm(name: str) -> bool:
+    """Whether a parameter is the weight of a norm."""
+    return name == "norm" or name.endswith("_norm")
+
+
 def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dict[str, Any]:
     """Removes the parameters of layer `index`, and returns them by the names within a layer. Matrices and their biases
     become linear layers; `dtype` is that of the activations."""

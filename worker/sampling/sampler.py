@@ -8,7 +8,7 @@ the tokens' values. On a CPU the same steps run at once, with `worker.sampling.t
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from worker.sampling import topk_topp
 from worker.sampling.draft_rows import DraftRows
 from worker.sampling.logits_processors import apply_logits_adjustments
 from worker.sampling.logprobs import PendingLogprobs
-from worker.sampling.sampling_metadata import SamplingMetadata, SamplingNeeds, SlotState
+from worker.sampling.sampling_metadata import SamplingMetadata, SamplingNeeds, SlotState, append_tokens
 from worker.sampling.token_bitmask import TokenBitmask
 from worker.sampling.topk_topp_cpu import draw, uniform
 from worker.step import PROMPT_LOGIT_ROWS, SampledTokens
-from worker.structured_output import GrammarError, GrammarState, apply_bitmask
+from worker.structured_output import GrammarError, GrammarState, GrammarThreads, apply_bitmask
 
 
 class PendingSample:
@@ -36,17 +36,18 @@ class PendingSample:
         landing: PinnedBuffer,
         logprobs: PendingLogprobs | None,
         failures: dict[int, Failure],
+        threads: GrammarThreads,
         drafts: DraftRows | None = None,
         owners: Sequence[SlotState] = (),
         count: Callable[[int, SlotState, int], None] | None = None,
     ) -> None:
-        """`tokens`: int64, one for each row of logits. They are copied to the host, into `landing`. If the rows have
-        `drafts`: `owners` are the states of its sequences, and `count` is told of each slot that got more than one
-        token."""
+        """`tokens`: int64, one for each row of logits. They are copied to the host, into `landing`. `threads`: those of
+        grammars. If the rows have `drafts`: `owners` are the states of its sequences, and `count` is told of each slot
+        that got more than one token."""
         self._drafts, self._owners, self._count = drafts, owners, count
         self._metadata = metadata
         self._logprobs = logprobs
-        self._failures = failures
+        self._failures, self._threads = failures, threads
         self._landing = landing
         self._tokens = landing.array[: tokens.nbytes].view(np.int64)
         landing.bytes_[: tokens.nbytes].view(tokens.dtype).copy_(tokens, non_blocking=True)
@@ -61,16 +62,11 @@ class PendingSample:
             return self._verify(token_ids, self._drafts)
         for i in (token_ids < 0).nonzero()[0].tolist():
             failures.setdefault(i, Failure("internal", "the model's output is not a number"))
-        complete = []
-        for i, row in metadata.stateful:
-            if i not in failures:
-                try:
-                    row.append(int(token_ids[i]))
-                except GrammarError as error:
-                    failures[i] = Failure("internal", f"a token was taken that must not be: {error}")
-                else:
-                    if row.is_complete:
-                        complete.append(i)
+        rows = {i: row for i, row in metadata.stateful if i not in failures}
+        said = token_ids.tolist()
+        _, errors = append_tokens(rows, {i: [said[i]] for i in rows}, self._threads)
+        failures |= {i: _taken_wrongly(error) for i, error in errors.items()}
+        complete = [i for i, row in rows.items() if row.is_complete]
         logprobs = {}
         if self._logprobs is not None:
             found = zip(metadata.logprobs, self._logprobs.result(), strict=True)
@@ -84,29 +80,30 @@ class PendingSample:
         by_row = {}
         if self._logprobs is not None:
             by_row = dict(zip(metadata.logprobs, self._logprobs.result(), strict=True))
-        said, slots = token_ids.tolist(), metadata.slots.tolist()
-        for i, first in enumerate(drafts.firsts.tolist()):
-            taken = drafts.verified(i, said)
+        said, slots, firsts = token_ids.tolist(), metadata.slots.tolist(), drafts.firsts.tolist()
+        verified = {}
+        for i, first in enumerate(firsts):
+            tokens = drafts.verified(i, said)
             if first in self._failures:
                 failures[i] = self._failures[first]
-                continue
-            if taken[0] < 0:
+            elif tokens[0] < 0:
                 failures[i] = Failure("internal", "the model's output is not a number")
+            else:
+                verified[i] = tokens
+        taken, errors = append_tokens({i: self._owners[i] for i in verified}, verified, self._threads)
+        failures |= {i: _taken_wrongly(error) for i, error in errors.items()}
+        for i, tokens in taken.items():
+            if i in errors:
                 continue
-            owner = self._owners[i]
-            try:
-                taken = owner.append_all(taken)
-            except GrammarError as error:
-                failures[i] = Failure("internal", f"a token was taken that must not be: {error}")
-                continue
+            owner, first = self._owners[i], firsts[i]
             if owner.is_complete:
                 complete.append(i)
-            if len(taken) > 1:
-                following[i] = taken[1:]
+            if len(tokens) > 1:
+                following[i] = tokens[1:]
                 assert self._count is not None
-                self._count(slots[first], owner, len(taken) - 1)
+                self._count(slots[first], owner, len(tokens) - 1)
             if first in by_row:
-                logprobs[i] = [by_row[first + number] for number in range(len(taken))]
+                logprobs[i] = [by_row[first + number] for number in range(len(tokens))]
         return SampledTokens(token_ids[drafts.firsts], logprobs, failures, complete, following)
 
 
@@ -128,6 +125,7 @@ class Sampler:
         self._states: list[SlotState | None] = [None] * max_running
         self._needs = np.full(max_running, SamplingNeeds.FREE, dtype=np.int64)
         self._masks: TokenBitmask | None = None
+        self._threads = GrammarThreads()
         self._metadata: SamplingMetadata | None = None
         self._landings = PinnedRing(self.device, 8 * (max_running + PROMPT_LOGIT_ROWS))
         # Parameters of random draws, by slot.
@@ -182,7 +180,9 @@ class Sampler:
         GrammarError if its grammar does not allow them."""
         state = self._states[slot]
         assert state is not None
-        state.append_all(token_ids)
+        _, errors = append_tokens({0: state}, {0: token_ids}, self._threads)
+        if errors:
+            raise errors[0]
         self._count_following(slot, state, len(token_ids))
 
     def launch(
@@ -238,7 +238,8 @@ class Sampler:
             logprobs = PendingLogprobs(logits.index_select(0, rows), tokens.index_select(0, rows).clamp_(min=0), top)
         self._count(metadata)
         landing = self._landings.next()
-        return PendingSample(metadata, tokens, landing, logprobs, failures, drafts, owners, self._count_following)
+        count = self._count_following
+        return PendingSample(metadata, tokens, landing, logprobs, failures, self._threads, drafts, owners, count)
 
     def _after_drafts(self, drafts: DraftRows, slots: np.ndarray) -> tuple[list[SlotState], dict[int, SlotState]]:
         """The state of each sequence, and the states of the rows that come after drafts. `slots`: int64 [sampled
@@ -296,19 +297,32 @@ class Sampler:
         if not states:
             return None
         if self._masks is None:
-            self._masks = TokenBitmask(len(self._states) + PROMPT_LOGIT_ROWS, self.vocab_size, self.device)
+            self._masks = TokenBitmask(
+                len(self._states) + PROMPT_LOGIT_ROWS, self.vocab_size, self.device, self._threads
+            )
         if drafts is not None:
-            row_of = {positions[i]: i for i, _ in states}
             states = [(i, state) for i, state in states if not drafts.offsets[positions[i]]]
-            for i, first in enumerate(drafts.firsts.tolist()):
-                token_ids, grammar = drafts.drafts(i), owners[i].grammar
-                if token_ids and grammar is not None:
-                    after = [row_of[first + number] for number in range(1, len(token_ids) + 1)]
-                    drafts.cut(i, 1 + self._masks.fill_after(grammar, token_ids, after))
         for i, error in self._masks.fill([state for _, state in states], [i for i, _ in states]).items():
             number, state = states[i]
             failures[positions[number]] = Failure("invalid", str(error), state.param)
+        if drafts is not None:
+            self._fill_after_drafts(self._masks, drafts, owners, {at: i for i, at in enumerate(positions)})
         return self._masks.on_device(len(rows))
+
+    @staticmethod
+    def _fill_after_drafts(
+        masks: TokenBitmask, drafts: DraftRows, owners: Sequence[SlotState], row_of: Mapping[int, int]
+    ) -> None:
+        """Fills the masks of the rows after drafts. `row_of`: a sampled row's mask."""
+        guided = [i for i, owner in enumerate(owners) if owner.grammar is not None and drafts.drafts(i)]
+        states = [grammar for i in guided if (grammar := owners[i].grammar) is not None]
+        token_ids, firsts = [drafts.drafts(i) for i in guided], drafts.firsts.tolist()
+        rows = [
+            [row_of[firsts[i] + number] for number in range(1, len(ids) + 1)]
+            for i, ids in zip(guided, token_ids, strict=True)
+        ]
+        for i, count in zip(guided, masks.fill_after(states, token_ids, rows), strict=True):
+            drafts.cut(i, 1 + count)
 
     def _choose(
         self,
@@ -321,9 +335,9 @@ class Sampler:
         work = logits.index_select(0, metadata.on_device.custom)
         if metadata.is_adjusted:
             apply_logits_adjustments(work, range(len(work)), [row.adjustments for row in metadata.custom_states])
-        masked = [j for j, row in enumerate(metadata.custom_states) if row.grammar is not None]
-        if masks is not None and masked:
-            apply_bitmask(work, masks, masked)
+        if masks is not None and len(metadata.masked):
+            all_masked = len(metadata.masked) == len(work)
+            apply_bitmask(work, masks, None if all_masked else metadata.on_device.masked)
         if len(metadata.greedy) == len(work):
             return _likeliest(work)
         tokens = torch.zeros(len(work), dtype=torch.int64, device=work.device)
@@ -361,6 +375,10 @@ class Sampler:
         return topk_topp.draw(torch.softmax(logits / divisor, dim=1), filters, uniforms_at)
 
 
+def _taken_wrongly(error: GrammarError) -> Failure:
+    return Failure("internal", f"a token was taken that must not be: {error}")
+
+
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     """`kernels.ops.argmax.greedy_argmax` on any device: the first of the largest logits of each row, int64, or -1 if
     the largest is not finite. On a CPU NumPy does this, 13 times as fast as PyTorch."""
@@ -378,7 +396,7 @@ def _likeliest_allowed(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Te
     """`_likeliest`, int64, of these rows of logits, among the tokens that each row's mask allows."""
     if logits.device.type == "cpu":
         work = logits.index_select(0, rows)
-        apply_bitmask(work, masks, list(range(len(work))))
+        apply_bitmask(work, masks)
         return _likeliest(work)
     from kernels.ops.argmax import greedy_argmax
 

@@ -13,7 +13,7 @@ import torch
 from kernels.host_device import all_to_device
 from worker.messages import SamplingParams
 from worker.sampling.logits_processors import LogitsAdjustments, TokenCounts
-from worker.structured_output import GrammarState
+from worker.structured_output import GrammarError, GrammarState, GrammarThreads, accept_tokens
 
 # Below this temperature the likeliest token is taken. Dividing by the temperature would give the same, or overflow.
 _GREEDY_BELOW = 1e-5
@@ -103,23 +103,32 @@ class SlotState:
             other.suppressed = None
         return other
 
-    def append_all(self, token_ids: list[int]) -> list[int]:
-        """Takes in sampled tokens, up to one that completes the grammar. Returns those taken. Raises GrammarError as
-        `append` does."""
-        if self.history is None and self.grammar is None:
-            return token_ids
-        for count, token_id in enumerate(token_ids, 1):
-            self.append(token_id)
-            if self.is_complete:
-                return token_ids[:count]
-        return token_ids
 
-    def append(self, token_id: int) -> None:
-        """Takes in a sampled token. Raises GrammarError if the grammar does not allow it."""
-        if self.history is not None:
-            self.history.add(token_id, 1)
-        if self.grammar is not None:
-            self.grammar.accept(token_id)
+def append_tokens(
+    states: Mapping[int, SlotState], token_ids: Mapping[int, list[int]], threads: GrammarThreads
+) -> tuple[dict[int, list[int]], dict[int, GrammarError]]:
+    """Lets each state take in its tokens, up to one that completes its grammar. Returns the tokens taken of each, and
+    errors of those whose grammar does not allow one. Such a state is of no further use."""
+    taken, errors = dict(token_ids), dict[int, GrammarError]()
+    going = [i for i, state in states.items() if state.history is not None or state.grammar is not None]
+    number = 0
+    while going := [i for i in going if number < len(taken[i])]:
+        guided = list[tuple[int, GrammarState]]()
+        for i in going:
+            state = states[i]
+            if state.history is not None:
+                state.history.add(taken[i][number], 1)
+            if state.grammar is not None:
+                guided.append((i, state.grammar))
+        wrong = accept_tokens([grammar for _, grammar in guided], [taken[i][number] for i, _ in guided], threads)
+        number += 1
+        for position, error in wrong.items():
+            i = guided[position][0]
+            errors[i], taken[i] = error, taken[i][: number - 1]
+        for i, grammar in guided:
+            if grammar.terminated:
+                taken[i] = taken[i][:number]
+    return taken, errors
 
 
 # As plain integers: NumPy is faster with them than with an IntFlag.
@@ -155,13 +164,14 @@ class SamplingMetadata:
     | `greedy` | `custom` rows that take the likeliest token after adjustments and mask |
     | `unfiltered` | `custom` rows that draw from the whole distribution |
     | `filtered` | `custom` rows that draw after top-k, top-p or min-p |
+    | `masked` | `custom` rows with a grammar |
     | `is_adjusted` | whether any row adjusts logits |
     | `min_tokens_slots` | slots whose end tokens are still banned |
     | `stateful` | (sampled row, its state) for states that take in each token |
     | `logprobs`, `logprob_states` | sampled rows that return log probabilities, and their states |
 
-    Sampled rows are given by their position in `sampled_rows`, and `greedy`, `unfiltered` and `filtered` by their
-    position in `custom`.
+    Sampled rows are given by their position in `sampled_rows`, and `greedy`, `unfiltered`, `filtered` and `masked` by
+    their position in `custom`.
     """
 
     def __init__(
@@ -188,7 +198,7 @@ class SamplingMetadata:
         else:  # all take the argmax: a short cut, since every step with drafts makes its own groups
             self.constrained, self.custom, self.logprobs = list[int](), list[int](), list[int]()
             self.constrained_states, self.custom_states = list[SlotState](), list[SlotState]()
-            self.greedy = self.unfiltered = self.filtered = self.custom_slots = _NO_ROWS
+            self.greedy = self.unfiltered = self.filtered = self.masked = self.custom_slots = _NO_ROWS
             self.is_adjusted, self.min_tokens_slots = False, list[int]()
             self.stateful, self.logprob_states = list[tuple[int, SlotState]](), list[SlotState]()
 
@@ -201,7 +211,7 @@ class SamplingMetadata:
         self.custom_slots = self.slots[custom]
         drawn = kinds[custom] & (_RANDOM | _FILTERED)
         self.greedy, self.unfiltered = np.flatnonzero(drawn == 0), np.flatnonzero(drawn == _RANDOM)
-        self.filtered = np.flatnonzero(drawn & _FILTERED)
+        self.filtered, self.masked = np.flatnonzero(drawn & _FILTERED), np.flatnonzero(kinds[custom] & _CONSTRAINED)
         self.is_adjusted = bool((kinds & _ADJUSTED).any())
         self.min_tokens_slots = self.slots[(kinds & _MIN_TOKENS) > 0].tolist()
         stateful, logprobs = np.flatnonzero(kinds & _STATEFUL), np.flatnonzero(kinds & _LOGPROBS)
@@ -219,7 +229,8 @@ class SamplingMetadata:
             self.sampled_rows[self.custom],
         ]
         indices += [self.sampled_rows[self.logprobs], self.sampled_rows[others], self.slots[others]]
-        return SamplingIndices(*all_to_device([*indices, self.greedy, self.unfiltered, self.filtered], self._device))
+        indices += [self.greedy, self.unfiltered, self.filtered, self.masked]
+        return SamplingIndices(*all_to_device(indices, self._device))
 
     def _states_of(self, positions: np.ndarray) -> list[SlotState]:
         """States of the sampled rows at these positions."""
@@ -243,6 +254,7 @@ class SamplingIndices(NamedTuple):
     | `greedy` | positions in `custom` that take the likeliest token after adjustments and mask |
     | `unfiltered` | positions in `custom` that draw from the whole distribution |
     | `filtered` | positions in `custom` that draw after top-k, top-p or min-p |
+    | `masked` | positions in `custom` with a grammar |
     """
 
     sampled_rows: torch.Tensor
@@ -255,3 +267,4 @@ class SamplingIndices(NamedTuple):
     greedy: torch.Tensor
     unfiltered: torch.Tensor
     filtered: torch.Tensor
+    masked: torch.Tensor

@@ -1,24 +1,28 @@
 """Grammar masks of a batch: filled on the host, copied to the device."""
 
-import os
 from collections.abc import Sequence
 
 import torch
 
-from worker.structured_output import GrammarError, GrammarState, MaskThreads, fill_masks, new_bitmask
-
-_MOST_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+from worker.structured_output import (
+    GrammarError,
+    GrammarState,
+    GrammarThreads,
+    fill_masks,
+    fill_masks_after,
+    new_bitmask,
+)
 
 
 class TokenBitmask:
     """Bitmask of the allowed tokens of each row. The host fills it while the device computes the step that it is
     for."""
 
-    def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, most: int, vocab_size: int, device: torch.device, threads: GrammarThreads) -> None:
         """`most`: the largest number of rows."""
         self._host = new_bitmask(most, vocab_size)
         self._there = self._host
-        self._threads = MaskThreads(_MOST_THREADS)
+        self._threads = threads
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._host = self._host.pin_memory()
@@ -32,10 +36,12 @@ class TokenBitmask:
         `fill_masks` does. The device must have finished reading the masks that were filled before."""
         return fill_masks(states, self._host, rows, self._threads)
 
-    def fill_after(self, state: GrammarState, token_ids: Sequence[int], rows: Sequence[int]) -> int:
-        """Writes the masks that would follow each of `token_ids` into these rows. Returns the number of masks written:
-        fewer if the grammar does not allow a token, or if one completes the output."""
-        return state.fill_after(token_ids, self._host, rows)
+    def fill_after(
+        self, states: Sequence[GrammarState], token_ids: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Writes the masks that would follow each of `token_ids[i]`, in turn, into `rows[i]`. Returns how many were
+        written for each state: fewer where its grammar does not allow a token, or where one completes the output."""
+        return fill_masks_after(states, token_ids, self._host, rows, self._threads)
 
     def on_device(self, count: int) -> torch.Tensor:
         """The first `count` rows on the device, int32[count, ceil(vocab / 32)], for use on the current stream from now

@@ -1,11 +1,11 @@
 """Page allocation: how KV pages pass between running sequences, the free list and the prefix tree."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from radix.node import PagedNode
-from radix.tree import Tree
+from radix.node import NO_PAGES, PagedNode
+from radix.tree import Inserted, Tree
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 
@@ -71,8 +71,16 @@ class KVCacheManager:
         assert seq.node is not None
         if num_full <= seq.num_shared or not self.reuses_prefixes:
             return seq.node
+        return self._hand_over(seq, num_full, self.tree.insert)
+
+    def _hand_over(
+        self, seq: Sequence, num_full: int, insert: Callable[[np.ndarray, np.ndarray], Inserted]
+    ) -> PagedNode:
+        """Hands the first `num_full` pages of `seq`, some of them its own, to the tree with `insert`, as `cache_prefix`
+        says."""
+        assert seq.node is not None
         keys, pages = seq.cache_keys(num_full * self.page_size), seq.pages(0, num_full)
-        node, num_present = self.tree.insert(keys, pages)
+        node, num_present = insert(keys, pages)
         self.tree.lock(node)
         self.tree.unlock(seq.node)
         seq.node = node
@@ -104,7 +112,10 @@ class KVCacheManager:
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every page has exactly one owner. Walks the tree."""
-        own = [seq.own_pages for seq in running]
-        self.tree.check_integrity(np.concatenate(own).tolist() if own else ())
-        if not own:
+        running = list(running)
+        self._check_tree(running, np.concatenate([NO_PAGES, *(seq.own_pages for seq in running)]).tolist())
+        if not running:
             assert self.tree.num_evictable == self.tree.num_cached, "pages are locked and nothing runs"
+
+    def _check_tree(self, running: Iterable[Sequence], own_pages: list[int]) -> None:
+        self.tree.check_integrity(own_pages)

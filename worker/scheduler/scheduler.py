@@ -38,6 +38,7 @@ import numpy as np
 from pipeline.budget import Budget
 from pipeline.chunk import chunk_tokens
 from pipeline.policy import Policy, SchedulerView
+from radix.checkpoints import CheckpointTree
 from radix.leases import Leases
 from radix.tree import Tree
 from worker.config import WorkerConfig
@@ -55,6 +56,7 @@ from worker.scheduler.running_batch import RunningBatch
 from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
+from worker.scheduler.state_checkpoints import CheckpointedKVCache
 from worker.scheduler.step_builder import StepBuilder
 from worker.scheduler.steps_in_flight import PipelineStepsInFlight, StepsInFlight
 from worker.scheduler.stop_checker import StopChecker
@@ -119,6 +121,9 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._table = SequenceTable[Sequence](config.max_waiting + num_slots)
         self.kv_cache = KVCacheManager(tree, self._table, reuses_prefixes)
+        self._checkpoints: CheckpointedKVCache | None = None
+        if isinstance(tree, CheckpointTree):
+            self.kv_cache = self._checkpoints = CheckpointedKVCache(tree, self._table, config.checkpoint_interval)
         self.leases = Leases(tree, self.num_pages // 2)
         self._num_stages = policy.settings.stages
         self._in_flight: StepsInFlight
@@ -351,6 +356,9 @@ class Scheduler:
         load.waiting_products = int((missing * (done + missing // 2)).sum())
         load.kv_tokens_cached = self.kv_cache.tree.num_evictable * self.page_size
         load.kv_tokens_leased = self.kv_cache.tree.num_leased * self.page_size
+        if (known := self._checkpoints) is not None:
+            load.checkpoints_total, load.checkpoints = known.most_checkpoints, known.num_checkpoints
+            load.checkpoints_evicted = known.num_evicted
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
 
@@ -419,7 +427,7 @@ class Scheduler:
         fits."""
         if budget is None:
             return None
-        self._builder = StepBuilder(budget, self.page_size, self._table)
+        self._builder = StepBuilder(budget, self.page_size, self._table, self._checkpoints)
         self._waiting.begin(self._builder, self._step)
         self._preemption.begin(self._builder, running.is_ending)
         for seq in self._sequences_at(running.rows, running.in_prompt):
@@ -562,8 +570,9 @@ class Scheduler:
         self._shares.close(seq.share)
 
     def _confirm(self, step: ScheduledStep, is_past_prompt: np.ndarray) -> None:
-        """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree. `is_past_prompt`:
-        bool [chunks], whether a chunk starts after its sequence's prompt."""
+        """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree; with recurrent
+        states, those before new checkpoints. `is_past_prompt`: bool [chunks], whether a chunk starts after its
+        sequence's prompt."""
         table, plan = self._table, step.plan
         is_kept = table.slot[step.rows] >= 0  # without preempted sequences
         if step.has_dropped:
@@ -573,7 +582,10 @@ class Scheduler:
             drafted = list(step.drafts)
             ends[drafted] = plan.starts[drafted] + 1
         table.num_confirmed[step.rows[is_kept]] = ends[is_kept]
-        for chunk in (is_kept & ~is_past_prompt).nonzero()[0].tolist():
+        is_cached = is_kept & ~is_past_prompt
+        if self._checkpoints is not None:
+            is_cached[plan.checkpoints[:, 0]] = is_kept[plan.checkpoints[:, 0]]
+        for chunk in is_cached.nonzero()[0].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:

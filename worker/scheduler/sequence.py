@@ -8,6 +8,7 @@ from radix.salt import salted
 from worker.messages import Generate, SamplingParams, TokenLogprobs
 from worker.scheduler.fair_share import ClientShare
 from worker.scheduler.pool import Pool
+from worker.scheduler.sequence_checkpoints import SequenceCheckpoints
 from worker.scheduler.sequence_table import SequenceTable, TableColumn
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Sequence:
         "arrived_s",
         "cache_salt",
         "cached_tokens",
+        "checkpoints",
         "ends_at_limit",
         "estimated_at_step",
         "grammar",
@@ -152,6 +154,7 @@ class Sequence:
         self._pages = IntBuffer([])
         self.num_shared = 0
         self.node: PagedNode | None = None
+        self.checkpoints: SequenceCheckpoints | None = None  # of a running sequence with recurrent states
         self.estimated_at_step = -1
 
         self.cached_tokens = 0  # cached part of the prompt when it first ran
@@ -230,6 +233,15 @@ class Sequence:
     def shares_prefix(self, other: "Sequence", end: int) -> bool:
         """Whether both have the same tokens at all positions before `end`, and the same salt."""
         return self.cache_salt == other.cache_salt and np.array_equal(self.token_ids(0, end), other.token_ids(0, end))
+
+    def common_tokens(self, other: "Sequence", end: int) -> int:
+        """How many leading tokens before position `end` both have alike; 0 with another salt."""
+        if self.cache_salt != other.cache_salt:
+            return 0
+        own, its = self.token_ids(0, end), other.token_ids(0, end)
+        length = min(len(own), len(its))
+        differs = own[:length] != its[:length]
+        return int(differs.argmax()) if differs.any() else length
 
     def pages(self, start: int, end: int) -> np.ndarray:
         """Pages number `start` to `end - 1` of the sequence, at most its `num_pages`, int32. A view."""

@@ -9,8 +9,10 @@ from pipeline.budget import Budget
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
+from worker.scheduler.state_checkpoints import CheckpointedKVCache
 from worker.step import HIDDEN_ROWS, PENDING, PROMPT_LOGIT_ROWS, Plan
 
+MOST_COMPARED = 4  # sequences that compute a prompt, with each of which a waiting one is compared whole
 _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
@@ -36,8 +38,16 @@ class _Others(NamedTuple):
 class StepBuilder:
     """Collects the sequences of a step and the sizes of their chunks. Sequences are not changed before `build`."""
 
-    def __init__(self, budget: Budget, page_size: int, table: SequenceTable[Sequence]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        page_size: int,
+        table: SequenceTable[Sequence],
+        checkpoints: CheckpointedKVCache | None = None,
+    ) -> None:
+        """`checkpoints`: plans the checkpoints of recurrent states; None for a model without any."""
         self.budget = budget
+        self._checkpoints = checkpoints
         self._page_size = page_size
         self._table = table
         self.has_preempted = False  # whether a sequence was preempted while the step is built
@@ -48,6 +58,8 @@ class StepBuilder:
         self._drafts: dict[Sequence, list[int]] = {}
         # Sequences whose prompts are being computed, by their next page: its first position, then its tokens as bytes.
         self._prefilling: dict[int, dict[bytes, list[Sequence]]] = {}
+        # With recurrent states: the same sequences by their first page.
+        self._by_first_page: dict[bytes, list[Sequence]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._sizes) or len(self._decodes) > 0
@@ -109,8 +121,11 @@ class StepBuilder:
     def watch(self, seq: Sequence) -> None:
         """Lets other sequences wait for the prefix of `seq`. This step or one in flight computes a part of its
         prompt."""
-        start, page = self._next_page(seq)
-        self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
+        if (found := self._next_page(seq)) is not None:
+            start, page = found
+            self._prefilling.setdefault(start, {}).setdefault(page, []).append(seq)
+        if self._checkpoints is not None:
+            self._by_first_page.setdefault(self._first_page(seq), []).append(seq)
 
     def preempt(self, seq: Sequence) -> None:
         """Removes a sequence that is preempted, if it is in the step."""
@@ -121,14 +136,20 @@ class StepBuilder:
         if size:
             self.budget.remove(seq.num_computed, size)
         self._decodes = others
-        start, page = self._next_page(seq)
-        prefilling = self._prefilling.get(start, {}).get(page, [])
-        if seq in prefilling:
-            prefilling.remove(seq)
+        if (found := self._next_page(seq)) is not None:
+            start, page = found
+            prefilling = self._prefilling.get(start, {}).get(page, [])
+            if seq in prefilling:
+                prefilling.remove(seq)
+        if seq in (alike := self._by_first_page.get(self._first_page(seq), [])):
+            alike.remove(seq)
 
     def computes_prefix_of(self, seq: Sequence) -> bool:
         """Whether a sequence in this step, or in one in flight, computes the page that the waiting `seq` would compute
-        first. The tree has this page when that step has ended, so waiting costs less than computing it twice."""
+        first. The tree has this page when that step has ended, so waiting costs less than computing it twice.
+
+        With recurrent states, the tree has it up to the next checkpoint. A sequence that computes much that `seq` needs
+        too gets a checkpoint where they part."""
         cached, reusable = seq.cached_estimate, seq.reusable_tokens
         for start, prefilling in self._prefilling.items():
             end = start + self._page_size
@@ -136,7 +157,10 @@ class StepBuilder:
                 alike = prefilling.get(seq.token_ids(start, end).tobytes(), ())
                 if any(seq.shares_prefix(other, start) for other in alike):
                     return True
-        return False
+        if self._checkpoints is None or not self._by_first_page:
+            return False
+        begun_alike = self._by_first_page.get(self._first_page(seq), [])
+        return any(self._checkpoints.save_where_parts(other, seq) for other in begun_alike[:MOST_COMPARED])
 
     def build(self, number: int, after: int | None = None) -> ScheduledStep:
         """Builds step `number`. Its tokens count as computed from now on. A sequence without remaining tokens gets one
@@ -160,6 +184,7 @@ class StepBuilder:
             sampled, samples, num_logits, drafts, prompted, hidden = others
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(list(self._sizes))))
         num_kept, num_pages, pages = self._pages(rows)
+        sequences = table.sequences_at(rows)
         table.num_computed[rows] = starts + lengths
         # With drafts: as many as there will be at most. `OutputQueue` corrects this.
         table.num_tokens[rows] = tokens + sampled
@@ -167,9 +192,10 @@ class StepBuilder:
         plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
         if hidden is not None:
             plan.hidden = hidden
+        if self._checkpoints is not None:
+            plan.checkpoints = self._checkpoints.plan_copies(sequences, starts, lengths, len(self._decodes))
         dropped = np.zeros(len(rows), dtype=bool)
         after = after if num_pending else None
-        sequences = table.sequences_at(rows)
         return ScheduledStep(plan, rows, sequences, samples, dropped, prompted, self.budget.shape, after, drafts)
 
     def _others(self, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> _Others:
@@ -198,10 +224,20 @@ class StepBuilder:
         # What is counted as the next token is the embedding.
         return _Others(sampled, samples & (num_logits > 0), num_logits, drafts, prompted, pairs)
 
-    def _next_page(self, seq: Sequence) -> tuple[int, bytes]:
-        """The first page that ended steps have not filled: its first position, and its known tokens as int32 bytes."""
+    def _next_page(self, seq: Sequence) -> tuple[int, bytes] | None:
+        """The page with which the tree is to get the next tokens of `seq`: its first position, and its known tokens as
+        int32 bytes. That is the first page that ended steps have not filled; with recurrent states, the one before the
+        next checkpoint, None if there is none."""
         start = seq.num_confirmed // self._page_size * self._page_size
+        if self._checkpoints is not None:
+            if (position := self._checkpoints.next_checkpoint(seq)) is None:
+                return None
+            start = position - self._page_size
         return start, seq.token_ids(start, start + self._page_size).tobytes()
+
+    def _first_page(self, seq: Sequence) -> bytes:
+        """The first page of tokens, as int32 bytes."""
+        return seq.token_ids(0, self._page_size).tobytes()
 
     def _chunk(self, start: int, missing: int) -> int:
         return self.budget.chunk(start, missing, missing)

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from worker.structured_output.answer_verdict import AnswerToCheck, answer_verdict
 from worker.structured_output.call_formats import MARKERS
+from worker.structured_output.client_lark import client_lark, is_lark, lark_error
 from worker.structured_output.ebnf import START, Node, Ref, rule_text, seq, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, XGRAMMAR_BYTES, XGRAMMAR_CPU_S, engine_for
 from worker.structured_output.error import GrammarError
@@ -48,9 +50,6 @@ class CompiledBytes(NamedTuple):
     not_enforced: list[str]
 
 
-_LARK_RULE = re.compile(r"^\s*[?!]?\w+(\.\d+)?\s*:", re.MULTILINE)
-
-
 def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
     """Converts any `messages.Grammar` to xgrammar's EBNF, without its `after`. Raises GrammarError."""
     match kind:
@@ -59,8 +58,11 @@ def to_ebnf(kind: str, text: str, vocabulary: GrammarVocabulary) -> str:
         case "json_schema" | "json_object" | "regex" | "choice":
             return to_text(text_rules(kind, text), START)
         case "ebnf":
-            if _LARK_RULE.search(text) and "::=" not in text:
-                raise GrammarError('the grammar is in Lark\'s syntax: write rules in EBNF, such as root ::= "a"')
+            if is_lark(text):
+                raise GrammarError(
+                    "a grammar in Lark cannot follow the model's thinking: turn thinking off, or write rules in EBNF, "
+                    'such as root ::= "a"'
+                )
             return text
     raise GrammarError(f"there is no kind of grammar called {kind!r}")
 
@@ -111,6 +113,8 @@ class Compilation:
                 rules = text_rules(kind, text) if rules is None else rules
                 places = schema_places(text) if has_unique_items(rules) else []
                 return self._with_rules(rules, places)._replace(not_enforced=not_enforced)
+            if marker is None and kind == "ebnf" and is_lark(text):
+                return CompiledBytes(LLGUIDANCE, self._with_llguidance(client_lark(text), [], lark_error), [], [])
             ebnf, root = to_ebnf(kind, text, self._vocabulary), "root"
             if marker is not None:
                 ebnf, root = after(marker, begin, ebnf, self._vocabulary)
@@ -130,13 +134,14 @@ class Compilation:
             found = in_fork(lambda: self._with_xgrammar("", ebnf, "root"), XGRAMMAR_CPU_S, XGRAMMAR_BYTES)
             if found is not None:
                 return CompiledBytes(XGRAMMAR, found, [], [])
-        return CompiledBytes(LLGUIDANCE, self._with_llguidance(to_lark(rules, START), places), places, [])
+        return CompiledBytes(LLGUIDANCE, self._with_llguidance(to_lark(rules, START), places, _readable), places, [])
 
-    def _with_llguidance(self, lark: str, places: list[Place]) -> bytes:
+    def _with_llguidance(self, lark: str, places: list[Place], readable: Callable[[str], str]) -> bytes:
+        """`readable`: what the client is told of llguidance's error."""
         try:
             matcher = LazyGrammar(lark, self._lazy, places).matcher()
         except ValueError as error:
-            raise GrammarError(f"the grammar does not compile: {str(error)[:500]}") from None
+            raise GrammarError(readable(str(error))) from None
         self._try_out(matcher, _LAZY_TRIAL_TOKENS)
         return lark.encode()
 

@@ -93,6 +93,14 @@ class LazyMatcher:
         self._steps.append(1)
         return True
 
+    def is_plain(self, token_id: int) -> bool:
+        """Whether llguidance alone says if this token is allowed next."""
+        return not (self.narrows or self._ended or token_id in self._ends)
+
+    def advanced(self) -> None:
+        """Notes that llguidance has taken in a plain token."""
+        self._steps.append(1)
+
     def accept_string(self, text: str | bytes) -> bool:
         """Advances by a text, as one step, if the grammar allows it and every byte of it is a token."""
         data = text.encode() if isinstance(text, str) else text
@@ -141,6 +149,25 @@ class LazyMatcher:
     def is_terminated(self) -> bool:
         """Whether the end token has been accepted."""
         return self._ended
+
+
+def accept_lazy(matchers: Sequence[LazyMatcher], token_ids: Sequence[int], threads: int) -> list[bool]:
+    """Advances each matcher by its token, on `threads` threads. Returns whether it was allowed. A matcher whose token
+    was not may be at an error from then on."""
+    both = list(zip(matchers, token_ids, strict=True))
+    plain = [i for i, (matcher, token_id) in enumerate(both) if matcher.is_plain(token_id)]
+    pairs = [(both[i][0].handle, both[i][1]) for i in plain]
+    if threads > 1:
+        found = _executor(threads).consume_token_par(pairs)
+    else:
+        found = [handle.consume_token(token_id) for handle, token_id in pairs]
+    allowed = dict(zip(plain, found, strict=True))
+    for i, is_allowed in allowed.items():
+        if is_allowed:
+            matchers[i].advanced()
+    return [
+        allowed[i] if i in allowed else matcher.accept_token(token_id) for i, (matcher, token_id) in enumerate(both)
+    ]
 
 
 def fill_lazy(matchers: Sequence[LazyMatcher], bitmask: "torch.Tensor", rows: Sequence[int], threads: int) -> None:

@@ -22,6 +22,7 @@ from shoal.lang.backends.connections import Connections
 from shoal.lang.backends.fork_batches import ForkBatches
 from shoal.lang.backends.patience import Patience
 from shoal.lang.backends.role_format import derive_roles
+from shoal.lang.backends.templates import AnnouncedCall, TemplateRuns
 from shoal.lang.choices import ChoiceScore
 from shoal.lang.errors import BackendError
 from shoal.lang.ir import GenParams
@@ -59,15 +60,24 @@ class ShoalServer(Backend):
         self._model: str | None = None
         self._roles: RoleFormat | None = None
         self._endings: set[asyncio.Task[Any]] = set()
-        self._forks = ForkBatches(self._generate, self._generate_forks)
+        self._forks = ForkBatches(self._alone, self._generate_forks)
+        self._templates = TemplateRuns(self._generate_template)
 
     # ------------------------------------------------------------ calls
 
     async def generate(self, call: Call) -> Generated:
-        body = await self._completion(call)
-        if not _several(call) and (call.parent is not None or call.held == 0):
+        if _several(call):
+            return await self._generate(call, await self._completion(call.params))
+        if (announced := await self._templates.next_answer(call)) is not None:
+            return announced
+        body = await self._completion(call.params)
+        if call.parent is not None or call.held == 0:
             return await self._forks.generate(call, body)
-        return await self._generate(call, body)
+        return await self._alone(call, body)
+
+    async def _alone(self, call: Call, body: dict[str, Any]) -> Generated:
+        """The result of a call that begins no fork with others."""
+        return await self._templates.begin(call) or await self._generate(call, body)
 
     async def _generate(self, call: Call, body: dict[str, Any]) -> Generated:
         answer = await self._continued("/v1/completions", call, body)
@@ -76,7 +86,7 @@ class ShoalServer(Backend):
         return Generated([choice["text"] for choice in answer["choices"]], metas, held=not _several(call))
 
     async def stream(self, call: Call) -> AsyncGenerator[OutputPiece, None]:
-        body = await self._completion(call)
+        body = await self._completion(call.params)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         meta: dict[str, Any] = {}
         for whole in (False, True):
@@ -100,24 +110,49 @@ class ShoalServer(Backend):
         self, calls: Sequence[Call], common: str, body: dict[str, Any]
     ) -> AsyncGenerator[tuple[int, Generated], None]:
         """Runs calls that begin branches with a common text as one request. Yields their numbers and results."""
-        body = body | {"stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
         for whole in (False, True):
             try:
-                async with aclosing(self._events(body | _where_forks(calls, common, whole, self.lease_s))) as events:
-                    async for event in events:
-                        for choice in event["choices"]:
-                            meta = _meta(event, choice)
-                            self.token_usage.add(meta)
-                            yield choice["index"], Generated([choice["text"]], [meta], held=True)
+                async with aclosing(self._choices(body | _where_forks(calls, common, whole, self.lease_s))) as choices:
+                    async for choice in choices:
+                        yield choice
                 return
             except BackendError as error:
                 if whole or error.code != UNKNOWN_PROGRAM:
                     raise
 
+    async def _generate_template(
+        self, call: Call, following: Sequence[AnnouncedCall], then: str
+    ) -> AsyncGenerator[Generated, None]:
+        """Runs a call and those that follow it as one request. Yields their results in this order. `then`: the constant
+        text after the last."""
+        body = await self._completion(call.params)
+        template = [{"prompt": each.prompt, **_parameters(each.params)} for each in following]
+        for whole in (False, True):
+            where = _where(call, whole, self.lease_s, then)
+            where["program"]["template"] = template
+            try:
+                async with aclosing(self._choices(body | where)) as choices:
+                    async for _, result in choices:
+                        yield result
+                return
+            except BackendError as error:
+                if whole or error.code != UNKNOWN_PROGRAM:
+                    raise
+
+    async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[tuple[int, Generated], None]:
+        """The answers to a request for several, each with its number, as they end."""
+        body = body | {"stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
+        async with aclosing(self._events(body)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    meta = _meta(event, choice)
+                    self.token_usage.add(meta)
+                    yield choice["index"], Generated([choice["text"]], [meta], held=True)
+
     async def score(self, call: Call, choices: Sequence[str], unconditional: bool) -> list[ChoiceScore]:
         body = {"model": await self._name(), "choices": list(choices), "unconditional": unconditional}
         # Which choice follows is not known, so nothing is.
-        answer = await self._continued("/v1/choices", replace(call, then=""), body)
+        answer = await self._continued("/v1/choices", replace(call, template=()), body)
         self.token_usage.add(_usage(answer))
         return [
             ChoiceScore(
@@ -137,6 +172,7 @@ class ShoalServer(Backend):
             with contextlib.suppress(httpx.HTTPError):  # its lease ends by itself
                 await self._client().delete(f"/v1/programs/{program}")
 
+        self._templates.end_program(program)
         task = asyncio.create_task(tell())  # no caller waits for it
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
@@ -158,7 +194,9 @@ class ShoalServer(Backend):
     async def close(self) -> None:
         """Closes the connections of the running event loop."""
         loop = asyncio.get_running_loop()
-        ours = [task for task in (*self._endings, *self._forks.tasks) if task.get_loop() is loop]
+        ours = [
+            task for task in (*self._endings, *self._forks.tasks, *self._templates.tasks) if task.get_loop() is loop
+        ]
         await asyncio.gather(*ours, return_exceptions=True)
         client = self._clients.pop(loop, None)
         if client is not None:
@@ -166,30 +204,10 @@ class ShoalServer(Backend):
 
     # ------------------------------------------------------------ bodies
 
-    async def _completion(self, call: Call) -> dict[str, Any]:
-        params = call.params
-        body: dict[str, Any] = {
-            "model": await self._name(),
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "stop": list(params.stop or ()) or None,
-            "stop_token_ids": list(params.stop_token_ids or ()) or None,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "frequency_penalty": params.frequency_penalty,
-            "presence_penalty": params.presence_penalty,
-            "min_tokens": params.min_new_tokens,
-            "ignore_eos": params.ignore_eos,
-            "n": params.n,
-        }
-        if params.return_logprob:
-            body["logprobs"] = params.top_logprobs_num or 0
-        if params.json_schema is not None:
-            body["structured_outputs"] = {"json": params.json_schema}
-        elif (pattern := params.pattern()) is not None:
-            body["structured_outputs"] = {"regex": pattern}
-        return {name: value for name, value in body.items() if value is not None}
+    async def _completion(self, params: GenParams) -> dict[str, Any]:
+        """A request for completions but for its prompt."""
+        several = {"n": params.n} if (params.n or 1) > 1 else {}
+        return {"model": await self._name(), **_parameters(params), **several}
 
     async def _continued(self, path: str, call: Call, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a call of a branch, which the server knows or is told whole."""
@@ -306,8 +324,33 @@ def _several(call: Call) -> bool:
     return call.params.n is not None and call.params.n > 1
 
 
-def _where(call: Call, whole: bool, lease_s: float) -> dict[str, Any]:
-    """The prompt of a call and its `program`. `whole`: the server does not know the branch."""
+def _parameters(params: GenParams) -> dict[str, Any]:
+    """How a text is generated, in a request's words."""
+    body: dict[str, Any] = {
+        "max_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "stop": list(params.stop or ()) or None,
+        "stop_token_ids": list(params.stop_token_ids or ()) or None,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "min_tokens": params.min_new_tokens,
+        "ignore_eos": params.ignore_eos,
+    }
+    if params.return_logprob:
+        body["logprobs"] = params.top_logprobs_num or 0
+    if params.json_schema is not None:
+        body["structured_outputs"] = {"json": params.json_schema}
+    elif (pattern := params.pattern()) is not None:
+        body["structured_outputs"] = {"regex": pattern}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _where(call: Call, whole: bool, lease_s: float, then: str | None = None) -> dict[str, Any]:
+    """The prompt of a call and its `program`. `whole`: the server does not know the branch. `then`: the constant text
+    that follows, by default after the call itself."""
     if _several(call):
         return {"prompt": call.text}  # a branch goes on with one output
     continues = not whole and call.held > 0
@@ -322,8 +365,8 @@ def _where(call: Call, whole: bool, lease_s: float) -> dict[str, Any]:
         program["held"] = call.held  # a server that holds something else says that it does not know the branch
     if continues and call.parent is not None:
         program["parent"] = call.parent
-    if call.then:
-        program["then"] = call.then
+    if text := call.then if then is None else then:
+        program["then"] = text
     return {"prompt": call.text[call.held :] if continues else call.text, "program": program}
 
 

@@ -69,10 +69,12 @@ def make(layers: int = 1) -> TorchStates:
     return TorchStates(recurrent, inputs, SHAPE)
 
 
-def run(states: TorchStates, chunks: list[tuple[int, Inputs, int, int]]) -> list[torch.Tensor]:
+def run(
+    states: TorchStates, chunks: list[tuple[int, Inputs, int, int]], copies: list[tuple[int, int, int]] | None = None
+) -> list[torch.Tensor]:
     """One step: row, inputs, first and last token of each chunk. Returns the outputs of each."""
     rows, starts, ends = np.array([(row, first, last) for row, _, first, last in chunks], dtype=np.int32).T
-    states.plan(StateBatch(rows, starts, ends - starts))
+    states.plan(StateBatch(rows, starts, ends - starts, np.array(copies or [], dtype=np.int32).reshape(-1, 3)))
     parts = [inputs.part(first, last) for _, inputs, first, last in chunks]
     x, log_decay, beta = (torch.cat([getattr(part, name) for part in parts]) for name in ("x", "log_decay", "beta"))
     out = states.attend(0, states.convolve(0, x, WEIGHT), log_decay, beta)
@@ -93,6 +95,32 @@ def test_chunks_of_any_length(cuts: list[int]) -> None:
         at, beside = at + size, beside + second
     torch.testing.assert_close(torch.cat(outs).double(), formula(one), atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(torch.cat(others).double(), formula(other.part(0, beside)), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("before", [1, 2, 70])
+def test_another_row_goes_on_from_a_copy(before: int) -> None:
+    """States copied inside a chunk, at its end, and after a chunk of one token, which stands last in the step."""
+    states, one, other = make(2), Inputs.random(140, 4), Inputs.random(60, 5)
+    run(states, [(3, one, 0, 40), (6, other, 0, 59)], [(0, before if before < 40 else 40, 8), (0, 40, 9)])
+    run(states, [(3, one, 40, 139), (6, other, 59, 60)], [(0, max(1, before - 40), 10), (0, 99, 1), (1, 1, 11)])
+    run(states, [(3, one, 139, 140)], [(0, 1, 0)])
+    formula_of_one = formula(one)
+    inside = before if before < 40 else 40
+    for source, at in ((8, inside), (9, 40), (10, 40 + max(1, before - 40)), (1, 139)):
+        (got,) = run(states, [(5, one, at, 140)], [(0, 0, source)])
+        torch.testing.assert_close(got.double(), formula_of_one[at:], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(states.recurrent[0, 0], states.recurrent[0, 3])
+    torch.testing.assert_close(states.recurrent[0, 11], states.recurrent[0, 6])
+    torch.testing.assert_close(states.inputs[0, 11], states.inputs[0, 6])
+
+
+def test_a_row_that_is_read_may_be_written_in_the_same_step() -> None:
+    states, one = make(), Inputs.random(20, 6)
+    run(states, [(3, one, 0, 10)], [(0, 10, 8)])
+    (got,) = run(states, [(4, one, 10, 20)], [(0, 0, 8), (0, 5, 8)])
+    torch.testing.assert_close(got.double(), formula(one)[10:], atol=2e-5, rtol=1e-4)
+    (got,) = run(states, [(5, one, 15, 20)], [(0, 0, 8)])
+    torch.testing.assert_close(got.double(), formula(one)[15:], atol=2e-5, rtol=1e-4)
 
 
 def test_bytes_of_a_row() -> None:

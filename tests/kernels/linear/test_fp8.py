@@ -6,7 +6,16 @@ import torch
 pytest.importorskip("triton")
 
 from kernels.linear import fp8_quantize
-from kernels.linear.fp8_linear import LARGEST, Fp8Linear, Fp8Weight, quantize
+from kernels.linear.fp8_linear import (
+    GROUP,
+    LARGEST,
+    Fp8Linear,
+    Fp8Weight,
+    by_column,
+    multiplies,
+    quantize,
+    quantize_groups,
+)
 from kernels.linear.gemv import gated_gemv, gemv
 
 ON_GPU = torch.cuda.is_available()
@@ -24,7 +33,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def whole(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return values.double() * scales.double()
+    return values.double() * by_column(scales, values.shape[1]).double()
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -111,3 +120,68 @@ def test_products_with_one_vector(columns: int, dtype: torch.dtype) -> None:
         error(got, torch.nn.functional.silu(gate) * up)
         < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
     )
+
+
+# ---------------------------------------------------------------- scales for groups of columns
+
+
+@pytest.mark.parametrize("size", [128, 300, 4200])
+def test_groups_are_rounded_by_a_kernel(size: int) -> None:
+    """As in plain arithmetic, into memory in which the scales of a group are neighbours."""
+    x = random(3, size).sign() * 2.0 ** torch.randint(-6, 9, (3, size))
+    x[:, ::100] = LARGEST  # each group has one
+    x *= 2.0 ** torch.randint(-4, 5, (3, -(-size // GROUP))).repeat_interleave(GROUP, 1)[:, :size]
+    got, scales = fp8_quantize.quantize_groups(x.to(DEVICE, torch.float32), 4)
+    assert got.shape == (4, size) and scales.stride() == (1, 4)
+    values, wanted = quantize_groups(x)
+    assert torch.equal(scales[:3].cpu(), wanted) and torch.equal(got[:3].float().cpu(), values.float())
+
+
+@pytest.mark.parametrize("columns", [256, 336])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("n", [1, 5, 8])
+def test_products_with_groups(n: int, has_bias: bool, columns: int) -> None:
+    if ON_GPU and not multiplies(DEVICE, (80, columns), True):
+        pytest.skip("this GPU has none")
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    x, weight, bias = (part.to(dtype) for part in (random(n, columns), random(80, columns), random(1, 80)[0]))
+    own = Fp8Weight(*quantize_groups(weight))
+    rounded = Fp8Weight(*(part.contiguous().to(DEVICE) for part in own))
+    linear = Fp8Linear(rounded, bias.to(DEVICE) if has_bias else None, dtype)
+    wanted = whole(*quantize_groups(x)) @ whole(*own).T + (bias.double() if has_bias else 0)
+    got = linear(x.to(DEVICE))
+    assert got.dtype == dtype and error(got.cpu(), wanted) < (6e-3 if ON_GPU else 1e-6)
+    out = torch.empty_like(got)
+    assert linear(x.to(DEVICE), out) is out and torch.equal(out, got)
+
+
+@pytest.mark.parametrize("columns", [256, 1500])
+def test_products_with_one_vector_and_groups(columns: int) -> None:
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    x, weight, bias = (part.to(DEVICE, dtype) for part in (random(1, columns), random(50, columns), random(1, 50)[0]))
+    weight *= (
+        2.0 ** torch.randint(-4, 5, (50, -(-columns // GROUP)), device=DEVICE).repeat_interleave(GROUP, 1)[:, :columns]
+    )
+    linear = Fp8Linear(Fp8Weight(*(part.contiguous() for part in quantize_groups(weight))), None, dtype)
+    exact = whole(linear.weight, linear.scales)
+    out = torch.empty(1, 50, device=DEVICE)
+    assert error(gemv(x, linear.weight, bias, linear.scales, out=out), x.double() @ exact.T + bias.double()) < 1e-5
+    gate, up = (x.double() @ exact.T).chunk(2, dim=-1)
+    got = gated_gemv(x, linear.weight, None, linear.scales)
+    assert error(got, torch.nn.functional.silu(gate) * up) < (6e-3 if ON_GPU else 1e-5)
+
+
+def test_devices_that_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    assert multiplies(torch.device("cpu"), (3, 5), True)
+    assert not multiplies(gpu, (40, 128), False)
+    for capability, cuda, rows, groups in [
+        ((8, 0), "13.0", False, False),
+        ((8, 9), "13.0", True, False),
+        ((9, 0), "12.8", True, False),
+        ((9, 0), "12.9", True, True),
+        ((10, 0), "13.0", True, False),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, own=capability: own)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert multiplies(gpu, (48, 128), False) is rows and multiplies(gpu, (48, 128), True) is groups

@@ -2,15 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 import shoal
+from shoal.lang.backend import Call, Generated
 from shoal.lang.backends import patience
+from shoal.lang.backends.templates import TemplateRuns
+from shoal.lang.ir import GenParams
 
+WAIT_S = 10.0
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
@@ -67,6 +72,8 @@ class FakeServer:
         prompt = held + body["prompt"]
         if forks := program.get("forks"):
             return self._forked(prompt, forks)
+        if template := program.get("template"):
+            return self._templated(prompt, program["branch"], template)
         self.prompts.append(prompt)
         if path == "/v1/choices":
             choices = [
@@ -102,6 +109,20 @@ class FakeServer:
                 return httpx.Response(200, text=events)
         return httpx.Response(200, text=events + "data: [DONE]\n\n")
 
+    def _templated(self, prompt: str, branch: str, template: list[dict[str, Any]]) -> httpx.Response:
+        events = ""
+        for index, between in enumerate(["", *(call["prompt"] for call in template)]):
+            prompt += between
+            self.prompts.append(prompt)
+            text = f"<{len(prompt)}>"
+            self.branches[branch] = prompt = prompt + text
+            choice = {"index": index, "text": text, "finish_reason": "length", "logprobs": None}
+            events += f"data: {json.dumps({'id': 'c', 'choices': [choice], 'usage': USAGE})}\n\n"
+            if self.breaks:
+                self.breaks = False
+                return httpx.Response(200, text=events)
+        return httpx.Response(200, text=events + "data: [DONE]\n\n")
+
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +136,9 @@ def turns(s: Any) -> None:
     s += shoal.gen("y", max_tokens=3, regex="a+") + "."
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_only_new_text_travels(stream: bool) -> None:
+def test_only_new_text_travels() -> None:
     server = FakeServer()
-    state = turns.run(backend=server.backend(), stream=stream)
+    state = turns.run(backend=server.backend(), stream=True)
     assert state.text() == "Hello <6> then <15>."
     assert [body["prompt"] for body in server.bodies] == ["Hello ", " then "]
     assert server.prompts == ["Hello ", "Hello <6> then "]
@@ -127,6 +147,91 @@ def test_only_new_text_travels(stream: bool) -> None:
     assert (second["continues"], second["branch"]) == (True, first["branch"]) and second["id"] == first["id"]
     assert server.bodies[1]["max_tokens"] == 3 and server.bodies[1]["structured_outputs"] == {"regex": "a+"}
     assert state.get_meta_info("x")["cached_tokens"] == 4
+
+
+def test_calls_that_are_known_to_follow_are_one_request() -> None:
+    server = FakeServer()
+    backend = server.backend()
+    state = turns.run(backend=backend)
+    assert state.text() == "Hello <6> then <15>."
+    (body,) = server.bodies
+    program = body["program"]
+    assert (body["prompt"], program["then"], program["remaining"]) == ("Hello ", ".", 1)
+    (call,) = program["template"]
+    expected = {"prompt": " then ", "max_tokens": 3, "structured_outputs": {"regex": "a+"}}
+    assert {name: call[name] for name in expected} == expected and "model" not in call
+    assert state.get_meta_info("y")["cached_tokens"] == 4 and backend.token_usage.calls == 2
+
+
+def test_calls_without_an_answer_of_their_template_are_made_by_themselves() -> None:
+    server = FakeServer()
+    server.breaks = True
+    assert turns.run(backend=server.backend()).text() == "Hello <6> then <15>."
+    assert [body["prompt"] for body in server.bodies] == ["Hello ", " then "]
+    assert server.bodies[1]["program"]["held"] == len("Hello <6>")
+
+
+def test_what_is_wrong_with_a_later_call_is_said_of_that_call() -> None:
+    def refused(request: httpx.Request) -> httpx.Response | None:
+        return httpx.Response(400, json={"error": {"message": "no such regex"}}) if b"a+" in request.content else None
+
+    server = FakeServer(refused)
+    state = turns.bind().run(backend=server.backend(), stream=True)
+    with pytest.raises(shoal.ProgramError, match="no such regex"):
+        state["y"]
+    with pytest.raises(shoal.ProgramError, match=r"test_shoal_server.py:\d+.*no such regex"):
+        turns.run(backend=server.backend())
+    assert [body["prompt"] for body in server.bodies] == ["Hello "] * 2  # the first call of each run has its answer
+
+
+def test_a_template_ends_where_a_value_or_a_fork_decides() -> None:
+    @shoal.function
+    def program(s: Any) -> None:
+        s += "a" + shoal.gen("x") + "b" + shoal.select("y", ["c", "d"]) + "e" + shoal.gen("z")
+        s += "f" + shoal.gen("u")
+        s += s["u"] + shoal.gen("v") + shoal.gen("w", stop_regex=">")
+
+    server = FakeServer()
+    state = program.run(backend=server.backend())
+    assert state.text() == "a<1>bce<7>f<11><11><19><23"
+    templates = [len(body.get("program", {}).get("template", ())) for body in server.bodies]
+    assert templates == [0, 0, 1, 0, 0]
+
+
+def test_a_program_that_is_ended_ends_its_template() -> None:
+    """A call of another text than was announced is made by itself, and what runs for the announced one ends."""
+
+    async def run() -> None:
+        ended = asyncio.Event()
+
+        async def answers(call: Call, following: Any, then: str) -> AsyncGenerator[Generated, None]:
+            try:
+                yield Generated(["<1>"], [{}], held=True)
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        runs = TemplateRuns(answers)
+        first = Call("p", "0", None, 0, "a", [], None, "", False, GenParams(), template=("b", GenParams()))
+        answer = await runs.begin(first)
+        assert answer is not None and answer.texts == ["<1>"]
+        assert await runs.next_answer(replace(first, text="a<1>c", held=4)) is None
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+
+        ended.clear()
+        await runs.begin(first)
+        runs.end_program("p")
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+        assert await runs.next_answer(replace(first, text="a<1>b", held=4)) is None
+
+        ended.clear()
+        await runs.begin(first)
+        waiting = asyncio.create_task(runs.next_answer(replace(first, text="a<1>b", held=4)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+
+    asyncio.run(run())
 
 
 def test_forks_continue_what_their_parent_held_then() -> None:
@@ -171,8 +276,8 @@ def test_forks_of_a_text_that_no_call_has_sent_are_one_request(broken: bool) -> 
     sent = [{name: fork[name] for name in forks[0]} for fork in server.bodies[0]["program"]["forks"]]
     assert sent == forks and server.bodies[0]["prompt"] == "An essay. part "
     alone = [body["prompt"] for body in server.bodies[1:]]
-    again = ["An essay. part 0:", "An essay. part 1:"] if broken else []
-    assert sorted(alone) == sorted([*again, "; ", "; ", "; "])
+    again = ["An essay. part 0:", "An essay. part 1:"] if broken else []  # with what follows them
+    assert sorted(alone) == sorted([*again, *["; "] * (3 - len(again))])
 
 
 def test_forks_of_a_branch_that_the_server_forgot_are_sent_whole() -> None:

@@ -26,7 +26,9 @@ NAMES = [name for name in TINY if "moe" in name or name in ("mixtral", "gpt_oss"
 def expected(folder: Path, batch: list[list[int]]) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     settings = {"max_new_tokens": GREEDY.max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return [model.generate(torch.tensor([one]), **settings)[0, len(one) :].tolist() for one in batch]
+    inputs = [torch.tensor([one]) for one in batch]  # without a mask, its tokens 0 would be padding
+    outputs = [model.generate(one, attention_mask=torch.ones_like(one), **settings)[0] for one in inputs]
+    return [output[len(one) :].tolist() for one, output in zip(batch, outputs, strict=True)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,23 +45,37 @@ def test_cold_warm_and_preempted(name: str, tiny_model: Callable[[str], Path], c
         assert [done.token_ids for done in one.generate(batch, GREEDY)] == wanted
         warm = one.generate(batch, GREEDY)
         assert [done.token_ids for done in warm] == wanted
-        # No prefix is continued yet from recurrent states.
-        reusable = [0 if name in HYBRIDS else (len(own) - 1) // 4 * 4 for own in batch]
+        reusable = [(len(own) - 1) // 4 * 4 for own in batch]
         assert [done.cached_tokens for done in warm] == reusable
         full = make(load, kv_tokens=80, token_budget=24)
         assert [done.token_ids for done in full.generate(batch, GREEDY)] == wanted
         assert full.load().preemptions > 0
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str], Path]) -> None:
-    """Several choices for one prompt, which share nothing, and prompts in chunks of any size."""
+@pytest.mark.parametrize(
+    ("name", "state_checkpoints"), [("qwen3_next", 0), ("qwen3_5_moe", 2), *((name, 40) for name in HYBRIDS)]
+)
+def test_states_go_on_from_chunk_to_chunk(name: str, tiny_model: Callable[[str], Path], state_checkpoints: int) -> None:
+    """Several choices for one prompt, and prompts that part, in chunks of any size, with a checkpoint every 8 tokens,
+    fewer than there are positions for, or none. Then the outputs as prompts."""
     folder, batch = tiny_model(name), prompts(3)
+    batch.append([*batch[0][: len(batch[0]) // 2], *batch[1]])
+    wanted = expected(folder, batch)
+    longer = [[*prompt, *output] for prompt, output in zip(batch, wanted, strict=True)]
     with checked_engines(folder, page_size=4, kv_tokens=512) as make:
-        one = make(lambda model, config: without_grammars(model, config, ModelRunner(model, config)), token_budget=5)
-        wanted = expected(folder, batch)
+        one = make(
+            lambda model, config: without_grammars(model, config, ModelRunner(model, config)),
+            token_budget=5,
+            state_checkpoints=state_checkpoints,
+            checkpoint_interval=8,
+        )
         assert [done.token_ids for done in one.generate([*batch, *batch], GREEDY)] == [*wanted, *wanted]
-        assert one.tree.num_cached == 0
+        found = one.generate(longer, GREEDY)
+        assert [done.token_ids for done in found] == expected(folder, longer)
+        assert (one.load().cached_tokens > 0) == (one.tree.num_cached > 0) == (state_checkpoints > 0)
+        assert one.load().checkpoints_total == state_checkpoints
+        if state_checkpoints == 40:
+            assert all(done.cached_tokens >= (len(own) - 9) // 8 * 8 for done, own in zip(found, longer, strict=True))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

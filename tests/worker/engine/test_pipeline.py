@@ -372,6 +372,20 @@ def test_batched_chunked_cached_and_preempted(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_recurrent_states_go_on_from_checkpoints(
+    pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
+) -> None:
+    expected = alone("qwen3_next")
+    crowd = {"token_budget": 24, "kv_tokens": 80, "page_size": 4, "state_checkpoints": 40, "checkpoint_interval": 8}
+    with pipeline(tiny_model("qwen3_next"), pp=pp, tp=tp, **crowd) as engine:
+        assert said(engine) == expected
+        assert engine.load().preemptions > 0
+        assert said(engine) == expected
+        assert engine.load().cached_tokens > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "tp"), [(2, 2), (3, 1)])
 def test_tokens_go_from_the_last_stage_to_the_first(
     pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, monkeypatch: pytest.MonkeyPatch

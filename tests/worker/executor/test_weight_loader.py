@@ -13,6 +13,7 @@ from kernels.linear import any_linear
 from kernels.linear.fp8_linear import Fp8Weight, quantize
 from kernels.linear.linear import Linear
 from tests.worker.conftest import COMMON, together
+from worker.checkpoint import safetensors_files
 from worker.config import WorkerConfig
 from worker.executor import weight_loader
 from worker.executor.model_runner import ModelRunner, resolve_device
@@ -104,10 +105,8 @@ def test_a_rank_has_its_part(name: str, size: int, load_format: str, tiny_model:
 
 def test_a_rank_reads_its_part_only(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, ...]] = []
-    from worker.executor import weight_loader
-
-    real = weight_loader._cut
-    monkeypatch.setattr(weight_loader, "_cut", lambda *args: read.append(tuple((x := real(*args)).shape)) or x)
+    real = safetensors_files.cut
+    monkeypatch.setattr(safetensors_files, "cut", lambda *args: read.append(tuple((x := real(*args)).shape)) or x)
     load(tiny_model("llama"), 1, 2)
     numbers = sum(torch.Size(shape).numel() for shape in read)
     whole = sum(x.numel() for x in load_file(tiny_model("llama") / "model.safetensors").values())
@@ -182,14 +181,6 @@ def test_layers_after_the_last_are_left_out(tiny_model: Callable[[str], Path], t
 def test_what_is_not_supported_with_experts_is_refused(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="quantization fp8 does not support models with experts"):
         in_8_bits(tiny_model("mixtral"))
-
-
-def test_a_quantized_checkpoint_is_refused_by_its_format(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    config = json.loads((tiny_model("llama") / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"the checkpoint is quantized \(fp8\), which is not supported"):
-        decoder_config(read_config(tmp_path))
 
 
 def test_random_weights_need_a_configuration_only(bare: Path) -> None:

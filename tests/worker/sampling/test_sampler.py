@@ -57,9 +57,21 @@ def fill_masks(
     return {i: GrammarError("nothing fits") for i, state in enumerate(states) if not state.allowed()}
 
 
+def accept_tokens(states: list[WordGrammar], token_ids: list[int], threads: object) -> dict[int, GrammarError]:
+    """As `worker.structured_output`'s."""
+    errors = {}
+    for i, (state, token_id) in enumerate(zip(states, token_ids, strict=True)):
+        try:
+            state.accept(token_id)
+        except GrammarError as error:
+            errors[i] = error
+    return errors
+
+
 @pytest.fixture(autouse=True)
-def fake_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.sampling.token_bitmask.fill_masks", fill_masks)
+    monkeypatch.setattr("worker.sampling.sampling_metadata.accept_tokens", accept_tokens)
 
 
 def greedy(**kwargs) -> SamplingParams:

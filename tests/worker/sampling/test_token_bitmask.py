@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from worker.sampling import token_bitmask
+from worker.structured_output import GrammarThreads
 
 
 @pytest.mark.gpu  # which computes later
@@ -26,6 +27,6 @@ def test_steps_under_way_do_not_write_into_masks(monkeypatch: pytest.MonkeyPatch
         work = work @ work
     before.fill_(-1)
     del before
-    own = token_bitmask.TokenBitmask(64, 4096 * 32, device)
+    own = token_bitmask.TokenBitmask(64, 4096 * 32, device, GrammarThreads())
     own.fill([], [])
     assert own.on_device(64).eq(1).all()

@@ -348,13 +348,19 @@ def test_random_traffic(drive, seed, request):
     num_pages=st.integers(2, 12),
     page_size=st.integers(1, 5),
     budget=st.integers(1, 12),
+    checkpoints=st.sampled_from([0, 0, 1, 3, 20]),
+    interval=st.integers(1, 12),
     requests=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=8
     ),
 )
-def test_every_request_ends_and_is_right(fake_executor, overlap, schedule, num_pages, page_size, budget, requests):
-    executor = fake_executor(num_pages=num_pages, page_size=page_size)
-    d = Driver(executor, overlap=overlap, schedule=schedule, token_budget=budget, max_running=4)
+def test_every_request_ends_and_is_right(
+    fake_executor, overlap, schedule, num_pages, page_size, budget, checkpoints, interval, requests
+):
+    """Without recurrent states, and with them and rows for few or many checkpoints."""
+    executor = fake_executor(num_pages=num_pages, page_size=page_size, num_checkpoints=checkpoints)
+    settings = {"schedule": schedule, "token_budget": budget, "max_running": 4, "checkpoint_interval": interval}
+    d = Driver(executor, overlap=overlap, **settings)
     for i, (stem, length, max_tokens, priority) in enumerate(requests):
         d.add(str(i), prompt(20, seed=stem)[:length], max_tokens=max_tokens, priority=priority)
     d.run(2000)

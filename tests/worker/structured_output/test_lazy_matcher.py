@@ -11,7 +11,16 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.worker.structured_output.conftest import Walker
-from worker.structured_output import CompiledGrammar, GrammarError, GrammarState, MaskThreads, fill_masks, new_bitmask
+from worker.structured_output import (
+    CompiledGrammar,
+    GrammarError,
+    GrammarState,
+    GrammarThreads,
+    accept_tokens,
+    fill_masks,
+    fill_masks_after,
+    new_bitmask,
+)
 from worker.structured_output.ebnf import START, Complement, Intersection, Regex, Seq, Terminal, to_text
 from worker.structured_output.engines import LLGUIDANCE, XGRAMMAR, engine_for
 from worker.structured_output.lark import to_lark
@@ -168,21 +177,30 @@ def test_automata_are_built_again_beside_the_outputs(
 def test_a_batch_mixes_engines(
     walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(MaskThreads, "choose", lambda *_: threads)
+    monkeypatch.setattr(GrammarThreads, "choose", lambda *_: threads)
     rules = text_rules("choice", '["ab", "b"]')
     made = CompiledGrammar(walker.compile(to_text(rules, START)), "choice")
     other = CompiledGrammar(LazyGrammar(to_lark(rules, START), vocabulary), "choice", engine=LLGUIDANCE)
     states = [GrammarState(each) for each in (made, other, other, made)]
     states[2].accept(ord("b"))
     bitmask = new_bitmask(6, len(walker.tokens))
-    assert fill_masks(states, bitmask, [5, 1, 0, 3], MaskThreads(2)) == {}
-    bits = np.unpackbits(bitmask.numpy().view(np.uint8), axis=1, bitorder="little")
-    tokens = [np.flatnonzero(row).tolist() for row in bits]
-    assert tokens[5] == tokens[1] == tokens[3] == [i for i, t in enumerate(walker.tokens) if t in (b"a", b"b", b"ab")]
-    assert tokens[0] == [walker.eos]
-    assert states[1].fill_after([ord("a"), ord("b"), walker.eos], bitmask, [2, 4, 4]) == 2
-    with pytest.raises(GrammarError):
-        states[1].accept(ord("x"))
+    assert fill_masks(states, bitmask, [5, 1, 0, 3], GrammarThreads(2)) == {}
+
+    def texts(row: int) -> set[bytes]:
+        bits = np.unpackbits(bitmask[row].numpy().view(np.uint8), bitorder="little")
+        return {walker.tokens[token_id] for token_id in np.flatnonzero(bits)}
+
+    assert texts(5) == texts(1) == texts(3) == {b"a", b"b", b"ab"} and texts(0) == {b""}
+    ahead = [[ord("a"), ord("b"), walker.eos]] * 2 + [[walker.eos], [ord("b"), ord("a"), ord("a")]]
+    rows = [[2, 4, 4], [0, 1, 1], [2], [3, 3, 3]]
+    assert fill_masks_after(states, ahead, bitmask, rows, GrammarThreads(2)) == [2, 2, 0, 1]
+    assert texts(2) == texts(0) == {b"b"} and texts(4) == texts(1) == texts(3) == {b""}
+    token_ids = [ord("b"), ord("x"), walker.eos, ord("a")]
+    errors = accept_tokens(states, token_ids, GrammarThreads(2))
+    assert list(errors) == [1] and f"token {ord('x')} as number 1" in str(errors[1])
+    assert [(each.num_tokens, each.terminated) for each in states] == [(1, False), (0, False), (2, True), (1, False)]
+    assert accept_tokens([states[0], states[3]], [walker.eos, ord("b")], GrammarThreads(2)) == {}
+    assert states[0].terminated and not states[3].terminated
 
 
 def test_an_output_whose_automata_grow_too_large_does_not_end(
@@ -202,7 +220,7 @@ def test_nothing_is_allowed_after_an_error(walker: Walker, vocabulary: LazyVocab
     assert not state.matcher.handle.consume_token(ord("b"))
     bitmask = new_bitmask(1, len(walker.tokens))
     assert fill_masks([state], bitmask, [0])[0].args == ("the grammar allows no token here",)
-    assert state.fill_after([ord("a")], bitmask, [0]) == 0
+    assert fill_masks_after([state], [[ord("a")]], bitmask, [[0]]) == [0]
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,6 @@ def test_a_grammar_that_is_none_is_the_requests_fault(process: CompilerProcess, 
     assert process.compile("ebnf", 'root ::= "é🦊"', 20)
 
 
-def test_another_grammars_syntax_is_named(process: CompilerProcess) -> None:
-    with pytest.raises(GrammarError, match=r"Lark's syntax: write rules in EBNF"):
-        process.compile("ebnf", '?start: "a" | word\nword: /[a-z]+/\n', 20)
-
-
 def test_a_grammar_that_takes_too_much_cpu_time_is_the_requests_fault(process: CompilerProcess) -> None:
     with pytest.raises(GrammarError, match=r"more than 0\.01 s of CPU time"):
         process.compile("ebnf", 'root ::= ("a" | "b"){1,100} ("c" | "d"){1,100} [e-z]{1,100}', 0.01)

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import xgrammar
 
-from worker.structured_output import CompiledGrammar, GrammarError, GrammarState, fill_masks, new_bitmask, state
+from worker.structured_output import (
+    CompiledGrammar,
+    GrammarError,
+    GrammarState,
+    batch,
+    fill_masks,
+    fill_masks_after,
+    new_bitmask,
+)
 from worker.structured_output.schema import schema_to_ebnf
 
 WORDS = "ab", "abc", "x" * 9
@@ -64,7 +72,7 @@ def test_a_state_without_a_token(walker) -> None:
 
 
 def test_who_is_slow_is_found(compiled: CompiledGrammar, walker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_SLOW_FILL_S", -1.0)
+    monkeypatch.setattr(batch, "_SLOW_FILL_S", -1.0)
     errors = fill_masks([GrammarState(compiled)], new_bitmask(1, len(walker.tokens)), [0])
     assert "too slow" in str(errors[0])
 
@@ -86,7 +94,7 @@ def test_a_state_that_looked_ahead_has_the_masks_of_one_that_did_not(walker, sch
         while not one.terminated and len(way) < 40:
             before = walker.allowed(one.matcher)
             ahead = [choose.choice(before), *(choose.randrange(len(walker.tokens)) for _ in rows[1:])]
-            one.fill_after(ahead, new_bitmask(len(rows), len(walker.tokens)), rows)
+            fill_masks_after([one], [ahead], new_bitmask(len(rows), len(walker.tokens)), [rows])
             fresh = GrammarState(compiled)
             for token in way:
                 fresh.accept(token)

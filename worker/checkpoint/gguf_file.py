@@ -15,7 +15,7 @@ import torch
 from kernels.linear.block_linear import BlockProduct
 from kernels.linear.block_weight import Blocks, BlockWeight
 from kernels.linear.ggml_blocks import FORMATS, read_blocks
-from worker.executor.gguf_layout import FILE, INDEX, Index, Matrix
+from worker.checkpoint.gguf_layout import FILE, INDEX, Index, Matrix
 
 KEPT_FORMATS = tuple(FORMATS)
 """ggml's names of the formats whose matrices are kept as they are."""

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.worker.conftest import COMMON, GPT_OSS, make_tiny
 from tests.worker.executor.test_weight_loader import load
-from worker.executor.gpt_oss_experts import dequantized
+from worker.checkpoint.gpt_oss_experts import dequantized
 
 EXPERTS, HIDDEN, SIZE = GPT_OSS["num_local_experts"], 64, 96
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}

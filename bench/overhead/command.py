@@ -3,8 +3,8 @@
     shoal bench overhead              # 256 streams on 4 replicas with steps of 25 ms: 10,240 tokens a second
     shoal bench overhead --streams 64 --rounds 1
 
-No GPU is needed. The router is a process of its own and all of it is real (`bench.fleet.router_process`), down to the
-ZeroMQ messages. The replicas compute nothing (`bench.fleet.paced_replicas`). Figures:
+No GPU is needed. The router is a process of its own and all of it is real (`bench.overhead.router_process`), down to
+the ZeroMQ messages. The replicas compute nothing (`bench.overhead.paced_replicas`). Figures:
 
 cores_per_100k_tok_s   CPU seconds of the router for 100,000 tokens, all of their requests' work with them
 ttft_ms                median time to the first token through the router, less that of a client that speaks ZeroMQ with
@@ -194,8 +194,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with (
                 sigterm_raises(),
-                child("bench.fleet.paced_replicas", str(args.replicas), str(step_s)) as (_, addresses),
-                child("bench.fleet.router_process", str(folder), *addresses.split()) as (pid, url),
+                child("bench.overhead.paced_replicas", str(args.replicas), str(step_s)) as (_, addresses),
+                child("bench.overhead.router_process", str(folder), *addresses.split()) as (pid, url),
             ):
                 found = uvloop.run(_measure(url, pid, addresses.split()[0], args.streams, args.rounds, step_s))
         except ServerFailed as error:

@@ -15,11 +15,7 @@ from functools import partial
 
 import torch
 
-Read = Callable[[int, range], torch.Tensor]
-"""`read(dim, part)` reads only that part of a checkpoint's tensor along a dimension."""
-
-Tensor = tuple[str, tuple[int, ...], Read]
-"""A checkpoint's tensor: name, shape, and how to read it."""
+from worker.checkpoint.tensors import ModelTensor, Read, StoredTensor
 
 _Numbers = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `dequantized`, of blocks and scales
 
@@ -29,12 +25,12 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = torch.tensor((*_POSITIVE, *(-number for number in _POSITIVE)))
 
 
-def arranged(tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
+def arranged(tensors: Iterable[StoredTensor], device: torch.device, dtype: torch.dtype) -> Iterator[ModelTensor]:
     """The tensors of a checkpoint, with experts as in other families' checkpoints. MXFP4 is multiplied out on `device`,
     to `dtype`, as it is read. Raises ValueError for blocks without scales, and the reverse."""
-    halves: dict[str, Tensor] = {}  # of matrices in MXFP4, until the other one comes
+    halves: dict[str, tuple[str, tuple[int, ...], Read]] = {}  # of matrices in MXFP4, until the other one comes
     numbers = partial(dequantized, device=device, dtype=dtype)
-    for name, shape, read in tensors:
+    for name, shape, _, read in tensors:
         matrix, _, half = name.rpartition("_")
         if half in ("blocks", "scales") and ".mlp.experts." in name:
             if matrix not in halves:
@@ -45,17 +41,17 @@ def arranged(tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype
             experts, rows, groups = (shape if half == "scales" else other_shape)[:3]
             reader = _gate_up_of_blocks if matrix.endswith("gate_up_proj") else _down_of_blocks
             whole = (experts, rows, groups * _BLOCK)
-            yield matrix, whole, partial(reader, numbers, blocks, scales, rows // 2)
+            yield ModelTensor(matrix, whole, partial(reader, numbers, blocks, scales, rows // 2))
         elif name.endswith(".mlp.experts.gate_up_proj"):
             experts, hidden, rows = shape
-            yield name, (experts, rows, hidden), partial(_gate_up, read, rows // 2)
+            yield ModelTensor(name, (experts, rows, hidden), partial(_gate_up, read, rows // 2))
         elif name.endswith(".mlp.experts.gate_up_proj_bias"):
-            yield name, shape, partial(_gate_up_bias, read, shape[1] // 2)
+            yield ModelTensor(name, shape, partial(_gate_up_bias, read, shape[1] // 2))
         elif name.endswith(".mlp.experts.down_proj"):
             experts, size, hidden = shape
-            yield name, (experts, hidden, size), partial(_down, read)
+            yield ModelTensor(name, (experts, hidden, size), partial(_down, read))
         else:
-            yield name, shape, read
+            yield ModelTensor(name, shape, read)
     if halves:
         name, (half, *_) = next(iter(halves.items()))
         raise ValueError(f"the checkpoint has {name}_{half}, and not the other half of that matrix in MXFP4")

@@ -1,6 +1,6 @@
 """Replicas that compute nothing: they speak a replica's messages, and give each of their streams a token at each step.
 
-    python -m bench.fleet.paced_replicas 8 0.02   # 8 replicas with steps of 20 ms: prints their addresses, runs on
+    python -m bench.overhead.paced_replicas 8 0.02   # 8 replicas with steps of 20 ms: prints their addresses, runs on
 
 A prompt's first token comes at once, as if the prompt took no time. So what a client waits longer is the router's.
 """

@@ -1,14 +1,12 @@
 """Parameters that keep the blocks of a checkpoint, while their parts are read."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from kernels.linear.block_weight import BlockMatrix, Blocks
-
-ReadBlocks = Callable[[int, range], Blocks]
-"""Reads a part of a tensor along a dimension, as its format has it."""
+from worker.checkpoint.tensors import ReadBlocks
 
 
 class BlockParameters:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import overhead
+from bench.overhead import command
 
 
 @pytest.mark.slow
 def test_a_small_run_finds_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--streams", "3", "--replicas", "2", "--step-ms", "1", "--rounds", "1"]
-    assert overhead.main([*few, "--out", str(tmp_path)]) == 0
+    assert command.main([*few, "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "fleet.overhead.json").read_text())
     values = {figure["name"]: figure["value"] for figure in found["figures"]}
     assert values.keys() == {
@@ -25,9 +25,9 @@ def test_a_small_run_finds_every_figure(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_prompt_shares_no_prefix_with_another() -> None:
-    firsts = {tuple(overhead.prompt(number)[:2]) for number in range(10_000)}
+    firsts = {tuple(command.prompt(number)[:2]) for number in range(10_000)}
     assert len(firsts) == 10_000
 
 
 def test_percentiles() -> None:
-    assert overhead.p99_ms([number / 1000 for number in range(200)]) == 198
+    assert command.p99_ms([number / 1000 for number in range(200)]) == 198

@@ -1,6 +1,6 @@
 """A router as a process of its own, in front of replicas at given addresses, without Ray.
 
-    python -m bench.fleet.router_process FOLDER ADDRESS...   # prints its URL, runs on
+    python -m bench.overhead.router_process FOLDER ADDRESS...   # prints its URL, runs on
 
 All of the router is real, its HTTP server too. Ray would only tell it the addresses.
 """

@@ -1,0 +1,248 @@
+"""Where the tensors of a checkpoint go: which part of each a rank has, and its place in the rank's parameters."""
+
+from typing import NamedTuple
+
+import torch
+
+from worker.checkpoint.delta_net_weights import net_tensors
+from worker.models.config import DecoderConfig
+from worker.models.parameters import parameter_shapes
+from worker.models.sharding import Shard
+
+_FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
+_FUSED_GATE_UP = ("phi3", "glm", "glm4", "granitemoeshared")  # and with one for gates and ups
+_SANDWICH_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "attention_out_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_out_norm",
+}
+_GLM4_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_self_attn_layernorm": "attention_out_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_mlp_layernorm": "mlp_out_norm",
+}
+
+
+class TensorPiece(NamedTuple):
+    """The elements `kept` of a checkpoint's tensor along a dimension, which a parameter has from `first` on. `order` is
+    that of `Rope.order` if they are heads, whose dimensions are rearranged."""
+
+    first: int
+    kept: range
+    order: tuple[int, ...] | None = None
+
+    @property
+    def row_order(self) -> torch.Tensor | None:
+        """The order of the piece's rows; None if it is their own."""
+        if self.order is None:
+            return None
+        return torch.arange(len(self.kept)).unflatten(0, (-1, len(self.order)))[:, list(self.order)].flatten()
+
+
+class Destination(NamedTuple):
+    """Destination of a checkpoint's tensor of `shape`: its `pieces` along `dim` go to `parameter`. `expert` is the
+    index in the parameter's first dimension, which the tensor lacks; None if it has all dimensions."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    dim: int
+    pieces: tuple[TensorPiece, ...]
+    expert: int | None = None
+
+
+def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
+    """Destinations of all tensors of a model that this rank needs, by Hugging Face's names. `stacked`: whether the
+    experts of a layer are one tensor."""
+    shapes = parameter_shapes(shard.config)
+    vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), shard.whole.hidden_size
+    destinations = {
+        "model.embed_tokens.weight": _whole("embedding", vocabulary, shard.vocabulary),
+        "model.norm.weight": _whole("norm", (hidden,)),
+        "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
+    }
+    for own, index in enumerate(shard.layers):
+        layer = _attention_destinations(shard, index) | _norm_destinations(shard.whole)
+        experts = shard.config.experts_of(own)
+        if experts is None:
+            layer |= _mlp_destinations(shard, "mlp", shard.whole.intermediate_size, shard.intermediate)
+        else:
+            layer |= _expert_destinations(shard, stacked)
+        for tensor, destination in layer.items():
+            destinations[f"model.layers.{index}.{tensor}"] = destination._replace(
+                parameter=f"layers.{own}.{destination.parameter}"
+            )
+    return {tensor: destination for tensor, destination in destinations.items() if destination.parameter in shapes}
+
+
+def _attention_destinations(shard: Shard, index: int) -> dict[str, Destination]:
+    """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one."""
+    net, order = shard.whole.delta_net, shard.whole.ropes[index].order
+    if net is not None and net.layers[index]:
+        return _net_destinations(shard)
+    return _head_destinations(shard, order) if shard.whole.latent is None else _latent_destinations(shard, order)
+
+
+def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str, Destination]:
+    """`_attention_destinations` of attention over keys and values, including biases and norms that the model may not
+    have."""
+    whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
+    size = whole.head_dim
+    q_rows, kv_rows = whole.num_heads * size, whole.num_kv_heads * size
+    q, kv = _scaled(shard.heads, size), _scaled(shard.kv_heads, size)
+    first_k = own.num_heads * size
+    first_v = first_k + own.num_kv_heads * size
+    destinations = _outward("self_attn.o_proj", "out", shard, q_rows, q)
+    if whole.model_type in _FUSED_QKV:
+        k, v = (range(kv.start + rows, kv.stop + rows) for rows in (q_rows, q_rows + kv_rows))
+        all_pieces = TensorPiece(0, q, order), TensorPiece(first_k, k, order), TensorPiece(first_v, v)
+        rows = q_rows + 2 * kv_rows
+        destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (rows, hidden), 0, all_pieces)
+    else:
+        queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
+        if whole.output_gate:  # the rows of each head's queries are followed by those of its gate
+            parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
+            first_gate = first_v + own.num_kv_heads * size
+            queries = tuple(TensorPiece(to, range(row, row + size), order) for to, row in parts)
+            queries += tuple(TensorPiece(first_gate + to, range(row + size, row + 2 * size)) for to, row in parts)
+        for tensor, rows, pieces in (
+            ("self_attn.q_proj", (2 if whole.output_gate else 1) * q_rows, queries),
+            ("self_attn.k_proj", kv_rows, (TensorPiece(first_k, kv, order),)),
+            ("self_attn.v_proj", kv_rows, (TensorPiece(first_v, kv),)),
+        ):
+            destinations[f"{tensor}.weight"] = Destination("qkv", (rows, hidden), 0, pieces)
+            destinations[f"{tensor}.bias"] = Destination("qkv_bias", (rows,), 0, pieces)
+    all_heads = whole.qk_norm == "all"
+    for tensor, parameter, rows, kept in (
+        ("self_attn.q_norm", "q_norm", q_rows, q),
+        ("self_attn.k_norm", "k_norm", kv_rows, kv),
+    ):
+        piece = (TensorPiece(0, kept if all_heads else range(size), order),)
+        destinations[f"{tensor}.weight"] = Destination(parameter, (rows if all_heads else size,), 0, piece)
+    destinations["self_attn.sinks"] = _whole("sinks", (whole.num_heads,), shard.heads)
+    return destinations
+
+
+def _latent_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str, Destination]:
+    """`_attention_destinations` of latent attention. `order` is that of the rotated part of a head, which is the last
+    part. All ranks have what makes the latents."""
+    whole, own, hidden = shard.whole, shard.config, shard.whole.hidden_size
+    latent, rank = whole.latent, whole.q_lora_rank
+    assert latent is not None
+    q_rows, q = whole.num_heads * latent.query, _scaled(shard.heads, latent.query)
+    q_pieces = (TensorPiece(0, q, _behind(latent.qk_nope_head_dim, order)),)
+    row = (TensorPiece(own.qkv_size - latent.row, range(latent.row), _behind(latent.kv_lora_rank, order)),)
+    up_rows, up = whole.num_heads * latent.up, (TensorPiece(0, _scaled(shard.heads, latent.up)),)
+    values = _scaled(shard.heads, latent.v_head_dim)
+    destinations = _outward("self_attn.o_proj", "out", shard, whole.num_heads * latent.v_head_dim, values) | {
+        "self_attn.kv_a_proj_with_mqa.weight": Destination("qkv", (latent.row, hidden), 0, row),
+        "self_attn.kv_a_layernorm.weight": _whole("kv_a_norm", (latent.kv_lora_rank,)),
+        "self_attn.kv_b_proj.weight": Destination("kv_b", (up_rows, latent.kv_lora_rank), 0, up),
+    }
+    if rank is None:
+        destinations["self_attn.q_proj.weight"] = Destination("qkv", (q_rows, hidden), 0, q_pieces)
+        return destinations
+    return destinations | {
+        "self_attn.q_a_proj.weight": _whole("qkv", (rank, hidden)),
+        "self_attn.q_a_layernorm.weight": _whole("q_a_norm", (rank,)),
+        "self_attn.q_b_proj.weight": Destination("q_b", (q_rows, rank), 0, q_pieces),
+    }
+
+
+def _behind(first: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The order of a head whose first elements stay, and whose others have an order of their own."""
+    return None if order is None else (*range(first), *(first + place for place in order))
+
+
+def _net_destinations(shard: Shard) -> dict[str, Destination]:
+    """Destinations of the tensors of a layer's gated delta net."""
+    return {
+        f"linear_attn.{name}": Destination(
+            to.parameter, to.shape, to.dim, tuple(TensorPiece(*part) for part in to.parts)
+        )
+        for name, to in net_tensors(shard).items()
+    }
+
+
+def _mlp_destinations(
+    shard: Shard, name: str, rows: int, kept: range, parameters: tuple[str, str] = ("gate_up", "down")
+) -> dict[str, Destination]:
+    """Destinations of the tensors of the gated MLP `name`, of whose `rows` intermediate elements this rank has
+    `kept`."""
+    gate_up, down = parameters
+    hidden, own_rows = shard.whole.hidden_size, -(-rows // shard.size)
+    destinations = _outward(f"{name}.down_proj", down, shard, rows, kept)
+    ups = range(kept.start + rows, kept.stop + rows)
+    if shard.whole.model_type in _FUSED_GATE_UP:
+        pieces = TensorPiece(0, kept), TensorPiece(own_rows, ups)
+        destinations[f"{name}.gate_up_proj.weight"] = Destination(gate_up, (2 * rows, hidden), 0, pieces)
+        return destinations
+    for tensor, first in ((f"{name}.gate_proj", 0), (f"{name}.up_proj", own_rows)):
+        piece = (TensorPiece(first, kept),)
+        destinations[f"{tensor}.weight"] = Destination(gate_up, (rows, hidden), 0, piece)
+        destinations[f"{tensor}.bias"] = Destination(f"{gate_up}_bias", (rows,), 0, piece)
+    return destinations
+
+
+def _outward(tensor: str, parameter: str, shard: Shard, columns: int, kept: range) -> dict[str, Destination]:
+    """Destinations of a matrix that ends a sublayer, and of its bias."""
+    hidden = shard.whole.hidden_size
+    once = range(hidden if shard.rank == 0 else 0)  # only rank 0 has the bias: ranks' outputs are added up
+    return {
+        f"{tensor}.weight": Destination(parameter, (hidden, columns), 1, (TensorPiece(0, kept),)),
+        f"{tensor}.bias": _whole(f"{parameter}_bias", (hidden,), once),
+    }
+
+
+def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
+    """Destinations of the tensors of a layer's experts, by the names of `tensor_names.full_name`."""
+    experts, hidden = shard.whole.experts, shard.whole.hidden_size
+    assert experts is not None
+    rows, kept, own_rows = (
+        experts.intermediate_size,
+        shard.expert_intermediate,
+        -(-experts.intermediate_size // shard.size),
+    )
+    destinations = _mlp_destinations(shard, "mlp.shared_experts", experts.shared_size, shard.shared_intermediate)
+    destinations["mlp.shared_expert_gate.weight"] = _whole("shared_gate", (1, hidden))
+    destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
+    destinations["mlp.gate.bias"] = _whole("router_bias", (experts.count,))
+    destinations["mlp.gate.e_score_correction_bias"] = _whole("choice_bias", (experts.count,))
+    if stacked:
+        pieces = TensorPiece(0, kept), TensorPiece(own_rows, range(kept.start + rows, kept.stop + rows))
+        shape = experts.count, 2 * rows, hidden
+        destinations["mlp.experts.gate_up_proj"] = Destination("experts_gate_up", shape, 1, pieces)
+        shape = experts.count, hidden, rows
+        destinations["mlp.experts.down_proj"] = Destination("experts_down", shape, 2, (TensorPiece(0, kept),))
+        biases = experts.count, 2 * rows
+        destinations["mlp.experts.gate_up_proj_bias"] = Destination("experts_gate_up_bias", biases, 1, pieces)
+        once = (TensorPiece(0, range(hidden if shard.rank == 0 else 0)),)
+        biases = experts.count, hidden
+        destinations["mlp.experts.down_proj_bias"] = Destination("experts_down_bias", biases, 1, once)
+        return destinations
+    for expert in range(experts.count):
+        own = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, ("experts_gate_up", "experts_down"))
+        destinations |= {name: to._replace(expert=expert) for name, to in own.items() if name.endswith(".weight")}
+    return destinations
+
+
+def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
+    if config.model_type == "glm4":
+        names = _GLM4_NORMS
+    elif not config.pre_norms:
+        names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+    elif config.sandwich_norms:
+        names = _SANDWICH_NORMS
+    else:
+        names = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+    return {f"{tensor}.weight": _whole(parameter, (config.hidden_size,)) for tensor, parameter in names.items()}
+
+
+def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> Destination:
+    """The destination of a tensor of which the first elements of a parameter are the part `kept`, by default all."""
+    return Destination(parameter, shape, 0, (TensorPiece(0, range(shape[0]) if kept is None else kept),))
+
+
+def _scaled(part: range, factor: int) -> range:
+    return range(part.start * factor, part.stop * factor)

@@ -1,0 +1,50 @@
+"""The names of tensors in the checkpoints of all families, and those that a rank does not need."""
+
+import re
+
+from worker.models.config import DecoderConfig
+from worker.models.sharding import Shard
+
+# The names of experts in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's and Ernie's.
+_EXPERT_NAMES = (
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"\.experts\.(\d+)\.w1\."), r".experts.\1.gate_proj."),
+    (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
+    (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),
+    (re.compile(r"\.mlp\.input_linear\.weight$"), ".mlp.experts.gate_up_proj"),
+    (re.compile(r"\.mlp\.output_linear\.weight$"), ".mlp.experts.down_proj"),
+    (re.compile(r"\.mlp\.router(\.layer)?\.(weight|bias)$"), r".mlp.gate.\2"),
+    (re.compile(r"\.shared_mlp\.input_linear\."), ".mlp.shared_experts.gate_up_proj."),
+    (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
+    (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
+    (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
+)
+
+
+def full_name(name: str) -> str:
+    """The name of a tensor in a model with a head, as `worker.checkpoint.destinations` has it. In a checkpoint of the
+    layers alone, as embedding models have, names begin without `model.`. Names of experts differ by family."""
+    name = name.replace("model.language_model.", "model.", 1)  # next to a vision part
+    if ".mlp." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
+        for pattern, new in _EXPERT_NAMES:
+            name = pattern.sub(new, name)
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
+
+
+def is_ignored(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
+    hybrid has for images and drafts."""
+    if config.delta_net is not None and name.startswith(("model.visual.", "mtp.")):
+        return True
+    return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
+
+
+def is_elsewhere(name: str, shard: Shard) -> bool:
+    """Whether the tensor belongs to another stage."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is not None:
+        index = int(layer[1])
+        return index < shard.whole.num_layers + shard.whole.extra_layers and index not in shard.layers
+    if name == "model.embed_tokens.weight":
+        return not shard.config.has_embedding
+    return name in ("model.norm.weight", "lm_head.weight") and not shard.config.is_last
