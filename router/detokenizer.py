@@ -15,7 +15,8 @@ _BYTE_TOKENS = {f"<0x{value:02X}>": bytes([value]) for value in range(256)}
 
 
 class TokenBytes:
-    """The bytes that each token of a vocabulary contributes to a text.
+    """The bytes that each token of a vocabulary contributes to a text. `texts`: those of tokens that were asked for, as
+    text; None for a token that is not whole characters.
 
     Supports the two families of decoders that language models use. ByteLevel: GPT-2, Llama 3, Qwen. SentencePiece,
     where a mark stands for the space and byte tokens stand for single bytes: Llama 2, Mistral, Gemma.
@@ -26,6 +27,7 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
+        self.texts: dict[int, str | None] = {}
         self._replacements: list[tuple[str, str]] = []
         self._byte_level = self._byte_fallback = self.strips_first_space = False
         decoder = tokenizer.decoder
@@ -55,6 +57,10 @@ class TokenBytes:
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._of(self._tokenizer.id_to_token(token_id))
+            try:
+                self.texts[token_id] = known.decode()
+            except UnicodeDecodeError:
+                self.texts[token_id] = None
         return known
 
     def _of(self, token: str | None) -> bytes:
@@ -103,20 +109,22 @@ class Detokenizer:
         self._skip = skip
         self._strip = token_bytes.strips_first_space and not continues
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.is_inside_character = False  # the bytes so far end inside of one
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes: often all of the token's own text, sometimes none."""
         if token_id in self._skip:
             return ""
-        return self._stripped(self._decoder.decode(self._bytes[token_id]))
-
-    @property
-    def is_inside_character(self) -> bool:
-        """Whether the bytes so far end inside a character."""
-        return bool(self._decoder.getstate()[0])
+        # Nearly every token is whole characters, and the decoder is slow.
+        text = None if self.is_inside_character else self._bytes.texts.get(token_id)
+        if text is None:
+            text = self._decoder.decode(self._bytes[token_id])
+            self.is_inside_character = bool(self._decoder.getstate()[0])
+        return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
         """Returns U+FFFD if the tokens ended in the middle of a character, otherwise an empty text."""
+        self.is_inside_character = False
         return self._stripped(self._decoder.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

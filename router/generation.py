@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from router import request_log
+from router.answer_syntax import AnswerSyntax
 from router.deadline import within
 from router.deltas import CallBegin, CallEnd, Delta
 from router.errors import ApiError, program_unknown
@@ -26,6 +27,7 @@ from worker.messages import Output, SamplingParams, SchemaCheck, TokenLogprobs
 # With a keyword that half of the answers violate, one in 16 is still invalid then.
 _MOST_SAMPLED_AGAIN = 3
 
+NO_USAGE = Usage(0, 0, 0, PromptTokensDetails(0))
 OnPiece = Callable[[Piece], Awaitable[None]]
 
 
@@ -39,7 +41,7 @@ class Format(Protocol):
     | `closing` | of a stream, after all choices |
     | `whole` | the answer as one JSON object |
 
-    `usage`: the tokens so far.
+    `usage`: the tokens so far; for a chunk that is not the first, only with the job's `usage_so_far`.
     """
 
     continues: bool
@@ -108,7 +110,8 @@ class Generation:
 
             async def on_piece(piece: Piece) -> None:
                 nonlocal begun
-                usage = self._usage()
+                nothing_told = begun and not self._job.usage_so_far
+                usage = NO_USAGE if nothing_told else self._usage()
                 data = self._form.chunk(sequence.index, piece, usage)
                 if not begun:
                     begun = True
@@ -252,40 +255,49 @@ class Generation:
                 told.ended(ending)
                 told.output_tokens += answer.text.num_tokens
 
-    async def _outputs(self, sequence: Choice, answer: "Answer") -> AsyncGenerator[Output, None]:
-        """The outputs of a sequence. Thinking beyond its budget is ended for the model: the sequence goes on after the
-        tokens that end it."""
+    def _outputs(self, sequence: Choice, answer: "Answer") -> AsyncGenerator[Output, None]:
+        """The outputs of a sequence."""
+        syntax, budget = self._job.syntax, self._job.thinking_budget
+        if syntax is not None and budget is not None and budget < sequence.sampling.max_tokens:
+            return self._within_budget(sequence, answer, syntax, budget)
+        return self._after(sequence, answer, [])
+
+    async def _within_budget(
+        self, sequence: Choice, answer: "Answer", syntax: AnswerSyntax, budget: int
+    ) -> AsyncGenerator[Output, None]:
+        """The outputs of a sequence that may think for `budget` tokens. Longer thinking is ended for the model: the
+        sequence goes on after the tokens that end it."""
         job, sampling = self._job, sequence.sampling
-        syntax, budget = job.syntax, job.thinking_budget
         produced: list[int] = []
-        if syntax is not None and budget is not None and budget < sampling.max_tokens:
-            async with contextlib.aclosing(self._generate(sequence, sampling, budget, [])) as outputs:
-                async for output in outputs:
-                    produced += output.token_ids
-                    if output.finish_reason != "length":
-                        yield output
-                        continue
-                    yield msgspec.structs.replace(output, finish_reason=None)
-                    if answer.is_thinking:
-                        ids = syntax.end_of_thinking[: sampling.max_tokens - len(produced)]
-                        logprobs = [TokenLogprobs(token_id, 0.0) for token_id in ids] if job.wants_logprobs else []
-                        produced += ids
-                        is_whole = len(produced) == sampling.max_tokens
-                        yield Output(
-                            request_id=output.request_id,
-                            token_ids=ids,
-                            logprobs=logprobs,
-                            finish_reason="length" if is_whole else None,
-                        )
+        async with contextlib.aclosing(self._generate(sequence, sampling, budget, [])) as outputs:
+            async for output in outputs:
+                produced += output.token_ids
+                if output.finish_reason != "length":
+                    yield output
+                    continue
+                yield msgspec.structs.replace(output, finish_reason=None)
+                if answer.is_thinking:
+                    ids = syntax.end_of_thinking[: sampling.max_tokens - len(produced)]
+                    logprobs = [TokenLogprobs(token_id, 0.0) for token_id in ids] if job.wants_logprobs else []
+                    produced += ids
+                    is_whole = len(produced) == sampling.max_tokens
+                    yield Output(
+                        request_id=output.request_id,
+                        token_ids=ids,
+                        logprobs=logprobs,
+                        finish_reason="length" if is_whole else None,
+                    )
         if len(produced) < sampling.max_tokens:
-            grammar = sampling.grammar
-            if self._sends_at_once or grammar is None or grammar.strict:
-                rest = self._generate(sequence, sampling, sampling.max_tokens, produced)
-            else:
-                rest = self._judged(sequence, answer, produced)
-            async with contextlib.aclosing(rest) as outputs:
+            async with contextlib.aclosing(self._after(sequence, answer, produced)) as outputs:
                 async for output in outputs:
                     yield output
+
+    def _after(self, sequence: Choice, answer: "Answer", produced: list[int]) -> AsyncGenerator[Output, None]:
+        """The outputs of a sequence after the tokens `produced`."""
+        sampling = sequence.sampling
+        if self._sends_at_once or sampling.grammar is None or sampling.grammar.strict:
+            return self._generate(sequence, sampling, sampling.max_tokens, produced)
+        return self._judged(sequence, answer, produced)
 
     async def _judged(self, sequence: Choice, answer: "Answer", produced: list[int]) -> AsyncGenerator[Output, None]:
         """The outputs of a sequence after the tokens `produced`, all at its end. One that violates its schema is

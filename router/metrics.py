@@ -15,23 +15,11 @@ from prometheus_client.samples import Sample
 
 from router.prefix_reuse import PrefixReuse
 from router.programs import Programs
+from router.replica_times import LATENCY_S, TIMES, ReplicaTimes
 from worker.messages import ReplicaLoad
 
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
-_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 SAMPLES_A_PIECE = 100  # of `Metrics.pieces`: about a millisecond's work
 
-# Name, help text and buckets of `ReplicaTimes`, by attribute.
-_TIMES = {
-    "first_token": (
-        "shoal_time_to_first_token_seconds",
-        "From the arrival of a request to its first token",
-        _LATENCY_S,
-    ),
-    "inter_token": ("shoal_inter_token_latency_seconds", "Between two tokens of a sequence", _TOKEN_S),
-    "request": ("shoal_request_seconds", "From the arrival of a request to its last token", _LATENCY_S),
-    "queue": ("shoal_queue_seconds", "Time that a request waited in its replica", _LATENCY_S),
-}
 # Name and help text of the metrics that are read off `ReplicaLoad`, by field.
 _GAUGES = {
     "running": ("shoal_running_requests", "Requests in the batch"),
@@ -82,29 +70,6 @@ _DRAFTS = {
 _REPORTED = {
     name for name, _ in (*_COUNTERS.values(), *_DRAFTS.values(), _STAGE_SECONDS)
 }  # by replicas, to all routers alike
-
-
-class ReplicaTimes:
-    """The latency histograms of one replica, in seconds. They are not in a registry, so that the page can be made
-    replica by replica."""
-
-    def __init__(self, model: str, replica_id: str) -> None:
-        self._histograms = {
-            field: Histogram(name, text, ("model", "replica"), buckets=buckets, registry=None)
-            for field, (name, text, buckets) in _TIMES.items()
-        }
-        found = {field: histogram.labels(model, replica_id) for field, histogram in self._histograms.items()}
-        self.first_token, self.inter_token = found["first_token"], found["inter_token"]
-        self.request, self.queue = found["request"], found["queue"]
-
-    def totals(self, field: str) -> tuple[int, float]:
-        """How many times one histogram has counted, and their sum in seconds."""
-        found = {sample.name.removeprefix(_TIMES[field][0]): sample.value for sample in self.samples(field)}
-        return int(found.get("_count", 0)), found.get("_sum", 0.0)
-
-    def samples(self, field: str) -> Iterable[Sample]:
-        """The samples of one histogram."""
-        return (sample for metric in self._histograms[field].collect() for sample in metric.samples)
 
 
 class ModelMetrics:
@@ -262,7 +227,7 @@ class Metrics:
             "shoal_upstream_seconds",
             "From the arrival of a request that is passed on to the first bytes of the other endpoint",
             ("model",),
-            buckets=_LATENCY_S,
+            buckets=LATENCY_S,
             registry=self._registry,
         )
         self.upstream_failures = counter(
@@ -335,7 +300,7 @@ class Metrics:
 
     def _families(self) -> Iterator[tuple[Metric, Iterator[Sample]]]:
         """All metrics without samples, and the samples of each."""
-        for field, (name, text, _) in _TIMES.items():
+        for field, (name, text, _) in TIMES.items():
             models = list(self._models.values())
             yield Metric(name, text, "histogram"), (sample for model in models for sample in model.samples(field))
         for metric in self._registry.collect():

@@ -27,6 +27,7 @@ class Observed:
     | `model` | the model's own name; the route sets it, once it knows the model |
     | `error` | the ApiError that ends the request; `router.protocols.dialects` sets it |
     | `at_end` | what to do when the answer has ended: functions |
+    | `send` | the server's own `send`, for parts of a body that others follow: no middleware looks at these |
     | `ticket` | the client's; a route that generates sets it. Answers have its headers, and it ends with them |
 
     The request's `RequestLog` is written when it has ended, or by the runner of a request that goes on.
@@ -47,6 +48,7 @@ class Observed:
         known = given or request_id.new()
         state = scope.setdefault("state", {})
         state["request_id"], state["name"] = known, request_id.name(known) if given else known
+        state["send"] = send
         told = request_log.RequestLog(known)
         header = id_headers(scope, self._answers_id)
 
@@ -83,12 +85,12 @@ def _reason(error: ApiError) -> str:
 
 
 def _write_log(state: dict[str, Any], told: request_log.RequestLog) -> None:
-    """Writes the line of a request that has ended: it was answered or refused (info), or the server failed (warning).
-    Of a client's own mistake, nothing is written."""
+    """Writes the line of a request that has ended: it had a ticket and was answered (info), it was refused (info), or
+    the server failed (warning). Of a client's own mistake, nothing is written."""
     error: ApiError | None = state.get("error")
     if error is None:
         ticket: Ticket | None = state.get("ticket")
-        if ticket is None or not ticket.kept:
+        if ticket is not None and not ticket.kept:
             told.write()
     elif error.status >= 500 or error.status in REFUSALS:
         level = logging.INFO if error.status in REFUSALS else logging.WARNING

@@ -85,6 +85,7 @@ class OutputText:
         self._min_tokens = min_tokens
         self._wants_logprobs = wants_logprobs
         self._wants_ends = wants_ends
+        self._is_plain = not (stop or wants_logprobs or wants_ends)
         self._waiting: deque[TokenText] = deque()
         self._seen = self._sent = 0  # characters detokenised, and returned in pieces
         self.num_tokens = 0
@@ -107,6 +108,10 @@ class OutputText:
         return piece
 
     def push(self, output: Output) -> Piece:
+        if self._is_plain and output.finish_reason is None and len(output.token_ids) == 1:
+            (token_id,) = output.token_ids
+            if token_id not in self._marker_ids:
+                return self._push_plain(token_id, output.token_ids)
         piece = Piece(token_ids=output.token_ids, embedding=output.embedding or b"")
         text: list[str] = []
         last = len(output.token_ids) - 1
@@ -142,6 +147,14 @@ class OutputText:
         while self._waiting and self._waiting[0].offset < self._sent:
             piece.tokens.append(self._waiting.popleft())
         return piece
+
+    def _push_plain(self, token_id: int, token_ids: list[int]) -> Piece:
+        """As `push` for an output of one token that is like most: nothing has to be searched for, and nothing ends."""
+        text = self._detokenizer.push(token_id)
+        self.num_tokens += 1
+        self._seen += len(text)
+        self._sent += len(text)
+        return Piece(text, token_ids=token_ids)
 
     def _take(self, new: str, text: list[str]) -> bool:
         """Appends to `text` what is final of `new`. Returns whether a stop string is complete."""

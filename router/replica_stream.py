@@ -35,6 +35,7 @@ class ReplicaStream:
         self._outputs: deque[Output] = deque()
         self._error: Exception | None = None
         self._done = False
+        self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
         self.unread_tokens = 0
 
@@ -62,7 +63,7 @@ class ReplicaStream:
                 raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
-            self._wake = asyncio.get_running_loop().create_future()
+            self._wake = self._loop.create_future()
             await self._wake
         output = self._outputs.popleft()
         while self._outputs:

@@ -84,9 +84,8 @@ class RequestLog:
         return known | {"total_s": round(perf_counter() - self.arrived, 4)}
 
     def write(self) -> None:
-        """Writes the line of a request that was answered, if it ran on a replica."""
-        if self.sequences:
-            log.info("request %s ended", self.request_id, extra=self.fields())
+        """Writes the line of a request that was answered."""
+        log.info("request %s ended", self.request_id, extra=self.fields())
 
 
 def current() -> RequestLog | None:

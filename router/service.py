@@ -20,11 +20,12 @@ from router.errors import ApiError, NoReplica, busy, internal, invalid
 from router.fleet import Fleet, ReplicaView
 from router.formats.format import OutputFormat
 from router.key_file import ANYBODY, ApiClient
-from router.metrics import ModelMetrics, ReplicaTimes
+from router.metrics import ModelMetrics
 from router.pooling import Pooling
 from router.programs import BranchCall, BranchText, Home, Programs
 from router.queue_wait import ShortestQueue
 from router.replica_stream import ReaderTooSlow, ReplicaLost, ReplicaStream
+from router.replica_times import ReplicaTimes
 from router.replicas import Replicas
 from router.resume_pace import ResumePace
 from router.tokenizer import Tokenizer
@@ -416,9 +417,8 @@ class _Clock:
         if not output.token_ids:
             return False
         if self._last is not None:
-            gap = (now - self._last) / len(output.token_ids)
-            for _ in output.token_ids:
-                self._times.inter_token.observe(gap)
+            count = len(output.token_ids)
+            self._times.inter_token.observe((now - self._last) / count, count)
         elif not self._resumed:
             self._times.first_token.observe(now - self._arrived)
         self._last = now

@@ -71,15 +71,19 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
-        one_at_a_time = asyncio.Lock()  # choices of one answer emit concurrently
+        starting = asyncio.Lock()  # choices of one answer emit concurrently
+        # No middleware has anything to do with the body before its end, and each would cost time for every token.
+        send_body: Send = scope.get("state", {}).get("send", send)
 
         async def emit(data: bytes) -> None:
             nonlocal started
-            async with one_at_a_time:
-                if not started:
-                    started = True
-                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            if not started:
+                async with starting:
+                    if not started:
+                        start = {"status": self.status_code, "headers": self.raw_headers}
+                        await send({"type": "http.response.start", **start})
+                        started = True
+            await send_body({"type": "http.response.body", "body": data, "more_body": True})
 
         error: ApiError | None = None
         try:

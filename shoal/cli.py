@@ -53,6 +53,10 @@ BENCHES = {
     "router": ("bench.placement.router", "the three placements on a trace with shared prefixes"),
     "chaos": ("bench.chaos.command", "a fleet under load whose processes and machines are killed and stopped"),
     "fleet": ("bench.fleet.command", "placement rules on a simulated fleet, next to those of other systems"),
+    "overhead": (
+        "bench.overhead.command",
+        "the cost of a router: its CPU time for a token, and what it adds to latencies",
+    ),
     "parser": ("bench.protocols.parser", "the parser of answers, for each format of tool calls"),
     "tools": ("bench.correctness.tools", "calls of tools: whether all are valid, and their throughput next to text"),
     "schemas": ("bench.schemas.command", "published JSON schemas: how many are accepted, whether masks are right"),

@@ -157,9 +157,10 @@ def _lines() -> Iterator[str]:
     yield "of these fields that are known. In text, the first four come without names, and the others as `name=value`,"
     yield "but for ids that the message has."
     yield ""
-    yield "There is a line for each request that has run on a replica, for each that was refused (429, 503) or that the"
-    yield "server failed, for each stream that goes on at another replica, and for replicas that are lost. Clients' own"
-    yield "mistakes have none. No line has text of prompts or answers."
+    yield "There is a line for each request for text, embeddings or scores that was answered or whose client has left,"
+    yield "for each that was refused (429, 503) or that the server failed, for each stream that goes on at another"
+    yield "replica, and for replicas that are lost. Clients' own mistakes have none. No line has text of prompts or"
+    yield "answers."
     yield ""
     yield from _table(("field", "meaning"), ((f"`{name}`", meaning) for name, meaning in FIELDS.items()))
     yield ""

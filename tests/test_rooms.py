@@ -56,6 +56,7 @@ ALLOWED = {
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.chaos": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker"},
     "bench.fleet": {"bench:", "bench.load", "shoal", "router", "worker", "pipeline", "radix"},
+    "bench.overhead": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "router", "worker"},
     "bench.lengths": {"bench:", "bench.load", "bench.pipeline", "shoal", "cluster", "worker", "pipeline"},
     "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
     "bench.correctness": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker", "pipeline"},

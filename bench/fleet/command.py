@@ -6,6 +6,7 @@
     shoal bench fleet --summary
     shoal bench fleet --decision --replicas 64
     shoal bench fleet --fair --levels 0.5 0.8 0.95 1.1
+    shoal bench fleet --death --replicas 8
     shoal bench fleet --router
 
 Every replica is an 8B model on an H200. Levels are fractions of the rate that the fleet can just serve if each prompt
@@ -35,6 +36,14 @@ metrics.loop_ms         the longest stop of the loop for /metrics
 
 quiet_client_ttft_vs_alone  mean TTFT of the quiet client, divided by that with the fleet to itself; the worst level
 throughput_vs_fcfs          tokens served a second, divided by those where requests go by arrival; the worst level
+
+--death writes fleet.death: a replica dies in the midst of load zipf, and its streams go on elsewhere at the router's
+pace. Levels are fractions of the capacity before.
+
+tbt_p99_vs_before   99th percentile of the other streams' time between tokens, until each lost stream has its next
+                    token, divided by that before the death; the worst level
+tbt_mean_vs_before  the same of the mean
+took_s              from the death until the last lost stream has its next token
 """
 
 import argparse
@@ -50,6 +59,8 @@ import numpy as np
 
 from bench import results
 from bench.fleet.capacity import capacity
+from bench.fleet.deaths import deaths
+from bench.fleet.deaths import figures as death_figures
 from bench.fleet.decision import decision_cpu_s
 from bench.fleet.fairness import fairness
 from bench.fleet.fairness import figures as fair_figures
@@ -225,6 +236,7 @@ def parser() -> Parser:
     p.add_argument("--summary", action="store_true", help="write the figures over all loads, and run nothing")
     p.add_argument("--decision", action="store_true", help="measure the CPU time of a placement, and nothing else")
     p.add_argument("--fair", action="store_true", help="measure what a client notices of another one that floods")
+    p.add_argument("--death", action="store_true", help="measure what others notice of the streams of a dead replica")
     p.add_argument("--router", action="store_true", help="measure what a router's knowledge costs, and nothing else")
     p.add_argument("--add", action="store_true", help="keep the runs of other rules and levels that the result has")
     return p
@@ -247,13 +259,18 @@ def main(argv: list[str] | None = None) -> int:
                 about = {"replicas": args.replicas, "seed": args.seed}
                 print(f"written: {results.write(own, made, {'about': about}, folder=args.out).name}")
             return 0
-        if args.fair:
-            fair = fairness(args.levels, args.replicas, args.routers, ReplicaHardware(), args.seed)
-            for figure in fair_figures(fair):
+        if args.fair or args.death:
+            hardware = ReplicaHardware()
+            if args.fair:
+                found: dict[str, Any] = fairness(args.levels, args.replicas, args.routers, hardware, args.seed)
+            else:
+                found = deaths(args.levels, args.replicas, hardware, args.seed)
+            own, made = ("fleet.fair", fair_figures(found)) if args.fair else ("fleet.death", death_figures(found))
+            for figure in made:
                 print(f"{figure.name}: {figure.value:.3f} {figure.unit}")
             if args.name != "none":
                 about = {key: getattr(args, key) for key in ("replicas", "routers", "seed")}
-                results.write("fleet.fair", fair_figures(fair), {"about": about, "runs": fair}, folder=args.out)
+                results.write(own, made, {"about": about, "runs": found}, folder=args.out)
             return 0
         runs = run(args)
     except (ValueError, OSError) as error:

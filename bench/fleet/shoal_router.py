@@ -34,10 +34,11 @@ class ShoalRule:
         for name in self._names:
             self.fleet.join(name)
             self.fleet.apply_events(name, CacheEvents("", 0, [], page_size, piece=0))
+        self._there = set(self._names)
 
     def place(self, request: FleetRequest, tokens: np.ndarray, now_s: float) -> Placed:
         self._now_s = now_s
-        booking = self.fleet.place(str(request.number), tokens, self._names)
+        booking = self.fleet.place(str(request.number), tokens, self._there)
         return Placed(int(booking.replica_id), booking.number)
 
     def news(self) -> Sequence[PeerBooking]:
@@ -55,6 +56,11 @@ class ShoalRule:
 
     def apply_load(self, replica: int, load: ReplicaLoad) -> None:
         self.fleet.apply_load(self._names[replica], load)
+
+    def leave(self, replica: int) -> None:
+        """A replica is gone."""
+        self._there.remove(self._names[replica])
+        self.fleet.leave(self._names[replica])
 
     def first_token(self, request: FleetRequest) -> None:
         self.fleet.first_token(str(request.number))

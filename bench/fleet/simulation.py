@@ -143,7 +143,7 @@ class FleetOutcome:
         }
 
 
-ARRIVAL, DELIVERY, STEP_END, NEWS, PEERS, SAMPLE = range(6)
+ARRIVAL, DELIVERY, STEP_END, NEWS, PEERS, SAMPLE, CALL = range(7)  # CALL: a function, without arguments
 
 
 class FleetSimulation:
@@ -194,6 +194,8 @@ class FleetSimulation:
                 for other, rule in enumerate(self._rules):
                     if other != router:
                         rule.hear(news, self.now_s)
+            elif kind == CALL:
+                what()
             else:
                 self._held.append([replica.held_tokens for replica in self._replicas])
                 self._push(self.now_s + SAMPLE_S, SAMPLE, None)

@@ -138,3 +138,13 @@ def test_echo_of_half_a_character(tokenizer: Tokenizer) -> None:
     transcript = OutputText(tokenizer)
     assert transcript.echo(fox[:2], None, None).text == ""
     assert text_of(run(transcript, outputs(fox[2:], []))) == "🦊"
+
+
+@given(st.lists(st.integers(0, 400), max_size=20))
+def test_outputs_that_nothing_is_searched_in_make_the_same_text(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    """One token at a time they take a shorter way, which is not open to those whose ends are wanted."""
+    plain, watched = OutputText(tokenizer), OutputText(tokenizer, wants_ends=True)
+    for output in outputs(token_ids, list(range(len(token_ids)))):
+        ours, wanted = plain.push(output), watched.push(output)
+        assert (ours.text, ours.token_ids, ours.finish_reason) == (wanted.text, wanted.token_ids, wanted.finish_reason)
+        assert plain.num_tokens == watched.num_tokens

@@ -81,7 +81,7 @@ def test_a_long_prompt_does_not_wait_for_ever() -> None:
         while not long.done():  # there is always a quick one
             others.append(asyncio.create_task(scripted.stream(0.1)))
             await asyncio.sleep(0)
-            assert scripted.now_s < 20
+            assert scripted.now_s < 40
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ import openai
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from router import request_id
 from router.config import RouterConfig, UpstreamConfig
 from router.metrics import Metrics
 from router.models import Models
@@ -217,6 +219,18 @@ def test_a_stream_comes_as_it_is_made(door: Door) -> None:
 async def loop_run(work: Callable[[], Any]) -> Any:
     """Waits for a thread's doing outside of the event loop."""
     return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def test_the_log_has_a_line_for_it(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    async def written() -> None:
+        while not caplog.records:  # it comes after the answer
+            await asyncio.sleep(0.002)
+
+    with caplog.at_level(logging.INFO, "router.request_log"):
+        assert door.post("/v1/chat/completions", **{request_id.HEADER: "mine"}).status_code == 200
+        door.server.do(asyncio.wait_for(written(), WAIT_S))
+    (line,) = caplog.records
+    assert (vars(line)["request_id"], vars(line)["model"]) == ("mine", "far") and "replica" not in vars(line)
 
 
 def test_an_answer_that_is_no_stream_comes_as_what_it_is(door: Door) -> None:

@@ -1,0 +1,44 @@
+"""A router as a process of its own, in front of replicas at given addresses, without Ray.
+
+    python -m bench.overhead.router_process FOLDER ADDRESS...   # prints its URL, runs on
+
+All of the router is real, its HTTP server too. Ray would only tell it the addresses.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import uvloop
+
+from cluster.config import load
+from cluster.in_process import OneReplicaPlacer
+from cluster.service import open_models, open_service
+from router.api import create_app
+from router.listener import Listener
+from router.metrics import Metrics
+
+HOST = "127.0.0.1"
+
+
+async def run(folder: Path, addresses: list[str]) -> None:
+    """Serves the model in `folder`, whose replicas are at `addresses`, until it is cancelled."""
+    config = load(overrides={"model": str(folder)})
+    (deployment,) = config.deployments
+    metrics = Metrics()
+    service = open_service(
+        deployment, folder, metrics, lambda fleet, replicas: OneReplicaPlacer(fleet, replicas, config.replica_wait_s)
+    )
+    models = open_models(config, {deployment.name: service}, metrics)
+    service.replicas.set_replicas({f"r{number}": address for number, address in enumerate(addresses)})
+    listener = Listener(create_app(models), HOST, 0, 1.0, config)
+    await models.start()
+    await listener.start()
+    while len(service.replicas.ready) < len(addresses):
+        await service.replicas.changed()
+    print("http://{}:{}".format(*listener.address), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(run(Path(sys.argv[1]), sys.argv[2:]))
