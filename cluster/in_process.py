@@ -79,12 +79,13 @@ class OneReplicaPlacer:
         exclude: Collection[str],
         refused: Collection[str] = (),
         home: Home | None = None,
+        output_limit: int | None = None,
     ) -> str:
         """See `Placer.place`. Raises NoReplica at once when the replica has ended or refused the request."""
         deadline = time.monotonic() + self._wait_s
         while self.ended is None and not refused and time.monotonic() <= deadline:
             if ready := self._replicas.ready:
-                return self._fleet.place(request_id, prompt_ids, ready).replica_id
+                return self._fleet.place(request_id, prompt_ids, ready, output_limit=output_limit).replica_id
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._replicas.changed()

@@ -55,6 +55,7 @@ class Ask:
     prompt_ids: Sequence[int]
     exclude: Collection[str]
     home: Home | None = None
+    output_limit: int | None = None
 
 
 def listen(deployment: str, listener: Listener) -> None:
@@ -88,7 +89,8 @@ class PlacementRouter(RequestRouter):
         assert pending_request is not None, "only ServePlacer asks"
         ask: Ask = pending_request.args[0]
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        booking = ask.fleet.place(ask.request_id, ask.prompt_ids, replicas.keys() - set(ask.exclude), ask.home)
+        candidates = replicas.keys() - set(ask.exclude)
+        booking = ask.fleet.place(ask.request_id, ask.prompt_ids, candidates, ask.home, ask.output_limit)
         return [[replicas[booking.replica_id]]]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -127,6 +129,7 @@ class ServePlacer:
         exclude: Collection[str],
         refused: Collection[str] = (),
         home: Home | None = None,
+        output_limit: int | None = None,
     ) -> str:
         """The id of the replica that the request is booked on. Waits up to `wait_s` for a replica, then raises
         NoReplica; raises it at once if all existing replicas have refused the request."""
@@ -136,7 +139,7 @@ class ServePlacer:
             # An excluded replica may be back, because the caller looked before the wait.
             ready = self._connections.ready
             barred = (set(exclude) - ready) | set(refused) | self._connections.closed
-            ask = Ask(self._fleet, request_id, prompt_ids, barred, home)
+            ask = Ask(self._fleet, request_id, prompt_ids, barred, home, output_limit)
             with contextlib.suppress(NoReplica, DeploymentUnavailableError, TimeoutError):
                 async with asyncio.timeout(RETRY_S):  # Serve waits for ever if it knows of no replica
                     return await self._pick(ask)

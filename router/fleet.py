@@ -16,6 +16,7 @@ import math
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -29,12 +30,12 @@ from radix.node import TOKEN_BYTES, pack
 from router.errors import NoReplica
 from router.known_replica import PEER_EXPIRES_S, Booked, Booking, KnownReplica, PeerBooking, pace_left
 from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
-from router.placement import CANDIDATE, Candidates, Placement, Weights, least_load, rank, round_robin
+from router.placement import CANDIDATE, Candidates, Placement, Weights, expected_output, least_load, rank, round_robin
 from router.popularity import Popularity
 from router.programs import Home
 from router.queue_wait import ShortestQueue, wait_s
 from router.resume_pace import SHARE
-from worker.messages import CacheEvents, ReplicaLoad
+from worker.messages import CacheEvents, LengthSample, ReplicaLoad
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ WEIGHTS = Weights()
 # While other routers place requests, too. Tuned by `shoal bench fleet` on zipf at 80% of 64 replicas' capacity with 32
 # routers and steps of 200 ms: 99th percentile of TTFT 1.31 times that of one router without, 1.05 with (seeds 0, 1).
 SHARED_WEIGHTS = Weights(spread=0.2)
+# Newest outputs that a replica which comes may learn lengths from: about 256 kB. Twice the outputs that it needs before
+# it predicts any would do.
+LENGTH_SAMPLES = 256
 # Nodes of caches that are gone, taken out of the index with each message of a replica: less than 0.1 ms.
 TIDIED = 64
 _row = attrgetter(*(CANDIDATE.names or ()))
@@ -105,6 +109,7 @@ class Fleet:
         self._stale: set[str] = set()
         self._booked: dict[str, Booked] = {}
         self._popularity = Popularity()
+        self._length_samples: deque[LengthSample] = deque(maxlen=LENGTH_SAMPLES)
         self._turn = random.getrandbits(32) if turn is None else turn
 
     def join(self, replica_id: str) -> None:
@@ -162,6 +167,13 @@ class Fleet:
                 replica.take_load(load, now_s)
                 self._expected.expire(now_s)  # a burst that has expired is no later placement's to drop
                 self._stale.add(replica_id)
+                if load.length_sample is not None:
+                    self._length_samples.append(load.length_sample)
+
+    def length_samples(self) -> list[LengthSample]:
+        """The newest outputs that replicas have told, for one that may have learned nothing yet."""
+        with self._lock:
+            return list(self._length_samples)
 
     def place(
         self,
@@ -169,9 +181,11 @@ class Fleet:
         prompt_ids: Sequence[int] | np.ndarray,
         candidates: Iterable[str],
         home: Home | None = None,
+        output_limit: int | None = None,
     ) -> Booking:
         """Chooses one of `candidates` (replica ids) for the prompt and books the request there, atomically. `home`: the
-        replica that counts as having all tokens of the request's branch in its cache.
+        replica that counts as having all tokens of the request's branch in its cache. `output_limit`: the most output
+        tokens that the request may still have; None: not known.
 
         Replaces an earlier booking of the same request. Raises NoReplica, with nothing booked, if no candidate is
         known, and ValueError for invalid token ids.
@@ -187,19 +201,27 @@ class Fleet:
             if len(rows) < len(choices):
                 choices, cached = choices[rows], cached[rows]
             choices["cached_tokens"] = cached
+            if output_limit is not None:
+                choices["output_limit"] = output_limit
             choices["wanted_tokens"] = self._popularity.wanted_tokens(hashes, ends, cached)
             self._popularity.add(hashes, len(rows))
             is_shared = self._clock() < self._shared_until_s
             best = int(self._rank(choices, num_tokens, SHARED_WEIGHTS if is_shared else WEIGHTS, self._turn)[0])
             self._turn += 1
             replica = self._replicas[self._names[rows[best]]]
-            booked = self._book(request_id, replica, num_tokens, int(cached[best]))
+            booked = self._book(request_id, replica, num_tokens, int(cached[best]), expected_output(choices))
             self._expected.add(replica.slot, hashes, self._clock())
         booking = booked.booking
         if self.on_booking is not None:
             self.on_booking(
                 PeerBooking(
-                    self.name, booking.replica_id, booking.number, num_tokens, booking.cached_tokens, list(hashes)
+                    self.name,
+                    booking.replica_id,
+                    booking.number,
+                    num_tokens,
+                    booking.cached_tokens,
+                    list(hashes),
+                    booked.output_tokens,
                 )
             )
         return booking
@@ -345,10 +367,13 @@ class Fleet:
             replica.cache.index.drop(replica.cache)
             replica.cache = self._cache_slots = None
 
-    def _book(self, request_id: str, replica: KnownReplica, prompt_tokens: int, cached_tokens: int) -> Booked:
+    def _book(
+        self, request_id: str, replica: KnownReplica, prompt_tokens: int, cached_tokens: int, output_tokens: float
+    ) -> Booked:
         replica.last_number += 1
         replica.num_bookings += 1
-        booked = Booked(Booking(request_id, replica.replica_id, replica.last_number, cached_tokens), prompt_tokens)
+        booking = Booking(request_id, replica.replica_id, replica.last_number, cached_tokens)
+        booked = Booked(booking, prompt_tokens, output_tokens)
         self._booked[request_id] = booked
         replica.unseen[request_id] = booked
         self._stale.add(replica.replica_id)

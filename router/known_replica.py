@@ -36,10 +36,11 @@ class Booking:
 
 @dataclass(slots=True)
 class Booked:
-    """A booking with what the router knows of the request."""
+    """A booking with what the router knows of the request. `output_tokens`: as expected when it was placed."""
 
     booking: Booking
     prompt_tokens: int
+    output_tokens: float
     has_first_token: bool = False
 
 
@@ -87,6 +88,7 @@ class PeerBooking(msgspec.Struct, frozen=True, array_like=True, tag=True):
     | --- | --- |
     | `router`, `number` | name of the router, and number of the booking among its own at that replica |
     | `hashes` | the prompt's `prefix_hashes`: its prefixes will soon be cached there |
+    | `output_tokens` | its expected output; 0 from a router that does not tell |
     """
 
     router: str
@@ -95,6 +97,7 @@ class PeerBooking(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prompt_tokens: int
     cached_tokens: int
     hashes: list[int]
+    output_tokens: float = 0.0
 
 
 class PeerBookings:
@@ -160,9 +163,17 @@ class KnownReplica:
             load.waiting_products,
             load.context_tokens,
         )
+        outputs = FIRST_OUTPUT_TOKENS * FIRST_OUTPUTS + load.output_tokens
+        output_tokens = outputs / (FIRST_OUTPUTS + load.finished)
+        to_come_tokens: float
+        if load.to_come_tokens is None:
+            to_come_tokens = output_tokens * (load.running / 2 + load.waiting)
+        else:
+            to_come_tokens = load.to_come_tokens
         decoding = 0
         for booked in self.unseen.values():
             prompt, cached = booked.prompt_tokens, booked.booking.cached_tokens
+            to_come_tokens += booked.output_tokens
             if booked.has_first_token:
                 decoding += 1
                 context_tokens += prompt
@@ -173,9 +184,9 @@ class KnownReplica:
         for peer in self.peers:
             waiting += 1
             prompt, cached = peer.prompt_tokens, peer.cached_tokens
+            to_come_tokens += peer.output_tokens
             waiting_tokens += prompt - cached
             waiting_products += (prompt - cached) * (prompt + cached) // 2
-        outputs = FIRST_OUTPUT_TOKENS * FIRST_OUTPUTS + load.output_tokens
         return Candidate(
             waiting_tokens=waiting_tokens,
             waiting_products=waiting_products,
@@ -183,7 +194,8 @@ class KnownReplica:
             running=load.running + decoding,
             waiting=waiting,
             kv_tokens=load.kv_tokens_total,
-            output_tokens=outputs / (FIRST_OUTPUTS + load.finished),
+            output_tokens=output_tokens,
+            to_come_tokens=to_come_tokens,
             requests_s=self.pace.requests_s,
             tokens_s=self.pace.tokens_s,
             step_s=costs.step_s,

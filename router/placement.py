@@ -37,6 +37,8 @@ class Candidate:
     | `running`, `waiting` | requests |
     | `kv_tokens` | KV tokens that it has room for; 0: not known |
     | `output_tokens` | mean length of its outputs |
+    | `output_limit` | most output tokens of this request |
+    | `to_come_tokens` | output tokens that all its requests are still expected to have |
     | `requests_s`, `tokens_s` | requests and uncached prompt tokens that it was lately given in a second |
     | others | as `StepCosts` has them |
     """
@@ -50,6 +52,8 @@ class Candidate:
     waiting: float = 0
     kv_tokens: float = 0
     output_tokens: float = 200
+    output_limit: float = math.inf
+    to_come_tokens: float = 0
     requests_s: float = 0
     tokens_s: float = 0
     step_s: float = DEFAULT.step_s
@@ -117,6 +121,14 @@ def round_robin(candidates: Candidates, num_prompt_tokens: int, weights: Weights
     return _order(np.zeros(len(candidates)), turn)
 
 
+def expected_output(candidates: Candidates) -> float:
+    """The expected output tokens of the request. Of the fleet: how long an output will be does not depend on the
+    replica. The means of two replicas differ by chance, and by more than what a cached prefix saves."""
+    if not len(candidates):
+        return 0.0
+    return float(min(candidates["output_tokens"].mean(), candidates["output_limit"].min()))
+
+
 def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weights: Weights) -> Floats:
     """The seconds that a request costs on each candidate, weighted, float64 [replicas]. `cached` [replicas]: tokens of
     the prompt that need no computing there.
@@ -127,11 +139,9 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     | room | until enough running requests have ended for its KV to fit in |
     | others that wait | its own computing for each |
     | later ones | its own computing w is work that a queue with V seconds of work has more. Arrivals at rate r to a replica that is busy for a part b of the time lose r w (V + w / 2) / (1 - b) by it: the value function of a queue with Poisson arrivals (Hyytiä, Penttinen, Aalto 2012, "Size- and state-aware dispatching problem with queue-specific job sizes") |
-    | decodes | its own prompt stops those that run; then each of its own steps is as long as all decodes make it, and the others' are longer by its own |
+    | decodes | its own prompt stops those that run; then each of its own steps is as long as the decodes beside it make it, and the others' are longer by its own. Beside it are on average as many as the tokens to come there are outputs of its length, and at most all |
     """  # noqa: E501
     c = {name: candidates[name] for name in CANDIDATE.names or ()}
-    # Of the fleet: how long this output will be does not depend on the replica. The means of two replicas differ by
-    # chance, and by more than what a cached prefix saves.
     output_tokens = candidates["output_tokens"].mean() if len(candidates) else 0.0
     decoding_s = c["step_s"] + c["decode_s"] * c["running"] + c["context_s"] * c["context_tokens"]
     share = np.maximum(LEAST_SHARE, 1 - decoding_s / c["full_s"])
@@ -141,13 +151,18 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     ahead_s, work_s = waiting_s / share, own_s / share
     running_s = np.where(c["running"] + c["waiting"] > 0, np.minimum(c["full_s"], decoding_s + waiting_s), 0.0)
     first_s = running_s / 2 + np.maximum(decoding_s + waiting_s + own_s, ahead_s + work_s)
-    context = num_prompt_tokens + output_tokens / 2
-    generation_s = output_tokens * decoding_s
+    own_tokens = expected_output(candidates)
+    context = num_prompt_tokens + own_tokens / 2
+    requests = c["running"] + c["waiting"]
+    beside = np.minimum(requests, c["to_come_tokens"] / max(1.0, own_tokens))
+    generation_s = own_tokens * (
+        c["step_s"] + c["decode_s"] * beside + c["context_s"] * c["context_tokens"] * beside / np.maximum(1.0, requests)
+    )
     over = np.maximum(0.0, c["context_tokens"] + c["waiting_tokens"] + context - c["kv_tokens"])
-    room_s = np.where(c["kv_tokens"] > 0, over / np.maximum(1.0, c["context_tokens"]) * generation_s, 0.0)
+    room_s = np.where(c["kv_tokens"] > 0, over / np.maximum(1.0, c["context_tokens"]) * output_tokens * decoding_s, 0.0)
     busy = np.minimum(MOST_BUSY, c["tokens_s"] * c["token_s"] / share)
     later_s = c["requests_s"] / (1 - busy) * work_s * (ahead_s + work_s / 2)
-    slower_s = output_tokens * (c["decode_s"] + c["context_s"] * context) * (1 + c["running"])
+    slower_s = own_tokens * (c["decode_s"] + c["context_s"] * context) * (1 + beside)
     return (
         first_s
         + room_s

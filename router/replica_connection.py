@@ -34,6 +34,7 @@ from worker.messages import (
     Generate,
     Hello,
     Leaving,
+    LengthSample,
     Output,
     Outputs,
     ReplicaLoad,
@@ -127,7 +128,7 @@ class ReplicaConnection:
             await self._event(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self.connected = True
             self._fleet.join(self.replica_id)
-            self.send(self._subscription())
+            self.send(self._subscription(self._fleet.length_samples()))
             changed()
             await self._until_lost(changed)
             return RECONNECT_S
@@ -273,8 +274,10 @@ class ReplicaConnection:
                 if self._peers is not None:
                     self._peers.found(self.replica_id, message.addresses)
 
-    def _subscription(self) -> Subscribe:
-        return Subscribe(protocol=PROTOCOL) if self._peers is None else self._peers.subscription()
+    def _subscription(self, samples: list[LengthSample] | None = None) -> Subscribe:
+        message = Subscribe(protocol=PROTOCOL) if self._peers is None else self._peers.subscription()
+        message.length_samples = samples or []
+        return message
 
     def _deliver(self, output: Output) -> None:
         stream = self.streams.get(output.request_id)

@@ -62,10 +62,11 @@ class Placer(Protocol):
         exclude: frozenset[str],
         refused: frozenset[str] = frozenset(),
         home: Home | None = None,
+        output_limit: int | None = None,
     ) -> str:
         """Returns the chosen replica's id. `exclude`: replicas that were gone a moment ago; one that is connected again
-        may be chosen. `refused`: replicas that may not be chosen. `home`: as in `Fleet.place`. Raises NoReplica when
-        none is available within a bounded time, or at once when all that exist have refused."""
+        may be chosen. `refused`: replicas that may not be chosen. `home`, `output_limit`: as in `Fleet.place`. Raises
+        NoReplica when none is available within a bounded time, or at once when all that exist have refused."""
         ...
 
 
@@ -361,13 +362,16 @@ class Service:
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
         token_ids = _cached_as(request.prompt_ids + request.output_ids, request.cache_salt)
+        limit = max(1, request.sampling.max_tokens - len(request.output_ids))
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
             if shared is None:
-                replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home)
+                replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home, limit)
             else:
-                replica_id = await self._place_on_shared(shared, request.request_id, token_ids, exclude, refused, home)
+                replica_id = await self._place_on_shared(
+                    shared, request.request_id, token_ids, exclude, refused, home, limit
+                )
             booking = self._fleet.booking(request.request_id)
             request.booking = 0 if booking is None else booking.number
             try:
@@ -387,13 +391,14 @@ class Service:
         exclude: frozenset[str],
         refused: frozenset[str],
         home: Home | None,
+        output_limit: int,
     ) -> str:
         """Books the sequence on the replica of the others, or where the placer says if that one is gone or full."""
         async with shared.choosing:
             if shared.id in self.replicas.ready - exclude - refused:
                 with contextlib.suppress(NoReplica):
-                    return self._fleet.place(request_id, token_ids, [shared.id]).replica_id
-            shared.id = await self._placer.place(request_id, token_ids, exclude, refused, home)
+                    return self._fleet.place(request_id, token_ids, [shared.id], output_limit=output_limit).replica_id
+            shared.id = await self._placer.place(request_id, token_ids, exclude, refused, home, output_limit)
             return shared.id
 
 

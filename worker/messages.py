@@ -172,17 +172,28 @@ class Release(msgspec.Struct, tag=True):
     owners: list[str]
 
 
+class LengthSample(msgspec.Struct, frozen=True, array_like=True):
+    """An output that has ended, as `worker.lengths` learns from it: its request's `features`, little-endian uint16 [n];
+    its `tokens`; whether its limit has cut it. About 1 kB."""
+
+    features: bytes
+    tokens: int
+    was_cut: bool
+
+
 class Subscribe(msgspec.Struct, tag=True, omit_defaults=True):
     """Send `CacheEvents` and `ReplicaLoad` to this router from now on, starting with a snapshot of the tree. A router
     sends it again after a gap in the sequence numbers of the events.
 
     `router`: the router's name, unique. `address`: where it publishes its bookings to other routers (ZeroMQ). A router
-    without these has no others. `protocol`: the router's `PROTOCOL`.
+    without these has no others. `protocol`: the router's `PROTOCOL`. `length_samples`: newest outputs of all replicas,
+    from which a replica learns that knows too little to predict any.
     """
 
     router: str = ""
     address: str = ""
     protocol: int = 1
+    length_samples: list[LengthSample] = []
 
 
 class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
@@ -380,10 +391,12 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `waiting_tokens` | prompt tokens of waiting and running requests that are neither computed nor cached |
     | `waiting_products` | for each of these tokens, the tokens before it in its prompt; their sum |
     | `context_tokens` | KV tokens that running requests hold |
+    | `to_come_tokens` | output tokens that its requests are still expected to have; None: it does not tell |
     | `proposals` | how often drafts of one sequence were verified in a step, by drafter |
     | `drafted`, `accepted` | drafts that were verified, and those that were right, by drafter |
     | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; None while unknown |
     | `length_ratio` | tokens of the newest outputs over those that were predicted; None while unknown |
+    | `length_sample` | one of the outputs that have ended since the last load |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     | `checkpoints_total`, `checkpoints` | of recurrent states: how many there may be, and how many are cached |
     | `checkpoints_evicted` | those that gave their place to others |
@@ -397,6 +410,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     waiting_tokens: int = 0
     waiting_products: int = 0
     context_tokens: int = 0
+    to_come_tokens: int | None = None
     running: int = 0
     waiting: int = 0
     kv_tokens_total: int = 0
@@ -419,6 +433,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     accepted: dict[str, int] = {}
     length_tau: float | None = None
     length_ratio: float | None = None
+    length_sample: LengthSample | None = None
     stage_seconds: list[dict[str, float]] = []
     refused_routers: int = 0
     costs: StepCosts = StepCosts()

@@ -145,6 +145,7 @@ class DirectPlacer:
         exclude: frozenset[str],
         refused: frozenset[str] = frozenset(),
         home: Home | None = None,
+        output_limit: int | None = None,
     ) -> str:
         try:
             async with asyncio.timeout(0 if refused else self.wait_s):
@@ -152,7 +153,7 @@ class DirectPlacer:
                     await self.replicas.changed()
         except TimeoutError:
             raise NoReplica() from None
-        replica_id = self.fleet.place(request_id, prompt_ids, candidates, home).replica_id
+        replica_id = self.fleet.place(request_id, prompt_ids, candidates, home, output_limit).replica_id
         self.placed.append((request_id, prompt_ids, replica_id))
         return replica_id
 

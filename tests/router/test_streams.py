@@ -236,7 +236,12 @@ def test_a_placer_that_names_replicas_that_are_gone_is_asked_so_often_however_lo
     excluded: list[frozenset[str]] = []
 
     async def place(
-        request_id: str, prompt_ids: list[int], exclude: frozenset[str], refused: frozenset[str], home: None
+        request_id: str,
+        prompt_ids: list[int],
+        exclude: frozenset[str],
+        refused: frozenset[str],
+        home: None,
+        output_limit: int,
     ) -> str:
         excluded.append(exclude)
         return f"gone{len(excluded)}"

@@ -51,8 +51,9 @@ class Placer:
         exclude: frozenset[str],
         refused: frozenset[str] = frozenset(),
         home: Home | None = None,
+        output_limit: int | None = None,
     ) -> str:
-        return self._fleet.place(request_id, prompt_ids, self._replicas.ready - refused, home).replica_id
+        return self._fleet.place(request_id, prompt_ids, self._replicas.ready - refused, home, output_limit).replica_id
 
 
 class Model:

@@ -381,6 +381,8 @@ class Server:
             )
             return
         self._protocols[router] = message.protocol
+        self.engine.scheduler.lengths.begin_with(message.length_samples)
+        message.length_samples = []
         self._send_events()  # these are in the tree already, where the walk begins
         self._subscribers.discard(router)
         self._snapshots.pop(router, None)
@@ -420,6 +422,7 @@ class Server:
         if listeners:
             load = self.engine.load()
             load.incarnation = self.incarnation
+            load.length_sample = self.engine.scheduler.lengths.take_sample()
             load.refused_routers = self._refused_routers
             load.peers_seen = {peer.router: self._bookings[router] for router, peer in self._peers.items()}
             for router in listeners:

@@ -4,7 +4,7 @@ Lengths can hardly be predicted, but their order can ("Efficient LLM Scheduling 
 There a second model of 125 million parameters ranks the prompts. Here it is a linear model of hashed features that
 learns on line. So there is nothing to train before.
 
-This room owns features, predictions, their measured accuracy, and the file in which they are kept. It knows no
+This room owns features, bounds, predictions, their measured accuracy, and the file in which they are kept. It knows no
 scheduler. Read `predictor.py` first.
 """
 

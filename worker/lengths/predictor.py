@@ -2,13 +2,14 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from worker.lengths.bounds import NO_LIMIT, longest_output
 from worker.lengths.features import NUM_FEATURES, arrival_features
-from worker.messages import Generate
+from worker.messages import Generate, LengthSample
 
 LEARNED = 64  # requests that must have ended before anything is predicted
 # AdaGrad's, in units of the natural logarithm of a length. Tuned on 1,152 outputs of SmolLM2, with
@@ -17,7 +18,6 @@ RATE = 0.2
 FORGET = 1 / 64  # weight of the newest error in the spread
 WINDOW = 256  # newest outputs whose predictions are compared with them
 ACCURACY_EVERY = 32  # outputs
-NO_LIMIT = 1 << 40
 
 
 class LengthEstimate(NamedTuple):
@@ -57,10 +57,18 @@ class LengthEstimate(NamedTuple):
 
 
 class PredictedLength(NamedTuple):
-    """The features of a request at its arrival, uint16 [n], and the estimate; None if too little had been learned."""
+    """The length of an output as it is known at the request's arrival.
+
+    | field | meaning |
+    | --- | --- |
+    | `features` | the request's, uint16 [n] |
+    | `estimate` | None if too little had been learned |
+    | `longest` | the longest output that its grammar allows, in tokens |
+    """
 
     features: np.ndarray
     estimate: LengthEstimate | None
+    longest: int = NO_LIMIT
 
 
 def _phi(z: float) -> float:
@@ -86,21 +94,40 @@ class OutputLengthPredictor:
         self._newest: deque[tuple[LengthEstimate, int]] = deque(maxlen=WINDOW)  # and the real length
         self._accuracy: tuple[float | None, float | None] = None, None
         self._accuracy_due = LEARNED
+        self._sample: LengthSample | None = None  # of the newest output, until it is taken
 
     def arrived(self, request: Generate) -> PredictedLength:
         """Predicts the length of a request's output."""
         features = arrival_features(request.prompt_ids, request.sampling)
-        return PredictedLength(features, self._estimate(features))
+        return PredictedLength(features, self._estimate(features), longest_output(request.sampling.grammar))
 
     def again(self, length: PredictedLength) -> PredictedLength:
         """Predicts that length by what has been learned since."""
-        return PredictedLength(length.features, self._estimate(length.features))
+        return length._replace(estimate=self._estimate(length.features))
 
     def ended(self, length: PredictedLength, produced: int, was_cut: bool) -> None:
         """Learns that the output of that request has ended after `produced` tokens. `was_cut`: by its limit."""
-        features, estimate = length
+        features, estimate, _ = length
         if estimate is not None:
             self._newest.append((estimate, max(1, produced)))
+        self._sample = LengthSample(features.astype("<u2").tobytes(), produced, was_cut)
+        self._learn(features, produced, was_cut)
+
+    def take_sample(self) -> LengthSample | None:
+        """The newest output that has ended since the last call."""
+        sample, self._sample = self._sample, None
+        return sample
+
+    def begin_with(self, samples: Iterable[LengthSample]) -> None:
+        """Learns from outputs of other replicas, if too little has been learned here to predict any. Passes over what
+        is no sample."""
+        if self.num_learned >= LEARNED:
+            return
+        for sample in samples:
+            if sample.features and len(sample.features) % 2 == 0 and sample.tokens >= 0:
+                self._learn(np.frombuffer(sample.features, dtype="<u2"), sample.tokens, sample.was_cut)
+
+    def _learn(self, features: np.ndarray, produced: int, was_cut: bool) -> None:
         predicted, log_length = self._log_mean(features), math.log(max(1, produced))
         self.num_learned += 1
         if was_cut and predicted > log_length:

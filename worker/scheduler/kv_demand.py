@@ -172,11 +172,15 @@ class PeakKVEstimator:
         return peak_pages([*claims, claim_of(seq, self._outputs)], self._page_size) <= available
 
     def expected_tokens(self, seq: Sequence) -> int:
-        """Expected further output tokens of a sequence: as `worker.lengths` predicts, or else as recent outputs say."""
-        if (estimate := seq.estimate) is not None:
-            produced = seq.num_tokens - seq.num_prompt
-            return math.ceil(estimate.to_come(produced, seq.token_limit - seq.num_prompt))
-        return tokens_to_come(seq, self._outputs)
+        """Expected further output tokens of a sequence: as `worker.lengths` predicts, or else as recent outputs say. At
+        most what its grammar allows."""
+        if seq.length is None:
+            return tokens_to_come(seq, self._outputs)
+        produced = seq.num_tokens - seq.num_prompt
+        if (estimate := seq.length.estimate) is not None:
+            allowed = min(seq.token_limit - seq.num_prompt, seq.length.longest)
+            return math.ceil(estimate.to_come(produced, allowed))
+        return min(tokens_to_come(seq, self._outputs), max(1, seq.length.longest - produced))
 
     def start(self, seq: Sequence) -> None:
         """Counts `seq` as running; it has the pages of its first chunk."""

@@ -103,7 +103,7 @@ class Scheduler:
         - `reuses_prefixes`: whether computed prefixes are kept for other sequences.
         """
         self._speculation = speculation
-        self._lengths = OutputLengthPredictor() if lengths is None else lengths
+        self.lengths = OutputLengthPredictor() if lengths is None else lengths
         self._inserts = config.jump_forward == "insert"  # whether any sequence may insert tokens
         self.config = config
         self.policy = policy
@@ -197,7 +197,7 @@ class Scheduler:
             share=self._shares.open(request.client, request.user, request.weight),
         )
         if not seq.ends_at_limit:
-            seq.length = self._lengths.arrived(request)
+            seq.length = self.lengths.arrived(request)
         if request.output_ids and self._finish_complete(seq):
             return False
         if seq.lease is not None:
@@ -347,11 +347,13 @@ class Scheduler:
         load.waiting = len(self._waiting)
         load.output_tokens = self._outputs.num_tokens
         load.preemptions = self._preemption.num_preempted
-        load.length_tau, load.length_ratio = self._lengths.accuracy()
+        load.length_tau, load.length_ratio = self.lengths.accuracy()
         rows, waiting, table = self.running.rows, self._waiting.rows, self._table
         load.context_tokens = int(table.num_computed[rows].sum())
+        both = np.concatenate([rows, waiting])
+        load.to_come_tokens = int(np.maximum(table.expected_tokens[both] - table.num_tokens[both], 1).sum())
         done = np.concatenate([table.num_computed[rows], table.cached_estimate[waiting]])
-        missing = np.maximum(table.num_prompt[np.concatenate([rows, waiting])] - done, 0)
+        missing = np.maximum(table.num_prompt[both] - done, 0)
         load.waiting_tokens = int(missing.sum())
         load.waiting_products = int((missing * (done + missing // 2)).sum())
         load.kv_tokens_cached = self.kv_cache.tree.num_evictable * self.page_size
@@ -606,8 +608,8 @@ class Scheduler:
             self._waiting.kv_demand.end(seq)
             if seq.length is not None:
                 produced = seq.num_known - seq.num_prompt
-                self._lengths.ended(seq.length, produced, was_cut=seq.num_known >= seq.token_limit)
-                self._waiting.predict_again(self._lengths)
+                self.lengths.ended(seq.length, produced, was_cut=seq.num_known >= seq.token_limit)
+                self._waiting.predict_again(self.lengths)
             self._forget(seq, keep=True)
             self.counters.finished += 1
 

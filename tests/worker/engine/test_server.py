@@ -8,6 +8,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -17,6 +18,7 @@ from worker.config import WorkerConfig
 from worker.engine import server as module
 from worker.engine.server import Server
 from worker.errors import DeviceLost
+from worker.lengths.predictor import LEARNED
 from worker.messages import (
     PROTOCOL,
     Abort,
@@ -28,6 +30,7 @@ from worker.messages import (
     Hello,
     Lease,
     Leaving,
+    LengthSample,
     Output,
     Outputs,
     Release,
@@ -250,6 +253,27 @@ def test_a_release_ends_leases(serve):
     router.until(lambda: router.loads and router.loads[-1].kv_tokens_leased > 0)
     router.send(Release(["program", "unknown"]))
     router.until(lambda: router.loads[-1].kv_tokens_leased == 0)
+
+
+def test_lengths_are_told_and_learned(serve):
+    """A load has a newest output; a router that joins brings those of other replicas."""
+    s = serve()
+    router = s.router()
+    told = [LengthSample(np.array([n], dtype="<u2").tobytes(), 9, was_cut=False) for n in range(LEARNED - 1)]
+    router.send(Subscribe(length_samples=told))
+    router.until(lambda: router.loads)
+    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == LEARNED - 1
+    whole = s.parts.executor.generate([1, 2, 3], 5)
+    other = next(token for token in range(len(whole) + 1) if token not in whole)  # it may end at another length
+    sampling = SamplingParams(max_tokens=5, temperature=0, stop_token_ids=(other,))
+    router.send(Generate(request_id="x", prompt_ids=[1, 2, 3], sampling=sampling))
+    router.until(lambda: router.finished("x") and any(load.length_sample for load in router.loads))
+    (sample,) = [load.length_sample for load in router.loads if load.length_sample]
+    assert (sample.tokens, len(sample.features) % 2) == (5, 0) and sample.was_cut
+    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == LEARNED
+    router.send(Subscribe(length_samples=told))
+    router.until(lambda: len(snapshots(router)) == 2)
+    assert s.server.at_rest(lambda engine: engine.scheduler.lengths.num_learned) == LEARNED
 
 
 def test_a_usage_report_reaches_all_other_routers(serve):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from worker.lengths import LengthEstimate, OutputLengthPredictor, arrival_features, kendall_tau
+from worker.lengths.bounds import NO_LIMIT, longest_output
 from worker.lengths.features import NUM_FEATURES
 from worker.lengths.predictor import LEARNED
-from worker.messages import Generate, Grammar, SamplingParams
+from worker.messages import Generate, Grammar, LengthSample, SamplingParams
 
 LIMIT = SamplingParams(max_tokens=1000)
 
@@ -40,6 +41,26 @@ def test_far_beyond_what_was_expected_the_limit_is() -> None:
 
 def test_at_least_a_token_comes() -> None:
     assert LengthEstimate(0.0, 0.01).to_come(0, 700) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "longest"),
+    [
+        (None, NO_LIMIT),
+        (Grammar("choice", '["yes", "certainly"]'), 10),
+        (Grammar("choice", '["yes"]', after="</think>"), NO_LIMIT),
+        (Grammar("choice", "no list"), NO_LIMIT),
+        (Grammar("choice", "[]"), NO_LIMIT),
+        (Grammar("regex", r"(\d{4}-\d\d|never)"), 8),
+        (Grammar("regex", "a+"), NO_LIMIT),
+        (Grammar("regex", "("), NO_LIMIT),
+        (Grammar("json_object"), NO_LIMIT),
+    ],
+)
+def test_choices_and_finite_expressions_bound_an_output(grammar: Grammar | None, longest: int) -> None:
+    assert longest_output(grammar) == longest
+    sampling = SamplingParams(max_tokens=1000, grammar=grammar)
+    assert OutputLengthPredictor().arrived(request([1], sampling)).longest == longest
 
 
 # ---------------------------------------------------------------- features
@@ -130,3 +151,29 @@ def test_kendalls_tau(second: list[int], tau: float) -> None:
 
 def test_kendalls_tau_of_equals_is_unknown() -> None:
     assert math.isnan(kendall_tau(np.array([1, 1]), np.array([1, 2])))
+
+
+# ---------------------------------------------------------------- other replicas
+
+
+def test_a_new_replica_begins_with_what_others_have_seen() -> None:
+    """Then it predicts as one that has learned from these outputs itself, and learns no others' any more."""
+    known, new = OutputLengthPredictor(), OutputLengthPredictor()
+    samples = []
+    for number in range(LEARNED):
+        known.ended(known.arrived(request([number, 7])), 10 + 5 * number, was_cut=number % 2 == 0)
+        samples.append(known.take_sample())
+    assert known.take_sample() is None, "each is told once"
+    told = [sample for sample in samples if sample is not None]
+    assert len(told) == LEARNED
+    new.begin_with(told)
+    expected = known.arrived(request([3, 7]))
+    assert expected.estimate is not None and new.arrived(request([3, 7])).estimate == expected.estimate
+    new.begin_with([LengthSample(told[0].features, 10**6, False)] * 50)
+    assert new.arrived(request([3, 7])).estimate == expected.estimate
+
+
+def test_what_is_no_sample_teaches_nothing() -> None:
+    lengths = OutputLengthPredictor()
+    lengths.begin_with([LengthSample(b"", 5, False), LengthSample(b"abc", 5, False), LengthSample(b"ab", -1, False)])
+    assert lengths.num_learned == 0

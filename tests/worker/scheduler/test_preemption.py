@@ -57,10 +57,16 @@ def test_under_pressure_few_are_preempted_and_few_pages_lie_idle(drive, known):
     """200 requests in a cache that holds a tenth of them. Either nothing but the limit ends them, or a limit far above
     what they produce, a third of it on average, which is to be learnt."""
     rng = random.Random(1)
-    d = drive(num_pages=300, page_size=4, token_budget=64, max_running=64, eos=() if known else (49,))
+    d = drive(
+        num_pages=300,
+        page_size=4,
+        token_budget=64,
+        max_running=64,
+        eos=() if known else (49,),
+        scheduling_policy="fcfs",
+    )
     lengths = {str(i): rng.randrange(10, 60) for i in range(200)}
     for name, length in lengths.items():
-        d.now_s += 0.1  # far enough apart that the order is that of arrival
         d.add(name, prompt(rng.randrange(8, 60), seed=int(name)), max_tokens=length if known else 100)
     held, steps = 0, 0
     while d.scheduler.has_work or d.flight:

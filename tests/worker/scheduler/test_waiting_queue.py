@@ -3,7 +3,8 @@
 import pytest
 
 from tests.worker.driver import Driver, prompt
-from worker.messages import Generate, SamplingParams
+from worker.lengths.predictor import LEARNED
+from worker.messages import Generate, Grammar, SamplingParams
 from worker.scheduler.admission import PREDICTIONS, UNKNOWN_TOKENS
 from worker.scheduler.waiting_queue import AGEING_TOKENS_S, JOB_PROMPT_WORK
 
@@ -176,10 +177,10 @@ def test_the_least_work_goes_first_among_equal_waits(drive):
     assert order_of(d) == ["short", "equal", "prompt", "long", "first"]
 
 
-@pytest.mark.parametrize(("later_s", "order"), [(7.0, ["short", "long"]), (9.0, ["long", "short"])])
+@pytest.mark.parametrize(("later_s", "order"), [(780.0, ["short", "long"]), (820.0, ["long", "short"])])
 def test_who_has_waited_long_for_his_work_goes_first(drive, later_s, order):
-    """Three times the work takes nine times the wait, and all count as having waited a second more."""
-    d = drive(max_running=1)
+    """Three times the work takes nine times the wait, and all count as having waited 100 seconds more."""
+    d = drive(max_running=1, starvation_s=1000.0)
     d.add("runs", prompt(6), sampling=known(20))
     d.step()
     d.add("long", prompt(6, seed=1), sampling=known(30))
@@ -209,6 +210,20 @@ def test_a_limit_that_says_nothing_is_no_long_work(drive):
     assert [seq.expected_tokens - seq.num_tokens for seq in d.scheduler._waiting.queue] == [UNKNOWN_TOKENS] * 2
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_choices_bound_what_is_expected_of_an_output(drive, learned):
+    """Cold, and after outputs of 500 tokens."""
+    d = drive(max_running=1, eos=(7,), num_pages=600)
+    for _ in range(LEARNED * learned):
+        lengths = d.scheduler.lengths
+        lengths.ended(lengths.arrived(Generate(request_id="", prompt_ids=[1], sampling=known(500))), 500, False)
+    choice = SamplingParams(max_tokens=1000, grammar=Grammar("choice", '["yes", "no"]'))
+    d.add("open", prompt(6, seed=1), max_tokens=1000)
+    d.add("choice", prompt(6, seed=2), sampling=choice)
+    expected = [seq.expected_tokens - seq.num_tokens for seq in d.scheduler._waiting.queue]
+    assert expected[0] > 100 and 1 <= expected[1] <= 4
+
+
 def test_priority_and_preemption_come_before_work(drive):
     d = drive(max_running=1)
     d.add("runs", prompt(6), sampling=known(20))
@@ -236,7 +251,7 @@ def test_first_come_first_served(drive):
 
 def teach(d: Driver) -> None:
     """Prompts that begin with 1 have long outputs, those that begin with 2 short ones."""
-    lengths = d.scheduler._lengths
+    lengths = d.scheduler.lengths
     for i in range(70):
         for first, produced in ((1, 50), (2, 3)):
             request = Generate(request_id=str(i), prompt_ids=[first, 5], sampling=SamplingParams(max_tokens=60))
@@ -246,7 +261,7 @@ def teach(d: Driver) -> None:
 def test_lengths_are_learned_from_what_ends(drive):
     """After some have ended, new ones wait for those with short ones."""
     d = drive(max_running=1, eos=(7,))
-    lengths = d.scheduler._lengths
+    lengths = d.scheduler.lengths
     teach(d)
     learned = lengths.num_learned
     d.add("long", [1, 5], max_tokens=60)
@@ -274,7 +289,7 @@ def test_those_that_wait_are_predicted_again_as_others_end(drive):
         d.step()
     assert [seq.estimate is not None for seq in waiting] == [True] * PREDICTIONS + [False] * (PREDICTIONS + 2)
     for _ in range(2):
-        d.scheduler._waiting.predict_again(d.scheduler._lengths)
+        d.scheduler._waiting.predict_again(d.scheduler.lengths)
     assert [seq.estimate is not None for seq in waiting] == [True] * (2 * PREDICTIONS + 1) + [False]
     short, known_one = waiting[-2:]
     assert short.expected_tokens < known_one.expected_tokens < waiting[0].expected_tokens
