@@ -89,7 +89,7 @@ class ModelRunner(Executor):
         self._graphs: CudaGraphRunner | None = None
 
         if self.device.type == "cuda":
-            self._build_rope_tables(config)
+            self.decoder.build_rope_tables(self._longest(config))
             self._autotune(gemm_folder)
             self._warm_up()
         self._logits = self._allocate_logits()
@@ -315,9 +315,9 @@ class ModelRunner(Executor):
         self.stage.rendezvous.barrier()  # a rank may take much longer to load its part
         return Decoder(shard.config, parameters, self.dtype, self.communicator)
 
-    def _build_rope_tables(self, config: WorkerConfig) -> None:
-        longest = self.model_config.context_length
-        self.decoder.build_rope_tables(min(longest, config.context_length or longest))
+    def _longest(self, config: WorkerConfig) -> int:
+        """The longest sequence, in tokens, if the KV cache holds it: configured, or the model's."""
+        return min(self.model_config.context_length, config.context_length or self.model_config.context_length)
 
     def _autotune(self, gemm_folder: Path | None) -> None:
         """Chooses the algorithms of matrix products. Before CUDA graphs are captured, which hold the choice."""
@@ -360,17 +360,20 @@ class ModelRunner(Executor):
             bytes_per_token += math.ceil(state_cache.checkpoint_bytes(self.model_config, whole, self.dtype))
         if self.device.type == "cpu":
             return kv_cache.cpu_tokens(bytes_per_token, fraction, fixed)
-        self._working_bytes = self._profile()
+        self._working_bytes = self._profile(self._largest_step(config))
         return kv_cache.gpu_tokens(bytes_per_token, self.device, fraction, fixed)
 
+    def _largest_step(self, config: WorkerConfig) -> AttentionBatch:
+        """The largest step, in sequences as long as they may be."""
+        length = min(self._token_budget, self._longest(config))
+        return _probe_batch(-(-self._token_budget // length) * length, length, self.page_size)
+
     @torch.inference_mode()
-    def _profile(self) -> int:
+    def _profile(self, batch: AttentionBatch) -> int:
         """Run the largest step once, with the most logits that a step may have, so that the allocator knows the peak
         memory. Returns the bytes that the step needs."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before_bytes = torch.cuda.memory_allocated(self.device)
-        length = min(self._token_budget, self.model_config.context_length)
-        batch = _probe_batch(-(-self._token_budget // length) * length, length, self.page_size)
         logit_indices = np.arange(min(PROMPT_LOGIT_ROWS + self._max_running, batch.num_tokens))
         token_ids = np.zeros(batch.num_tokens, dtype=np.int64)
         in_flight = torch.empty(0, device=self.device)
