@@ -96,7 +96,9 @@ class LineFormatter(logging.Formatter):
             case "text":
                 text = f"{_time(record)} {record.levelname} {record.name}: {message}"
                 text += "".join(
-                    f" {name}={_shown(value)}" for name, value in fields.items() if str(value) not in message
+                    f" {name}={_shown(value)}"
+                    for name, value in fields.items()
+                    if name not in IDS or str(value) not in message
                 )
                 return f"{text}\n{exception}" if exception else text
             case _:

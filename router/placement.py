@@ -139,7 +139,7 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     | room | until enough running requests have ended for its KV to fit in |
     | others that wait | its own computing for each |
     | later ones | its own computing w is work that a queue with V seconds of work has more. Arrivals at rate r to a replica that is busy for a part b of the time lose r w (V + w / 2) / (1 - b) by it: the value function of a queue with Poisson arrivals (Hyytiä, Penttinen, Aalto 2012, "Size- and state-aware dispatching problem with queue-specific job sizes") |
-    | decodes | its own prompt stops those that run; then each of its own steps is as long as the decodes beside it make it, and the others' are longer by its own. Beside it are on average as many as the tokens to come there are outputs of its length, and at most all |
+    | decodes | its own prompt stops those that run; then each of its own steps is as long as the decodes next to it make it, and the others' are longer by its own. Of those there are on average the tokens to come, divided by its length, and at most all |
     """  # noqa: E501
     c = {name: candidates[name] for name in CANDIDATE.names or ()}
     output_tokens = candidates["output_tokens"].mean() if len(candidates) else 0.0

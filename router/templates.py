@@ -15,12 +15,12 @@ import msgspec
 
 from router.deadline import within
 from router.errors import invalid
-from router.generation import Generation
+from router.generation import NO_USAGE, Generation
 from router.prepared_request import PreparedRequest
 from router.protocols.completion_writer import CompletionFormat
 from router.rate_limits import Ticket
 from router.requests import CompletionRequest, TemplateCall
-from router.responses import PromptTokensDetails, Usage
+from router.responses import Usage
 from router.service import Service
 from router.sse import Emit
 
@@ -87,7 +87,7 @@ class TemplateStream:
 
     async def stream(self, emit: Emit) -> None:
         """Emits server-sent events: one for each answer, then the sum of their tokens. Raises ApiError."""
-        usage = Usage(0, 0, 0, PromptTokensDetails(0))
+        usage = NO_USAGE
         job = self._first
         async with within(self._timeout_s, job.arrived, self._service.missed_deadline):
             for number, call in enumerate(self._calls):

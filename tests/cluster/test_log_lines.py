@@ -30,8 +30,9 @@ def test_text_has_the_time_the_level_and_the_fields() -> None:
     assert told == head + ' request_id=abc client="a b" replica=r0 rank=1 total_s=0.25'
 
 
-def test_text_repeats_nothing_of_the_message() -> None:
-    assert line("text", "abc went to r0", request_id="abc", replica="r0").endswith(": abc went to r0")
+def test_text_repeats_no_id_of_the_message() -> None:
+    told = line("text", "abc3 went to r0", request_id="abc3", replica="r0", output_tokens=3)
+    assert told.endswith(": abc3 went to r0 output_tokens=3")
 
 
 def test_json_has_one_object_a_line() -> None:

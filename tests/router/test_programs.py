@@ -584,7 +584,7 @@ def test_a_branch_goes_home(make_stack: Any, make_replica: Any) -> None:
     place = stack.placer.place
 
     async def listen(*arguments: Any) -> str:
-        homes.append(arguments[-1])
+        homes.append(arguments[-2])
         return await place(*arguments)
 
     stack.placer.place = listen

@@ -62,7 +62,7 @@ def test_bench_lists_only_what_is_there(capsys: Captured, monkeypatch: pytest.Mo
     monkeypatch.setitem(cli.BENCHES, "router", ("bench.not_there", "never"))
     assert cli.main(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "\n  serve " in shown and "router" not in shown
+    assert "\n  serve " in shown and "\n  router " not in shown
     assert cli.main(["bench", "router"]) == 2
 
 
