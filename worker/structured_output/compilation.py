@@ -38,6 +38,7 @@ TEXT_KINDS = ("json_schema", "json_object", "regex", "choice")
 _TRIAL_TOKENS = 48
 _LAZY_TRIAL_TOKENS = 16  # each may take a millisecond
 SLOW_FILL_S = 0.25
+_TRIALS = 3
 
 
 class CompiledBytes(NamedTuple):
@@ -138,10 +139,13 @@ class Compilation:
 
     def _with_llguidance(self, lark: str, places: list[Place], readable: Callable[[str], str]) -> bytes:
         """`readable`: what the client is told of llguidance's error."""
-        try:
-            matcher = LazyGrammar(lark, self._lazy, places).matcher()
-        except ValueError as error:
-            raise GrammarError(readable(str(error))) from None
+
+        def matcher() -> LazyMatcher:
+            try:
+                return LazyGrammar(lark, self._lazy, places).matcher()
+            except ValueError as error:
+                raise GrammarError(readable(str(error))) from None
+
         self._try_out(matcher, _LAZY_TRIAL_TOKENS)
         return lark.encode()
 
@@ -151,7 +155,7 @@ class Compilation:
         compiler = self._core.GrammarCompiler(self._infos[kept_apart(kind)], self._threads, True, -1)
         try:
             compiled = compiler.compile_grammar_from_strings(ebnf, root)
-            self._try_out(self._core.GrammarMatcher(compiled, None, False, -1, None), _TRIAL_TOKENS)
+            self._try_out(lambda: self._core.GrammarMatcher(compiled, None, False, -1, None), _TRIAL_TOKENS)
             return serialised(compiled)
         except RuntimeError as error:
             if "bad_alloc" in str(error):
@@ -160,9 +164,18 @@ class Compilation:
         except UnicodeDecodeError as error:  # xgrammar's message may contain a part of a character
             raise GrammarError(_readable(error.object.decode(errors="replace"))) from None
 
-    def _try_out(self, matcher: Any, tokens: int) -> None:
+    def _try_out(self, new_matcher: Callable[[], Any], tokens: int) -> None:
         """Follows the grammar along random tokens. Raises GrammarError if it allows no token, or is too slow for a
-        server, which waits for it at every token."""
+        server, which waits for it at every token. A mask takes twice as long where other processes use the memory, so
+        a slow grammar has `_TRIALS` trials, each with a matcher that has no mask yet."""
+        for _ in range(_TRIALS):
+            if self._is_quick(new_matcher(), tokens):
+                return
+        raise GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
+
+    def _is_quick(self, matcher: Any, tokens: int) -> bool:
+        """Whether each of some masks takes at most `SLOW_FILL_S` of CPU time. Raises GrammarError for a grammar that
+        allows no token."""
         bitmask = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
         choose = random.Random(0)
         debug = () if isinstance(matcher, LazyMatcher) else (False,)  # xgrammar's classes have no defaults
@@ -170,14 +183,15 @@ class Compilation:
             began = time.thread_time()
             matcher.fill_next_token_bitmask(bitmask, 0, *debug)
             if time.thread_time() - began > SLOW_FILL_S:
-                raise GrammarError("the grammar is too slow to follow: write it with fewer nested repetitions")
+                return False
             allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: self._vocab_size])
             if step == 0 and not len(allowed):
                 raise GrammarError("the grammar allows no token of this model to begin with")
             if not len(allowed) or not matcher.accept_token(int(choose.choice(allowed)), *debug):
-                return
+                return True
             if matcher.is_terminated():
-                return
+                return True
+        return True
 
 
 def _readable(message: str) -> str:
