@@ -37,6 +37,8 @@ def browser() -> Iterator[Any]:
 
 
 def opened(browser: Any, url: str, **options: Any) -> None:
+    browser.open("about:blank")  # the page of the test before goes on asking its router, which has ended
+    browser.until("location.href === 'about:blank'")
     browser.logged.clear()
     browser.open(url, **options)
     browser.until("document.querySelectorAll('.tile').length === 8")
