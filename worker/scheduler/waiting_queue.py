@@ -20,10 +20,10 @@ LEAST_OF_CLIENT = 4  # of each client, where there are many
 AGEING_TOKENS_S = 2500.0
 # While sequences wait for slots or pages, all start as if they had waited this long. So a short one that has just
 # arrived may overtake a long one. In the simulator, with Azure's conversations at 1.2 of the capacity and a tau of
-# 0.375, the mean latency per token is 9% lower than with 1 s on an 8B model, and 12% on 70B in four stages; 26% where
-# the overload lasts three times as long. The 99th percentile of the wait over the own output is 20 to 27% higher, and
-# still two thirds of that in order of arrival at most.
-HEAD_START_S = 100.0
+# 0.375, the mean latency per token is 8% lower than with 1 s on an 8B model, and 10% on 70B in four stages; 15% where
+# the overload lasts three times as long. The 99th percentile of the wait over the own output is 12% higher (8B), and
+# less than half of that in order of arrival. With 100 s it is 22% higher, and the latency 1% lower.
+HEAD_START_S = 20.0
 # Seconds for each token of its work, beyond `starvation_s`, after which a sequence goes first though slots are short.
 PATIENCE_S = 1.0
 PROMPT_TOKENS_A_STEP = 512  # prompt tokens that take about as long as one more output token: a usual chunk
