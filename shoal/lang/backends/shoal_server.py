@@ -9,9 +9,10 @@ import contextlib
 import json
 import os
 import urllib.request
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,9 @@ from shoal.lang.ir import GenParams
 
 LEASE_S = 60.0  # how long the KV of a program that thinks between two calls stays, unless memory is short
 UNKNOWN_PROGRAM = "program_unknown"
+
+Where = Callable[[bool], dict[str, Any]]
+"""The prompt of a request and its `program`; with True for a server that does not know the branch."""
 
 
 class ShoalServer(Backend):
@@ -77,7 +81,7 @@ class ShoalServer(Backend):
 
     async def _alone(self, call: Call, body: dict[str, Any]) -> Generated:
         """The result of a call that begins no fork with others."""
-        return await self._templates.begin(call) or await self._generate(call, body)
+        return await self._templates.begin(call, body) or await self._generate(call, body)
 
     async def _generate(self, call: Call, body: dict[str, Any]) -> Generated:
         answer = await self._continued("/v1/completions", call, body)
@@ -89,60 +93,42 @@ class ShoalServer(Backend):
         body = await self._completion(call.params)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         meta: dict[str, Any] = {}
-        for whole in (False, True):
-            try:
-                async with aclosing(self._events(body | _where(call, whole, self.lease_s))) as events:
-                    async for event in events:
-                        for choice in event["choices"]:
-                            piece = _meta(event, choice)
-                            meta |= piece
-                            yield OutputPiece(choice["text"], piece, held=choice["finish_reason"] is not None)
-                        if event.get("usage"):
-                            meta |= _usage(event)
-                            yield OutputPiece("", _usage(event), held=True)
-                break
-            except BackendError as error:
-                if whole or error.code != UNKNOWN_PROGRAM:
-                    raise
+        where = partial(_where, call, lease_s=self.lease_s)
+        async with aclosing(self._continued_events(body, where)) as events:
+            async for event in events:
+                for choice in event["choices"]:
+                    piece = _meta(event, choice)
+                    meta |= piece
+                    yield OutputPiece(choice["text"], piece, held=choice["finish_reason"] is not None)
+                if event.get("usage"):
+                    meta |= _usage(event)
+                    yield OutputPiece("", _usage(event), held=True)
         self.token_usage.add(meta)
 
-    async def _generate_forks(
+    def _generate_forks(
         self, calls: Sequence[Call], common: str, body: dict[str, Any]
     ) -> AsyncGenerator[tuple[int, Generated], None]:
         """Runs calls that begin branches with a common text as one request. Yields their numbers and results."""
-        for whole in (False, True):
-            try:
-                async with aclosing(self._choices(body | _where_forks(calls, common, whole, self.lease_s))) as choices:
-                    async for choice in choices:
-                        yield choice
-                return
-            except BackendError as error:
-                if whole or error.code != UNKNOWN_PROGRAM:
-                    raise
+        return self._choices(body, partial(_where_forks, calls, common, lease_s=self.lease_s))
 
-    async def _generate_template(
-        self, call: Call, following: Sequence[AnnouncedCall], then: str
-    ) -> AsyncGenerator[Generated, None]:
-        """Runs a call and those that follow it as one request. Yields their results in this order. `then`: the constant
-        text after the last."""
-        body = await self._completion(call.params)
+    def _generate_template(
+        self, call: Call, body: dict[str, Any], following: Sequence[AnnouncedCall], then: str
+    ) -> AsyncGenerator[tuple[int, Generated], None]:
+        """Runs a call and those that follow it as one request. Yields their numbers and results, in this order. `body`:
+        the call's parameters, as the server takes them. `then`: the constant text after the last."""
         template = [{"prompt": each.prompt, **_parameters(each.params)} for each in following]
-        for whole in (False, True):
-            where = _where(call, whole, self.lease_s, then)
-            where["program"]["template"] = template
-            try:
-                async with aclosing(self._choices(body | where)) as choices:
-                    async for _, result in choices:
-                        yield result
-                return
-            except BackendError as error:
-                if whole or error.code != UNKNOWN_PROGRAM:
-                    raise
 
-    async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[tuple[int, Generated], None]:
+        def where(whole: bool) -> dict[str, Any]:
+            told = _where(call, whole, self.lease_s, then)
+            told["program"]["template"] = template
+            return told
+
+        return self._choices(body, where)
+
+    async def _choices(self, body: dict[str, Any], where: Where) -> AsyncGenerator[tuple[int, Generated], None]:
         """The answers to a request for several, each with its number, as they end."""
         body = body | {"stream": True, "stream_options": {"include_usage": True, "whole_choices": True}}
-        async with aclosing(self._events(body)) as events:
+        async with aclosing(self._continued_events(body, where)) as events:
             async for event in events:
                 for choice in event["choices"]:
                     meta = _meta(event, choice)
@@ -217,6 +203,18 @@ class ShoalServer(Backend):
             if error.code != UNKNOWN_PROGRAM:
                 raise
         return await self._post(path, body | _where(call, True, self.lease_s))
+
+    async def _continued_events(self, body: dict[str, Any], where: Where) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a request on branches, which the server knows or is told whole."""
+        for whole in (False, True):
+            try:
+                async with aclosing(self._events(body | where(whole))) as events:
+                    async for event in events:
+                        yield event
+                return
+            except BackendError as error:
+                if whole or error.code != UNKNOWN_PROGRAM:
+                    raise
 
     async def _name(self) -> str:
         if self._model is None:

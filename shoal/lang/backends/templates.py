@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.lang.backend import Call, Generated
 from shoal.lang.errors import BackendError
@@ -25,12 +26,14 @@ class AnnouncedCall:
     params: GenParams
 
 
-Answers = Callable[[Call, Sequence[AnnouncedCall], str], AsyncGenerator[Generated, None]]
+Body = dict[str, Any]
+Answers = Callable[[Call, Body, Sequence[AnnouncedCall], str], AsyncGenerator[tuple[int, Generated], None]]
 
 
 class TemplateRuns:
-    """The templates that run. `answers` runs a call and those that follow it, with the text after the last of them, and
-    yields the results in their order. `tasks` are those of the requests."""
+    """The templates that run. `answers` runs a call, with its parameters as the server takes them, and those that
+    follow it, with the text after the last of them. It yields numbers and results in their order. `tasks` are those of
+    the requests."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -43,14 +46,15 @@ class TemplateRuns:
         run = self._runs.get(call.program, {}).get(call.branch)
         return None if run is None else await self._taken(run, call)
 
-    async def begin(self, call: Call) -> Generated | None:
-        """The result of a call, with which a template begins if calls are known to follow; else None."""
+    async def begin(self, call: Call, body: Body) -> Generated | None:
+        """The result of a call, with which a template begins if calls are known to follow; else None. `body`: its
+        parameters, as the server takes them."""
         following, rest = _following(call.template)
         if not following:
             return None
         run = _TemplateRun(call, following)
         self._runs.setdefault(call.program, {})[call.branch] = run
-        run.task = asyncio.ensure_future(self._run(run, call, following, rest))
+        run.task = asyncio.ensure_future(self._run(run, self._answers(call, body, following, rest)))
         self.tasks.add(run.task)
         run.task.add_done_callback(self.tasks.discard)
         return await self._taken(run, call)
@@ -76,10 +80,10 @@ class TemplateRuns:
                     if not branches:
                         del self._runs[call.program]
 
-    async def _run(self, run: "_TemplateRun", call: Call, following: Sequence[AnnouncedCall], rest: str) -> None:
+    async def _run(self, run: "_TemplateRun", answers: AsyncGenerator[tuple[int, Generated], None]) -> None:
         try:
-            async with aclosing(self._answers(call, following, rest)) as results:
-                async for result in results:
+            async with aclosing(answers) as results:
+                async for _, result in results:
                     run.add(result)
         except BackendError:
             pass  # calls without an answer are made by themselves, and meet what is wrong

@@ -204,28 +204,30 @@ def test_a_program_that_is_ended_ends_its_template() -> None:
     async def run() -> None:
         ended = asyncio.Event()
 
-        async def answers(call: Call, following: Any, then: str) -> AsyncGenerator[Generated, None]:
+        async def answers(
+            call: Call, body: Any, following: Any, then: str
+        ) -> AsyncGenerator[tuple[int, Generated], None]:
             try:
-                yield Generated(["<1>"], [{}], held=True)
+                yield 0, Generated(["<1>"], [{}], held=True)
                 await asyncio.Event().wait()
             finally:
                 ended.set()
 
         runs = TemplateRuns(answers)
         first = Call("p", "0", None, 0, "a", [], None, "", False, GenParams(), template=("b", GenParams()))
-        answer = await runs.begin(first)
+        answer = await runs.begin(first, {})
         assert answer is not None and answer.texts == ["<1>"]
         assert await runs.next_answer(replace(first, text="a<1>c", held=4)) is None
         await asyncio.wait_for(ended.wait(), WAIT_S)
 
         ended.clear()
-        await runs.begin(first)
+        await runs.begin(first, {})
         runs.end_program("p")
         await asyncio.wait_for(ended.wait(), WAIT_S)
         assert await runs.next_answer(replace(first, text="a<1>b", held=4)) is None
 
         ended.clear()
-        await runs.begin(first)
+        await runs.begin(first, {})
         waiting = asyncio.create_task(runs.next_answer(replace(first, text="a<1>b", held=4)))
         await asyncio.sleep(0)
         waiting.cancel()
