@@ -13,6 +13,7 @@ from cluster.log_lines import LogFormat
 from cluster.models import resolve, with_draft_folder
 from worker.folders import cache_folder
 from worker.progress import NewestSteps, WorkProgress
+from worker.spinning import limit_spinning
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -42,6 +43,7 @@ class Rank:
     `worker.executor.multi_rank.Follower` on the others. `run` holds one of the actor's threads until the loop ends."""
 
     def __init__(self) -> None:
+        limit_spinning(os.environ)
         self._loop: Server | Follower | None = None
         self._server: Server | None = None  # the same object, on the leading rank
         self._follower: Follower | None = None  # on the others

@@ -29,6 +29,7 @@ import msgspec
 from cluster.config import ReplicaConfig
 from cluster.hang import Stalled
 from worker.config import WorkerConfig
+from worker.spinning import limit_spinning
 
 if TYPE_CHECKING:
     from worker.engine.server import Server
@@ -133,11 +134,13 @@ class ReplicaProcess:
 def _start(reports: int, spec: bytes) -> "subprocess.Popen[bytes]":
     """Starts the process. `reports`: the file descriptor that it writes its reports to. Raises OSError."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    limit_spinning(environment)
     process = subprocess.Popen(
         [sys.executable, "-m", "cluster.replica_process", str(reports), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=2,  # standard output is the program's own
-        env={**os.environ, "PYTHONPATH": paths},
+        env=environment,
         pass_fds=(reports,),
         start_new_session=True,
     )

@@ -55,6 +55,7 @@ ENVIRONMENT = {
 }
 # Variables that matter here and are read by the libraries below.
 ENVIRONMENT_OF_OTHERS = {
+    "GOMP_SPINCOUNT, OMP_WAIT_POLICY": "how long idle CPU threads of a rank spin: 20,000 times, unless one is set",
     "HF_HOME": "where models from the hub are kept; by default `~/.cache/huggingface`",
     "HF_TOKEN": "the hub's token, for models that ask for one",
     "PIP_INDEX_URL, PIP_EXTRA_INDEX_URL": "where pip fetches packages, and `shoal pull` a known model",

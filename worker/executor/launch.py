@@ -17,6 +17,7 @@ from worker.executor.gpu_defaults import resolve_device
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor, end, find_store, open_store, other_ranks
 from worker.executor.weight_loader import Progress
+from worker.spinning import limit_spinning
 
 # The machine's name for NCCL, which refuses two ranks on one GPU unless they seem to be on different machines.
 _MACHINE = "NCCL_HOSTID"
@@ -78,6 +79,7 @@ class _RankSpec(msgspec.Struct):
 def _start(spec: _RankSpec, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, "PYTHONPATH": paths, **environment}
+    limit_spinning(environment)
     process = subprocess.Popen([sys.executable, "-m", "worker.executor.launch"], stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(spec) + b"\n")
