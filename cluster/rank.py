@@ -111,6 +111,8 @@ class Rank:
         """Runs the rank's loop. Raises the error that ends it."""
         if self._loop is None:
             raise RuntimeError("call load before run")
+        if self._server is not None:
+            self._server.warm_up()
         self._loop.run()
 
 
