@@ -27,6 +27,9 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line per key. The message is shown to the user unchanged."""
 
 
+_SCALING = ("min_replicas", "target_wait_s", "downscale_delay_s")  # mean nothing without max_replicas
+
+
 class ReplicaConfig(WorkerConfig, ModelConfig):
     """Settings of a model and its replicas."""
 
@@ -95,8 +98,8 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
     @model_validator(mode="after")
     def _scales(self) -> Self:
         if self.max_replicas is None:
-            if given := self.model_fields_set & {"min_replicas", "target_wait_s", "downscale_delay_s"}:
-                raise ValueError(f"{', '.join(sorted(given))}: without max_replicas there is no autoscaling")
+            if other := [name for name in _SCALING if getattr(self, name) != ReplicaConfig.model_fields[name].default]:
+                raise ValueError(f"{', '.join(other)}: without max_replicas there is no autoscaling")
         elif not self.min_replicas <= self.replicas <= self.max_replicas:
             raise ValueError(
                 f"replicas={self.replicas}, the number at the start, must be from min_replicas={self.min_replicas} to "
