@@ -25,6 +25,7 @@ from router.demand import Demand, of_all_routers
 
 LOOK_S = 1.0  # between two looks at the demand
 STALE_S = 5.0  # how long what a router has told counts
+HEARD_S = 2 * LOOK_S  # in which every router has told, and got an answer
 ANSWER_S = 5.0  # how long a router waits for an answer before it tells again
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,10 @@ class Autoscaler:
         decided, self._trends[name] = wanted(scaling, number, demand, self._trends[name], LOOK_S)
         if decided.number != number:
             log.info("%s: %d replicas become %d (%s): %s", name, number, decided.number, decided.reason, demand)
-            await asyncio.to_thread(scale, name, decided.number)
             self._wanted[name] = decided
+            if decided.number == 0:  # first all routers shall hear that requests are answered all the same
+                await asyncio.sleep(HEARD_S)
+            await asyncio.to_thread(scale, name, decided.number)
 
 
 class Teller:
