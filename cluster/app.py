@@ -20,18 +20,19 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
-from ray.serve._private.common import DeploymentID
 from ray.serve.config import ProxyLocation, RequestRouterConfig
-from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from cluster import log_lines
+from cluster.autoscaler import Autoscaler, Teller
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
+from cluster.deployed import APP
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.models import resolve
 from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
 from cluster.request_router import ServePlacer, listen, watch_size
+from cluster.scaling import Scaling
 from cluster.service import open_models, open_service
 from router.api import create_app
 from router.listener import Listener
@@ -39,7 +40,6 @@ from router.metrics import Metrics
 from router.service import Service
 from worker.folders import cache_folder
 
-APP = "shoal"  # the application's name in Serve
 ROUTER = "Router"  # the name of the routers' deployment
 UNLIMITED = 1 << 20  # requests that Serve lets through at once: the scheduler does admission, in tokens
 # How long a router behind Serve's HAProxy answers new requests once it is taken away, until every HAProxy knows: Ray's
@@ -115,7 +115,23 @@ def routers(config: Config, replicas: Sequence[Application], node: str | None = 
         health_check_timeout_s=HEALTH_ANSWER_S,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=config.drain_s + STOP_S + (DEREGISTER_S if node is None else 0.0),
-    )(Router if node is None else ListeningRouter).bind(unscaled(config), upstream_keys(config), *replicas)
+    )(Router if node is None else ListeningRouter).bind(
+        unscaled(config), upstream_keys(config), *replicas, autoscaler=_autoscaler(config)
+    )
+
+
+def _autoscaler(config: Config) -> Application | None:
+    """The deployment of the autoscaler, if a model's number of replicas is its to choose."""
+    scaled = {config.deployment_name(each): Scaling.of(each) for each in config.deployments if each.max_replicas}
+    if not scaled:
+        return None
+    return serve.deployment(
+        name=Autoscaler.__name__,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=HEALTH_ANSWER_S,
+    )(Autoscaler).bind(scaled, config.log_format)
 
 
 def deploy(app: Application) -> None:
@@ -125,7 +141,7 @@ def deploy(app: Application) -> None:
         proxy_location=ProxyLocation.Disabled,
         logging_config=LoggingConfig(enable_access_log=False, log_level="WARNING"),
     )
-    # The "external scaler" is `scale`.
+    # The "external scaler" is `cluster.deployed.scale`.
     targets = [serve.RunTarget(app, name=APP, route_prefix=None, external_scaler_enabled=True)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
@@ -136,20 +152,19 @@ def numbers(config: Config) -> dict[str, int]:
     return {**found, ROUTER: config.num_routers}
 
 
-def scale(deployment: str, number: int) -> None:
-    """Tells Serve another number of replicas for one of the application's deployments. Those that run, and go on, are
-    not touched."""
-    client = _get_global_client()
-    assert client is not None, "the application runs"
-    ray.get(client._controller.update_deployment_replicas.remote(DeploymentID(deployment, APP), number))
-
-
 class _Router:
     """A router process: OpenAI's API, and for each model its own view of the fleet, and its connections to the
     replicas."""
 
-    def __init__(self, config: Config, keys: Mapping[str, SecretStr], *handles: DeploymentHandle) -> None:
-        """`handles`: of the deployments of `config.deployments`. `keys`: of `upstream_keys`."""
+    def __init__(
+        self,
+        config: Config,
+        keys: Mapping[str, SecretStr],
+        *handles: DeploymentHandle,
+        autoscaler: DeploymentHandle | None = None,
+    ) -> None:
+        """`handles`: of the deployments of `config.deployments`. `keys`: of `upstream_keys`. `autoscaler`: of its
+        deployment, if there is one."""
         if config.response_store_dir is None:
             config = config.model_copy(update={"response_store_dir": cache_folder() / "responses"})
         self._config = config
@@ -160,17 +175,24 @@ class _Router:
         for deployment, handle in zip(config.deployments, handles, strict=True):
             service = services[deployment.name] = _open(deployment, handle, metrics, config.drain_s)
             listen(config.deployment_name(deployment), partial(_take, service))
-            self._sizes.append(watch_size(handle, service.metrics.wanted.set))
+            if not deployment.max_replicas:
+                self._sizes.append(watch_size(handle, service.metrics.wanted.set))
         self._models = open_models(config, services, metrics, keys)
+        self._teller: Teller | None = None
+        if autoscaler is not None:
+            demands = {config.deployment_name(each): services[each.name].demand for each in config.deployments}
+            told = {config.deployment_name(each): services[each.name].told_wanted for each in config.deployments}
+            self._teller = Teller(metrics.router, autoscaler, demands, lambda name, wanted: told[name](*wanted))
 
 
 def _open(config: DeploymentConfig, handle: DeploymentHandle, metrics: Metrics, drain_s: float) -> Service:
     folder = resolve(config.model, weights=False)  # a router needs the tokenizer and the sampling defaults
+    wait_s = max(config.replica_wait_s, config.start_timeout_s) if config.may_sleep else config.replica_wait_s
     return open_service(
         config,
         folder,
         metrics,
-        lambda fleet, replicas: ServePlacer(handle, fleet, replicas, config.replica_wait_s),
+        lambda fleet, replicas: ServePlacer(handle, fleet, replicas, wait_s),
         peer_host=ray.util.get_node_ip_address(),
         drain_s=drain_s,
     )
@@ -199,9 +221,13 @@ class ListeningRouter(_Router):
     """A router that listens itself, on a port that it shares with the other routers of its machine."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, keys: Mapping[str, SecretStr], *handles: DeploymentHandle
+        self,
+        config: Config,
+        keys: Mapping[str, SecretStr],
+        *handles: DeploymentHandle,
+        autoscaler: DeploymentHandle | None = None,
     ) -> None:
-        super().__init__(config, keys, *handles)
+        super().__init__(config, keys, *handles, autoscaler=autoscaler)
         self._listener = Listener(create_app(self._models), config.host, config.port, config.drain_s, config)
         await self._models.start()
         await self._listener.start()
@@ -216,4 +242,6 @@ class ListeningRouter(_Router):
         it."""
         self._models.leaving = True
         await self._listener.close()
+        if self._teller is not None:
+            await self._teller.close()
         await self._models.close()

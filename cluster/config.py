@@ -27,6 +27,9 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one line per key. The message is shown to the user unchanged."""
 
 
+_SCALING = ("min_replicas", "target_wait_s", "downscale_delay_s")  # mean nothing without max_replicas
+
+
 class ReplicaConfig(WorkerConfig, ModelConfig):
     """Settings of a model and its replicas."""
 
@@ -35,7 +38,32 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
     model: str = Field(
         "SmolLM2-135M-Instruct", min_length=1, description="a known name, a folder, a .gguf file, or a Hugging Face id"
     )
-    replicas: int = Field(2, ge=1, description="copies of the model, each with its own KV cache")
+    replicas: int = Field(
+        2, ge=1, description="copies of the model, each with its own KV cache; with max_replicas, those at the start"
+    )
+    max_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="most replicas that autoscaling starts; by default there is no autoscaling (docs/MODELS.md)",
+    )
+    min_replicas: int = Field(
+        1,
+        ge=0,
+        description="fewest replicas that autoscaling leaves; with 0 the last one goes too, and a request starts one "
+        "and waits for it up to start_timeout_s",
+    )
+    target_wait_s: float = Field(
+        2.0,
+        gt=0,
+        description="seconds that a new request may be predicted to wait in the shortest queue: when it is more for "
+        "as long, autoscaling starts replicas",
+    )
+    downscale_delay_s: float = Field(
+        300.0,
+        gt=0,
+        description="seconds for which the load must have fit on one replica fewer until autoscaling takes one away, "
+        "and for which there must have been no request until it takes the last one",
+    )
     replica_host: str | None = Field(
         None,
         description="address that replicas listen on for routers; by default 127.0.0.1 if Ray is started here, else "
@@ -56,6 +84,28 @@ class ReplicaConfig(WorkerConfig, ModelConfig):
         description="seconds that a replica may take to load, downloads included, and that `shoal serve` waits until "
         "the server can answer",
     )
+
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas that there may be at once, changes of `replicas` aside."""
+        return self.max_replicas or self.replicas
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether autoscaling may take the last replica away."""
+        return self.max_replicas is not None and self.min_replicas == 0
+
+    @model_validator(mode="after")
+    def _scales(self) -> Self:
+        if self.max_replicas is None:
+            if other := [name for name in _SCALING if getattr(self, name) != ReplicaConfig.model_fields[name].default]:
+                raise ValueError(f"{', '.join(other)}: without max_replicas there is no autoscaling")
+        elif not self.min_replicas <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas={self.replicas}, the number at the start, must be from min_replicas={self.min_replicas} to "
+                f"max_replicas={self.max_replicas}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -120,7 +170,8 @@ class Config(ReplicaConfig, RouterConfig):
     routers: int | None = Field(
         None,
         ge=1,
-        description="HTTP processes in front of the replicas, sharing one port; by default one per two replicas",
+        description="HTTP processes in front of the replicas, sharing one port; by default one per two replicas, of "
+        "the most that autoscaling may start",
     )
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all network interfaces")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on")
@@ -210,7 +261,7 @@ class Config(ReplicaConfig, RouterConfig):
     def num_routers(self) -> int:
         """`routers`, or one per two replicas: a router sends some 20,000 chunks per second (at higher rates, longer
         chunks), and a fast replica makes 10,000 tokens per second."""
-        replicas = sum(deployment.replicas for deployment in self.deployments)
+        replicas = sum(deployment.most_replicas for deployment in self.deployments)
         return self.routers or max(1, -(-replicas // 2))
 
     def to_yaml(self) -> str:

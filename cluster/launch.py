@@ -23,9 +23,10 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from rich.console import Console
 
 from cluster import local
-from cluster.app import APP, application, deploy, numbers, scale, settle
+from cluster.app import application, deploy, numbers, settle
 from cluster.config import Config, ConfigError, DeploymentConfig, upstream_keys
 from cluster.conversion import ModelError
+from cluster.deployed import APP, scale
 from cluster.followed_config import FollowedConfig, rescaled
 from cluster.models import resolve, with_draft_folder
 from cluster.replica import STOP_S
@@ -256,10 +257,10 @@ class _Launch:
         """Raises LaunchError if this machine has too few GPUs. A cluster may grow: for one without GPUs, only prints a
         note."""
         models = [deployment for deployment in config.deployments if deployment.device == "cuda"]
-        needed = sum(model.replicas * model.num_ranks * model.gpus_per_rank for model in models)
+        needed = sum(model.most_replicas * model.num_ranks * model.gpus_per_rank for model in models)
         if config.address is None and needed > there:
             which = " and ".join(
-                f"replicas={model.replicas} of tp={model.tp}, pp={model.pp}"
+                f"{'max_' if model.max_replicas else ''}replicas={model.most_replicas} of tp={model.tp}, pp={model.pp}"
                 + (f" of {model.name}" if len(config.deployments) > 1 else "")
                 for model in models
             )
@@ -276,7 +277,7 @@ class _Launch:
         while True:
             overview = _overview()
             runs = overview is not None and overview.status == ApplicationStatus.RUNNING
-            if runs and _is_ready(f"{self._url}/ready"):
+            if runs and _is_ready(f"{self._url}/ready", self._config):
                 return
             if reason := _failure(overview):
                 raise LaunchError(reason)
@@ -384,10 +385,11 @@ def _failure(overview: ApplicationStatusOverview | None) -> str | None:
     return lines[-1] if lines else text
 
 
-def _is_ready(url: str) -> bool:
-    """Whether each model that replicas serve has one that a router has reached."""
+def _is_ready(url: str, config: Config) -> bool:
+    """Whether each model that replicas serve has one that a router has reached, but for those that sleep by now."""
+    sleep = {deployment.name for deployment in config.deployments if deployment.may_sleep}
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
-            return all(json.load(response)["models"].values())
+            return all(number or name in sleep for name, number in json.load(response)["models"].items())
     except (urllib.error.URLError, OSError, ValueError):
         return False

@@ -14,7 +14,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # generated
 
-from cluster.app import APP
+from cluster.deployed import APP
 
 POLL_S = 0.5
 

@@ -59,9 +59,9 @@ def _whole_path(model: str) -> str:
 
 
 def num_ranks(config: Config, device: str | None = None) -> int:
-    """The ranks of all replicas of all models, or of those on a device."""
+    """The ranks of all replicas of all models that there may be, or of those on a device."""
     models = [deployment for deployment in config.deployments if device in (None, deployment.device)]
-    return sum(deployment.replicas * deployment.num_ranks for deployment in models)
+    return sum(deployment.most_replicas * deployment.num_ranks for deployment in models)
 
 
 def share_memory(config: Config) -> Config:
@@ -116,7 +116,7 @@ def start(config: Config, folder: Path, grows: bool = False) -> None:
     cpus = config.num_routers * config.cpus_per_router
     for deployment in config.deployments:
         ranks = deployment.num_ranks * rank_resources(deployment)["CPU"]
-        cpus += deployment.replicas * (CONTROL_CPUS + ranks)
+        cpus += deployment.most_replicas * (CONTROL_CPUS + ranks)
     without_gpus = all(deployment.device == "cpu" for deployment in config.deployments)
     ray.init(
         address="local",  # a new one, even where RAY_ADDRESS or another Ray on this machine exists

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import Metrics
@@ -41,9 +41,9 @@ def described() -> Iterator[Described]:
     model.told("0", load)
     model.attention["0"] = ("torch", "")
     metrics.upstream_seconds.labels("")
-    for counter in vars(metrics).values():
-        if isinstance(counter, Counter) and counter._labelnames:
-            counter.labels(*counter._labelnames)  # makes a sample, from which the labels can be read
+    for metric in vars(metrics).values():
+        if isinstance(metric, Counter | Gauge) and metric._labelnames:
+            metric.labels(*metric._labelnames)  # makes a sample, from which the labels can be read
     for family in text_string_to_metric_families(metrics.page().decode()):
         if family.name.endswith("_created"):
             continue

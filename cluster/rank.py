@@ -31,11 +31,13 @@ class Pulse(NamedTuple):
     | `who` | its process and node, for people |
     | `progress` | how far the replica's work is; None while there is none, and for ranks other than the leading one |
     | `steps` | how far this rank has come |
+    | `silent` | of the leading rank: the other ranks that it does not hear any more |
     """
 
     who: str
     progress: WorkProgress | None = None
     steps: NewestSteps | None = None
+    silent: tuple[int, ...] = ()
 
 
 class Rank:
@@ -96,7 +98,8 @@ class Rank:
         who = f"pid: {os.getpid()}, ip: {ray.util.get_node_ip_address()}"
         # The leading rank's loop waits for the loops of the others, so its progress stands for all.
         if self._server is not None:
-            return Pulse(who, self._server.progress, self._server.engine.executor.newest_steps)
+            executor = self._server.engine.executor
+            return Pulse(who, self._server.progress, executor.newest_steps, tuple(executor.silent_ranks))
         return Pulse(who, steps=None if self._follower is None else self._follower.newest_steps)
 
     def farewell(self, message: str) -> bool:
@@ -113,6 +116,8 @@ class Rank:
         """Runs the rank's loop. Raises the error that ends it."""
         if self._loop is None:
             raise RuntimeError("call load before run")
+        if self._server is not None:
+            self._server.warm_up()
         self._loop.run()
 
 

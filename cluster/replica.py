@@ -43,6 +43,12 @@ class NoProgress(NamedTuple):
     limit_s: float
 
 
+class Silent(NamedTuple):
+    """The leading rank does not hear these ranks any more, whose processes have not ended."""
+
+    ranks: tuple[int, ...]
+
+
 class ReplicaError(RuntimeError):
     """A rank did not start, ended, or hangs. The message is one line, for people."""
 
@@ -117,8 +123,8 @@ class Replica:
         rank, end = next((rank, end.result()) for rank, end in enumerate(ends) if end.done())
         for other in ends:
             other.cancel()
-        if isinstance(end, NoProgress):
-            self._ended = await self._blame(end)
+        if not isinstance(end, str):
+            self._ended = await self._blame(end) if isinstance(end, NoProgress) else _named(end)
             # Only a goodbye: routers notice the end without it, and may not hear it.
             await _answer(self._ranks[self._leading].farewell.remote(self._ended))
         else:
@@ -141,6 +147,11 @@ class Replica:
             where = "it does not answer" if pulse is None else f"{pulse.who}{_at(pulse.steps)}"
             named.append(f"rank {rank} hangs ({where})")
         return f"{', '.join(named)}: no step has ended for {end.limit_s:g} s"
+
+
+def _named(end: Silent) -> str:
+    ranks = ", ".join(f"rank {rank}" for rank in end.ranks)
+    return f"{ranks} hangs (its process stands still, or its host is gone): the leading rank does not hear it"
 
 
 async def _answer(asked: ObjectRef) -> Any:
@@ -175,7 +186,7 @@ async def _gather(refs: Mapping[int, ObjectRef], within_s: float) -> dict[int, A
     return {rank: future.result() for rank, future in futures.items()}
 
 
-async def _end(rank: ActorHandle, run: ObjectRef) -> str | NoProgress:
+async def _end(rank: ActorHandle, run: ObjectRef) -> str | NoProgress | Silent:
     """Waits until the rank's loop or process has ended, or hangs. Returns how. `run` never returns while all is
     well."""
     loop = asyncio.ensure_future(run)
@@ -183,7 +194,7 @@ async def _end(rank: ActorHandle, run: ObjectRef) -> str | NoProgress:
     who, stalled = "it never answered", Stalled(ASK_S)
     # Checks are counted, not seconds. If the whole machine stood still, this actor too, then each rank has missed one
     # check at most.
-    missed = 0
+    missed, heard_silent = 0, False
     while missed * ASK_S < HANG_S:
         if answer is None:
             answer = asyncio.ensure_future(rank.alive.remote())
@@ -196,6 +207,10 @@ async def _end(rank: ActorHandle, run: ObjectRef) -> str | NoProgress:
             if answer.exception() is None:  # otherwise it was out of reach: if it has ended, `run` says so
                 pulse, missed = answer.result(), 0
                 who = pulse.who
+                # A process that has ended is silent too: its own `run` says so first, and better.
+                if heard_silent and pulse.silent:
+                    return Silent(pulse.silent)
+                heard_silent = bool(pulse.silent)
                 if (limit_s := stalled.look(pulse.progress)) is not None:
                     return NoProgress(limit_s)
             answer = None

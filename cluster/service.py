@@ -9,6 +9,7 @@ from pydantic import SecretStr
 from cluster.config import Config, DeploymentConfig
 from cluster.models import context_length, model_config
 from router.defaults import SamplingDefaults
+from router.demand import Sleep
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.models import Models
@@ -53,6 +54,7 @@ def open_service(
         output_format=tokenizer.output_format(config.tool_call_parser, config.reasoning_parser, model_config(folder)),
         config=config,
         pooling=Pooling.read(folder, config, config.name),
+        sleep=Sleep(config.start_timeout_s) if config.may_sleep else None,
     )
 
 

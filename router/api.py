@@ -312,11 +312,12 @@ def _operator_routes(models: Models, version: str) -> APIRouter:
     @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", responses=openapi.answers(Health) | {503: openapi.answers(Health)[200]})
     async def ready() -> Response:
-        """Whether a request would be answered now: 200 if any model has a replica that is connected and not silent, or
-        is at another endpoint, else 503. By the first model that is down, a load balancer would take out all others.
-        503 also once the router is being taken away."""
+        """Whether a request would be answered now: 200 if any model has a replica that is connected and not silent,
+        would get one for the request (autoscaling to zero), or is at another endpoint, else 503. By the first model
+        that is down, a load balancer would take out all others. 503 also once the router is being taken away."""
         found = reached()
-        is_ready = not models.leaving and (any(found.values()) or bool(models.upstreams))
+        answers = any(service.answers for service in models.services) or bool(models.upstreams)
+        is_ready = answers and not models.leaving
         return _json(Health("ok" if is_ready else "not ready", sum(found.values()), found), 200 if is_ready else 503)
 
     @routes.get("/version", responses=openapi.answers(Version))

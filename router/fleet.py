@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from radix.index import PrefixIndex
 from radix.node import TOKEN_BYTES, pack
+from router.demand import Demand, busy_parts
 from router.errors import NoReplica
 from router.known_replica import PEER_EXPIRES_S, Booked, Booking, KnownReplica, PeerBooking, pace_left
 from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
@@ -248,6 +249,16 @@ class Fleet:
                 return None
             candidates = self._candidates()[rows]
         return ShortestQueue(float(wait_s(candidates).min()), int(candidates["waiting_tokens"].min()))
+
+    def demand(self, exclude: Collection[str], ready: int, waiting: int) -> Demand:
+        """What requests ask of all known replicas, without those of `exclude`. `ready`, `waiting`: as `Demand` has
+        them."""
+        with self._lock:
+            rows = self._rows_of(self._rows.keys() - exclude)
+            candidates = self._candidates()[rows]
+            is_idle = not (waiting or self._booked or (candidates["running"] + candidates["waiting"]).any())
+        queue_s = float(wait_s(candidates).min()) if len(rows) else 0.0
+        return Demand(waiting, ready, queue_s, float(busy_parts(candidates).sum()), is_idle)
 
     def prompt_s(self, prompt_ids: Sequence[int], exclude: Collection[str] = ()) -> float:
         """Seconds that a prompt takes the replica that is quickest with it, by what each has cached, without those of

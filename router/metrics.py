@@ -82,6 +82,7 @@ class ModelMetrics:
     | `leaving` | the connected replicas that are being taken away |
     | `attention` | for each running replica: the attention backend, and why it is not the fastest ("" if it is) |
     | `wanted` | the number of replicas that there should be |
+    | `scaled_for` | why autoscaling last changed that number; None where it does not |
     | `reuse` | the hit rate of the requests, and its ceiling |
     """
 
@@ -99,6 +100,7 @@ class ModelMetrics:
         metrics.hit_rate.labels(model).set_function(lambda: _or_nan(self.reuse.hit_rate))
         metrics.hit_ceiling.labels(model).set_function(lambda: _or_nan(self.reuse.ceiling))
         self.wanted = metrics.wanted.labels(model)
+        self.scaled_for: str | None = None
         metrics.sequences.labels(model, "failed")  # starts at 0: the rate of a counter that begins with 1 misses it
 
     @property
@@ -131,6 +133,14 @@ class ModelMetrics:
     def taken_out(self, reason: str) -> None:
         """Counts a replica that gets no more requests."""
         self._metrics.taken_out.labels(self._model, reason).inc()
+
+    def autoscaled(self, wanted: int, reason: str) -> None:
+        """Takes the number of replicas that autoscaling wants, and why it changed the number last."""
+        self.wanted.set(wanted)
+        if self.scaled_for not in (None, reason):
+            self._metrics.scaled_for.remove(self._model, self.scaled_for)
+        self.scaled_for = reason
+        self._metrics.scaled_for.labels(self._model, reason).set(1)
 
     def watch_programs(self, programs: Programs) -> None:
         """Reads the gauges of programs off their table."""
@@ -256,6 +266,14 @@ class Metrics:
         self.api_keys = Gauge("shoal_api_keys", "API keys that are accepted", registry=self._registry)
         self.ready = gauge("shoal_replicas_ready", "Replicas that this router can send to")
         self.wanted = gauge("shoal_replicas_wanted", "Replicas that there should be")
+        self.scaled_for = Gauge(
+            "shoal_replicas_wanted_because",
+            "1, with the reason for which autoscaling last changed shoal_replicas_wanted: request (it came, and there "
+            "was no replica), queue (requests would wait too long), idle (the load has fit on one replica fewer), "
+            "bounds, or steady (not yet)",
+            ("model", "reason"),
+            registry=self._registry,
+        )
         self.hit_rate = gauge(
             "shoal_prefix_hit_rate",
             "Part of the prompts' tokens that was cached, since this router's start",

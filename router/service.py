@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from radix.salt import salted
 from router import request_log
 from router.config import ModelConfig
 from router.defaults import SamplingDefaults
+from router.demand import Demand, Sleep
 from router.errors import ApiError, NoReplica, busy, internal, invalid
 from router.fleet import Fleet, ReplicaView
 from router.formats.format import OutputFormat
@@ -93,7 +95,8 @@ class Service:
 
     `model` is its name in the API. `context_length` is the most tokens of prompt and output together. `defaults` are
     the sampling parameters of requests that leave them out. `output_format` is how the model writes thinking and calls.
-    `pooling`: how the model's embeddings are made. `config`: its further names, and limits of its requests.
+    `pooling`: how the model's embeddings are made. `config`: its further names, and limits of its requests. `sleep`:
+    for a model of which autoscaling may take the last replica away.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Service:
         output_format: OutputFormat,
         config: ModelConfig,
         pooling: Pooling | None = None,
+        sleep: Sleep | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
@@ -124,6 +128,8 @@ class Service:
         self.programs = Programs()
         metrics.watch_programs(self.programs)
         self._placer = placer
+        self._sleep = sleep
+        self._placing = 0  # requests for which a replica is looked for
         self._prefetches: set[asyncio.Task[None]] = set()
         self._fleet = fleet
         self._resume_pace = ResumePace(self._resume_rate)
@@ -164,6 +170,22 @@ class Service:
     def shortest_queue(self) -> ShortestQueue | None:
         """The least queue of all connected replicas that get new requests; None if there is none."""
         return self._fleet.shortest_queue(self.replicas.closed)
+
+    @property
+    def answers(self) -> bool:
+        """Whether a request would be answered now, if only after a replica has started."""
+        return bool(self.replicas.ready) or (self._sleep is not None and self._sleep.answers)
+
+    def demand(self) -> Demand:
+        """What requests ask of the replicas now."""
+        ready = len(self.replicas.ready)
+        return self._fleet.demand(self.replicas.closed, ready, 0 if ready else self._placing)
+
+    def told_wanted(self, number: int, reason: str) -> None:
+        """Takes how many replicas autoscaling wants, and why it changed the number last."""
+        self.metrics.autoscaled(number, reason)
+        if self._sleep is not None:
+            self._sleep.told(number, len(self.replicas.ready))
 
     def missed_deadline(self) -> None:
         """Counts a request whose time was over before its answer was complete."""
@@ -366,12 +388,12 @@ class Service:
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):
             exclude = frozenset(unreachable - self.replicas.ready)
-            if shared is None:
-                replica_id = await self._placer.place(request.request_id, token_ids, exclude, refused, home, limit)
-            else:
-                replica_id = await self._place_on_shared(
-                    shared, request.request_id, token_ids, exclude, refused, home, limit
-                )
+            place = self._placer.place if shared is None else partial(self._place_on_shared, shared)
+            self._placing += 1
+            try:
+                replica_id = await place(request.request_id, token_ids, exclude, refused, home, limit)
+            finally:
+                self._placing -= 1
             booking = self._fleet.booking(request.request_id)
             request.booking = 0 if booking is None else booking.number
             try:
@@ -391,7 +413,7 @@ class Service:
         exclude: frozenset[str],
         refused: frozenset[str],
         home: Home | None,
-        output_limit: int,
+        output_limit: int | None,
     ) -> str:
         """Books the sequence on the replica of the others, or where the placer says if that one is gone or full."""
         async with shared.choosing:

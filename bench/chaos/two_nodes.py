@@ -16,8 +16,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve.context import _get_global_client
 
 from bench.chaos.ranks import NAMESPACE, ROLL, RankRoll, ReachableRank, ReachableReplica
-from cluster.app import APP, NODE_SHARE, ROUTER, application, deploy, scale, settle
+from cluster.app import NODE_SHARE, ROUTER, application, deploy, settle
 from cluster.config import load
+from cluster.deployed import APP, scale
 from cluster.local import fit
 
 HOST = "127.0.0.1"

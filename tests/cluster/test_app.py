@@ -16,8 +16,9 @@ from ray.serve._private.deployment_state import DeploymentTargetState
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema
 
-from cluster.app import APP, DEREGISTER_S, ListeningRouter, Router, _Router, application, build, settle
+from cluster.app import DEREGISTER_S, ListeningRouter, Router, _Router, application, build, settle
 from cluster.config import Config, ConfigError, ReplicaConfig, load
+from cluster.deployed import APP
 from cluster.models import model_name
 from cluster.replica import CONTROL_CPUS, STOP_S, bundles
 from router.service import Service

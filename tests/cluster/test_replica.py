@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 class FakeRank:
     """Answers the first `answers` questions, by default all; those after them fail with `then`, or get no answer. Its
     work is at `numbers`, one an answer and then the last of them for ever; None while it has none. `steps`: how far it
-    has come."""
+    has come. `silent`: the ranks that it does not hear, as `numbers`."""
 
     def __init__(
         self,
@@ -35,10 +35,12 @@ class FakeRank:
         then: Exception | None = None,
         numbers: Iterable[int | None] = (None,),
         steps: NewestSteps | None = None,
+        silent: Iterable[tuple[int, ...]] = ((),),
     ) -> None:
         self._name, self._answers, self._then = name, answers, then
         self._numbers, self._number = iter(numbers), None
         self._steps = steps
+        self._silent, self._unheard = iter(silent), tuple[int, ...]()
         self.alive = self
         self.said: list[str] = []
         self.farewell = SimpleNamespace(remote=self._say)
@@ -50,12 +52,13 @@ class FakeRank:
     def remote(self) -> asyncio.Future[Pulse]:
         answer: asyncio.Future[Pulse] = asyncio.get_running_loop().create_future()
         self._number = next(self._numbers, self._number)
+        self._unheard = next(self._silent, self._unheard)
         self.asked += 1
         if self.asked > 20:
             self.asked_often.set()
         if self.asked <= self._answers:
             progress = None if self._number is None else WorkProgress(self._number, LIMIT_S)
-            answer.set_result(Pulse(f"pid: of {self._name}", progress, self._steps))
+            answer.set_result(Pulse(f"pid: of {self._name}", progress, self._steps, self._unheard))
         elif self._then is not None:
             answer.set_exception(self._then)
         return answer
@@ -179,6 +182,31 @@ async def test_work_that_does_not_get_on_is_the_end_as_well(monkeypatch: pytest.
     assert rank.said == [replica._ended], "routers are told"
 
 
+async def test_a_rank_that_the_leading_one_does_not_hear_is_the_end_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module.ray, "kill", lambda rank: None)
+    monkeypatch.setattr(replica_module, "ASK_S", 0.001)
+    ranks = FakeRank("0", silent=[(), (2,)]), FakeRank("1"), FakeRank("2", answers=1)
+    replica, _ = watching(*ranks)
+    await asyncio.wait_for(replica._watcher, 5)
+    with pytest.raises(ReplicaError, match=r"^rank 2 hangs \(its process stands still, or its host is gone\): "):
+        replica.check_health()
+    assert ranks[0].asked == 3 and ranks[0].said == [replica._ended], "heard of twice, and routers are told"
+
+
+async def test_a_process_that_has_ended_is_not_said_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leading rank misses it before Ray tells of its end."""
+    monkeypatch.setattr(replica_module.ray, "kill", lambda rank: None)
+    monkeypatch.setattr(replica_module, "ASK_S", 0.05)
+    ranks = FakeRank("0", silent=[(1,)]), FakeRank("1")
+    replica, runs = watching(*ranks)
+    while not ranks[0].asked:
+        await asyncio.sleep(0)
+    runs[1].set_exception(ActorDiedError())
+    await asyncio.wait_for(replica._watcher, 5)
+    with pytest.raises(ReplicaError, match=r"^rank 1: its process died"):
+        replica.check_health()
+
+
 @pytest.mark.parametrize(
     ("other", "complaint"),
     [
@@ -216,18 +244,18 @@ async def test_ranks_that_answer_go_on(numbers: Iterable[int | None], monkeypatc
 def test_a_rank_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.rank.ray.util.get_node_ip_address", lambda: "192.0.2.2")
     rank, at, steps = Rank(), WorkProgress(7, 15.0), NewestSteps(9, 8)
-    assert rank.alive()[1:] == (None, None) and "192.0.2.2" in rank.alive().who
+    assert rank.alive()[1:] == (None, None, ()) and "192.0.2.2" in rank.alive().who
     assert not rank.farewell("nobody hears it")
     rank._follower = SimpleNamespace(newest_steps=steps)  # type: ignore[assignment]
-    assert rank.alive()[1:] == (None, steps)
-    engine = SimpleNamespace(executor=SimpleNamespace(newest_steps=steps))
+    assert rank.alive()[1:] == (None, steps, ())
+    engine = SimpleNamespace(executor=SimpleNamespace(newest_steps=steps, silent_ranks=[3]))
     said: list[tuple[str, str]] = []
     drained: list[float] = []
     leading: Any = SimpleNamespace(
         progress=at, engine=engine, farewell=lambda *its: bool(said.append(its)) or True, drain=drained.append
     )
     rank._server = leading
-    assert rank.alive()[1:] == (at, steps)
+    assert rank.alive()[1:] == (at, steps, (3,))
     assert rank.farewell("rank 1 hangs") and said == [("hung", "rank 1 hangs")]
     rank.drain(7.0)
     assert drained == [7.0]

@@ -16,8 +16,9 @@ import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import APP, DEREGISTER_S
+from cluster.app import DEREGISTER_S
 from cluster.config import Config
+from cluster.deployed import APP
 from cluster.models import model_name
 from cluster.replica import STOP_S
 

@@ -25,6 +25,7 @@ from router.chat_template import ChatTemplate
 from router.config import RouterConfig
 from router.connection import protocol
 from router.defaults import SamplingDefaults
+from router.demand import Sleep
 from router.errors import NoReplica
 from router.fleet import Fleet
 from router.metrics import Metrics
@@ -514,6 +515,7 @@ def make_service(tokenizer: Tokenizer) -> Iterator[ServiceMaker]:
             defaults: SamplingDefaults | None = None,
             context_length: int = CONTEXT,
             drain_s: float | None = None,
+            sleep: Sleep | None = None,
         ) -> Service:
             settings = config or RouterConfig()
             for fake in fakes:
@@ -532,6 +534,7 @@ def make_service(tokenizer: Tokenizer) -> Iterator[ServiceMaker]:
                 defaults=defaults or SamplingDefaults(),
                 output_format=tokens.output_format(settings.tool_call_parser, settings.reasoning_parser),
                 config=settings,
+                sleep=sleep,
             )
 
         yield make
@@ -584,10 +587,13 @@ def make_stack(tokenizer: Tokenizer, make_service: ServiceMaker, serve: Callable
         tokens: Tokenizer = tokenizer,
         defaults: SamplingDefaults | None = None,
         drain_s: float | None = None,
+        sleep: Sleep | None = None,
     ) -> Stack:
         metrics = Metrics()
         settings = config or RouterConfig()
-        service = make_service(metrics, *fakes, config=settings, tokens=tokens, defaults=defaults, drain_s=drain_s)
+        service = make_service(
+            metrics, *fakes, config=settings, tokens=tokens, defaults=defaults, drain_s=drain_s, sleep=sleep
+        )
         models = Models([service], metrics, settings)
         server = serve(models)
         named = {f"r{number}": fake for number, fake in enumerate(fakes)}

@@ -45,6 +45,7 @@ from worker.messages import (
     Outputs,
     Release,
     Routers,
+    SamplingParams,
     Subscribe,
     UsageReport,
     decode_from_router,
@@ -60,6 +61,7 @@ LOAD_EVERY_S = 0.05
 PROBE_EVERY_S = 1.0  # how often lost routers are detected while there is work
 FAREWELL_S = 0.5  # how long a thread with a last message waits for the socket
 FLUSH_MS = 1000  # how long the last messages of a replica that was taken away may take to be sent
+WARM_UP_TOKENS, WARM_UP_OUTPUTS = 8, 4  # less than a page: nothing stays in the cache
 MESSAGES_A_STEP = 64  # a flood of requests must not delay the running ones
 # Of snapshots of the radix tree, in each turn of the loop: about a millisecond's work, and of each at most this much,
 # which takes a router about two milliseconds to read.
@@ -126,6 +128,19 @@ class Server:
             self._context.term()
             raise ValueError(f"cannot listen on {host!r}: {error}; give an address of this machine") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def warm_up(self) -> None:
+        """Lets a short prompt go through all that a step does, so that nothing is left to compile or to load for the
+        first request. Call it before `run`, while the other ranks run: routers hear of this replica after it. Leaves
+        nothing in the cache."""
+        self._is_idle = False
+        length = min(WARM_UP_TOKENS, min(self.engine.scheduler.context_length, self._page_size) - WARM_UP_OUTPUTS)
+        if length > 0:
+            sampling = SamplingParams(
+                max_tokens=WARM_UP_OUTPUTS, temperature=1.0, top_p=0.9, top_k=50, seed=0, ignore_eos=True
+            )
+            self.engine.generate([[0] * length], sampling)
+        self._is_idle = True
 
     def run(self) -> None:
         """Serves until `stop`, or the end of a `drain`, then frees everything. Raises DeviceLost, after which the

@@ -1,6 +1,7 @@
 """The interface between the engine and the devices of one replica."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -87,6 +88,11 @@ class Executor(ABC):
     @abstractmethod
     def newest_steps(self) -> NewestSteps:
         """How far this process's own rank has come. May be read by any thread, also while the device hangs."""
+
+    @property
+    def silent_ranks(self) -> Sequence[int]:
+        """The other ranks whose processes stand still, or whose hosts are gone. May be read by any thread."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +48,10 @@ log = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.2
 CONNECT_S = 30.0
 GRACE_S = 5.0  # how long a rank may take to end by itself
-HEARTBEAT_MS = 5000  # plans for a follower on a host that vanished must not pile up for ever
+# A follower that answers no heartbeat for so long counts as silent: it was stopped (SIGSTOP), or its host is gone.
+# ZeroMQ's own thread answers, which needs neither the GIL nor the device. So garbage collection, a library that holds
+# the GIL and a long step delay nothing; on a busy CPU the thread, which sleeps nearly always, runs within milliseconds.
+HEARTBEAT_MS, SILENT_MS = 1000, 3000
 
 TELL_EVERY_MS = 2  # how often a follower without a plan checks whether its device is done
 
@@ -119,6 +123,10 @@ class MultiRankExecutor(Executor):
         self._rank = config.leading_rank
         self._longest_step_s = config.longest_step_s
         self._followers = {rank: self._bind(host) for rank in other_ranks(config)}
+        self._silent: list[int] = []
+        self._monitors = {
+            rank: follower.get_monitor_socket(zmq.EVENT_DISCONNECTED) for rank, follower in self._followers.items()
+        }
         self._sent: deque[Plan] = deque()
         self._times = self._context.socket(zmq.PULL)
         self._times.bind(f"tcp://{host}:*")
@@ -201,6 +209,11 @@ class MultiRankExecutor(Executor):
         """See `Executor.newest_steps`."""
         return self.runner.newest_steps
 
+    @property
+    def silent_ranks(self) -> Sequence[int]:
+        """See `Executor.silent_ranks`."""
+        return self._silent
+
     def close(self) -> None:
         """Ends the other ranks. Must not be called while another thread is in `forward`."""
         if self._closing.is_set():
@@ -217,7 +230,9 @@ class MultiRankExecutor(Executor):
             log.warning("leaving the other ranks: %s", self._loss(error))
         self._closing.set()
         self._watcher.join()
-        for follower in self._followers.values():
+        for follower, monitor in zip(self._followers.values(), self._monitors.values(), strict=True):
+            follower.disable_monitor()
+            monitor.close(linger=0)
             follower.close(linger=int(GRACE_S * 1000) if self._lost is None else 0)
         for process in self._processes:
             end(process, GRACE_S if self._lost is None else 0)
@@ -229,6 +244,7 @@ class MultiRankExecutor(Executor):
         follower = self._context.socket(zmq.PUSH)
         follower.set(zmq.SNDHWM, 0)
         follower.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        follower.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         follower.bind(f"tcp://{host}:*")
         return follower
 
@@ -262,6 +278,10 @@ class MultiRankExecutor(Executor):
         # A separate connection to the store: requests of this thread must not wait for those of another.
         replica = Rendezvous(store.clone(), self._rank, 1)
         while not self._closing.wait(WATCH_EVERY_S):
+            for rank, monitor in self._monitors.items():
+                if monitor.poll(0):  # its connection has ended
+                    monitor.recv_multipart()
+                    self._silent.append(rank)
             for rank, process in zip(self._followers, self._processes, strict=False):
                 if (status := process.poll()) is not None:
                     time.sleep(WATCH_EVERY_S)  # a reason from the rank itself comes first

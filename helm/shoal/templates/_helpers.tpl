@@ -35,6 +35,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- range $key := list "replicas" "tp" "pp" -}}
 {{- $_ := set $model $key (int (index $entry $key | default (index $values $key))) -}}
 {{- end -}}
+{{- $_ := set $model "scaled" ($entry.max_replicas | default $values.config.max_replicas | default 0 | int) -}}
+{{- $_ := set $model "most" (int ($model.scaled | default $model.replicas)) -}}
 {{- $_ := set $model "rank" ($entry.cpus_per_rank | default $values.config.cpus_per_rank | default 1 | float64) -}}
 {{- $_ := set $model "stage" (mulf $model.tp $model.rank) -}}
 {{- $_ := set $model "of" (ternary (printf " of %s" $model.name) "" (ne $model.name "")) -}}
@@ -44,10 +46,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ toJson $models }}
 {{- end }}
 
+{{/* The most replicas that there may be at once, of all models. */}}
 {{- define "shoal.replicas" -}}
 {{- $replicas := 0 -}}
 {{- range include "shoal.models" . | fromJsonArray -}}
-{{- $replicas = add $replicas (int .replicas) -}}
+{{- $replicas = add $replicas (int .most) -}}
 {{- end -}}
 {{ $replicas }}
 {{- end }}
@@ -127,7 +130,7 @@ Gives JSON: workers that are used, and unplaced, the first model of which stages
 {{- range $sorted | sortAlpha | reverse -}}
 {{- $model := index $models (splitList " " . | last | int) -}}
 {{- $from := 0 -}}
-{{- $stages := mul (int $model.replicas) (int $model.pp) | int -}}
+{{- $stages := mul (int $model.most) (int $model.pp) | int -}}
 {{- range $stage := until $stages -}}
 {{- $at := -1 -}}
 {{- range $number := untilStep $from (len $free) 1 -}}
@@ -217,7 +220,7 @@ Gives JSON: workers that are used, and unplaced, the first model of which stages
 {{- if gt .stage $cpus -}}
 {{- fail (printf "workers.resources: a worker has %v CPUs, and the ranks of a stage%s, which share one, need tp %d × cpus_per_rank %v = %v" $cpus .of (int .tp) .rank .stage) -}}
 {{- end -}}
-{{- $needed = addf $needed (mulf .replicas .pp .stage) (mulf .replicas 0.01) -}}
+{{- $needed = addf $needed (mulf .most .pp .stage) (mulf .most 0.01) -}}
 {{- end -}}
 {{- if gt $router $cpus -}}
 {{- fail (printf "workers.resources: a worker has %v CPUs, and a router needs cpus_per_router %v" $cpus $router) -}}
@@ -225,7 +228,7 @@ Gives JSON: workers that are used, and unplaced, the first model of which stages
 {{- $gpus := ternary (include "shoal.gpus" . | int) nil (eq .Values.device "cuda") -}}
 {{- $placed := dict "root" . "gpus" $gpus "cpus" $cpus "most" $most | include "shoal.placed" | fromJson -}}
 {{- with $placed.unplaced -}}
-{{- fail (printf "workers.resources: %d workers of %v CPUs have room for %d of the %d stages%s: replicas %d × pp %d, each with %v CPUs" $most $cpus (int .placed) (int .stages) .model.of (int .model.replicas) (int .model.pp) .model.stage) -}}
+{{- fail (printf "workers.resources: %d workers of %v CPUs have room for %d of the %d stages%s: replicas %d × pp %d, each with %v CPUs" $most $cpus (int .placed) (int .stages) .model.of (int .model.most) (int .model.pp) .model.stage) -}}
 {{- end -}}
 {{- if gt $needed (mulf $most $cpus) -}}
 {{- fail (printf "workers.resources: %d workers of %v CPUs have %v together, and the stages of %s replicas, a control actor (0.01) for each, and %d routers of %v need %v" $most $cpus (mulf $most $cpus) (include "shoal.replicas" .) $routers $router $needed) -}}
@@ -247,6 +250,7 @@ Gives JSON: workers that are used, and unplaced, the first model of which stages
 
 {{/* What Serve runs: the same application and the same keys as a configuration file for `shoal serve`. */}}
 {{- define "shoal.serveConfig" -}}
+{{- $scaled := false -}}
 {{- $args := deepCopy .Values.config -}}
 {{- range $key := list "device" "tp" "pp" -}}
 {{- $_ := set $args $key (index $.Values $key) -}}
@@ -276,9 +280,21 @@ applications:
     route_prefix: /
     args:
       {{- toYaml $args | nindent 6 }}
+    {{- $models := include "shoal.models" . | fromJsonArray }}
+    {{- range $models }}
+    {{- if .scaled }}
+    {{- if lt (int .scaled) (int .replicas) }}
+    {{- fail (printf "replicas is %d%s, more than max_replicas %d: it is the number at the start" (int .replicas) .of (int .scaled)) }}
+    {{- end }}
+    {{- $scaled = true }}
+    {{- end }}
+    {{- end }}
+    {{- if $scaled }}
+    # So that the deployment Autoscaler may change numbers. After a change of one here, it goes on from that.
+    external_scaler_enabled: true
+    {{- end }}
     # Not among the arguments: Serve restarts everything when one of the arguments changes.
     deployments:
-      {{- $models := include "shoal.models" . | fromJsonArray }}
       {{- range $models }}
       - name: {{ ternary "Replica" (include "shoal.deployment" .name) (eq (len $models) 1) }}
         num_replicas: {{ int .replicas }}

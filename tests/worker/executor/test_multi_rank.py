@@ -1,6 +1,9 @@
 """Tensor parallelism: the tokens of one rank whatever their number, and an end with a reason when a rank is lost."""
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -272,6 +275,22 @@ def test_tokens_that_only_the_first_rank_has(pair: Callable[..., Pair]) -> None:
     assert torch.equal(leader.forward(plan(1, -1)).logits, told)
     leader.close()
     assert one.ended.exception(ENDS_S) is None
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_heard_no_more(tiny_model: Callable[[str], Path]) -> None:
+    with closing(Engine(tiny_model("llama"), settings(tp=2))) as engine:
+        executor = engine.executor
+        assert isinstance(executor, MultiRankExecutor) and not executor.silent_ranks
+        (process,) = executor._processes
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + ENDS_S
+            while not executor.silent_ranks and time.monotonic() < deadline:
+                time.sleep(0.05)  # another process's doing
+            assert list(executor.silent_ranks) == [1]
+        finally:
+            process.kill()
 
 
 def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
