@@ -9,7 +9,8 @@ each policy, and one runs at a time.
 1. The replica that orders by predicted lengths answers the first prompts all at once. So it learns, and its requests
    per second are the capacity.
 2. At each level, a fraction of that capacity, both replicas get the same new requests with the same Poisson arrivals,
-   one replica after the other.
+   one replica after the other. A level beyond the capacity needs many requests: the queue is only the part of the
+   arrivals that is too many, and without a queue there is no order.
 
 | figure, for each level | meaning |
 | --- | --- |
@@ -115,8 +116,10 @@ def parser() -> Parser:
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="default: %(default)s")
     p.add_argument("--packages", type=Path, metavar="DIR", help="folder for the packages; default: a new one")
     p.add_argument("--learn", type=count, default=160, metavar="N", help="first prompts (default %(default)s)")
-    p.add_argument("--requests", type=count, default=48, metavar="N", help="of each level (default %(default)s)")
     p.add_argument("--levels", type=float, nargs="+", default=[0.5, 0.9, 1.2], help="default: 0.5 0.9 1.2")
+    p.add_argument(
+        "--requests", type=count, nargs="+", default=[48], metavar="N", help="of each level, or of all (default 48)"
+    )
     p.add_argument("--max-tokens", type=count, default=160, help="limit of an output (default %(default)s)")
     p.add_argument("--max-running", type=count, default=8, metavar="N", help="slots (default %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default %(default)s)")
@@ -137,8 +140,8 @@ def measure(args: argparse.Namespace, asked: Sequence[list[int]], model: Path) -
         capacity_s = args.learn / max(request.last_s for request in first)
         print(f"{capacity_s:.2f} requests/s if all {args.learn} come at once", flush=True)
         done, predicted, real = args.learn, list[float](), list[int]()
-        for level in args.levels:
-            batch = asked[done : done + args.requests]
+        for level, number in zip(args.levels, args.requests, strict=True):
+            batch = asked[done : done + number]
             arrivals_s = np.cumsum(rng.exponential(1 / (level * capacity_s), len(batch))).tolist()
             lengths = engines["shortest"].scheduler.lengths
             estimates = [
@@ -154,7 +157,7 @@ def measure(args: argparse.Namespace, asked: Sequence[list[int]], model: Path) -
                 runs[name] = summary(served, configs[name].starvation_s)
                 print(f"  {level:4.0%} {name:8}", *(f"{key} {x:.4g}" for key, x in runs[name].items()), flush=True)
             real += [request.output_tokens for request in served]
-            done, raw[f"{level:g}"] = done + args.requests, runs
+            done, raw[f"{level:g}"] = done + number, runs
             made += figures(level, runs)
         if len(predicted) == len(real):
             made.append(Figure("ranks.cpu.tau", kendall_tau(np.array(predicted), np.array(real)), "tau", True))
@@ -168,13 +171,17 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, prints the figures, writes the result."""
     p = parser()
     args = p.parse_args(argv)
+    if len(args.requests) == 1:
+        args.requests *= len(args.levels)
+    if len(args.requests) != len(args.levels):
+        p.error(f"--requests has {len(args.requests)} numbers, and --levels {len(args.levels)}")
     from cluster.models import ModelError, resolve
 
     with tempfile.TemporaryDirectory() as scratch:
         packages = args.packages or Path(scratch)
         packages.mkdir(parents=True, exist_ok=True)
         fetch(packages)
-        needed = args.learn + args.requests * len(args.levels)
+        needed = args.learn + sum(args.requests)
         asked = prompts(packages, args.seed)[:needed]
     if len(asked) < needed:
         p.error(f"there are {len(asked)} prompts, and --learn, --requests and --levels need {needed}")

@@ -190,10 +190,11 @@ def main(argv: list[str] | None = None) -> int:
     p = Parser("python -m bench.lengths.order", __doc__)
     add_options(p, 4000)
     p.add_argument("--levels", type=float, nargs="+", default=[0.9, 1.2], help="default: 0.9 1.2")
-    p.add_argument("--name", help="of the result; default: ranks.sim.MODEL.tau_TAU")
+    p.add_argument("--name", help="of the result and its figures; default: ranks.sim.MODEL.tau_TAU")
     p.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: bench/results")
     args = p.parse_args(argv)
     whole = read_requests(p, args)
+    title = args.name or f"ranks.sim.{args.model}.tau_{args.tau:g}"
     simulated = partial(run, args.model, max_running=args.max_running, tau=args.tau, seed=args.seed)
     capacity_s = len(whole) / simulated(whole, own=SETTINGS["fcfs"]).seconds
     print(f"{args.model}: {capacity_s:.1f} requests/s if all {len(whole)} come at once", flush=True)
@@ -206,13 +207,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  {level:4.0%} {policy:8}", *(f"{name} {value:.4g}" for name, value in values.items()), flush=True)
         for name, higher in (("latency", False), ("wait_p99", False), ("throughput", True)):
             ratio = found["shortest"][name] / found["fcfs"][name]
-            title = f"ranks.sim.{args.model}.tau_{args.tau:g}.{level:.0%}".rstrip("%")
-            figures.append(Figure(f"{title}.{name}_vs_fcfs", ratio, "ratio", higher))
+            figures.append(Figure(f"{title}.{level:.0%}".rstrip("%") + f".{name}_vs_fcfs", ratio, "ratio", higher))
     for figure in figures:
         print(f"{figure.name:52} {figure.value:.3f}")
     about = {"capacity_s": capacity_s, "levels": raw, "trace": args.trace.name, "requests": len(whole)}
-    name = args.name or f"ranks.sim.{args.model}.tau_{args.tau:g}"
-    print(f"written: {write(name, figures, about, folder=args.out)}")
+    print(f"written: {write(title, figures, about, folder=args.out)}")
     return 0
 
 

@@ -177,17 +177,29 @@ def test_the_least_work_goes_first_among_equal_waits(drive):
     assert order_of(d) == ["short", "equal", "prompt", "long", "first"]
 
 
-@pytest.mark.parametrize(("later_s", "order"), [(150.0, ["short", "long"]), (170.0, ["long", "short"])])
+@pytest.mark.parametrize(("later_s", "order"), [(10.0, ["short", "long"]), (150.0, ["long", "short"])])
 def test_who_has_waited_long_for_his_work_goes_first(drive, later_s, order):
-    """Three times the work takes nine times the wait, and all count as having waited 20 seconds more."""
+    """All count as having waited as much longer as the longest wait is, and 20 seconds at least: 30 s to 20 s is less
+    than 13 to 10 squared, and 300 s to 150 s is more."""
     d = drive(max_running=1, starvation_s=1000.0)
     d.add("runs", prompt(6), sampling=known(20))
     d.step()
-    d.add("long", prompt(6, seed=1), sampling=known(30))
+    d.add("long", prompt(6, seed=1), sampling=known(13))
     d.now_s = later_s
     d.add("short", prompt(6, seed=2), sampling=known(10))
     d.now_s = later_s + 0.01
     assert order_of(d) == ["runs", *order]
+
+
+def test_much_less_work_goes_first_however_long_others_wait(drive):
+    """Before they starve: twice as long a wait is worth no more than 1.41 times the work."""
+    d = drive(max_running=1, starvation_s=100_000.0)
+    d.add("runs", prompt(6), sampling=known(20))
+    d.step()
+    d.add("long", prompt(6, seed=1), sampling=known(15))
+    d.now_s = 90_000.0
+    d.add("short", prompt(6, seed=2), sampling=known(10))
+    assert order_of(d) == ["runs", "short", "long"]
 
 
 @pytest.mark.parametrize(("waited_s", "order"), [(34.0, ["short", "long"]), (36.0, ["long", "short"])])
