@@ -8,19 +8,20 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.choice import Routing, choose
+from kernels.experts.choice import Routing, choose, with_always
 from kernels.pdl import launch_dependents, wait_for_previous
 
 
 def route(
-    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None, always: int = 0, gated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.experts.routing.route` for contiguous logits. Experts in groups are chosen by PyTorch's operators."""
     if routing.groups > 1:
-        return choose(logits, routing, bias)
-    n, experts = logits.shape
-    chosen = torch.empty(n, routing.top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(n, routing.top_k, dtype=torch.float32, device=logits.device)
+        return with_always(*choose(logits[:, : logits.shape[1] - gated], routing, bias), logits, always, gated)
+    n, columns = logits.shape
+    experts = columns - gated
+    chosen = torch.empty(n, routing.top_k + always, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(n, routing.top_k + always, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(experts)
     _route[(n,)](
         logits,
@@ -28,13 +29,16 @@ def route(
         chosen,
         weights,
         experts,
+        columns,
         routing.scale,
         routing.least_sum,
         routing.scores == "sigmoid",
         bias is not None,
         routing.is_normalised,
         routing.top_k,
-        triton.next_power_of_2(routing.top_k),
+        always,
+        gated,
+        triton.next_power_of_2(routing.top_k + always),
         block,
         num_warps=1 if block <= 128 else 4,
         **pdl.OPTIONS,
@@ -49,12 +53,15 @@ def _route(
     chosen,
     weights,
     experts,
+    columns,
     scale,
     least_sum,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     NORMALISED: tl.constexpr,
     TOP_K: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    GATED: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -63,7 +70,7 @@ def _route(
     at = tl.arange(0, BLOCK)
     inside = at < experts
     wait_for_previous()
-    logit = tl.load(logits + token * experts + at, mask=inside, other=float("-inf"))
+    logit = tl.load(logits + token * columns + at, mask=inside, other=float("-inf"))
     if SIGMOID:
         score = tl.sigmoid(logit)
     else:
@@ -83,5 +90,12 @@ def _route(
         rank = tl.where(at == best, float("-inf"), rank)
     if NORMALISED:
         weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
-    tl.store(chosen + token * TOP_K + slot, own, mask=slot < TOP_K)
-    tl.store(weights + token * TOP_K + slot, weight * scale, mask=slot < TOP_K)
+    weight *= scale
+    if ALWAYS > 0:
+        share = 1.0
+        if GATED:
+            share = tl.sigmoid(tl.load(logits + token * columns + experts))
+        own = tl.where(slot < TOP_K, own, experts + slot - TOP_K)
+        weight = tl.where(slot < TOP_K, weight, share)
+    tl.store(chosen + token * (TOP_K + ALWAYS) + slot, own, mask=slot < TOP_K + ALWAYS)
+    tl.store(weights + token * (TOP_K + ALWAYS) + slot, weight, mask=slot < TOP_K + ALWAYS)
