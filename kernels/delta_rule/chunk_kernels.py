@@ -22,7 +22,7 @@ from kernels.delta_rule.decode_kernels import log_decay_and_beta
 from kernels.delta_rule.states import StateShape, TokenGates
 from kernels.pdl import launch_dependents, wait_for_previous
 
-_CHANNELS = 64  # channels that one program of `_convolve` mixes
+_CHANNELS, _TOKENS = 256, 8  # channels, and tokens of a block at a time, that one program of `_convolve` mixes
 _KEPT_CHANNELS = 256  # channels that one program of `_keep_inputs` moves
 _VALUES = 32  # value rows that one program of `_scan` updates
 _LEAST_LENGTH = tl.constexpr(1e-6)  # as in `chunked.py`
@@ -53,7 +53,7 @@ def convolve(
     inputs: `[rows, channels, width - 1]`.
     """
     channels, width = weight.shape
-    _convolve[(len(blocks.blocks), triton.cdiv(channels, _CHANNELS))](
+    _convolve[(len(blocks.blocks), triton.cdiv(channels, _CHANNELS), triton.cdiv(BLOCK, _TOKENS))](
         x,
         weight,
         inputs,
@@ -62,7 +62,7 @@ def convolve(
         x.stride(0),
         channels,
         width,
-        BLOCK,
+        _TOKENS,
         _CHANNELS,
         num_warps=4,
         **pdl.OPTIONS,
@@ -159,7 +159,7 @@ def _convolve(
     block = blocks + tl.program_id(0) * 5
     first, count = tl.load(block), tl.load(block + 1)
     before, row = tl.load(block + 2), tl.load(block + 3)
-    at = tl.arange(0, TOKENS)
+    at = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     mask = (at < count)[:, None] & inside[None, :]

@@ -40,10 +40,19 @@ def route(
         gated,
         triton.next_power_of_2(routing.top_k + always),
         block,
-        num_warps=1 if block <= 128 else 4,
+        num_warps=1 if block <= 512 else 4,
         **pdl.OPTIONS,
     )
     return chosen, weights
+
+
+@triton.jit
+def _score(logit, largest, divisor, SIGMOID: tl.constexpr):
+    if SIGMOID:
+        score = tl.sigmoid(logit)
+    else:
+        score = tl.exp(logit - largest) / divisor
+    return score
 
 
 @triton.jit
@@ -70,24 +79,27 @@ def _route(
     at = tl.arange(0, BLOCK)
     inside = at < experts
     wait_for_previous()
-    logit = tl.load(logits + token * columns + at, mask=inside, other=float("-inf"))
-    if SIGMOID:
-        score = tl.sigmoid(logit)
-    else:
-        score = tl.exp(logit - tl.max(logit, 0))
-        score = score / tl.sum(score, 0)
-    rank = score
+    own_logits = logits + token * columns
+    logit = tl.load(own_logits + at, mask=inside, other=float("-inf"))
+    largest = tl.max(logit, 0)
+    divisor = tl.sum(tl.exp(logit - largest), 0)
+    rank = _score(logit, largest, divisor, SIGMOID)
     if BIAS:
         rank += tl.load(bias + at, mask=inside, other=0.0)
-    rank = tl.where(inside, rank, float("-inf"))
+    # Ranks as integers of the same order, each with its expert in the lower half: one reduction finds the best expert,
+    # of equal ones the first. Looking for value and place apart took twice as long.
+    bits = tl.where(inside, rank, float("-inf")).to(tl.int32, bitcast=True)
+    bits = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+    key = (bits.to(tl.int64) << 32) | (BLOCK - 1 - at).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     own = tl.zeros([SLOTS], dtype=tl.int32)
-    weight = tl.zeros([SLOTS], dtype=tl.float32)
     for place in tl.static_range(TOP_K):
-        best = tl.argmax(rank, 0)
-        own = tl.where(slot == place, best, own)
-        weight = tl.where(slot == place, tl.sum(tl.where(at == best, score, 0.0), 0), weight)
-        rank = tl.where(at == best, float("-inf"), rank)
+        best = tl.max(key, 0)
+        own = tl.where(slot == place, BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32), own)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+    is_chosen = slot < TOP_K
+    weight = _score(tl.load(own_logits + own, mask=is_chosen, other=float("-inf")), largest, divisor, SIGMOID)
+    weight = tl.where(is_chosen, weight, 0.0)
     if NORMALISED:
         weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
     weight *= scale

@@ -133,13 +133,13 @@ def with_shared(
     gate_up: torch.Tensor | Fp8Weight, down: torch.Tensor | Fp8Weight, shared: SharedExperts, router: Linear
 ) -> WithShared | None:
     """The weights of the experts, `[experts, 2 * size, hidden_size]` and `[experts, hidden_size, size]`, followed by
-    those of the shared experts, cut into experts of the same size. None on a CPU, and where a rank has a part of the
-    experts, or dtypes or sizes differ.
+    those of the shared experts, cut into experts of the same size. None where a rank has a part of the experts, or
+    dtypes or sizes differ.
 
     With them no step has products of the shared experts alone: five kernels less for each layer.
     """
     first, last = shared.gate_up, shared.down
-    if not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor) and gate_up.is_cuda):
+    if not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
         return None
     if not (isinstance(first, Linear) and isinstance(last, Linear) and first.bias is None and last.bias is None):
         return None
