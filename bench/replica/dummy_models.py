@@ -123,6 +123,19 @@ _GEMMA3 = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+_QWEN3_NEXT = _QWEN3_MOE | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 262144,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
 _SMALL = _LLAMA | {"vocab_size": 10240, "bos_token_id": 10238, "eos_token_id": 10239}
 
 
@@ -164,6 +177,21 @@ SHAPES: dict[str, Shape] = {
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
+    ),
+    # A third of the 48 layers, which one GPU holds next to states and pages.
+    "qwen3-next-cut": _shape(
+        "qwen3_next_cut",
+        _QWEN3_NEXT,
+        16,
+        2048,
+        5120,
+        16,
+        2,
+        head_dim=256,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
     "deepseek-v2-lite": _shape(
         "deepseek_v2_lite",

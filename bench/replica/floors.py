@@ -3,23 +3,41 @@
     python -m bench.replica.floors --model gpt-oss-20b
 
 A step reads the weights of its layers once, of experts those that some token is likely to use, and the keys and values
-that its tokens see; meanwhile it multiplies. It takes the longer of both times. Nothing else takes time, and prompts
-are only multiplied. Weights have two bytes each.
+that its tokens see, and it reads and writes the recurrent states of its sequences; meanwhile it multiplies. It takes
+the longer of both times. Nothing else takes time, and prompts are only multiplied. Weights have two bytes each.
+
+`mini` has 1,023 steps after the prompts, because the longest output has as many tokens, and 131 sequences a step on
+average. A mixture of experts reads nearly all of them long before the batch is full: of 128 with 8 a token, 64
+sequences use 98% and 16 use 64%. So for Qwen3-30B-A3B at 3.6 TB/s the last third of the steps takes 5.0 s of 20.3 for
+10% of the tokens, and a floor that counts a full batch in every step (10,000 tokens/s) cannot be reached:
+
+| steps | sequences a step | s | of it keys and values |
+| --- | --- | --- | --- |
+| prompts | | 1.24 | |
+| 1 to 100 | 256 | 2.04 | 0.36 |
+| 101 to 399 | 202 | 6.15 | 1.13 |
+| 400 to 699 | 114 | 5.91 | 0.88 |
+| 700 to 1,023 | 42 | 4.99 | 0.45 |
+
+Prompts that overlap decodes without any cost would save 1.24 s of 20.3. `--bytes-per-s` takes the rate of a copy as
+measured on the machine in place of the rate at which products read weights.
 """
 
 import argparse
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from bench.replica import dummy_models
 from bench.replica.offline_workloads import JOBS, Job
 from pipeline.roofline import DEVICES, DeviceSpec
 from shoal.help import Parser
+from worker.executor import kv_cache, state_cache
 from worker.models.config import DecoderConfig, decoder_config, read_config
 from worker.models.parameters import parameter_shapes
 
@@ -47,6 +65,11 @@ class Floor:
             seconds += self._step_s(lengths[outputs > step] + step)
         return int(outputs.sum()) / seconds
 
+    def input_tok_s(self, job: Job) -> float:
+        """Most input tokens a second of a job with one output token for each prompt."""
+        lengths = np.array([len(prompt) for prompt in job[0]])
+        return int(lengths.sum()) / self._prompts_s(lengths)
+
     def _step_s(self, contexts: np.ndarray) -> float:
         """Seconds of a step that adds a token to each of these contexts."""
         tokens = len(contexts)
@@ -54,19 +77,29 @@ class Floor:
         memory_s = _BYTES * elements / self.device.bytes_per_s
         arithmetic_s = 2 * tokens * (self._layers(self._chosen()) + self._head()) / self.device.sustained_flops
         config = self.config
-        seen = sum(int(np.minimum(contexts, window or contexts).sum()) for window in config.windows)
-        keys_s = seen * 2 * config.num_kv_heads * config.head_dim * _BYTES / self.device.attention_bytes_per_s
-        return max(memory_s, arithmetic_s) + keys_s
+        seen = sum(int(np.minimum(contexts, window or contexts).sum()) for window in self._windows())
+        keys_s = seen * self._token_bytes() / self.device.attention_bytes_per_s
+        states_s = 2 * tokens * state_cache.row_bytes(config, torch.bfloat16) / self.device.bytes_per_s
+        return max(memory_s, arithmetic_s) + keys_s + states_s
 
     def _prompts_s(self, lengths: np.ndarray) -> float:
         """Seconds of the products and the attention of prompts."""
         config = self.config
         pairs = 0.0
-        for window in config.windows:
+        for window in self._windows():
             first = lengths if window is None else np.minimum(lengths, window)
             pairs += float((first * (first + 1) / 2 + (lengths - first) * first).sum())
-        attention_s = 4 * pairs * config.num_heads * config.head_dim / self.device.attention_flops
+        sizes = config.query_size + config.output_size
+        attention_s = 2 * pairs * config.num_heads * sizes / self.device.attention_flops
         return 2 * int(lengths.sum()) * self._layers(self._chosen()) / self.device.sustained_flops + attention_s
+
+    def _windows(self) -> list[int | None]:
+        """The window of each layer that has keys and values."""
+        return [self.config.windows[layer] for layer in self.config.attention_layers]
+
+    def _token_bytes(self) -> float:
+        """Bytes that a token has in the KV cache of a layer."""
+        return kv_cache.token_bytes(self.config, torch.bfloat16) / max(1, len(self.config.attention_layers))
 
     def _layers(self, experts: float) -> float:
         """Elements of the layers' weights, with that part of the experts."""
@@ -105,10 +138,14 @@ def main(argv: list[str] | None = None) -> int:
     p: argparse.ArgumentParser = Parser("python -m bench.replica.floors", __doc__)
     p.add_argument("--model", choices=sorted(dummy_models.SHAPES), default="llama-8b", help="default: %(default)s")
     p.add_argument("--device", choices=sorted(DEVICES), default="h200", help="default: %(default)s")
+    p.add_argument("--bytes-per-s", type=float, help="rate of reading weights and keys (default: the device's)")
     args = p.parse_args(argv)
     floor = of_shape(args.model, args.device)
+    if (rate := args.bytes_per_s) is not None:
+        floor = replace(floor, device=replace(floor.device, bytes_per_s=rate, attention_bytes_per_s=rate))
     print(f"mini {floor.output_tok_s(JOBS['mini'](1.0)):,.0f} output tokens/s")
     print(f"bs1 {floor.decode_tok_s(JOBS['bs1'](1.0)):,.0f} tokens/s")
+    print(f"prefill {floor.input_tok_s(JOBS['prefill'](1.0)):,.0f} input tokens/s")
     return 0
 
 

@@ -11,9 +11,13 @@ Both lie in rows: one for each sequence, and further ones for copies of states t
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+
+from kernels.host_device import to_device
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,37 @@ class StateBatch:
     | `lengths` | `[num_chunks]` | tokens of each chunk |
     | `copies` | `[num_copies, 3]` | index of a chunk, number of its tokens, row: the states after these tokens are copied to the row; with 0 tokens, the chunk begins with the row's states |
 
-    Rows to begin with are read before any row is written. Copies of one chunk are in the order of their tokens.
+    Rows to begin with are read before any row is written. Copies of one chunk are in the order of their tokens. A chunk
+    of one token has at most one after it.
     """  # noqa: E501
 
     rows: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
     copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
+
+
+class TokenGates(NamedTuple):
+    """What the decays and strengths of all tokens come from.
+
+    `decay`, `strength`: outputs of the layer's input product, `[num_tokens, value_heads]`, tokens at any stride.
+    `decay_log`, `decay_bias`: the layer's parameters, `[value_heads]`.
+    """
+
+    decay: torch.Tensor
+    strength: torch.Tensor
+    decay_log: torch.Tensor
+    decay_bias: torch.Tensor
+
+    @property
+    def log_decay(self) -> torch.Tensor:
+        """Logarithms of the decays, float32 `[num_tokens, value_heads]`."""
+        return -self.decay_log.exp() * F.softplus(self.decay.float() + self.decay_bias)
+
+    @property
+    def beta(self) -> torch.Tensor:
+        """Strengths between 0 and 1, float32 `[num_tokens, value_heads]`."""
+        return self.strength.sigmoid().float()
 
 
 class DeltaRuleStates(ABC):
@@ -85,13 +113,25 @@ class DeltaRuleStates(ABC):
         stride. weight: `[channels, width]`. Returns `[num_tokens, channels]`, contiguous."""
 
     @abstractmethod
-    def attend(self, layer: int, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, mixed: torch.Tensor, gates: TokenGates) -> torch.Tensor:
         """Updates the recurrent states token by token, and reads them with the queries (`chunked.py` has the formula).
 
-        `mixed`: the result of `convolve`: queries and keys of all key heads, and values of all value heads.
-        `log_decay`, `beta`: float32 `[num_tokens, value_heads]`. Returns `[num_tokens, value_heads, value_dim]` in the
-        dtype of `mixed`.
+        `mixed`: the result of `convolve`: queries and keys of all key heads, and values of all value heads. Returns
+        `[num_tokens, value_heads, value_dim]` in the dtype of `mixed`.
         """
+
+    def begin(self, batch: StateBatch) -> None:
+        """Sets the rows with which chunks begin: zeros, or copies of other rows."""
+        loads = batch.copies[batch.copies[:, 1] == 0]
+        if len(loads):
+            loaded, sources = self._indices(batch.rows[loads[:, 0]]), self._indices(loads[:, 2])
+            self.recurrent[:, loaded] = self.recurrent[:, sources]
+            self.inputs[:, loaded] = self.inputs[:, sources]
+        rows = batch.rows[batch.starts == 0]
+        if len(rows):
+            begun = self._indices(rows)
+            self.recurrent.index_fill_(1, begun, 0.0)
+            self.inputs.index_fill_(1, begun, 0.0)
 
     def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys, `[num_tokens, key_heads, key_dim]`, and values, `[num_tokens, value_heads, value_dim]`, of
@@ -101,3 +141,7 @@ class DeltaRuleStates(ABC):
         q, k, v = mixed.split((size, size, shape.value_heads * shape.value_dim), dim=1)
         heads = (shape.key_heads, shape.key_dim)
         return q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, (shape.value_heads, shape.value_dim))
+
+    def _indices(self, rows: np.ndarray) -> torch.Tensor:
+        """int64 on the device."""
+        return to_device(np.ascontiguousarray(rows, dtype=np.int64), self.device)

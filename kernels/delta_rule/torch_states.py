@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.delta_rule.chunked import delta_rule_blocks, delta_rule_step, unit_heads
-from kernels.delta_rule.states import DeltaRuleStates, StateBatch
-from kernels.host_device import to_device
+from kernels.delta_rule.states import DeltaRuleStates, StateBatch, TokenGates
 
 
 class _Long(NamedTuple):
@@ -30,17 +29,17 @@ class TorchStates(DeltaRuleStates):
         is_single = batch.lengths == 1
         single = is_single.nonzero()[0]
         self._num_singles = len(single)
-        self._single_tokens, self._single_rows = self._tensor(firsts[single]), self._tensor(batch.rows[single])
+        self._single_tokens, self._single_rows = self._indices(firsts[single]), self._indices(batch.rows[single])
         # Rows next to each other are updated where they are.
         rows = batch.rows[single]
         is_range = len(rows) > 0 and bool((np.diff(rows) == 1).all())
         self._single_range = slice(int(rows[0]), int(rows[-1]) + 1) if is_range else None
-        loads, saves = batch.copies[batch.copies[:, 1] == 0], batch.copies[batch.copies[:, 1] > 0]
+        saves = batch.copies[batch.copies[:, 1] > 0]
         copied = saves[is_single[saves[:, 0]]]
         # Of chunks of one token, which of them are copied, and the rows to copy to.
         self._copied: tuple[torch.Tensor, torch.Tensor] | None = None
         if len(copied):
-            self._copied = self._tensor(np.searchsorted(single, copied[:, 0])), self._tensor(copied[:, 2])
+            self._copied = self._indices(np.searchsorted(single, copied[:, 0])), self._indices(copied[:, 2])
         self._long = [
             _Long(
                 int(batch.rows[i]),
@@ -50,15 +49,7 @@ class TorchStates(DeltaRuleStates):
             )
             for i in (~is_single).nonzero()[0].tolist()
         ]
-        if len(loads):
-            loaded, sources = self._tensor(batch.rows[loads[:, 0]]), self._tensor(loads[:, 2])
-            self.recurrent[:, loaded] = self.recurrent[:, sources]
-            self.inputs[:, loaded] = self.inputs[:, sources]
-        begin = batch.rows[batch.starts == 0]
-        if len(begin):
-            begun = self._tensor(begin)
-            self.recurrent.index_fill_(1, begun, 0.0)
-            self.inputs.index_fill_(1, begun, 0.0)
+        self.begin(batch)
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -79,8 +70,9 @@ class TorchStates(DeltaRuleStates):
             out[chunk.first : chunk.last] = F.silu(mixed).t()
         return out
 
-    def attend(self, layer: int, mixed: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, mixed: torch.Tensor, gates: TokenGates) -> torch.Tensor:
         q, k, v = self.split(mixed)
+        log_decay, beta = gates.log_decay, gates.beta
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         q, k = unit_heads(q, k, self.shape.value_heads)
         v = v.float()

@@ -52,3 +52,16 @@ def choose(
     if routing.is_normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp_(min=routing.least_sum)
     return chosen.int(), weights * routing.scale
+
+
+def with_always(
+    chosen: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor, always: int, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choice with the `always` experts that every token has, as `kernels.experts.routing.route` says."""
+    if not always:
+        return chosen, weights
+    experts = logits.shape[1] - gated
+    numbers = torch.arange(experts, experts + always, dtype=torch.int32, device=chosen.device)
+    share = logits[:, experts:].sigmoid() if gated else torch.ones_like(logits[:, :1])
+    n = len(logits)
+    return torch.cat((chosen, numbers.expand(n, -1)), 1), torch.cat((weights, share.expand(n, always)), 1)

@@ -25,14 +25,26 @@ def experts(
     shares: torch.Tensor,
     tiles: ExpertTiles,
     out: torch.Tensor | None = None,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.experts.grouped.experts` for few tokens. A tile's `columns` are outputs of a program, its `depth` the
-    columns of the weight that it reads at a time."""
-    inner = gate_up(weights, x, chosen, tiles)
-    return down(weights, inner, chosen, shares, tiles, out)
+    columns of the weight that it reads at a time. With `norm`, `[hidden]`, x is normalised first; `residual`, `[n,
+    hidden]`, is added to the sum."""
+    inner = gate_up(weights, x, chosen, tiles, norm, eps)
+    return down(weights, inner, chosen, shares, tiles, out, residual)
 
 
-def gate_up(weights: ExpertWeights, x: torch.Tensor, chosen: torch.Tensor, tiles: ExpertTiles) -> torch.Tensor:
+def gate_up(
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    tiles: ExpertTiles,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
     """The activated intermediate states, `[n * top_k, size]`. Those of experts that are elsewhere are not set."""
     count, hidden, size = len(weights.gate_up), x.shape[1], weights.down.shape[2]
     tile = tiles.gate_up
@@ -44,12 +56,15 @@ def gate_up(weights: ExpertWeights, x: torch.Tensor, chosen: torch.Tensor, tiles
         weights.gate_up if weights.gate_up_bias is None else weights.gate_up_bias,
         scales,
         chosen,
+        x if norm is None else norm,
         inner,
         hidden,
         size,
         chosen.shape[1],
         weights.first,
         count,
+        eps,
+        norm is not None,
         weights.is_gelu,
         *weights.clamp,
         weights.gate_up_bias is not None,
@@ -69,8 +84,9 @@ def down(
     shares: torch.Tensor,
     tiles: ExpertTiles,
     out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of each token's experts, times their shares, `[n, hidden]`, in `out` if given."""
+    """The sum of each token's experts, times their shares, and of `residual`, `[n, hidden]`, in `out` if given."""
     (count, hidden, size), (n, top_k) = weights.down.shape, chosen.shape
     tile = tiles.down
     if out is None:
@@ -83,12 +99,14 @@ def down(
         scales,
         chosen,
         shares,
+        inner if residual is None else residual,
         out,
         hidden,
         size,
         weights.first,
         count,
         weights.down_bias is not None,
+        residual is not None,
         scale_columns,
         top_k,
         tile.columns,
@@ -106,12 +124,15 @@ def _gate_up_pair(
     bias,
     scales,
     chosen,
+    norm,
     inner,
     hidden,
     size,
     top_k,
     first,
     experts,
+    eps,
+    NORM: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -134,13 +155,18 @@ def _gate_up_pair(
     source = x + pair // top_k * hidden
     gate = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     up = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    squares = tl.zeros([BLOCK], dtype=tl.float32)
     for begin in range(0, hidden, BLOCK):
         place = begin + at
         inside = place < hidden
         mask = is_row[:, None] & inside[None, :]
         opened = tl.load(gates + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         lifted = tl.load(ups + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-        value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+        value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += value * value
+            value *= tl.load(norm + place, mask=inside, other=0.0).to(tl.float32)
+        value = value[None, :]
         opened, lifted = numbers(opened, tl.float32, SCALES), numbers(lifted, tl.float32, SCALES)
         if SCALES > 0:
             lines, group = row[:, None], place[None, :]
@@ -149,6 +175,10 @@ def _gate_up_pair(
         gate += opened * value
         up += lifted * value
     opened_sum, lifted_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if NORM:
+        scale = tl.math.rsqrt(tl.sum(squares) / hidden + eps)
+        opened_sum *= scale
+        lifted_sum *= scale
     if BIAS:
         own = bias + expert * 2 * size + row
         opened_sum += tl.load(own, mask=is_row, other=0.0).to(tl.float32)
@@ -165,12 +195,14 @@ def _down_token(
     scales,
     chosen,
     shares,
+    residual,
     out,
     hidden,
     size,
     first,
     experts,
     BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     SCALES: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -204,4 +236,7 @@ def _down_token(
                 own_expert = tl.where(is_here, expert, 0)
                 part *= scales_of(scales, own_expert, place[None, :], row[:, None], size, hidden, mask, SCALES)
             total += part * value[None, :]
-    tl.store(out + token * hidden + row, (tl.sum(total, 1) + biases).to(out.dtype.element_ty), mask=is_row)
+    result = tl.sum(total, 1) + biases
+    if RESIDUAL:
+        result += tl.load(residual + token * hidden + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + row, result.to(out.dtype.element_ty), mask=is_row)

@@ -2,13 +2,16 @@
 
 import torch
 
-from kernels.experts.choice import Routing, choose
+from kernels.experts.choice import Routing, choose, with_always
 
 
 def route(
-    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None, always: int = 0, gated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the experts of each token, int32 `[n, top_k]`, and their weights, float32 `[n, top_k]`, in any order.
+
+    After them come the `always` experts that every token has, numbered after the others: `[n, top_k + always]` then.
+    Their weight is 1, or, if `gated`, the sigmoid of a further logit.
 
     logits: float32 `[n, experts]`. bias: float32 `[experts]`, added to scores for the choice of experts, and not for
     their weights (https://arxiv.org/abs/2408.15664). A group's score is the sum of its two largest scores
@@ -17,5 +20,5 @@ def route(
     if logits.is_cuda:
         from kernels.experts import routing_kernel
 
-        return routing_kernel.route(logits, routing, bias)
-    return choose(logits, routing, bias)
+        return routing_kernel.route(logits, routing, bias, always, gated)
+    return with_always(*choose(logits[:, : logits.shape[1] - gated], routing, bias), logits, always, gated)

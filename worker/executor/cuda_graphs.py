@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kernels.attention.interface import AttentionBatch, GraphAttention, SharedPrefixes, token_positions
+from kernels.delta_rule.states import NO_COPIES, DeltaRuleStates, StateBatch
 from kernels.host_device import GraphInputs
 from pipeline.padding import decode_sizes, token_sizes
 from worker.models.decoder import Decoder
@@ -28,7 +29,7 @@ class GraphKind(Enum):
     - `DECODE`: one token per sequence, with logits of each.
     - `DECODE_SHARED_PREFIX`: the same, with attention that reads a shared prefix once. Exists only if the attention
       backend has plain graphs as well (`has_plain_graphs`); otherwise `DECODE` reads shared prefixes once.
-    - `MIXED`: chunks of any length, with logits of some tokens.
+    - `MIXED`: chunks of any length, with logits of some tokens. Models with recurrent states have none.
     """
 
     DECODE = auto()
@@ -64,6 +65,7 @@ class CudaGraphRunner:
         logits: torch.Tensor,
         max_tokens: int,
         begin: Callable[[], torch.Tensor | None],
+        states: DeltaRuleStates | None = None,
     ) -> None:
         """Allocate the shared tensors. `capture` makes the graphs.
 
@@ -73,7 +75,9 @@ class CudaGraphRunner:
         - `max_tokens`: most tokens of a mixed step.
         - `begin`: called when all other input of a step is on its way to the device. Returns the hidden states from the
           previous stage, `[n, hidden_size]`, or None on the first stage.
+        - `states`: the recurrent states, on the device; those of padding are in the row after all slots.
         """
+        self._states = states
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
         self._logits, self._begin = logits, begin
         self._greedy_tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
@@ -83,10 +87,14 @@ class CudaGraphRunner:
         # Hidden states of every token: first the previous stage's output, then this stage's own. For one stage, none.
         num_hidden = 0 if config.is_first and config.is_last else max_size
         self._hidden = logits.new_zeros(num_hidden, config.hidden_size, dtype=decoder.dtype)
-        names = ("logit_indices", "logit_slots", "token_ids", "positions", "slots")
+        names = ["logit_indices", "logit_slots", "token_ids", "positions", "slots"]
+        if states is not None:
+            names.insert(0, "copies")
         self._inputs = GraphInputs(logits.device, dict.fromkeys(names, (torch.int64, max_size)))
         decodes = np.array(decode_sizes(len(logits)))
-        self._sizes = {GraphKind.DECODE: decodes, GraphKind.MIXED: np.array(token_sizes(max_tokens))}
+        self._numbers = torch.arange(max_size, device=logits.device)
+        mixed = token_sizes(max_tokens) if states is None else []
+        self._sizes = {GraphKind.DECODE: decodes, GraphKind.MIXED: np.array(mixed, dtype=np.int64)}
         if attention.has_plain_graphs:
             self._sizes[GraphKind.DECODE_SHARED_PREFIX] = decodes[decodes > 1]
         # By kind, tokens and number of logits, see `shapes`.
@@ -134,7 +142,8 @@ class CudaGraphRunner:
 
     def fits(self, batch: AttentionBatch, num_logits: int) -> bool:
         """Whether a graph exists for a mixed step with `num_logits` logits, and is the fastest way to run it."""
-        fits = batch.num_tokens <= self._sizes[GraphKind.MIXED][-1] and num_logits <= len(self._logits)
+        largest = max(self._sizes[GraphKind.MIXED], default=0)
+        fits = batch.num_tokens <= largest and num_logits <= len(self._logits)
         return fits and self._attention.fits_graph(batch)
 
     def run(
@@ -143,6 +152,7 @@ class CudaGraphRunner:
         token_ids: np.ndarray,
         logit_indices: np.ndarray | None = None,
         logit_slots: np.ndarray | None = None,
+        copies: np.ndarray = NO_COPIES,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a step, and write the argmax of its logits to `last_tokens` as well.
 
@@ -151,13 +161,14 @@ class CudaGraphRunner:
           logits of all tokens.
         - `logit_slots`: int64 `[m]`, the slots whose newest token the argmax of each of these logits becomes; -1 for
           none.
+        - `copies`: of recurrent states, as `kernels.delta_rule.states.StateBatch` has them.
 
         Returns logits, `[m, vocab_size]`, and their argmax, int64 `[m]` (see `kernels.ops.argmax`). On a stage before
         the last one, returns the hidden states of all tokens, `[n, hidden_size]`, and None. The next run overwrites the
         returned tensors.
         """
         kind = GraphKind.DECODE if logit_indices is None else GraphKind.MIXED
-        self._replay(kind, batch, token_ids, logit_indices, logit_slots)
+        self._replay(kind, batch, token_ids, logit_indices, logit_slots, copies)
         if not self._is_last:
             return self._hidden[: len(token_ids)], None
         num_logits = len(token_ids) if logit_indices is None else len(logit_indices)
@@ -170,13 +181,14 @@ class CudaGraphRunner:
         token_ids: np.ndarray,
         logit_indices: np.ndarray | None,
         logit_slots: np.ndarray | None,
+        copies: np.ndarray,
     ) -> None:
         sizes = self._sizes[kind]
         size = int(sizes[np.searchsorted(sizes, len(token_ids))])
         shared = self._attention.shared_prefixes(batch) if size > 1 else None
         if kind is GraphKind.DECODE and shared is not None and GraphKind.DECODE_SHARED_PREFIX in self._sizes:
             kind = GraphKind.DECODE_SHARED_PREFIX
-        self._fill(kind, batch, token_ids, size, shared, logit_indices, logit_slots)
+        self._fill(kind, batch, token_ids, size, shared, logit_indices, logit_slots, copies)
         if (received := self._begin()) is not None:
             self._hidden[: len(received)].copy_(received)
             self._hidden[len(received) : size].zero_()
@@ -197,6 +209,7 @@ class CudaGraphRunner:
         shared: SharedPrefixes | None,
         logit_indices: np.ndarray | None = None,
         logit_slots: np.ndarray | None = None,
+        copies: np.ndarray = NO_COPIES,
     ) -> None:
         if shared is None and not (kind is GraphKind.DECODE and self._attention.has_plain_graphs):
             # This kind of graph always reads shared prefixes once, even if there are none.
@@ -218,11 +231,31 @@ class CudaGraphRunner:
             {
                 "logit_indices": _NONE if logit_indices is None else logit_indices,
                 "logit_slots": greedy_slots,
+                "copies": self._begin_states(batch, size, copies),
                 "token_ids": token_ids,
                 "positions": positions,
                 "slots": slots,
             }
         )
+
+    def _begin_states(self, batch: AttentionBatch, size: int, copies: np.ndarray) -> np.ndarray:
+        """Sets the states with which sequences begin. Returns the row that gets a copy of each token's, -1 for none."""
+        if self._states is None:
+            return _NONE
+        from kernels.delta_rule.triton_states import copies_of_singles
+
+        own = StateBatch(batch.rows, batch.starts, batch.lengths, copies)
+        self._states.begin(own)
+        return np.append(copies_of_singles(own), np.full(size - len(batch.rows), -1))
+
+    def _plan_states(self, slots: torch.Tensor) -> None:
+        """Plans a step of decodes in these slots, with the copies that the inputs say."""
+        from kernels.delta_rule.triton_states import TritonStates
+
+        if self._states is not None:
+            assert isinstance(self._states, TritonStates), "graphs are for states on a GPU"
+            size = len(slots)
+            self._states.plan_decodes(self._numbers[:size], slots, self._inputs["copies"][:size])
 
     def _forward(self, kind: GraphKind, size: int, num_logits: int) -> None:
         # Imported only on a GPU: a machine without one needs no Triton.
@@ -233,14 +266,15 @@ class CudaGraphRunner:
         positions, hidden = buffers["positions"][:size], self._hidden[:size]
         is_first = self._decoder.config.is_first
         inputs = torch.where(token_ids < 0, self._last_tokens[slots], token_ids) if is_first else hidden
+        self._plan_states(slots)
         if not self._is_last:
-            out = self._decoder.forward(inputs, positions, self._attention)
+            out = self._decoder.forward(inputs, positions, self._attention, states=self._states)
             if out.data_ptr() != hidden.data_ptr():
                 hidden.copy_(out)
             return
         logit_indices = None
         if kind is GraphKind.MIXED:
             logit_indices, slots = buffers["logit_indices"][:num_logits], buffers["logit_slots"][:num_logits]
-        out = self._decoder.forward(inputs, positions, self._attention, logit_indices)
+        out = self._decoder.forward(inputs, positions, self._attention, logit_indices, self._states)
         logits = self._decoder.logits(out, self._logits[:num_logits])
         greedy_argmax_into(logits, self._greedy_tokens[:num_logits], slots, self._last_tokens)

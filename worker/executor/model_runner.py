@@ -105,9 +105,10 @@ class ModelRunner(Executor):
         self._tables = PageTable(self._max_running, pages_per_sequence, self.page_size)
         self._attention = self._allocate_kv_cache(self.num_pages, pages_per_sequence)
         self._states = self._allocate_states(self.num_checkpoints)
-        if isinstance(self._attention, GraphAttention) and not self.has_states:
+        if isinstance(self._attention, GraphAttention):
             self._graphs = self._capture_graphs(self._attention)
-            self._piecewise_graphs = self._capture_pieces(self._attention)
+            if not self.has_states:
+                self._piecewise_graphs = self._capture_pieces(self._attention)
         if self.device.type == "cuda":
             self._reserve(pages_per_sequence)
 
@@ -171,7 +172,7 @@ class ModelRunner(Executor):
         returns the hidden states for the next stage instead."""
         if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
             batch = AttentionBatch(self._tables.rows, plan.slots, plan.starts, plan.lengths)
-            return ForwardOutput(*self._graphs.run(batch, plan.token_ids))
+            return ForwardOutput(*self._graphs.run(batch, plan.token_ids, copies=self._copies(plan)))
         # Attention takes chunks of one token first. Logits keep the plan's order.
         order = np.argsort(plan.lengths > 1, kind="stable")
         batch = AttentionBatch(self._tables.rows, plan.slots[order], plan.starts[order], plan.lengths[order])
@@ -197,15 +198,16 @@ class ModelRunner(Executor):
             batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin, hidden_indices, self._states
         )
 
-    def _copies(self, plan: Plan, order: np.ndarray) -> np.ndarray:
-        """`StateBatch.copies` of a plan whose chunks are computed in the given order."""
+    def _copies(self, plan: Plan, order: np.ndarray | None = None) -> np.ndarray:
+        """`StateBatch.copies` of a plan whose chunks are computed in the given order, the plan's by default."""
         copies = plan.checkpoints.copy()
         if len(copies):
+            order = np.arange(len(plan)) if order is None else order
             place = np.empty(len(plan), dtype=np.int32)
             place[order] = np.arange(len(plan), dtype=np.int32)
             copies[:, 0] = place[plan.checkpoints[:, 0]]
             copies[:, 1] -= plan.starts[plan.checkpoints[:, 0]]
-            copies[:, 2] += self._max_running
+            copies[:, 2] += state_cache.first_checkpoint(self._max_running)
         return copies
 
     def _begin(self) -> torch.Tensor | None:
@@ -354,7 +356,7 @@ class ModelRunner(Executor):
             draft = DraftBytes.of(Path(config.draft_model), self.dtype, self.device, self._max_running)
         bytes_per_token = kv_cache.token_bytes(self.model_config, self.dtype) + draft.per_token
         fraction = config.kv_memory_fraction
-        rows = self._max_running + (config.state_checkpoints or 0)
+        rows = state_cache.first_checkpoint(self._max_running) + (config.state_checkpoints or 0)
         fixed = draft.fixed + rows * state_cache.row_bytes(self.model_config, self.dtype)
         if config.state_checkpoints is None:
             bytes_per_token += math.ceil(state_cache.checkpoint_bytes(self.model_config, whole, self.dtype))
@@ -393,7 +395,7 @@ class ModelRunner(Executor):
 
     def _allocate_states(self, checkpoints: int = 0) -> DeltaRuleStates | None:
         """Allocates the recurrent states of all slots, and rows for checkpoints; None for layers without any."""
-        return state_cache.allocate(self.model_config, self._max_running + checkpoints, self.device, self.dtype)
+        return state_cache.allocate(self.model_config, self._max_running, checkpoints, self.device, self.dtype)
 
     def _allocate_kv_cache(self, pages: int, pages_per_sequence: int) -> AttentionBackend:
         """Allocates the KV cache, and returns the attention over it."""
@@ -411,7 +413,7 @@ class ModelRunner(Executor):
     def _capture_graphs(self, attention: GraphAttention) -> CudaGraphRunner:
         """Captures the CUDA graphs of short steps."""
         shared = self.decoder, attention, self.last_tokens, self._logits
-        graphs = CudaGraphRunner(*shared, self._max_graph_tokens, self._begin)
+        graphs = CudaGraphRunner(*shared, self._max_graph_tokens, self._begin, self._states)
         with torch.inference_mode():
             graphs.capture(self._tables.rows, _show_capture)
         return graphs

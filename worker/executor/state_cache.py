@@ -1,5 +1,6 @@
-"""Memory of the states of gated delta nets. Row s is the state of the running sequence in slot s. The rows after those
-of the slots are checkpoints: copies of states that later sequences go on from."""
+"""Memory of the states of gated delta nets. Row s is the state of the running sequence in slot s. The row after those of
+the slots is for padding of a batch to a CUDA graph's size. The rows after it are checkpoints: copies of states that later
+sequences go on from."""
 
 import torch
 
@@ -37,14 +38,28 @@ def checkpoint_bytes(config: DecoderConfig, whole: DecoderConfig, dtype: torch.d
     return share * row_bytes(config, dtype) / row if row else 0.0
 
 
-def allocate(config: DecoderConfig, rows: int, device: torch.device, dtype: torch.dtype) -> DeltaRuleStates | None:
-    """Allocates `rows` rows; None for layers without gated delta nets. On a CPU, a row takes memory only once it is
-    written."""
+def first_checkpoint(slots: int) -> int:
+    """Returns the row of the first checkpoint, with that many slots."""
+    return slots + 1
+
+
+def allocate(
+    config: DecoderConfig, slots: int, checkpoints: int, device: torch.device, dtype: torch.dtype
+) -> DeltaRuleStates | None:
+    """Allocates the rows of slots, of padding and of checkpoints; None for layers without gated delta nets. On a CPU, a
+    row takes memory only once it is written."""
     net = config.delta_net
     if net is None or not net.num_layers:
         return None
     states, layers = net.states, net.num_layers
     heads = (states.value_heads, states.value_dim, states.key_dim)
+    rows = first_checkpoint(slots) + checkpoints
     recurrent = torch.empty(layers, rows, *heads, dtype=torch.float32, device=device)
     inputs = torch.empty(layers, rows, states.channels, states.width - 1, dtype=dtype, device=device)
-    return TorchStates(recurrent, inputs, states)
+    if device.type != "cuda":
+        return TorchStates(recurrent, inputs, states)
+    from kernels.delta_rule.triton_states import TritonStates
+
+    recurrent[:, slots].zero_()  # padding has numbers, whatever it does to them
+    inputs[:, slots].zero_()
+    return TritonStates(recurrent, inputs, states)

@@ -156,7 +156,7 @@ class Decoder:
         if mlps and self.is_on_gpu:
             from kernels.experts import autotune as tiles
 
-            tiles.autotune([mlp.experts for mlp in mlps], mlps[0].routing.top_k, max_tokens, folder)
+            tiles.autotune([mlp.experts for mlp in mlps], mlps[0].experts_of_token, max_tokens, folder)
 
     @torch.inference_mode()
     def warm_up(self, max_logits: int) -> None:

@@ -1,16 +1,19 @@
 """Experts in place of a layer's MLP (https://arxiv.org/abs/1701.06538): a router chooses a few for each token."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
 from kernels.experts.routing import route
+from kernels.experts.tiles import EACH_PAIR
 from kernels.linear.any_linear import AnyLinear
+from kernels.linear.fp8_linear import Fp8Weight
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU
-from worker.models.residual_stream import Activation, ResidualStream
+from worker.models.residual_stream import Activation, OneTokenStream, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ class ExpertMLP:
     """Experts of a layer, with their router. Parameters are named as in `parameter_shapes`.
 
     All ranks route all tokens, by the same numbers, and each computes its part of the experts.
+
+    On a GPU, shared experts may be the last `always` of `experts`, which every token has (`with_shared`). If
+    `is_always_gated`, the last row of `router` is their gate.
     """
 
     norm: torch.Tensor | None
@@ -71,13 +77,77 @@ class ExpertMLP:
     choice_bias: torch.Tensor | None = None
     shared: SharedExperts | None = None
     out_norm: torch.Tensor | None = None
+    always: int = 0
+    is_always_gated: bool = False
+
+    @property
+    def experts_of_token(self) -> int:
+        """Experts that compute for a token."""
+        return self.routing.top_k + self.always
 
     def forward(self, x: ResidualStream) -> None:
         """Adds the output of the experts."""
-        x.add_product(self.product, x.normalised(self.norm), self.out_norm)
+        if isinstance(x, OneTokenStream) and self._is_fused_for_one:
+            x.add_fused(self._product_of_one)
+        else:
+            x.add_product(self.product, x.normalised(self.norm), self.out_norm)
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Output of this rank's part of the experts, `[n, hidden_size]`, in `out` if given. x: `[n, hidden_size]`."""
-        chosen, weights = route(self.router.in_float32(x), self.routing, self.choice_bias)
+        chosen, weights = self._route(self.router.in_float32(x))
         total = self.experts(x, chosen, weights, out)
         return total if self.shared is None else total.add_(self.shared(x))
+
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, self.routing, self.choice_bias, self.always, self.is_always_gated)
+
+    @property
+    def _is_fused_for_one(self) -> bool:
+        """Whether norm and residual of a single token are part of the experts' kernels."""
+        return self.shared is None and self.experts.tiles(1, self.experts_of_token).rows == EACH_PAIR
+
+    def _product_of_one(
+        self, x: torch.Tensor, eps: float, residual: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`product` of the normalised x, `[1, hidden_size]`, and `residual` if given."""
+        from kernels.experts import few_tokens
+        from kernels.linear.gemv import gemv
+
+        logits = x.new_empty(1, len(self.router.weight), dtype=torch.float32)
+        gemv(x, self.router.weight, self.router.bias, norm=self.norm, eps=eps, out=logits)
+        chosen, shares = self._route(logits)
+        tiles = self.experts.tiles(1, self.experts_of_token)
+        own = self.experts.weights
+        return few_tokens.experts(own, x, chosen, shares, tiles, out, norm=self.norm, eps=eps, residual=residual)
+
+
+class WithShared(NamedTuple):
+    """Weights of experts that are followed by the shared ones, and the router with their gate, if they have one."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    router: Linear
+
+
+def with_shared(
+    gate_up: torch.Tensor | Fp8Weight, down: torch.Tensor | Fp8Weight, shared: SharedExperts, router: Linear
+) -> WithShared | None:
+    """The weights of the experts, `[experts, 2 * size, hidden_size]` and `[experts, hidden_size, size]`, followed by
+    those of the shared experts, cut into experts of the same size. None where a rank has a part of the experts, or
+    dtypes or sizes differ.
+
+    With them no step has products of the shared experts alone: five kernels less for each layer.
+    """
+    first, last = shared.gate_up, shared.down
+    if not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
+        return None
+    if not (isinstance(first, Linear) and isinstance(last, Linear) and first.bias is None and last.bias is None):
+        return None
+    size, dtypes = down.shape[2], {gate_up.dtype, down.dtype, first.weight.dtype, last.weight.dtype}
+    if last.weight.shape[1] % size or len(dtypes) > 1 or len(router.weight) != len(gate_up):
+        return None
+    own = first.weight.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(1, 2)
+    ends = last.weight.unflatten(1, (-1, size)).transpose(0, 1)
+    if shared.gate is not None:
+        router = Linear(torch.cat((router.weight, shared.gate.to(router.weight.dtype))), router.bias)
+    return WithShared(torch.cat((gate_up, own)), torch.cat((down, ends)), router)

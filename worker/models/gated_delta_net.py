@@ -4,11 +4,10 @@ of a sequence is a state of fixed size."""
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from kernels.delta_rule.states import StateShape
+from kernels.delta_rule.gated_norm import gated_rms_norm
+from kernels.delta_rule.states import StateShape, TokenGates
 from kernels.linear.any_linear import AnyLinear
-from kernels.ops.norm import rms_norm
 from worker.models.forward_context import ForwardContext
 from worker.models.residual_stream import ResidualStream
 
@@ -96,14 +95,9 @@ class GatedDeltaNet:
         assert states is not None, "a model with gated delta nets is run with its states"
         qkv, gate, strength, decay = projected.split(self.config.projected_sizes, dim=1)
         mixed = states.convolve(self.index, qkv, self.conv)
-        log_decay = -self.decay_log.exp() * F.softplus(decay.float() + self.decay_bias)
-        attended = states.attend(self.index, mixed, log_decay, strength.sigmoid().float())
-        gates = F.silu(gate.float()).view(attended.shape)
-        return (self._normalised(attended) * gates).to(attended.dtype).flatten(1)
+        attended = states.attend(self.index, mixed, TokenGates(decay, strength, self.decay_log, self.decay_bias))
+        return gated_rms_norm(attended, gate, self.head_scale, self.eps).flatten(1)
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
         """Adds the output product of `forward`'s result."""
         x.add(self.out, attended)
-
-    def _normalised(self, attended: torch.Tensor) -> torch.Tensor:
-        return rms_norm(attended.flatten(0, 1), self.head_scale, self.eps).view(attended.shape)

@@ -18,7 +18,7 @@ from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
-from worker.models.experts import ExpertMLP, ExpertsConfig, SharedExperts
+from worker.models.experts import ExpertMLP, ExpertsConfig, SharedExperts, with_shared
 from worker.models.forward_context import ForwardContext
 from worker.models.gated_delta_net import GatedDeltaNet
 from worker.models.latent_attention import LatentAttention
@@ -243,12 +243,19 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
     biases = None
     if experts.has_product_biases:
         biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]
+    router, always, is_gated = parameters["router"], 0, False
+    if shared is not None and experts.activation is None and biases is None and router.weight.is_cuda:
+        if (whole := with_shared(gate_up, down, shared, router)) is not None:
+            always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
+            (gate_up, down, router), shared = whole, None
     return ExpertMLP(
         parameters.get("mlp_norm"),
-        parameters["router"],
+        router,
         Experts(gate_up, down, experts.activation or activation, biases=biases),
         experts.routing,
         parameters.get("choice_bias"),
         shared,
         parameters.get("mlp_out_norm"),
+        always,
+        is_gated,
     )

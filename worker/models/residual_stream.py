@@ -24,6 +24,10 @@ Part = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Last operator of a sublayer, `[n, size]` to this rank's part of the output, `[n, hidden_size]`, in the second tensor
 if given."""
 
+FusedPart = Callable[[torch.Tensor, float, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""A sublayer of one token with its norm: the hidden states, the epsilon of the norm, what to add to the output, and the
+tensor to write to, if any."""
+
 EMBEDDING_TURN = 2
 """Turn of `Communicator.reduce_buffer` for the sum of embeddings. The sums of a stream alternate between turns 0 and 1,
 and the last sum of a step has turn 1. So consecutive sums differ, also from one step to the next."""
@@ -165,3 +169,8 @@ class OneTokenStream(ResidualStream):
         if self._communicator.rank == 0:  # only one rank's part of the sum includes them
             part += self.x
         self.x = self._communicator.all_reduce(part)
+
+    def add_fused(self, product: FusedPart) -> None:
+        """Adds the product of the normalised hidden states, which also adds the hidden states."""
+        residual = self.x if self._communicator.rank == 0 else None  # only one rank's part of the sum includes it
+        self.x = self._communicator.all_reduce(product(self.x, self._eps, residual, self._reduce_buffer()))

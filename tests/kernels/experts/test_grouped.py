@@ -9,10 +9,11 @@ from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile
 from kernels.experts.weights import ExpertWeights
 from kernels.linear.fp8_linear import Fp8Weight, by_column, quantize, quantize_groups
 from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.norm import rms_norm
 
 pytest.importorskip("triton")
 
-from kernels.experts import grouped, routing_kernel
+from kernels.experts import few_tokens, grouped, routing_kernel
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -46,6 +47,31 @@ def test_routing(routing: Routing, has_bias: bool) -> None:
     wanted = choose(logits, routing, bias)
     assert torch.equal(chosen, wanted[0])
     torch.testing.assert_close(weights, wanted[1])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("routing", [Routing(3, scale=2.5), Routing(2, "sigmoid", groups=2, groups_kept=1)])
+def test_experts_that_every_token_has(routing: Routing, gated: bool) -> None:
+    """Come after those that the router chooses, with weights that are not scaled."""
+    logits = random(5, COUNT + gated)
+    chosen, weights = routing_kernel.route(logits, routing, always=2, gated=gated)
+    wanted = choose(logits[:, :COUNT], routing)
+    assert torch.equal(chosen[:, :-2], wanted[0])
+    torch.testing.assert_close(weights[:, :-2], wanted[1])
+    assert chosen[:, -2:].tolist() == [[COUNT, COUNT + 1]] * 5
+    share = logits[:, COUNT:].sigmoid() if gated else torch.ones(5, 1, device=DEVICE)
+    torch.testing.assert_close(weights[:, -2:], share.expand(-1, 2))
+
+
+@pytest.mark.interpreter
+def test_products_with_norm_and_residual() -> None:
+    """As a step of one token has them."""
+    weights = ExpertWeights(0.2 * random(COUNT, 2 * SIZE, HIDDEN), 0.2 * random(COUNT, HIDDEN, SIZE), 0, False)
+    x, norm, (chosen, shares) = random(2, HIDDEN), random(HIDDEN), routed(2)
+    plain = few_tokens.experts(weights, rms_norm(x, norm, 1e-3), chosen, shares, ALONE)
+    got = few_tokens.experts(weights, x, chosen, shares, ALONE, norm=norm, eps=1e-3, residual=x)
+    torch.testing.assert_close(got, plain + x, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.interpreter

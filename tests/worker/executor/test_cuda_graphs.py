@@ -87,7 +87,11 @@ def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Ran:
     runner._attention = TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
     logits = torch.empty(MAX_RUNNING, runner.vocab_size if runner.stage.is_last else 0)
     shared = runner.decoder, runner._attention, runner.last_tokens, logits
-    runner._graphs = Uncaptured(*shared, config.token_budget, runner._begin)
+    if (states := runner._states) is not None:
+        from kernels.delta_rule.triton_states import TritonStates
+
+        runner._states = TritonStates(states.recurrent.fill_(float("nan")), states.inputs, states.shape)
+    runner._graphs = Uncaptured(*shared, config.token_budget, runner._begin, runner._states)
     runner._graphs.capture(runner._tables.rows)
     return noted(runner._graphs)
 
@@ -152,6 +156,16 @@ def test_same_as_transformers(name: str, two_layers: Callable[[str], Path], trit
     check(folder, engine, [shared + tokens for tokens in own], times=2)
     assert (GraphKind.DECODE, 4, name == "gemma2") in ran, ran
     assert name == "gemma2" or not any(shares for *_, shares in ran)
+
+
+def test_recurrent_states(two_layers: Callable[[str], Path], triton_engine) -> None:
+    """Decodes are graphs, and chunks are not. The second time all go on from checkpoints."""
+    folder = two_layers("qwen3_5")
+    engine, ran = triton_engine(folder, token_budget=16, overlap=True, state_checkpoints=12)
+    shared, *own = prompts(21, 3, 9, 1, 14)
+    check(folder, engine, [shared + tokens for tokens in own], times=2)
+    assert {kind for kind, *_ in ran} <= {GraphKind.DECODE, GraphKind.DECODE_SHARED_PREFIX}
+    assert 4 in {size for _, size, _ in ran}, ran
 
 
 @pytest.mark.parametrize(("token_budget", "overlap"), [(1, True), (7, True)])
