@@ -68,7 +68,7 @@ class ContinuableTree(Tree, Generic[C]):
             node = node.parent
         self._use(node)
         if node in self.checkpoints:
-            self._use_again(node)
+            self._matched(node)
         return self._match_to(node)
 
     def num_present(self, tokens: Sequence[int] | np.ndarray) -> int:
@@ -147,6 +147,10 @@ class ContinuableTree(Tree, Generic[C]):
     def _free_leaf(self, leaf: PagedNode) -> None:
         self._unqueue(leaf)
         self.pool.free(self._take_pages(leaf, len(leaf.pages)))
+
+    def _matched(self, node: PagedNode) -> None:
+        """Counts a match that ended at the checkpoint of `node`."""
+        self._use_again(node)
 
     def _use_once(self, node: PagedNode) -> None:
         self._used_once[node] = None

@@ -6,7 +6,8 @@ sees. Windows of several nodes may have pages in common. So a page is the tree's
     window of 3 pages    [A|B|C|D]─ b c d ─┬─ [E]─ c d e       c and d are in the windows of both nodes
                                            └─ [F|G|H]─ f g h
 
-- Windows of inner nodes that only their own sequence has used go first, without the node.
+- Windows of nodes with one child go first, without the node: a conversation goes on from its end. Those from which
+  three sequences have started or gone on go last, as those of other nodes from which two have.
 - A request *pins* the window of the node that it locks, as long as it reads a part of it. Then the lock goes on keeping
   the pages of the path, and the window may be evicted. A leaf without a window stays as long as it is locked.
 
@@ -46,7 +47,10 @@ class WindowTree(ContinuableTree[np.ndarray]):
         super().__init__(page_size, pool, policy, on_event, clock)
         self.window_pool = window_pool
         self.window_tokens = window_tokens
-        self._inner: dict[PagedNode, None] = {}  # nodes with children, taken from `_used_once`
+        self._inner: dict[PagedNode, None] = {}  # nodes with one child, in place of `_used_once`
+        self._num_pinned_by: dict[
+            PagedNode, int
+        ] = {}  # sequences that have pinned the window of a node, of all with one
         self.uses = np.zeros(window_pool.num_pages, dtype=np.int32)  # by page, the windows of nodes that have it
         self.pins: dict[PagedNode, int] = {}
         self._page_pins = np.zeros(window_pool.num_pages, dtype=np.int32)  # by page, the pins of windows that have it
@@ -74,9 +78,7 @@ class WindowTree(ContinuableTree[np.ndarray]):
         if not len(tokens) or len(window) != len(tokens) // self.page_size - self.first_page(len(tokens)):
             raise ValueError(f"{len(tokens)} tokens with {len(window)} pages of a window: insert the whole window")
         inserted = super().insert(tokens, pages)
-        if inserted.node in self.checkpoints:
-            self._use_again(inserted.node)
-        else:
+        if inserted.node not in self.checkpoints:
             self._num_cached_windows += int(np.count_nonzero(self.uses[window] == 0))
             self.uses[window] += 1
             self._save(inserted.node, np.array(window, dtype=np.int32))
@@ -93,6 +95,8 @@ class WindowTree(ContinuableTree[np.ndarray]):
             return
         if node not in self.checkpoints or not node.own_locks:
             raise ValueError(f"node {node.number} has no window or no lock: pin what match and insert return, locked")
+        self._num_pinned_by[node] += 1
+        self._rank(node)
         pins = self.pins.get(node, 0)
         self.pins[node] = pins + 1
         if not pins:
@@ -126,7 +130,7 @@ class WindowTree(ContinuableTree[np.ndarray]):
             pass
 
     def eviction_order(self) -> Iterator[PagedNode]:
-        """As `ContinuableTree.eviction_order`, with inner nodes first."""
+        """As `ContinuableTree.eviction_order`, with nodes of one child first."""
         return itertools.chain(self._inner, super().eviction_order())
 
     def check_integrity(self, held_pages: Iterable[int] = (), held_windows: Iterable[int] = ()) -> None:
@@ -147,23 +151,44 @@ class WindowTree(ContinuableTree[np.ndarray]):
     def _is_kept(self, node: PagedNode) -> bool:
         return node in self.pins
 
+    def _matched(self, node: PagedNode) -> None:
+        self._rank(node)  # a sequence that waits is matched several times
+
     def _use_once(self, node: PagedNode) -> None:
-        (self._inner if node.children else self._used_once)[node] = None
+        self._num_pinned_by[node] = 0
+        self._rank(node)
+
+    def _rank(self, node: PagedNode) -> None:
+        """Gives the window of `node` its place in the order of eviction, as the last used of its kind."""
+        self._forget_use(node)
+        if self._num_pinned_by[node] < (3 if len(node.children) == 1 else 2):
+            self._used_little(node)[node] = None
+            return
+        self._used_again[node] = None
+        if len(self._used_again) > self._most_used_again:
+            oldest = next(iter(self._used_again))
+            del self._used_again[oldest]
+            self._used_little(oldest)[oldest] = None
+
+    def _used_little(self, node: PagedNode) -> dict[PagedNode, None]:
+        return self._inner if len(node.children) == 1 else self._used_once
 
     def _forget_use(self, node: PagedNode) -> None:
         super()._forget_use(node)
         self._inner.pop(node, None)
 
+    def _free_checkpoint(self, node: PagedNode) -> None:
+        super()._free_checkpoint(node)
+        del self._num_pinned_by[node]
+
     def _add_leaf(self, parent: PagedNode, edge: bytes, pages: np.ndarray) -> PagedNode:
         leaf = super()._add_leaf(parent, edge, pages)
-        if parent in self._used_once:
-            del self._used_once[parent]
-            self._inner[parent] = None
+        if parent in self.checkpoints:
+            self._rank(parent)
         return leaf
 
     def _remove(self, leaf: PagedNode) -> None:
         parent = leaf.parent
         super()._remove(leaf)
-        if parent in self._inner and not parent.children:
-            del self._inner[parent]
-            self._used_once[parent] = None
+        if parent in self.checkpoints:
+            self._rank(parent)

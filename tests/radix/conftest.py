@@ -79,8 +79,8 @@ class Listener:
 
 class Cache:
     """A tree with what stands around it in a replica: the pool, listeners, and the pages that requests hold. With
-    `num_rows`, it is a tree with checkpoints, and requests hold rows too. With `windows`, numbers of window pages and of
-    tokens in a window, it is a tree with windows, and requests hold window pages."""
+    `num_rows`, it is a tree with checkpoints, and requests hold rows too. With `windows`, numbers of window pages and
+    of tokens in a window, it is a tree with windows, and requests hold window pages."""
 
     def __init__(
         self, num_pages: int, page_size: int, num_rows: int | None = None, windows: tuple[int, int] | None = None
@@ -161,8 +161,8 @@ def sorted_events(events: list[Event]) -> list[Event]:
 def new_cache() -> Iterator[Callable[[int, int], Cache]]:
     caches: list[Cache] = []
 
-    def new(num_pages: int, page_size: int, num_rows: int | None = None) -> Cache:
-        caches.append(Cache(num_pages, page_size, num_rows))
+    def new(num_pages: int, page_size: int, num_rows: int | None = None, **windows: tuple[int, int]) -> Cache:
+        caches.append(Cache(num_pages, page_size, num_rows, **windows))
         return caches[-1]
 
     yield new

@@ -281,8 +281,8 @@ class CheckpointModel(Model):
 
 
 class WindowModel(Model):
-    """A tree with windows. `windows` maps each prefix with one to its window pages, and `pinned_ends` lists the pins by
-    the prefixes that end there. `gone_on_from` has those that were used again, which may go last."""
+    """A tree with windows. `windows` maps each prefix with one to its window pages; `pins` lists what is pinned, with
+    the prefixes that end there."""
 
     num_windows, window_tokens = 14, 5
 
@@ -418,8 +418,8 @@ class WindowModel(Model):
             assert sorted(window.tolist() for window in tree.checkpoints.values()) == sorted(self.windows.values())
             assert tree.num_window_pages == len({page for window in self.windows.values() for page in window})
             order = list(tree.eviction_order())
-            inner = [bool(node.children) for node in order if node not in tree._used_again]
-            assert inner == sorted(inner, reverse=True), "those of inner nodes go first"
+            inner = [len(node.children) == 1 for node in order if node not in tree._used_again]
+            assert inner == sorted(inner, reverse=True), "those of nodes with one child go first"
 
 
 TestModel = pytest.mark.slow(Model.TestCase)
