@@ -14,6 +14,7 @@ from tests.worker.engine.test_pipeline import pipeline
 from tests.worker.engines import checked_engines
 from tests.worker.executor.test_multi_rank import prompts
 from worker.config import WorkerConfig
+from worker.drafts.drafter import Proposal
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Finished
 from worker.executor.model_runner import ModelRunner
@@ -22,6 +23,14 @@ from worker.messages import SamplingParams
 pytestmark = pytest.mark.slow
 NAMES = ["gemma2", "gemma3", "gpt_oss", "mistral_window"]  # windows of 9 tokens, in every second layer or in all
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+
+class SmallCheater(Cheater):
+    """With errors that are tokens of the tiny models' vocabulary."""
+
+    def propose(self, key: int, most: int) -> Proposal:
+        proposal = super().propose(key, most)
+        return proposal._replace(token_ids=[token % 131 for token in proposal.token_ids])
 
 
 def load(model: Path, config: WorkerConfig) -> Components:
@@ -59,7 +68,7 @@ def test_cold_warm_chunked_and_preempted(name: str, tiny_model: Callable[[str], 
 def test_drafts_that_are_wrong_change_nothing(right: float, tiny_model: Callable[[str], Path]) -> None:
     with checked_engines(tiny_model("gemma3"), page_size=4, kv_tokens=512, num_speculative_tokens=6) as make:
         whole = tokens(make(load, window_kv_tokens=0).generate(prompts(6), LONG))
-        cheater = Cheater(whole, right)
+        cheater = SmallCheater(whole, right, prompts=prompts(6))
         one = make(
             lambda model, config: load(model, config)._replace(costs=CostStore(), drafters=[cheater]),
             window_kv_tokens=160,
@@ -89,14 +98,16 @@ def test_a_stage_of_one_kind_of_layers(tiny_model: Callable[[str], Path]) -> Non
 
 
 def test_settings(tiny_model: Callable[[str], Path]) -> None:
-    config = {"device": "cpu", "dtype": "float32", "kv_tokens": 512, "page_size": 4, "token_budget": 16}
+    config = {"device": "cpu", "dtype": "float32", "kv_tokens": 256, "page_size": 4, "token_budget": 16}
 
     def window(**settings: object) -> object:
         return ModelRunner(tiny_model("gemma3"), WorkerConfig.model_validate(config | settings)).window
 
-    assert window() == (4 + 7, 9) != window(token_budget=64) == (16 + 7, 9)
+    assert window() == (4 + 9, 9) != window(token_budget=64) == (16 + 9, 9), "a chunk, and what one sequence needs"
     assert window(kv_tokens=4096) == (128, 9), "an eighth"
     assert window(window_kv_tokens=0) is window(context_length=9) is None
     assert window(window_kv_tokens=100) == (25, 9)
-    with pytest.raises(ValueError, match="window_kv_tokens 27 does not hold the windows of one sequence: set at least"):
-        window(window_kv_tokens=27)
+    with pytest.raises(
+        ValueError, match="window_kv_tokens 35 does not hold the windows of one sequence: set at least 36"
+    ):
+        window(window_kv_tokens=35)
