@@ -157,7 +157,7 @@ class Plan:
         values = np.frombuffer(frame, dtype=np.int32, offset=48)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
         *lists, window_pages, hidden, checkpoints = np.split(values[columns.size :], np.cumsum(sizes))
-        return cls(step, *columns, *lists, hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), window_pages)
+        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), window_pages])
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:
