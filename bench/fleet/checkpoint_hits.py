@@ -11,7 +11,8 @@ a little less than it has, since long answers get checkpoints too.
 With `--windows`, the other caches are those of models with pages of windows, by the names of
 `bench.replica.dummy_models`. They have the memory in which all layers keep `--kv-tokens` tokens, and hold more. `full`
 holds what all layers keep in this memory; `as long` is a full cache that holds as many tokens as the one with windows.
-Before that, a table says how many tokens of sequences of one length this memory holds: running, each with its window.
+Before that, a table says how many tokens of sequences of one length this memory holds: running, each with its window,
+with the default division of the memory and with that which fits the length.
 """
 
 import argparse
@@ -46,7 +47,7 @@ ROW_TOKENS = 3000  # Qwen3.5-35B-A3B in 16 bits: 63 MB a row, 20 KB a token
 LONGEST = 1 << 16
 LOADS = ("zipf", "hot_prefix", "agents")
 CHUNK = 8192  # token_budget of models with windows, as on a GPU
-LENGTHS = (512, 2048, 8192, 32768)  # of sequences, in tokens
+LENGTHS = (512, 2048, 8192, 32768, 131072)  # of sequences, in tokens
 
 
 class ScheduledCache:
@@ -89,11 +90,14 @@ def with_checkpoints(kv_tokens: int, rows: int, interval: int) -> ScheduledCache
 
 
 class WindowSizes(NamedTuple):
-    """The pages of a model with windows, in the memory in which all layers keep some number of tokens."""
+    """The pages of a model with windows, in the memory in which all layers keep `all_tokens` tokens. `part`: of a
+    token's bytes, those of layers that see all."""
 
     kv_tokens: int
     window_tokens: int
     window: int
+    all_tokens: int
+    part: float
 
     @classmethod
     def of(cls, name: str, kv_tokens: int, budget: int) -> "WindowSizes":
@@ -104,13 +108,22 @@ class WindowSizes(NamedTuple):
         window = window_cache.window_tokens(whole, whole.context_length, config)
         assert window is not None, f"{name} has no pages of windows"
         per_token, fixed = window_cache.bytes_of(window, whole, torch.bfloat16, config)
-        pages = (kv_tokens * token_bytes(whole, torch.bfloat16) - fixed) // per_token // PAGE_SIZE
-        return cls(pages * PAGE_SIZE, window_cache.num_pages(window, pages, config) * PAGE_SIZE, window)
+        in_all = token_bytes(whole, torch.bfloat16)
+        pages = (kv_tokens * in_all - fixed) // per_token // PAGE_SIZE
+        of_windows = window_cache.num_pages(window, pages, config) * PAGE_SIZE
+        part = whole.windows.count(None) / len(whole.windows)
+        return cls(pages * PAGE_SIZE, of_windows, window, kv_tokens, part)
 
     def tokens_of(self, length: int) -> int:
         """Tokens of as many running sequences of this length as there is room for."""
-        own = min(length, self.window + 2 * PAGE_SIZE)
-        return min(self.kv_tokens // length, self.window_tokens // own) * length
+        return min(self.kv_tokens // length, self.window_tokens // self._own(length)) * length
+
+    def fitted_tokens_of(self, length: int) -> int:
+        """The same, with the memory divided as sequences of this length need it (`window_kv_tokens`)."""
+        return int(self.all_tokens / (self.part * length + (1 - self.part) * self._own(length))) * length
+
+    def _own(self, length: int) -> int:
+        return min(length, self.window + 2 * PAGE_SIZE)
 
     def cache(self, budget: int, interval: int) -> ScheduledCache:
         """An empty cache of these sizes."""
@@ -145,11 +158,13 @@ def compare_windows(name: str, count: int, kv_tokens: int, interval: int) -> lis
     sizes, figure = WindowSizes.of(name, kv_tokens, CHUNK), f"models.{SHAPES[name].label}.windows"
     made = []
     print(f"{name}: {sizes.kv_tokens} tokens and {sizes.window_tokens} of windows, instead of {kv_tokens} of both")
-    print(f"{'sequences of':<16}{'all':>10}{'windows':>10}{'ratio':>8}")
+    print(f"{'sequences of':<16}{'all':>10}{'windows':>10}{'ratio':>8}{'fitted':>8}")
     for length in LENGTHS:
-        held, before = sizes.tokens_of(length), kv_tokens // length * length
-        print(f"{length:<16}{before:>10}{held:>10}{held / before:>8.2f}")
+        before = kv_tokens // length * length
+        held, fitted = sizes.tokens_of(length), sizes.fitted_tokens_of(length)
+        print(f"{length:<16}{before:>10}{held:>10}{held / before:>8.2f}{fitted / before:>8.2f}")
         made.append(Figure(f"{figure}.tokens_of_{length}_vs_all", held / before, "ratio", True))
+        made.append(Figure(f"{figure}.fitted_tokens_of_{length}_vs_all", fitted / before, "ratio", True))
     print(f"{'load':<12}{'full':>8}{'as long':>9}{'windows':>9}{'of full':>9}{'of as long':>12}")
     for load in LOADS:
         full, as_long, found = hit_rates(load, count, (kv_tokens, sizes.kv_tokens), sizes.cache(CHUNK, interval))
