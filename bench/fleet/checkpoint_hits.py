@@ -115,12 +115,12 @@ class WindowSizes(NamedTuple):
         return cls(pages * PAGE_SIZE, of_windows, window, kv_tokens, part)
 
     def tokens_of(self, length: int) -> int:
-        """Tokens of as many running sequences of this length as there is room for."""
-        return min(self.kv_tokens // length, self.window_tokens // self._own(length)) * length
+        """Tokens of running sequences of this length for which there is room, parts of sequences included."""
+        return min(self.kv_tokens, self.window_tokens * length // self._own(length))
 
     def fitted_tokens_of(self, length: int) -> int:
         """The same, with the memory divided as sequences of this length need it (`window_kv_tokens`)."""
-        return int(self.all_tokens / (self.part * length + (1 - self.part) * self._own(length))) * length
+        return int(self.all_tokens * length / (self.part * length + (1 - self.part) * self._own(length)))
 
     def _own(self, length: int) -> int:
         return min(length, self.window + 2 * PAGE_SIZE)
@@ -160,11 +160,10 @@ def compare_windows(name: str, count: int, kv_tokens: int, interval: int) -> lis
     print(f"{name}: {sizes.kv_tokens} tokens and {sizes.window_tokens} of windows, instead of {kv_tokens} of both")
     print(f"{'sequences of':<16}{'all':>10}{'windows':>10}{'ratio':>8}{'fitted':>8}")
     for length in LENGTHS:
-        before = kv_tokens // length * length
         held, fitted = sizes.tokens_of(length), sizes.fitted_tokens_of(length)
-        print(f"{length:<16}{before:>10}{held:>10}{held / before:>8.2f}{fitted / before:>8.2f}")
-        made.append(Figure(f"{figure}.tokens_of_{length}_vs_all", held / before, "ratio", True))
-        made.append(Figure(f"{figure}.fitted_tokens_of_{length}_vs_all", fitted / before, "ratio", True))
+        print(f"{length:<16}{kv_tokens:>10}{held:>10}{held / kv_tokens:>8.2f}{fitted / kv_tokens:>8.2f}")
+        made.append(Figure(f"{figure}.tokens_of_{length}_vs_all", held / kv_tokens, "ratio", True))
+        made.append(Figure(f"{figure}.fitted_tokens_of_{length}_vs_all", fitted / kv_tokens, "ratio", True))
     print(f"{'load':<12}{'full':>8}{'as long':>9}{'windows':>9}{'of full':>9}{'of as long':>12}")
     for load in LOADS:
         full, as_long, found = hit_rates(load, count, (kv_tokens, sizes.kv_tokens), sizes.cache(CHUNK, interval))
