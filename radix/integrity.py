@@ -1,6 +1,7 @@
-"""Checks that a tree and its pools are sound: pages, links, locks, leases, counts, eviction order, checkpoints."""
+"""Checks that a tree and its pools are sound: pages, links, locks, leases, counts, eviction order, checkpoints,
+windows."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, KeysView
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +43,27 @@ class CheckedCheckpoints(Protocol):
     def eviction_order(self) -> Iterator[PagedNode]: ...
 
 
+class CheckedWindows(Protocol):
+    """The attributes of a `radix.windows.WindowTree` that are checked, besides those of any tree."""
+
+    root: PagedNode
+    page_size: int
+    window_pool: PagePool
+    checkpoints: dict[PagedNode, np.ndarray]
+    uses: np.ndarray
+    pins: dict[PagedNode, int]
+
+    @property
+    def num_window_pages(self) -> int: ...
+
+    @property
+    def num_windows_evictable(self) -> int: ...
+
+    def first_page(self, position: int) -> int: ...
+
+    def eviction_order(self) -> Iterator[PagedNode]: ...
+
+
 def check(tree: CheckedTree, held_pages: Iterable[int]) -> None:
     """Raises AssertionError, with the fault, if anything is wrong. `held_pages`: all pages that requests own, without
     the tree's pages that they read."""
@@ -60,19 +82,59 @@ def check_checkpoints(tree: CheckedCheckpoints, held_rows: Iterable[int]) -> Non
     """Raises AssertionError, with the fault, if anything is wrong with the checkpoints of a sound tree. `held_rows`:
     all rows that requests own."""
     tree.rows.check_integrity()
-    nodes = set(walk(tree.root))
-    for node in tree.checkpoints:
-        _require(node in nodes, f"node {node.number} has a checkpoint and is gone")
-        _require(node is not tree.root, "the root has a checkpoint")
-    order = list(tree.eviction_order())
-    _require(
-        len(order) == len(tree.checkpoints) and set(order) == tree.checkpoints.keys(),
-        f"{len(tree.checkpoints)} checkpoints are there, {len(order)} can be evicted in their order",
-    )
-    for node in nodes - tree.checkpoints.keys() - {tree.root}:
+    for node in _check_continuable(tree.root, tree.checkpoints.keys(), list(tree.eviction_order())):
         _require(bool(node.children), f"node {node.number} is a leaf without a checkpoint")
         _require(not node.own_locks, f"node {node.number} is locked, and its checkpoint was not kept")
     _check_owners("row", tree.rows, np.array([*tree.checkpoints.values()], dtype=np.int64), held_rows)
+
+
+def check_windows(tree: CheckedWindows, held_windows: Iterable[int]) -> None:
+    """Raises AssertionError, with the fault, if anything is wrong with the windows of a sound tree. `held_windows`: all
+    window pages that requests own, without the tree's that they read."""
+    tree.window_pool.check_integrity()
+    for node in _check_continuable(tree.root, tree.checkpoints.keys(), list(tree.eviction_order())):
+        _require(bool(node.children or node.locks), f"node {node.number} is a leaf without a window or a lock")
+    uses = np.zeros(tree.window_pool.num_pages, dtype=np.int64)
+    for node, window in tree.checkpoints.items():
+        num_pages = _pages_to(node)
+        whole = num_pages - tree.first_page(num_pages * tree.page_size)
+        _require(len(window) == whole, f"the window of node {node.number} has {len(window)} pages, and needs {whole}")
+        uses[window] += 1
+    _require(bool((uses == tree.uses).all()), "the windows that have a page are counted wrongly")
+    pinned = set[int]()
+    for node, pins in tree.pins.items():
+        _require(node in tree.checkpoints, f"node {node.number} is pinned, and its window was not kept")
+        _require(0 < pins <= node.own_locks, f"node {node.number} has {pins} pins and {node.own_locks} locks")
+        pinned.update(tree.checkpoints[node].tolist())
+    cached = uses.nonzero()[0]
+    _require(
+        (tree.num_window_pages, tree.num_windows_evictable) == (len(cached), len(cached) - len(pinned)),
+        f"{len(cached)} window pages are cached and {len(pinned)} pinned, which is counted wrongly",
+    )
+    _check_owners("window page", tree.window_pool, cached, held_windows)
+
+
+def _check_continuable(root: PagedNode, checkpoints: KeysView[PagedNode], order: list[PagedNode]) -> set[PagedNode]:
+    """Checks what all trees with checkpoints have in common. Returns the nodes without one, but for the root."""
+    nodes = set(walk(root))
+    for node in checkpoints:
+        _require(node in nodes, f"node {node.number} has a checkpoint and is gone")
+        _require(node is not root, "the root has a checkpoint")
+    _require(
+        len(order) == len(checkpoints) and set(order) == checkpoints,
+        f"{len(checkpoints)} checkpoints are there, {len(order)} can be evicted in their order",
+    )
+    return nodes - checkpoints - {root}
+
+
+def _pages_to(node: PagedNode) -> int:
+    """Pages on the path to the end of `node`."""
+    walker: PagedNode | None = node
+    num_pages = 0
+    while walker is not None:
+        num_pages += len(walker.pages)
+        walker = walker.parent
+    return num_pages
 
 
 def _require(condition: bool, message: str) -> None:

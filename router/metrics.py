@@ -32,6 +32,11 @@ _GAUGES = {
     "kv_tokens_cached": ("shoal_kv_tokens_cached", "KV tokens of past requests, kept for reuse"),
     "checkpoints_total": ("shoal_checkpoints", "Checkpoints of recurrent states that the replica can hold"),
     "checkpoints": ("shoal_checkpoints_cached", "Checkpoints of recurrent states from which cached prefixes go on"),
+    "window_tokens_total": (
+        "shoal_window_tokens",
+        "Tokens that the layers with a window can hold in pages of their own; 0 if they have none",
+    ),
+    "window_tokens_used": ("shoal_window_tokens_used", "Tokens of these layers held by running requests"),
     "length_tau": (
         "shoal_output_length_tau",
         "Kendall's tau between the predicted and the real lengths of the newest outputs: 1 if the order is right, 0 if "

@@ -50,6 +50,13 @@ class WorkerConfig(BaseModel):
         "0.9; on a CPU, the fraction of the free memory for a rank's KV cache, by default 0.25, divided among all "
         "ranks where `shoal serve` starts Ray on this machine",
     )
+    window_kv_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="for models in which some layers see a window of the last tokens only (Gemma, gpt-oss): how many "
+        "tokens of these layers are kept; 0 to keep all that the other layers keep. By default an eighth of these, or "
+        "what sequences of 4,096 tokens need, if that is more; fewer leave more room for long sequences",
+    )
     state_checkpoints: int | None = Field(
         None,
         ge=0,
@@ -62,7 +69,7 @@ class WorkerConfig(BaseModel):
         ge=1,
         description="for models with recurrent states: tokens after which a long prompt or output gets the next copy, "
         "rounded up to whole pages; a prompt also gets one at its last page boundary, and one where it parts from "
-        "others",
+        "others. For models with windows: tokens after which a long prompt can be continued by others",
     )
     context_length: int | None = Field(
         None, ge=1, description="most tokens of prompt and output together; by default the model's own limit"

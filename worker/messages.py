@@ -400,6 +400,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     | `checkpoints_total`, `checkpoints` | of recurrent states: how many there may be, and how many are cached |
     | `checkpoints_evicted` | those that gave their place to others |
+    | `window_tokens_total`, `window_tokens_used` | tokens that layers with a window can hold in pages of their own, and
+    those that running requests hold |
     | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
     | `costs` | as the replica's fitted cost models predict them now |
     """
@@ -420,6 +422,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     checkpoints_total: int = 0
     checkpoints: int = 0
     checkpoints_evicted: int = 0
+    window_tokens_total: int = 0
+    window_tokens_used: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0

@@ -32,6 +32,7 @@ HIDDEN_ROWS = 2048
 NUM_COLUMNS = 6  # of a plan: arrays with an entry for each chunk
 NOTHING_HIDDEN = np.empty((0, 2), dtype=np.int32)
 NO_CHECKPOINTS = np.empty((0, 3), dtype=np.int32)
+NO_WINDOW_PAGES = np.empty(0, dtype=np.int32)
 
 
 class Chunk(NamedTuple):
@@ -89,6 +90,7 @@ class Plan:
     pages: np.ndarray
     hidden: np.ndarray = field(default_factory=lambda: NOTHING_HIDDEN)
     checkpoints: np.ndarray = field(default_factory=lambda: NO_CHECKPOINTS)
+    window_pages: np.ndarray = field(default_factory=lambda: NO_WINDOW_PAGES)
 
     @classmethod
     def from_chunks(cls, step: int, chunks: Iterable[Chunk]) -> "Plan":
@@ -137,23 +139,25 @@ class Plan:
             left = by_chunk[chosen[by_chunk[:, 0]]]
             left[:, 0] = new_index[left[:, 0]]
             columns.append(left)
+        if len(self.window_pages):
+            columns.append(self.window_pages[np.repeat(chosen, self.num_pages)])
         return Plan(self.step, *columns)
 
     def encode(self) -> bytes:
         """The plan as one message frame for the other ranks."""
-        lists = (self.token_ids, self.pages, self.hidden, self.checkpoints)
-        sizes = np.array([self.step, len(self), *(some.size for some in lists[:3])], dtype=np.int64)
+        lists = (self.token_ids, self.pages, self.window_pages, self.hidden, self.checkpoints)
+        sizes = np.array([self.step, len(self), *(some.size for some in lists[:4])], dtype=np.int64)
         parts = (sizes, *self._columns, *lists)
         return b"".join(part.tobytes() for part in parts)
 
     @classmethod
     def decode(cls, frame: bytes) -> "Plan":
         """The plan of a frame that `encode` made. Its arrays are read-only."""
-        step, chunks, *sizes = np.frombuffer(frame, dtype=np.int64, count=5).tolist()
-        values = np.frombuffer(frame, dtype=np.int32, offset=40)
+        step, chunks, *sizes = np.frombuffer(frame, dtype=np.int64, count=6).tolist()
+        values = np.frombuffer(frame, dtype=np.int32, offset=48)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
-        *lists, hidden, checkpoints = np.split(values[columns.size :], np.cumsum(sizes))
-        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2), checkpoints.reshape(-1, 3)])
+        *lists, window_pages, hidden, checkpoints = np.split(values[columns.size :], np.cumsum(sizes))
+        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), window_pages])
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:

@@ -1,24 +1,44 @@
-"""The hit rate of a cache with checkpoints of recurrent states, next to that of one that can be continued at any page.
+"""The hit rate of a cache that can be continued from some positions only, next to that of one that can be at any page.
 
     python -m bench.fleet.checkpoint_hits
+    python -m bench.fleet.checkpoint_hits --windows gemma3-12b,gpt-oss-20b
 
 Requests of `workloads` come one after the other to one replica: the real scheduler and its tree, without a model. Both
 caches hold as many tokens. A checkpoint takes the memory of `ROW_TOKENS` tokens of KV, and all together that of the KV
 cache, which is the default (`worker/executor/state_cache.py`). Answers are in the full cache, and in the other one not:
 a little less than it has, since long answers get checkpoints too.
+
+With `--windows`, the other caches are those of models with pages of windows, by the names of
+`bench.replica.dummy_models`. They have the memory in which all layers keep `--kv-tokens` tokens, and hold more. `full`
+holds what all layers keep in this memory; `as long` is a full cache that holds as many tokens as the one with windows.
+Before that, a table says how many tokens of sequences of one length this memory holds: running, each with its window,
+with the default division of the memory and with that which fits the length.
 """
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from bench.fleet.one_cache import OneCache
 from bench.fleet.workloads import MADE, FleetRequest, chain, token_ids
+from bench.replica.dummy_models import SHAPES, write
+from bench.results import Figure
+from bench.results import write as write_result
 from radix.checkpoints import CheckpointTree
 from radix.pages import PagePool
+from radix.tree import Tree
+from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
-from worker.messages import Generate, SamplingParams
+from worker.executor import window_cache
+from worker.executor.kv_cache import token_bytes
+from worker.messages import Generate, Output, SamplingParams
+from worker.models.config import decoder_config, read_config
 from worker.scheduler.scheduler import Scheduler
 from worker.step import SampledTokens
 
@@ -26,16 +46,17 @@ PAGE_SIZE = 16
 ROW_TOKENS = 3000  # Qwen3.5-35B-A3B in 16 bits: 63 MB a row, 20 KB a token
 LONGEST = 1 << 16
 LOADS = ("zipf", "hot_prefix", "agents")
+CHUNK = 8192  # token_budget of models with windows, as on a GPU
+LENGTHS = (512, 2048, 8192, 32768, 131072)  # of sequences, in tokens
 
 
-class CheckpointCache:
-    """A replica's cache with checkpoints, as its scheduler fills it."""
+class ScheduledCache:
+    """A replica's cache, as its scheduler fills it."""
 
-    def __init__(self, kv_tokens: int, rows: int, interval: int) -> None:
-        settings = {"page_size": PAGE_SIZE, "token_budget": LONGEST, "max_running": 1, "checkpoint_interval": interval}
-        config = WorkerConfig.model_validate(settings)
-        pool = PagePool(kv_tokens // PAGE_SIZE, PAGE_SIZE)
-        self.tree = CheckpointTree(PAGE_SIZE, pool, PagePool(rows, PAGE_SIZE))
+    def __init__(self, tree: Tree, token_budget: int, interval: int) -> None:
+        settings = {"page_size": PAGE_SIZE, "max_running": 1, "checkpoint_interval": interval}
+        config = WorkerConfig.model_validate(settings | {"token_budget": token_budget})
+        self.tree = tree
         self._scheduler = Scheduler(
             config,
             self.tree,
@@ -49,12 +70,65 @@ class CheckpointCache:
         """Runs a prompt, int32 [n]. Returns the length of the prefix that it went on from."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         self._scheduler.add(Generate(request_id="one", prompt_ids=tokens.tolist(), sampling=sampling))
-        step = self._scheduler.schedule().step
-        assert step is not None and step.sampled.tolist() == [0], "a step takes a whole prompt"
-        self._scheduler.update(step, step.sampled, SampledTokens(np.zeros(1, dtype=np.int64), {}, {}, []), {})
-        (output,) = self._scheduler.take_outputs()
+        outputs: list[Output] = []
+        while not outputs:
+            step = self._scheduler.schedule().step
+            assert step is not None, "it is alone"
+            chosen = step.sampled
+            sampled = SampledTokens(np.zeros(len(chosen), dtype=np.int64), {}, {}, [])
+            self._scheduler.update(step, chosen, sampled, {})
+            outputs = self._scheduler.take_outputs()
+        (output,) = outputs
         assert output.cached_tokens is not None, output.failure
         return output.cached_tokens
+
+
+def with_checkpoints(kv_tokens: int, rows: int, interval: int) -> ScheduledCache:
+    """A cache with checkpoints of recurrent states. A step takes a whole prompt."""
+    tree = CheckpointTree(PAGE_SIZE, PagePool(kv_tokens // PAGE_SIZE, PAGE_SIZE), PagePool(rows, PAGE_SIZE))
+    return ScheduledCache(tree, LONGEST, interval)
+
+
+class WindowSizes(NamedTuple):
+    """The pages of a model with windows, in the memory in which all layers keep `all_tokens` tokens. `part`: of a
+    token's bytes, those of layers that see all."""
+
+    kv_tokens: int
+    window_tokens: int
+    window: int
+    all_tokens: int
+    part: float
+
+    @classmethod
+    def of(cls, name: str, kv_tokens: int, budget: int) -> "WindowSizes":
+        """The sizes of a model of `bench.replica.dummy_models`, as a replica chooses them. `budget`: `token_budget`."""
+        with TemporaryDirectory() as folder:
+            whole = decoder_config(read_config(write(name, Path(folder))))
+        config = WorkerConfig.model_validate({"page_size": PAGE_SIZE, "token_budget": budget})
+        window = window_cache.window_tokens(whole, whole.context_length, config)
+        assert window is not None, f"{name} has no pages of windows"
+        per_token, fixed = window_cache.bytes_of(window, whole, torch.bfloat16, config)
+        in_all = token_bytes(whole, torch.bfloat16)
+        pages = (kv_tokens * in_all - fixed) // per_token // PAGE_SIZE
+        of_windows = window_cache.num_pages(window, pages, config) * PAGE_SIZE
+        part = whole.windows.count(None) / len(whole.windows)
+        return cls(pages * PAGE_SIZE, of_windows, window, kv_tokens, part)
+
+    def tokens_of(self, length: int) -> int:
+        """Tokens of running sequences of this length for which there is room, parts of sequences included."""
+        return min(self.kv_tokens, self.window_tokens * length // self._own(length))
+
+    def fitted_tokens_of(self, length: int) -> int:
+        """The same, with the memory divided as sequences of this length need it (`window_kv_tokens`)."""
+        return int(self.all_tokens * length / (self.part * length + (1 - self.part) * self._own(length)))
+
+    def _own(self, length: int) -> int:
+        return min(length, self.window + 2 * PAGE_SIZE)
+
+    def cache(self, budget: int, interval: int) -> ScheduledCache:
+        """An empty cache of these sizes."""
+        pools = (PagePool(tokens // PAGE_SIZE, PAGE_SIZE) for tokens in (self.kv_tokens, self.window_tokens))
+        return ScheduledCache(WindowTree(PAGE_SIZE, *pools, self.window), budget, interval)
 
 
 def in_turns(requests: list[FleetRequest]) -> list[FleetRequest]:
@@ -64,19 +138,39 @@ def in_turns(requests: list[FleetRequest]) -> list[FleetRequest]:
     return [one for _, one in sorted(timed, key=lambda pair: pair[0])]
 
 
-def hit_rates(load: str, count: int, kv_tokens: int, interval: int) -> tuple[float, float, int]:
-    """Hit rates of the full cache and of that with checkpoints, and the number of evicted checkpoints."""
-    full, rows = OneCache(kv_tokens // PAGE_SIZE, PAGE_SIZE), kv_tokens // ROW_TOKENS
-    checkpoints = CheckpointCache(kv_tokens, rows, interval)
-    prompt = hits = found = 0
+def hit_rates(load: str, count: int, full_tokens: Sequence[int], cache: ScheduledCache) -> list[float]:
+    """Hit rates of full caches of so many tokens, and of `cache`."""
+    caches = [OneCache(tokens // PAGE_SIZE, PAGE_SIZE) for tokens in full_tokens]
+    prompt, hits = 0, [0] * (len(caches) + 1)
     for request in in_turns(MADE[load](np.random.default_rng(0), count, 8)):
         tokens = token_ids(request.spans)
         prompt += len(tokens)
-        hits += full.use(tokens)
-        full.use(token_ids((*request.spans, request.answer)))
-        found += checkpoints.use(tokens)
-    checkpoints.tree.check_integrity()
-    return hits / prompt, found / prompt, checkpoints.tree.num_checkpoints_evicted
+        for number, full in enumerate(caches):
+            hits[number] += full.use(tokens)
+            full.use(token_ids((*request.spans, request.answer)))
+        hits[-1] += cache.use(tokens)
+    cache.tree.check_integrity()
+    return [found / prompt for found in hits]
+
+
+def compare_windows(name: str, count: int, kv_tokens: int, interval: int) -> list[Figure]:
+    """Prints the tables of a model with windows. Returns their figures."""
+    sizes, figure = WindowSizes.of(name, kv_tokens, CHUNK), f"models.{SHAPES[name].label}.windows"
+    made = []
+    print(f"{name}: {sizes.kv_tokens} tokens and {sizes.window_tokens} of windows, instead of {kv_tokens} of both")
+    print(f"{'sequences of':<16}{'all':>10}{'windows':>10}{'ratio':>8}{'fitted':>8}")
+    for length in LENGTHS:
+        held, fitted = sizes.tokens_of(length), sizes.fitted_tokens_of(length)
+        print(f"{length:<16}{kv_tokens:>10}{held:>10}{held / kv_tokens:>8.2f}{fitted / kv_tokens:>8.2f}")
+        made.append(Figure(f"{figure}.tokens_of_{length}_vs_all", held / kv_tokens, "ratio", True))
+        made.append(Figure(f"{figure}.fitted_tokens_of_{length}_vs_all", fitted / kv_tokens, "ratio", True))
+    print(f"{'load':<12}{'full':>8}{'as long':>9}{'windows':>9}{'of full':>9}{'of as long':>12}")
+    for load in LOADS:
+        full, as_long, found = hit_rates(load, count, (kv_tokens, sizes.kv_tokens), sizes.cache(CHUNK, interval))
+        print(f"{load:<12}{full:>8.3f}{as_long:>9.3f}{found:>9.3f}{found / full:>9.3f}{found / as_long:>12.3f}")
+        made.append(Figure(f"{figure}.{load}.hits_vs_full", found / full, "ratio", True))
+        made.append(Figure(f"{figure}.{load}.hits_vs_as_long", found / as_long, "ratio", True))
+    return made
 
 
 def main() -> None:
@@ -84,11 +178,23 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="requests of each load")
     parser.add_argument("--kv-tokens", type=int, default=1_000_000, help="tokens that each cache holds")
     parser.add_argument("--interval", type=int, default=2048, help="checkpoint_interval")
+    parser.add_argument("--windows", default="", help=f"models with windows, of {', '.join(SHAPES)}")
+    parser.add_argument("--name", default="", help="of the result that is written; by default none is")
     options = parser.parse_args()
+    if options.windows:
+        each = [
+            compare_windows(name, options.count, options.kv_tokens, options.interval)
+            for name in options.windows.split(",")
+        ]
+        if options.name:
+            print(f"written: {write_result(options.name, [figure for some in each for figure in some]).name}")
+        return
     print(f"{'load':<12}{'full':>8}{'checkpoints':>13}{'ratio':>8}{'evicted':>9}")
     for load in LOADS:
-        full, found, evicted = hit_rates(load, options.count, options.kv_tokens, options.interval)
-        print(f"{load:<12}{full:>8.3f}{found:>13.3f}{found / full:>8.3f}{evicted:>9}")
+        cache = with_checkpoints(options.kv_tokens, options.kv_tokens // ROW_TOKENS, options.interval)
+        full, found = hit_rates(load, options.count, (options.kv_tokens,), cache)
+        assert isinstance(cache.tree, CheckpointTree)
+        print(f"{load:<12}{full:>8.3f}{found:>13.3f}{found / full:>8.3f}{cache.tree.num_checkpoints_evicted:>9}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ kv_lora_rank + qk_rope_head_dim]`. A token has one row, which all heads read: it
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +84,7 @@ class AttentionBatch:
     | `rows` | `[num_chunks]` | the row of each chunk's sequence; no row occurs twice |
     | `starts` | `[num_chunks]` | position of each chunk's first token in its sequence |
     | `lengths` | `[num_chunks]` | tokens of each chunk |
+    | `window_tables` | as `tables` | page tables of layers with a window, where these have pages of their own |
 
     Only the first `ceil((starts[c] + lengths[c]) / page_size)` pages of a row are read. Chunks of one token come first,
     so that a backend may treat them separately.
@@ -92,6 +94,7 @@ class AttentionBatch:
     rows: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    window_tables: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +110,8 @@ class AttentionBatch:
 
     def part(self, first: int, last: int) -> "AttentionBatch":
         """The batch of chunks `first` to `last` (exclusive) alone."""
-        return AttentionBatch(self.tables, self.rows[first:last], self.starts[first:last], self.lengths[first:last])
+        chunks = self.rows[first:last], self.starts[first:last], self.lengths[first:last]
+        return AttentionBatch(self.tables, *chunks, self.window_tables)
 
     @property
     def firsts(self) -> np.ndarray:
@@ -118,15 +122,15 @@ class AttentionBatch:
 class KVSlots(Protocol):
     """Where a kernel that writes keys and values in the backend's place puts them: see `AttentionBackend`."""
 
-    kv: torch.Tensor
-    slots: torch.Tensor
+    def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`slots`, and the layer's pages, `[2, num_pages, num_kv_heads, page_size, head_dim]`."""
 
 
 class AttentionBackend(ABC):
     """Causal attention of chunks over their sequences' pages.
 
     `plan`, called once a step, does all work that depends on the batch only. `run` follows once a layer. On a GPU
-    another kernel may write the keys and values (`kernels.ops.fused.rotate_and_store`), to `slots` of `kv`; then
+    another kernel may write the keys and values (`kernels.ops.fused.rotate_and_store`), to `place(layer)`; then
     `attend` is called instead of `run`.
     """
 
@@ -144,6 +148,20 @@ class AttentionBackend(ABC):
         self.kv, self.shape, self.sinks = kv, shape, sinks
         self.page_size = kv.shape[4]
         self.device = kv.device
+
+    @property
+    def pools(self) -> Sequence["AttentionBackend"]:
+        """The backends with pages of their own, each for some of the layers: this one, or those that it consists of."""
+        return [self]
+
+    @property
+    def layout(self) -> Sequence[tuple[int, int]]:
+        """For each layer, the number of its pool and its own number there."""
+        return [(0, layer) for layer in range(len(self.shape.windows))]
+
+    def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `KVSlots.place`, for the planned batch."""
+        return self.slots, self.kv[layer]
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

@@ -11,6 +11,7 @@ from radix.index import PrefixIndex
 from radix.node import pack
 from radix.pages import PagePool
 from radix.tree import Inserted, Tree
+from radix.windows import WindowTree
 
 
 class Listener:
@@ -78,15 +79,24 @@ class Listener:
 
 class Cache:
     """A tree with what stands around it in a replica: the pool, listeners, and the pages that requests hold. With
-    `num_rows`, it is a tree with checkpoints, and requests hold rows too."""
+    `num_rows`, it is a tree with checkpoints, and requests hold rows too. With `windows`, numbers of window pages and
+    of tokens in a window, it is a tree with windows, and requests hold window pages."""
 
-    def __init__(self, num_pages: int, page_size: int, num_rows: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, num_rows: int | None = None, windows: tuple[int, int] | None = None
+    ) -> None:
         self.events: list[Event] = []
         self.listener = Listener(page_size)
         self.indexed = PrefixIndex(page_size).add()
         self.pool = PagePool(num_pages, page_size)
-        self.tree = make_tree(page_size, self.pool, num_rows, self._listen)
+        self.tree: Tree
+        if windows is None:
+            self.tree = make_tree(page_size, self.pool, num_rows, self._listen)
+        else:
+            of_windows = PagePool(windows[0], page_size)
+            self.tree = WindowTree(page_size, self.pool, of_windows, windows[1], on_event=self._listen)
         self.held: set[int] = set()
+        self.held_windows: set[int] = set()
         self.held_rows: set[int] = set()
 
     def _listen(self, event: Event) -> None:
@@ -121,6 +131,8 @@ class Cache:
     def check(self) -> None:
         if isinstance(self.tree, CheckpointTree):
             self.tree.check_integrity(self.held, self.held_rows)
+        elif isinstance(self.tree, WindowTree):
+            self.tree.check_integrity(self.held, self.held_windows)
         else:
             self.tree.check_integrity(self.held)
         told = self.tree.snapshot()
@@ -149,8 +161,8 @@ def sorted_events(events: list[Event]) -> list[Event]:
 def new_cache() -> Iterator[Callable[[int, int], Cache]]:
     caches: list[Cache] = []
 
-    def new(num_pages: int, page_size: int, num_rows: int | None = None) -> Cache:
-        caches.append(Cache(num_pages, page_size, num_rows))
+    def new(num_pages: int, page_size: int, num_rows: int | None = None, **windows: tuple[int, int]) -> Cache:
+        caches.append(Cache(num_pages, page_size, num_rows, **windows))
         return caches[-1]
 
     yield new

@@ -280,7 +280,151 @@ class CheckpointModel(Model):
             assert order == [self.rows[prefix] for prefix in (*self.once, *self.again)]
 
 
+class WindowModel(Model):
+    """A tree with windows. `windows` maps each prefix with one to its window pages; `pins` lists what is pinned, with
+    the prefixes that end there."""
+
+    num_windows, window_tokens = 14, 5
+
+    @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
+    def start(self, page_size: int) -> None:
+        super().start(page_size)
+        self.cache = Cache(NUM_PAGES, page_size, windows=(self.num_windows, self.window_tokens))
+        self.windows: dict[tuple[int, ...], list[int]] = {}
+        self.pins: list[tuple[PagedNode, tuple[int, ...]]] = []
+
+    def continued(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        found = self.cached(tokens)
+        while found and found[-1] not in self.windows:
+            found.pop()
+        return found
+
+    def pages_before(self, tokens: tuple[int, ...]) -> range:
+        """Numbers of the pages that a token after these sees: those with one of its window's tokens."""
+        seen = range(max(0, len(tokens) - self.window_tokens + 1), len(tokens))
+        return range(seen.start // self.page_size, len(tokens) // self.page_size)
+
+    def evictable(self) -> set[int]:
+        """Window pages of the tree in no pinned window."""
+        pinned = {page for _, end in self.pins for page in self.windows.get(end, ())}
+        return {page for window in self.windows.values() for page in window} - pinned
+
+    @rule(tokens=PROMPTS, knows_what_is_cached=st.booleans())
+    def insert(self, tokens: list[int], knows_what_is_cached: bool) -> None:
+        """With window pages of the request's, evicted for it, or those that the tree has for the same tokens."""
+        tokens = tokens[: len(tokens) // self.page_size * self.page_size]
+        needed = len(self.pages_before(tuple(tokens)))
+        if tokens and needed <= self.cache.tree.window_pool.num_free + len(self.evictable()):
+            self.cache.tree.evict_windows(needed)
+            self.forget()
+            super().insert(tokens, knows_what_is_cached)
+
+    def store(self, tokens: list[int], pages: np.ndarray) -> Inserted:
+        tree, prefix = self.cache.tree, tuple(tokens)
+        window = tree.window_pool.allocate(len(self.pages_before(prefix)))
+        # A request that went on from the deepest window before this one has read its last pages there.
+        before = [found for found in self.continued(tokens) if found != prefix]
+        if before and prefix not in self.windows:
+            there = dict(zip(self.pages_before(before[-1]), self.windows[before[-1]], strict=True))
+            places = [place for place, number in enumerate(self.pages_before(prefix)) if number in there]
+            tree.window_pool.free(window[places])
+            window[places] = [there[self.pages_before(prefix)[place]] for place in places]
+        inserted = tree.insert(tokens, pages, window)
+        if prefix in self.windows:
+            tree.window_pool.free(window)
+        else:
+            self.windows[prefix] = window.tolist()
+        return inserted
+
+    @rule(tokens=PROMPTS)
+    def lock_and_pin(self, tokens: list[int]) -> None:
+        self.lock(tokens)
+        self.cache.tree.pin(self.locks[-1][0])
+        self.pins.append(self.locks[-1])
+
+    @precondition(lambda self: self.pins)
+    @rule(which=st.integers(0, 100))
+    def unpin(self, which: int) -> None:
+        node, _ = self.pins.pop(which % len(self.pins))
+        self.cache.tree.unpin(node)
+
+    @precondition(lambda self: self.locks)
+    @rule(which=st.integers(0, 100))
+    def unlock(self, which: int) -> None:
+        node, held = self.locks.pop(which % len(self.locks))
+        if sum(pin is node for pin, _ in self.pins) > sum(lock is node for lock, _ in self.locks):
+            self.pins.remove((node, held))
+            self.cache.tree.unpin(node)
+        self.cache.tree.unlock(node)
+        self.forget()
+
+    @rule()
+    def evict_checkpoint(self) -> None:
+        kept = {end for _, end in self.pins}
+        leased = {held for _, held in self.leases}
+        candidates = self.windows.keys() - kept
+        assert self.cache.tree.evict_checkpoint() == bool(candidates)
+        before = dict(self.windows)
+        self.forget()
+        gone = before.keys() - self.windows.keys()
+        assert len(gone) == bool(candidates) and gone <= candidates
+        assert not gone & leased or candidates <= leased, "those with a lease go last"
+
+    @rule(num_pages=st.integers(0, 14))
+    def evict_windows(self, num_pages: int) -> None:
+        pool, evictable = self.cache.tree.window_pool, self.evictable()
+        assert self.cache.tree.num_windows_evictable == len(evictable)
+        most = pool.num_free + len(evictable)
+        self.cache.tree.evict_windows(num_pages)
+        assert min(num_pages, most) <= pool.num_free <= most
+        self.forget()
+
+    @rule(held=st.booleans())
+    def hold_a_window_page(self, held: bool) -> None:
+        pool = self.cache.tree.window_pool
+        if held and pool.num_free > 6:
+            self.cache.held_windows.add(int(pool.allocate(1)[0]))
+        elif not held and self.cache.held_windows:
+            pool.free(np.array([self.cache.held_windows.pop()]))
+
+    @rule(num_pages=st.integers(0, 8))
+    def evict(self, num_pages: int) -> None:
+        free, before = set(self.prefixes) - self.pinned(), dict(self.prefixes)
+        freed = self.cache.tree.evict(num_pages)
+        assert min(num_pages, len(free)) <= freed <= len(free)
+        self.forget()
+        assert len(before) - len(self.prefixes) == freed and before.keys() - self.prefixes.keys() <= free
+
+    def forget(self) -> None:
+        """Forgets the windows that were evicted, and the prefixes that neither a window nor a lock needs."""
+        told = {tuple(np.frombuffer(path, np.int32).tolist()) for path in self.cache.listener.saved()}
+        self.windows = {prefix: window for prefix, window in self.windows.items() if prefix in told}
+        ends = [*self.windows, *(held for _, held in self.locks)]
+        kept = {one[:end] for one in ends for end in range(self.page_size, len(one) + 1, self.page_size)}
+        self.prefixes = {prefix: use for prefix, use in self.prefixes.items() if prefix in kept}
+        self.leases = [(lease, self.longest(held)) for lease, held in self.leases]
+
+    @precondition(lambda self: not self.locks)
+    @rule()
+    def reset(self) -> None:
+        super().reset()
+        self.windows = {}
+
+    @invariant()
+    def sound(self) -> None:
+        super().sound()
+        if hasattr(self, "windows"):
+            tree = self.cache.tree
+            assert sorted(window.tolist() for window in tree.checkpoints.values()) == sorted(self.windows.values())
+            assert tree.num_window_pages == len({page for window in self.windows.values() for page in window})
+            order = list(tree.eviction_order())
+            inner = [len(node.children) == 1 for node in order if node not in tree._used_again]
+            assert inner == sorted(inner, reverse=True), "those of nodes with one child go first"
+
+
 TestModel = pytest.mark.slow(Model.TestCase)
 TestModel.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
 TestCheckpointModel = pytest.mark.slow(CheckpointModel.TestCase)
 TestCheckpointModel.settings = TestModel.settings
+TestWindowModel = pytest.mark.slow(WindowModel.TestCase)
+TestWindowModel.settings = TestModel.settings

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -248,6 +249,9 @@ class Sequences:
         self.runner = runner
         self.free = list(range(runner.num_pages))
         random.Random(seed).shuffle(self.free)
+        self.free_windows = list(range(runner.window.num_pages)) if runner.window else []
+        random.Random(seed).shuffle(self.free_windows)
+        self.windows: dict[int, list[int]] = {}  # by slot, its window pages; those that it gave back are -1
         self.computed: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.logits: dict[int, list[torch.Tensor]] = {}
@@ -265,13 +269,29 @@ class Sequences:
             held = -(-start // page_size)
             pages = [self.free.pop() for _ in range(-(-(start + len(token_ids)) // page_size) - held)]
             chunks.append(Chunk(slot, start, token_ids, held, pages, len(token_ids)))
-        logits = self.runner.forward(Plan.from_chunks(self.step, chunks)).logits
+        plan = Plan.from_chunks(self.step, chunks)
+        if (window := self.runner.window) is not None:
+            plan.window_pages = np.array(self.window_pages(chunks, window.window_tokens), dtype=np.int32)
+        logits = self.runner.forward(plan).logits
         self.step += 1
         for chunk, rows in zip(chunks, logits.split([c.num_logits for c in chunks]), strict=True):
             self.logits[chunk.slot].append(rows)
             self.computed[chunk.slot] += len(chunk.token_ids)
             if self.computed[chunk.slot] == len(self.tokens[chunk.slot]):
                 self.tokens[chunk.slot].append(int(rows[-1].argmax()))
+
+    def window_pages(self, chunks: list[Chunk], window: int) -> list[int]:
+        """The new window pages of chunks. Before them, each sequence gives back those that lie before its window."""
+        added = []
+        for chunk in chunks:
+            own = self.windows.setdefault(chunk.slot, [])
+            first = max(0, chunk.start - window + 1) // self.runner.page_size
+            self.free_windows += [page for page in own[:first] if page >= 0]
+            own[:first] = [-1] * first
+            new = [self.free_windows.pop() for _ in chunk.pages]
+            own += new
+            added += new
+        return added
 
 
 def together(size: int, work: Callable[[Communicator], Any], timeout_s: float = 60.0) -> list[Any]:
@@ -324,7 +344,8 @@ def drive(fake_executor, request):
     drivers = []
 
     def make(num_pages: int = 64, page_size: int = 4, **config) -> Driver:
-        executor = {k: config.pop(k) for k in ("vocab_size", "context_length", "num_checkpoints") if k in config}
+        names = ("vocab_size", "context_length", "num_checkpoints", "window")
+        executor = {name: config.pop(name) for name in names if name in config}
         fake = fake_executor(num_pages=num_pages, page_size=page_size, **executor)
         drivers.append(Driver(fake, overlap=request.param, **config))
         return drivers[-1]

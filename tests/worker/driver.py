@@ -11,6 +11,7 @@ import torch
 from radix.checkpoints import CheckpointTree
 from radix.pages import PagePool
 from radix.tree import Tree
+from radix.windows import WindowTree
 from tests.worker.fakes import any_models
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
@@ -39,6 +40,9 @@ class Driver:
         self.tree = Tree(executor.page_size, pool)
         if executor.num_checkpoints:
             self.tree = CheckpointTree(executor.page_size, pool, PagePool(executor.num_checkpoints, executor.page_size))
+        if (window := executor.window) is not None:
+            of_windows = PagePool(window.num_pages, executor.page_size)
+            self.tree = WindowTree(executor.page_size, pool, of_windows, window.window_tokens)
         self.scheduler = Scheduler(
             self.config,
             self.tree,

@@ -12,7 +12,7 @@ from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components
 from worker.executor.attention_selector import AttentionChoice
-from worker.executor.executor import Executor, ForwardOutput
+from worker.executor.executor import Executor, ForwardOutput, WindowPages
 from worker.messages import Failure, Grammar
 from worker.progress import NewestSteps
 from worker.scheduler.kv_demand import KVClaim, peak_pages
@@ -45,6 +45,7 @@ class FakeExecutor(Executor):
         eos_token_ids: tuple[int, ...] = (),
         poison: int | None = None,
         num_checkpoints: int = 0,
+        window: WindowPages | None = None,
     ) -> None:
         self.has_states, self.num_checkpoints = num_checkpoints > 0, num_checkpoints
         self.num_pages, self.page_size, self.vocab_size = num_pages, page_size, vocab_size
@@ -57,6 +58,10 @@ class FakeExecutor(Executor):
         self.plans: list[Plan] = []
         self.kv = np.random.default_rng(0).integers(0, MASK, size=num_pages * page_size)
         self.tables: dict[int, list[int]] = {}
+        self.window = window
+        window_tokens = window.num_pages * page_size if window else 0
+        self.window_kv = np.random.default_rng(1).integers(0, MASK, size=window_tokens)
+        self.window_tables: dict[int, list[int]] = {}
         self.expected: list[Plan] = []
         self.states: dict[int, tuple[int, int]] = {}  # by slot: number of tokens, and a hash of them
         self.rows = [(-1, 0)] * num_checkpoints  # of checkpoints
@@ -85,6 +90,8 @@ class FakeExecutor(Executor):
         if self.has_states:
             self._begin_states(plan, copies)
         seen = [row for index, chunk in enumerate(plan.chunks) for row in self._chunk(chunk, copies[index])]
+        if self.window is not None:
+            self._run_windows(plan, self.window.window_tokens)
         return ForwardOutput(self.logits(seen))
 
     def logits(self, seen: list[int]) -> torch.Tensor:
@@ -96,6 +103,22 @@ class FakeExecutor(Executor):
 
     def close(self) -> None:
         pass
+
+    def _run_windows(self, plan: Plan, window: int) -> None:
+        """Keeps each token's KV in window pages too, and reads those of the windows as the chunks find them."""
+        added, size = np.split(plan.window_pages, np.cumsum(plan.num_pages)[:-1]), self.page_size
+        for chunk, pages in zip(plan.chunks, added, strict=True):
+            table = self.window_tables.setdefault(chunk.slot, [])
+            table[chunk.num_kept_pages :] = pages.tolist()
+            end, first = chunk.start + len(chunk.token_ids), max(0, chunk.start - window + 1)
+            assert len(set(table[first // size :])) == len(table[first // size :])
+            where, there = (
+                (np.array(one)[:, None] * size + np.arange(size)).ravel()[first:end]
+                for one in (table, self.tables[chunk.slot])
+            )
+            begun = chunk.start - first
+            assert (self.window_kv[where[:begun]] == self.kv[there[:begun]]).all(), "a window of other tokens"
+            self.window_kv[where[begun:]] = self.kv[there[begun:]]
 
     def _begin_states(self, plan: Plan, copies: dict[int, list[list[int]]]) -> None:
         """Recurrent states as they are before the step. Rows are read before any is written."""

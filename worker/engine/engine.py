@@ -22,6 +22,7 @@ from radix.events import Event
 from radix.pages import PagePool
 from radix.snapshot import SnapshotWalk
 from radix.tree import Tree
+from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
 from worker.drafts.model import ModelDrafter
@@ -148,6 +149,9 @@ class Engine:
         if self.executor.num_checkpoints:
             states = PagePool(self.executor.num_checkpoints, config.page_size)
             self.tree: Tree = CheckpointTree(config.page_size, pool, states, on_event=on_event)
+        elif (window := self.executor.window) is not None:
+            of_windows = PagePool(window.num_pages, config.page_size)
+            self.tree = WindowTree(config.page_size, pool, of_windows, window.window_tokens, on_event=on_event)
         else:
             self.tree = Tree(config.page_size, pool, on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap

@@ -29,6 +29,14 @@ class ForwardOutput(NamedTuple):
     hidden: torch.Tensor | None = None
 
 
+class WindowPages(NamedTuple):
+    """Pages of a model's layers with a window: how many there are, and how many tokens a token sees, itself
+    included."""
+
+    num_pages: int
+    window_tokens: int
+
+
 class Executor(ABC):
     """Runs the plans of one replica. `ModelRunner` is the local implementation, with one rank in this process;
     `MultiRankExecutor` leads the ranks of tensor and pipeline parallelism.
@@ -48,6 +56,7 @@ class Executor(ABC):
     | `context_length` | longest sequence, in tokens: configured, or the model's, at most what the KV cache holds |
     | `has_states` | whether the model has recurrent states, so that a cached prefix can be continued from checkpoints only |
     | `num_checkpoints` | rows for checkpoints of recurrent states |
+    | `window` | pages of layers with a window; None if these keep all tokens, or there are none |
     | `eos_token_ids` | the model's end tokens |
     | `attention_choice` | the attention backend that runs |
     | `last_tokens` | int64 `[max_running + 1]` on `device`, the newest token of each slot: written by sampling, read by the next step's PENDING tokens; the last entry belongs to no slot |
@@ -60,6 +69,7 @@ class Executor(ABC):
     context_length: int
     has_states: bool = False
     num_checkpoints: int = 0
+    window: WindowPages | None = None
     eos_token_ids: tuple[int, ...]
     attention_choice: AttentionChoice
     last_tokens: torch.Tensor

@@ -11,16 +11,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kernels.attention.interface import AttentionBackend, AttentionBatch, GraphAttention, token_positions
+from kernels.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    GraphAttention,
+    token_positions,
+)
 from kernels.delta_rule.states import DeltaRuleStates, StateBatch
 from kernels.host_device import all_to_device, reserve_pinned
 from pipeline.padding import MOST_TOKENS, mixed_sizes
 from worker.config import WorkerConfig
-from worker.executor import kv_cache, state_cache
+from worker.executor import kv_cache, state_cache, window_cache
 from worker.executor.attention_selector import AttentionChoice, AttentionLimits, build_attention, choose_attention
 from worker.executor.cuda_graphs import CudaGraphRunner, product_sizes
 from worker.executor.draft_memory import DraftBytes
-from worker.executor.executor import Executor, ForwardOutput
+from worker.executor.executor import Executor, ForwardOutput, WindowPages
 from worker.executor.gpu_defaults import resolve_device, with_gpu_defaults
 from worker.executor.page_table import PageTable
 from worker.executor.piecewise_graphs import PiecewiseGraphs, ProbeBatch
@@ -94,7 +100,11 @@ class ModelRunner(Executor):
             self._warm_up()
         self._logits = self._allocate_logits()
         self._working_bytes = 0  # peak memory of the largest step, if `_profile` has run it
+        self._window = window_cache.window_tokens(shard.whole, self._longest(config), config)
         self.num_pages = self._size_kv_cache(shard.whole, config)
+        if self._window is not None:
+            num_window_pages = window_cache.num_pages(self._window, self.num_pages, config)
+            self.window = WindowPages(num_window_pages, self._window)
         self.num_checkpoints = state_cache.num_checkpoints(
             shard.whole, self.dtype, self.num_pages * self.page_size, config.state_checkpoints
         )
@@ -103,6 +113,9 @@ class ModelRunner(Executor):
         )
         pages_per_sequence = -(-self.context_length // self.page_size)
         self._tables = PageTable(self._max_running, pages_per_sequence, self.page_size)
+        self._window_tables: PageTable | None = None
+        if self.window is not None:
+            self._window_tables = PageTable(self._max_running, pages_per_sequence, self.page_size)
         self._attention = self._allocate_kv_cache(self.num_pages, pages_per_sequence)
         self._states = self._allocate_states(self.num_checkpoints)
         if isinstance(self._attention, GraphAttention):
@@ -128,6 +141,8 @@ class ModelRunner(Executor):
         logits."""
         self._begun = plan.step
         self._tables.update(plan)
+        if self._window_tables is not None:
+            self._window_tables.update(plan, plan.window_pages)
         self._has_pending_tokens = self.model_config.is_first and plan.has_pending_tokens
         out = self._run(plan)
         if not self._samples:
@@ -171,11 +186,11 @@ class ModelRunner(Executor):
         """Runs a plan with the CUDA graph that fits it, or without one. Returns its logits; a stage before the last one
         returns the hidden states for the next stage instead."""
         if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
-            batch = AttentionBatch(self._tables.rows, plan.slots, plan.starts, plan.lengths)
+            batch = self._batch(plan.slots, plan.starts, plan.lengths)
             return ForwardOutput(*self._graphs.run(batch, plan.token_ids, copies=self._copies(plan)))
         # Attention takes chunks of one token first. Logits keep the plan's order.
         order = np.argsort(plan.lengths > 1, kind="stable")
-        batch = AttentionBatch(self._tables.rows, plan.slots[order], plan.starts[order], plan.lengths[order])
+        batch = self._batch(plan.slots[order], plan.starts[order], plan.lengths[order])
         firsts = np.cumsum(plan.lengths) - plan.lengths
         token_ids = plan.token_ids[np.repeat(firsts[order] - batch.firsts, batch.lengths) + np.arange(plan.num_tokens)]
         ends = np.empty(len(plan), dtype=np.int64)
@@ -197,6 +212,11 @@ class ModelRunner(Executor):
         return self._step(
             batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin, hidden_indices, self._states
         )
+
+    def _batch(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> AttentionBatch:
+        """The batch of chunks of the sequences in these slots."""
+        of_windows = None if self._window_tables is None else self._window_tables.rows
+        return AttentionBatch(self._tables.rows, slots, starts, lengths, of_windows)
 
     def _copies(self, plan: Plan, order: np.ndarray | None = None) -> np.ndarray:
         """`StateBatch.copies` of a plan whose chunks are computed in the given order, the plan's by default."""
@@ -354,10 +374,13 @@ class ModelRunner(Executor):
         draft = DraftBytes()
         if config.draft_model is not None:
             draft = DraftBytes.of(Path(config.draft_model), self.dtype, self.device, self._max_running)
-        bytes_per_token = kv_cache.token_bytes(self.model_config, self.dtype) + draft.per_token
+        own, of_windows = kv_cache.token_bytes(self.model_config, self.dtype), 0
+        if self._window is not None:
+            own, of_windows = window_cache.bytes_of(self._window, self.model_config, self.dtype, config)
+        bytes_per_token = own + draft.per_token
         fraction = config.kv_memory_fraction
         rows = state_cache.first_checkpoint(self._max_running) + (config.state_checkpoints or 0)
-        fixed = draft.fixed + rows * state_cache.row_bytes(self.model_config, self.dtype)
+        fixed = draft.fixed + of_windows + rows * state_cache.row_bytes(self.model_config, self.dtype)
         if config.state_checkpoints is None:
             bytes_per_token += math.ceil(state_cache.checkpoint_bytes(self.model_config, whole, self.dtype))
         if self.device.type == "cpu":
@@ -399,16 +422,35 @@ class ModelRunner(Executor):
 
     def _allocate_kv_cache(self, pages: int, pages_per_sequence: int) -> AttentionBackend:
         """Allocates the KV cache, and returns the attention over it."""
+        shape, sinks = self.model_config.attention_shape, self.decoder.sinks
+        if self._window is None:
+            return self._allocate_pages(shape, pages, pages_per_sequence, sinks)
+        # A probe's tables serve both kinds of layers.
+        of_windows = pages if self.window is None else self.window.num_pages
+        seen = -(-(self._window + self._max_graph_tokens) // self.page_size) + 1
+
+        def make(own: AttentionShape, has_window: bool, own_sinks: torch.Tensor | None) -> AttentionBackend:
+            if has_window:
+                return self._allocate_pages(own, of_windows, min(pages_per_sequence, seen), own_sinks)
+            return self._allocate_pages(own, pages, pages_per_sequence, own_sinks)
+
+        return window_cache.build(shape, sinks, make)
+
+    def _allocate_pages(
+        self, shape: AttentionShape, pages: int, pages_per_sequence: int, sinks: torch.Tensor | None
+    ) -> AttentionBackend:
+        """Allocates pages of the layers of `shape`, and returns the attention over them."""
         # On a GPU, an extra page is for padding of a batch to a graph's size.
         allocated = pages if self.device.type == "cpu" else pages + 1
-        kv = kv_cache.allocate(self.model_config, allocated, self.page_size, self.device, self.dtype)
+        kv = kv_cache.allocate(
+            self.model_config, allocated, self.page_size, self.device, self.dtype, len(shape.windows)
+        )
         limits = AttentionLimits(
             self._max_running,
             self._max_running * pages_per_sequence,
             max(self._max_running, self._max_graph_tokens),
         )
-        shape, decoder = self.model_config.attention_shape, self.decoder
-        return build_attention(self.attention_choice, kv, shape, limits, decoder.sinks, decoder.latent_weights)
+        return build_attention(self.attention_choice, kv, shape, limits, sinks, self.decoder.latent_weights)
 
     def _capture_graphs(self, attention: GraphAttention) -> CudaGraphRunner:
         """Captures the CUDA graphs of short steps."""
@@ -430,7 +472,8 @@ class ModelRunner(Executor):
     def _probe(self, tokens: int) -> ProbeBatch:
         """Returns a step of `tokens` tokens, in arbitrary pages."""
         batch = _probe_batch(tokens, self.context_length, self.page_size)
-        batch = replace(batch, tables=batch.tables % self.num_pages)
+        num_pages = self.num_pages if self.window is None else min(self.num_pages, self.window.num_pages)
+        batch = replace(batch, tables=batch.tables % num_pages)
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=self.device)
         return ProbeBatch(batch, token_ids, torch.from_numpy(token_positions(batch)).to(self.device))
 

@@ -8,6 +8,7 @@ prompt of 300 tokens and 4.4 ms after one of 1,024 on an H200 (bench/RESULTS.md:
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,14 +42,15 @@ class PiecewiseGraphs:
         self.max_tokens = max_tokens
         self._decoder, self._attention = decoder, attention
         config, device = decoder.config, decoder.device
-        num_pages, num_kv_heads, page_size = attention.kv.shape[2:5]
-        self._padding_slot = (num_pages - 1) * num_kv_heads * page_size
+        pools = attention.pools
+        self._padding_slots = [math.prod(pool.kv.shape[2:5]) - math.prod(pool.kv.shape[3:5]) for pool in pools]
         heads = max_tokens, config.num_heads
         self._buffers = PieceBuffers(
             token_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
-            slots=torch.full((max_tokens,), self._padding_slot, dtype=torch.int64, device=device),
-            kv=attention.kv,
+            slots=[torch.full((max_tokens,), slot, dtype=torch.int64, device=device) for slot in self._padding_slots],
+            kv=[pool.kv for pool in pools],
+            layout=attention.layout,
             hidden=torch.zeros(max_tokens, config.hidden_size, dtype=decoder.dtype, device=device),
             queries=torch.zeros(*heads, config.query_size, dtype=decoder.dtype, device=device),
             attended=torch.zeros(*heads, config.output_size, dtype=decoder.dtype, device=device),
@@ -115,8 +117,9 @@ class PiecewiseGraphs:
         buffers = self._buffers
         buffers.token_ids[:n].copy_(token_ids)
         buffers.positions[:n].copy_(positions)
-        buffers.slots[:n].copy_(attention.slots)
-        buffers.slots[n:size].fill_(self._padding_slot)  # in the last page, which no sequence uses
+        for slots, pool, padding in zip(buffers.slots, attention.pools, self._padding_slots, strict=True):
+            slots[:n].copy_(pool.slots)
+            slots[n:size].fill_(padding)  # in the last page, which no sequence uses
         for layer, replay in enumerate(self._graphs[size]):
             replay()
             self._attention.attend_into(layer, buffers.queries[:n], buffers.attended[:n])

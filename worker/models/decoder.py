@@ -49,8 +49,9 @@ class PieceBuffers:
     | field | shape | meaning |
     | --- | --- | --- |
     | `token_ids`, `positions` | int64 `[n]` | input of the step |
-    | `slots` | int64 `[n]` | slots of `kv` for the tokens' keys and values |
-    | `kv` | | the KV cache |
+    | `slots` | int64 `[n]` each | by pool, slots of `kv` for the tokens' keys and values |
+    | `kv` | | by pool, the KV cache |
+    | `layout` | | as in `AttentionBackend` |
     | `hidden` | `[n, hidden_size]` | hidden states from one piece to the next |
     | `queries` | `[n, num_heads, query_size]` | input of the attention between two pieces |
     | `attended` | `[n, num_heads, output_size]` | its output |
@@ -58,8 +59,9 @@ class PieceBuffers:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
-    kv: torch.Tensor
+    slots: Sequence[torch.Tensor]
+    kv: Sequence[torch.Tensor]
+    layout: Sequence[tuple[int, int]]
     hidden: torch.Tensor
     queries: torch.Tensor
     attended: torch.Tensor
@@ -69,12 +71,18 @@ class PieceBuffers:
         return PieceBuffers(
             self.token_ids[:n],
             self.positions[:n],
-            self.slots[:n],
+            [slots[:n] for slots in self.slots],
             self.kv,
+            self.layout,
             self.hidden[:n],
             self.queries[:n],
             self.attended[:n],
         )
+
+    def place(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVSlots.place`."""
+        pool, index = self.layout[layer]
+        return self.slots[pool], self.kv[pool][index]
 
 
 class Decoder:

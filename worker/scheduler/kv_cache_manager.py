@@ -30,6 +30,21 @@ class KVCacheManager:
         return self.pool.num_free + self.tree.num_evictable
 
     @property
+    def num_growable(self) -> int:
+        """Pages that can be allocated to running sequences now."""
+        return self.num_available
+
+    @property
+    def free_share(self) -> float:
+        """Fraction of all pages that is free or can be evicted."""
+        return self.num_available / self.pool.num_pages
+
+    def has_windows_for(self, seq: Sequence, running: np.ndarray) -> bool:
+        """Whether `seq`, which has acquired its prefix, may start as far as pages of windows go. `running`: int64,
+        table rows of the running sequences."""
+        return True
+
+    @property
     def num_unreserved(self) -> int:
         """Available pages that no lease keeps for sequences to come."""
         return self.num_available - self.tree.num_reserved
@@ -48,11 +63,11 @@ class KVCacheManager:
         seq.num_computed = seq.num_confirmed = match.num_tokens
 
     def allocate(self, seq: Sequence, num_pages: int) -> None:
-        """Adds `num_pages` pages to a sequence. At least as many must be available."""
+        """Adds `num_pages` pages to a sequence, at most `num_growable`."""
         seq.add_pages(self._allocate_pages(num_pages))
 
     def allocate_each(self, rows: np.ndarray) -> None:
-        """Adds a page to each sequence. `rows`: int64, their table rows. At least as many must be available."""
+        """Adds a page to each sequence. `rows`: int64, their table rows, at most `num_growable`."""
         sequences, num_pages = self._table.sequences_at(rows), self._table.num_pages[rows].tolist()
         pages = self._allocate_pages(len(rows)).tolist()
         for seq, index, page in zip(sequences, num_pages, pages, strict=True):

@@ -45,10 +45,10 @@ class Preemption:
         if room >= tokens:
             return room
         wanted = pages_for(tokens - room, page_size)
-        pages = min(wanted, self._kv_cache.num_available)
+        pages = min(wanted, self._kv_cache.num_growable)
         while pages == 0 and room == 0 and not self._is_ending and self._running.last is not seq:
             self.preempt(self._running.last)
-            pages = min(wanted, self._kv_cache.num_available)
+            pages = min(wanted, self._kv_cache.num_growable)
         if pages:
             self._kv_cache.allocate(seq, pages)
         return room + pages * page_size

@@ -41,6 +41,7 @@ from pipeline.policy import Policy, SchedulerView
 from radix.checkpoints import CheckpointTree
 from radix.leases import Leases
 from radix.tree import Tree
+from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.drafts.speculative_decoding import SpeculativeDecoding
 from worker.lengths import OutputLengthPredictor
@@ -62,6 +63,7 @@ from worker.scheduler.steps_in_flight import PipelineStepsInFlight, StepsInFligh
 from worker.scheduler.stop_checker import StopChecker
 from worker.scheduler.validation import overloaded, refusal
 from worker.scheduler.waiting_queue import QueueOrder
+from worker.scheduler.window_pages import WindowedKVCache
 
 if TYPE_CHECKING:
     from worker.step import PooledChunks, SampledTokens
@@ -124,6 +126,9 @@ class Scheduler:
         self._checkpoints: CheckpointedKVCache | None = None
         if isinstance(tree, CheckpointTree):
             self.kv_cache = self._checkpoints = CheckpointedKVCache(tree, self._table, config.checkpoint_interval)
+        self._windows: WindowedKVCache | None = None
+        if isinstance(tree, WindowTree):
+            self.kv_cache = self._windows = WindowedKVCache(tree, self._table, config.checkpoint_interval)
         self.leases = Leases(tree, self.num_pages // 2)
         self._num_stages = policy.settings.stages
         self._in_flight: StepsInFlight
@@ -361,6 +366,9 @@ class Scheduler:
         if (known := self._checkpoints) is not None:
             load.checkpoints_total, load.checkpoints = known.most_checkpoints, known.num_checkpoints
             load.checkpoints_evicted = known.num_evicted
+        if (of_windows := self._windows) is not None:
+            load.window_tokens_total = of_windows.num_window_pages * self.page_size
+            load.window_tokens_used = load.window_tokens_total - of_windows.num_windows_available * self.page_size
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
 
@@ -410,7 +418,7 @@ class Scheduler:
         """The state before the next step, for the policy."""
         table, queue = self._table, self._waiting.queue.rows
         view = running.view(table)
-        view.free_kv = self.kv_cache.num_available / self.num_pages
+        view.free_kv = self.kv_cache.free_share
         if len(queue):
             queued = int((table.num_tokens[queue] - table.cached_estimate[queue]).sum())
             if not self.running.has_room or self._waiting.is_blocked(self._step):
@@ -429,7 +437,7 @@ class Scheduler:
         fits."""
         if budget is None:
             return None
-        self._builder = StepBuilder(budget, self.page_size, self._table, self._checkpoints)
+        self._builder = StepBuilder(budget, self.page_size, self._table, self._checkpoints, self._windows)
         self._waiting.begin(self._builder, self._step)
         self._preemption.begin(self._builder, running.is_ending)
         for seq in self._sequences_at(running.rows, running.in_prompt):
@@ -463,7 +471,7 @@ class Scheduler:
         taken = budget.take_decodes(contexts)
         decodes, contexts = decodes[:taken], contexts[:taken]
         short = decodes[contexts >= table.num_pages[decodes] * self.page_size]
-        if len(short) <= self.kv_cache.num_available:
+        if len(short) <= self.kv_cache.num_growable:
             if len(short):
                 self.kv_cache.allocate_each(short)
             self._builder.add_decodes(decodes)
@@ -573,8 +581,8 @@ class Scheduler:
 
     def _confirm(self, step: ScheduledStep, is_past_prompt: np.ndarray) -> None:
         """Marks the tokens of a step's chunks as confirmed. Whole pages of prompts go to the tree; with recurrent
-        states, those before new checkpoints. `is_past_prompt`: bool [chunks], whether a chunk starts after its
-        sequence's prompt."""
+        states, those before new checkpoints. Sequences give back what lies before their windows. `is_past_prompt`: bool
+        [chunks], whether a chunk starts after its sequence's prompt."""
         table, plan = self._table, step.plan
         is_kept = table.slot[step.rows] >= 0  # without preempted sequences
         if step.has_dropped:
@@ -589,6 +597,8 @@ class Scheduler:
             is_cached[plan.checkpoints[:, 0]] = is_kept[plan.checkpoints[:, 0]]
         for chunk in is_cached.nonzero()[0].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
+        if self._windows is not None:
+            self._windows.give_back(step.rows[is_kept])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:
         """Appends the tokens of a step to its sequences, and removes the sequences that failed or ended."""

@@ -49,6 +49,22 @@ class IntBuffer:
         self.values = values
 
 
+class SequenceWindow:
+    """The window pages of a running sequence, where layers with a window have pages of their own.
+
+    - `pages`: by number of the page in the sequence, up to its `num_pages`. Those before `first_window_page` are not
+      the sequence's any more. The others are the tree's, kept by a pin on `pinned`, or its own.
+    - `targets`: positions at which others are to continue its prompt, and that it has not computed; ascending.
+    """
+
+    __slots__ = ("pages", "pinned", "targets")
+
+    def __init__(self, targets: list[int]) -> None:
+        self.pages = IntBuffer([])
+        self.pinned: PagedNode | None = None
+        self.targets = targets
+
+
 class Sequence:
     """The state of one request, owned and changed by the scheduler alone.
 
@@ -66,6 +82,8 @@ class Sequence:
     expected_tokens = TableColumn()
     num_pages = TableColumn()
     num_sent_pages = TableColumn()
+    num_shared = TableColumn()
+    first_window_page = TableColumn()
     cached_estimate = TableColumn()
     last_token = TableColumn()
     slot = TableColumn()
@@ -88,7 +106,6 @@ class Sequence:
         "length",
         "new_token_ids",
         "node",
-        "num_shared",
         "pool",
         "prediction_ids",
         "priority",
@@ -100,6 +117,7 @@ class Sequence:
         "started_s",
         "stop_ids",
         "table",
+        "window",
     )
 
     def __init__(
@@ -152,9 +170,9 @@ class Sequence:
         self.last_token = int(self._token_ids.values[-1])
 
         self._pages = IntBuffer([])
-        self.num_shared = 0
         self.node: PagedNode | None = None
         self.checkpoints: SequenceCheckpoints | None = None  # of a running sequence with recurrent states
+        self.window: SequenceWindow | None = None  # of a running sequence with pages of windows
         self.estimated_at_step = -1
 
         self.cached_tokens = 0  # cached part of the prompt when it first ran

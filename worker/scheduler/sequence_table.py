@@ -33,6 +33,8 @@ class SequenceTable(Generic[S]):
     | `expected_tokens` | value of `num_tokens` at which it probably ends, as expected when it was last added to the queue |
     | `num_pages` | KV pages that the sequence holds |
     | `num_sent_pages` | leading pages that the ranks hold in their page tables, too |
+    | `num_shared` | leading pages that belong to the tree |
+    | `first_window_page` | where layers with a window have pages of their own: the first page that the sequence still holds there |
     | `slot` | slot of a running sequence; -1 while it waits |
     | `last_token` | id of the newest known token |
     | `cached_estimate` | leading tokens that the prefix tree had at the last look-up; kept current only while waiting |
@@ -55,7 +57,8 @@ class SequenceTable(Generic[S]):
 
         self.num_tokens, self.num_pending, self.num_computed, self.num_confirmed = (column() for _ in range(4))
         self.num_prompt, self.token_limit, self.expected_tokens = column(), column(), column()
-        self.num_pages, self.num_sent_pages = column(), column()
+        self.num_pages, self.num_sent_pages, self.num_shared = column(), column(), column()
+        self.first_window_page = column()
         self.slot, self.last_token, self.cached_estimate, self.job = column(), column(), column(), column()
         self.queue_class, self.client = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.int64)
         self.last_output_s, self.counts_from_s = np.zeros(capacity), np.zeros(capacity)

@@ -10,7 +10,8 @@ from worker.scheduler.scheduled_step import ScheduledStep
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 from worker.scheduler.state_checkpoints import CheckpointedKVCache
-from worker.step import HIDDEN_ROWS, PENDING, PROMPT_LOGIT_ROWS, Plan
+from worker.scheduler.window_pages import WindowedKVCache
+from worker.step import HIDDEN_ROWS, NO_WINDOW_PAGES, PENDING, PROMPT_LOGIT_ROWS, Plan
 
 MOST_COMPARED = 4  # sequences that compute a prompt, with each of which a waiting one is compared whole
 _NO_ROWS = np.empty(0, dtype=np.int64)
@@ -44,10 +45,12 @@ class StepBuilder:
         page_size: int,
         table: SequenceTable[Sequence],
         checkpoints: CheckpointedKVCache | None = None,
+        windows: WindowedKVCache | None = None,
     ) -> None:
-        """`checkpoints`: plans the checkpoints of recurrent states; None for a model without any."""
+        """`checkpoints`: plans the checkpoints of recurrent states; None for a model without any. `windows`: has the
+        window pages of a model with any."""
         self.budget = budget
-        self._checkpoints = checkpoints
+        self._checkpoints, self._windows = checkpoints, windows
         self._page_size = page_size
         self._table = table
         self.has_preempted = False  # whether a sequence was preempted while the step is built
@@ -155,7 +158,10 @@ class StepBuilder:
             end = start + self._page_size
             if cached <= start and end <= reusable:
                 alike = prefilling.get(seq.token_ids(start, end).tobytes(), ())
-                if any(seq.shares_prefix(other, start) for other in alike):
+                computing = next((other for other in alike if seq.shares_prefix(other, start)), None)
+                if computing is not None:
+                    if self._windows is not None:
+                        self._windows.continue_where_parts(computing, seq)
                     return True
         if self._checkpoints is None or not self._by_first_page:
             return False
@@ -183,13 +189,14 @@ class StepBuilder:
             others = self._others(starts, lengths, tokens)
             sampled, samples, num_logits, drafts, prompted, hidden = others
             token_ids = np.concatenate((token_ids[: len(self._decodes)], *self._token_ids(list(self._sizes))))
-        num_kept, num_pages, pages = self._pages(rows)
+        num_kept, num_pages, pages, window_pages = self._pages(rows)
         sequences = table.sequences_at(rows)
         table.num_computed[rows] = starts + lengths
         # With drafts: as many as there will be at most. `OutputQueue` corrects this.
         table.num_tokens[rows] = tokens + sampled
         table.num_pending[rows] = pending + sampled
         plan = Plan(number, table.slot[rows], starts, lengths, num_logits, num_kept, num_pages, token_ids, pages)
+        plan.window_pages = window_pages
         if hidden is not None:
             plan.hidden = hidden
         if self._checkpoints is not None:
@@ -254,18 +261,20 @@ class StepBuilder:
             chunks.append(known)
         return chunks
 
-    def _pages(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _pages(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Changes of the page tables since the ranks were last told, all int32.
 
-        Returns, per sequence, the number of pages that the ranks keep and the number of pages that follow these; and
-        the following pages of all sequences, concatenated.
+        Returns, per sequence, the number of pages that the ranks keep and the number of pages that follow these; the
+        following pages of all sequences, concatenated; and the window pages of the same numbers, if there are any.
         """
         table = self._table
         kept, held = table.num_sent_pages[rows], table.num_pages[rows]
         changed = (kept != held).nonzero()[0]
         if not len(changed):
-            return kept, kept - held, np.empty(0, dtype=np.int32)
-        changes = zip(table.sequences_at(rows[changed]), kept[changed].tolist(), held[changed].tolist(), strict=True)
+            return kept, kept - held, NO_WINDOW_PAGES, NO_WINDOW_PAGES
+        sequences = table.sequences_at(rows[changed])
+        changes = list(zip(sequences, kept[changed].tolist(), held[changed].tolist(), strict=True))
         pages = np.concatenate([seq.pages(first, last) for seq, first, last in changes])
+        windows = [seq.window.pages.values[first:last] for seq, first, last in changes if seq.window is not None]
         table.num_sent_pages[rows] = held
-        return kept, held - kept, pages
+        return kept, held - kept, pages, np.concatenate(windows) if windows else NO_WINDOW_PAGES

@@ -12,10 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kernels.attention.interface import AttentionShape
 from pipeline.padding import mixed_sizes, token_sizes
 from tests.worker.conftest import make_tiny, without_grammars
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
+from worker.executor import window_cache
 from worker.executor.cuda_graphs import CudaGraphRunner, GraphKind, Progress
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store
@@ -71,7 +73,7 @@ def noted(graphs: CudaGraphRunner) -> Ran:
     ran: Ran = []
 
     def note(kind: GraphKind, size: int) -> None:
-        ran.append((kind, size, bool(graphs._attention._members.any())))
+        ran.append((kind, size, bool(graphs._attention.pools[0]._members.any())))
 
     graphs._graphs = {shape: Noted(graph, partial(note, *shape[:2])) for shape, graph in graphs._graphs.items()}
     return ran
@@ -81,10 +83,15 @@ def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Ran:
     """Gives a runner on a CPU what it has on a GPU, but for the capture."""
     from kernels.attention.triton_backend import TritonAttention
 
-    layers, _, pages, *rest = runner._attention.kv.shape
-    kv = torch.empty(layers, 2, pages + 1, *rest)
-    shape, max_pages = runner.model_config.attention_shape, MAX_RUNNING * runner._tables.rows.shape[1]
-    runner._attention = TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
+    pools, max_pages = iter(runner._attention.pools), MAX_RUNNING * runner._tables.rows.shape[1]
+
+    def make(shape: AttentionShape, *_: object) -> TritonAttention:
+        layers, _, pages, *rest = next(pools).kv.shape
+        kv = torch.empty(layers, 2, pages + 1, *rest)
+        return TritonAttention(kv, shape, MAX_RUNNING, max_pages, max(MAX_RUNNING, config.token_budget))
+
+    shape = runner.model_config.attention_shape
+    runner._attention = make(shape) if runner.window is None else window_cache.build(shape, None, make)
     logits = torch.empty(MAX_RUNNING, runner.vocab_size if runner.stage.is_last else 0)
     shared = runner.decoder, runner._attention, runner.last_tokens, logits
     if (states := runner._states) is not None:
@@ -111,7 +118,8 @@ def triton_engine(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         engines.append(engine := Engine(folder, config, load=no_grammars))
         runner = engine.executor
         ran = uncaptured(runner, config) if device == "cpu" else noted(runner._graphs)
-        runner._attention.kv.fill_(float("nan"))
+        for pool in runner._attention.pools:
+            pool.kv.fill_(float("nan"))
         return engine, ran
 
     yield make
@@ -149,8 +157,10 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral_window"])
 def test_same_as_transformers(name: str, two_layers: Callable[[str], Path], triton_engine) -> None:
+    """Layers with a window have pages of their own."""
     folder = two_layers(name)
-    engine, ran = triton_engine(folder)
+    engine, ran = triton_engine(folder, window_kv_tokens=128)
+    assert engine.executor.window is not None
     shared, *own = prompts(21, 3, 9, 1, 14)
     # The second time all have the first one's pages.
     check(folder, engine, [shared + tokens for tokens in own], times=2)

@@ -80,7 +80,9 @@ def test_wrong_tokens_that_end_a_text_are_named(said: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Callable[[str], Path]) -> None:
     """The last layer computes what is wanted only, but all keys and values, which the second step reads."""
-    runner = ModelRunner(tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4))
+    runner = ModelRunner(
+        tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4, window_kv_tokens=0)
+    )
     batch, cuts = prompts((40, 9, 30, 21), runner.vocab_size), (20, 1, 29, 20)
     pages = iter(range(runner.num_pages))
 
@@ -107,7 +109,7 @@ def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Call
 def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4)
+    config = WorkerConfig(device="cpu", dtype="float32", kv_tokens=1024, page_size=4, window_kv_tokens=0)
     decoder = ModelRunner(tiny_model(name), config).decoder
     shapes: list[tuple[int, ...]] = []
     logits = decoder.logits

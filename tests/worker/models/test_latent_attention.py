@@ -79,6 +79,7 @@ def test_the_kernel_of_gpus_stores_and_rotates_as_the_operators_do(
     qkv = torch.randn(3, config.qkv_size)
     queries, rows = attention._rotate(qkv, *attention.rope.angles(positions, torch.float32))
     slots = SimpleNamespace(kv=torch.zeros(2, 1, 4, 1, 4, config.head_dim), slots=torch.tensor([9, 0, 15]))
+    slots.place = lambda layer: (slots.slots, slots.kv[layer])
     torch.testing.assert_close(attention.rotate_and_store(qkv, positions, slots), queries)
     torch.testing.assert_close(slots.kv[1].flatten(0, 3)[slots.slots], rows[:, 0])
 
