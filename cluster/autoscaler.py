@@ -56,7 +56,7 @@ class Autoscaler:
         return self._wanted
 
     def check_health(self) -> None:
-        """Raises RuntimeError once nobody looks at the demand any more."""
+        """Raises RuntimeError once the loop that looks at the demand has ended."""
         if self._looking.done():
             raise RuntimeError("the loop has ended")
 
@@ -75,15 +75,15 @@ class Autoscaler:
         numbers = await asyncio.to_thread(targets)
         for name, scaling in self._scalings.items():
             number = numbers[name]
-            if number != self._numbers.get(name):  # somebody else has changed it
+            if number != self._numbers.get(name):  # changed by a redeploy, or in a followed file
                 self._trends[name], self._wanted[name] = Trend(), Wanted(number, "steady")
             told = [demands[name] for _, demands in self._known.values() if name in demands]
-            if told:  # without routers nobody knows what is asked
+            if told:  # without routers, the demand is unknown
                 await self._decide(name, scaling, number, of_all_routers(told))
             self._numbers[name] = self._wanted[name].number
 
     async def _decide(self, name: str, scaling: Scaling, number: int, demand: Demand) -> None:
-        # Looks are counted, not seconds: if the whole machine stood still, nobody was idle for that long.
+        # Looks are counted, not seconds: if the whole machine stood still, nothing was idle for that long.
         decided, self._trends[name] = wanted(scaling, number, demand, self._trends[name], LOOK_S)
         if decided.number != number:
             log.info("%s: %d replicas become %d (%s): %s", name, number, decided.number, decided.reason, demand)

@@ -10,7 +10,9 @@ from router.demand import Demand
 # One replica fewer is enough if each of the others would have at most this part of what it can do. With the mean load
 # higher, bursts wait, and what was taken away comes back.
 MOST_BUSY = 0.6
-AT_ONCE = 2  # replicas become at most so many times as many at once: what the wait says of a longer queue is a guess
+AT_ONCE = (
+    2  # the most that the number is multiplied by at once: the wait says little of how long a long queue will last
+)
 
 Reason = Literal["steady", "bounds", "request", "queue", "idle"]
 
@@ -48,8 +50,8 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """What looks at the demand have shown since the last change: the mean of the load, in which old looks count less,
-    and for how many seconds the wait has been too long, or the load has fit on one replica fewer."""
+    """The course of the demand since the last change: the mean of the load, in which old looks count less,
+    and for how many seconds the wait was too long, or the load has fit on one replica fewer."""
 
     load: float | None = None
     late_s: float = 0.0
@@ -60,7 +62,7 @@ def wanted(scaling: Scaling, number: int, demand: Demand, trend: Trend, elapsed_
     """How many replicas there should be where there should be `number` by now, and the trend with this look.
     `elapsed_s`: seconds since the last look.
 
-    More come only once all that should be there are: until then nobody knows what they are worth.
+    More come only once all that should be there are: until then it is unknown what they are worth.
     """
     within = min(max(number, scaling.min_replicas), scaling.max_replicas)
     if within != number:

@@ -12,7 +12,7 @@ from router.placement import Candidates, Floats
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What requests ask of the replicas of a model at one moment.
+    """The work that requests bring to the replicas of a model at one moment.
 
     | field | meaning |
     | --- | --- |

@@ -177,7 +177,7 @@ class Service:
         return bool(self.replicas.ready) or (self._sleep is not None and self._sleep.answers)
 
     def demand(self) -> Demand:
-        """What requests ask of the replicas now."""
+        """The work that requests bring to the replicas now."""
         ready = len(self.replicas.ready)
         return self._fleet.demand(self.replicas.closed, ready, 0 if ready else self._placing)
 

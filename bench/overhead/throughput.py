@@ -98,7 +98,7 @@ async def measure(url: str, pid: int, address: str, args: argparse.Namespace) ->
     tokens = args.streams * OUTPUT_TOKENS
     through, alone = (tokens / statistics.median(took[name]) for name in ("routed_s", "direct_s"))
     figures = [
-        Figure("fleet.overhead.throughput", 1 - through / alone, "of 1", False),
+        Figure("fleet.overhead.throughput", 1 - through / alone, "ratio", False),
         Figure("fleet.overhead.routed_tok_s", through, "tokens/s", True),
         Figure("fleet.overhead.direct_tok_s", alone, "tokens/s", True),
     ]

@@ -88,9 +88,7 @@ def replicas(state: str = "RUNNING", deployment: str = "Replica") -> dict[str, d
     client = _get_global_client()
     assert client is not None
     deployments = client.get_serve_details()["applications"][APP]["deployments"]
-    known = (
-        deployments[deployment]["replicas"] if deployment in deployments else []
-    )  # none while an application is built
+    known = deployments[deployment]["replicas"] if deployment in deployments else []  # it may be being built
     return {r["replica_id"]: r for r in known if r["state"] == state}
 
 
