@@ -11,6 +11,8 @@ from bench.load.workload import BLOCK, SHARED, TURN, UNIQUE, TokenSpan, poisson
 
 LOADS = ("mooncake", "zipf", "hot_prefix", "bursts", "agents")
 MOST_TOKEN = 1 << 30
+# Of a burst: requests for each replica, tokens that they share, and tokens of each one's own.
+BURST_SIZE, BURST_SHARED, BURST_OWN = 2, 3072, 512
 FLOOD, QUIET = "flood", "quiet"
 
 
@@ -137,7 +139,7 @@ def bursts(rng: np.random.Generator, count: int, num_replicas: int) -> list[Flee
     """Half of the requests arrive one by one, with prompts of 512 to 8,192 tokens that share nothing. The other half
     arrives in bursts of two requests a replica at the same moment, with one new prefix of 3,072 tokens for each burst
     and 512 tokens of each request's own."""
-    size = 2 * num_replicas
+    size = BURST_SIZE * num_replicas
     times = np.array(poisson(rng, 1.0, count // 2))
     num_bursts = max(1, count // 2 // size)
     begins = (np.arange(num_bursts) + rng.random(num_bursts)) * times[-1] / num_bursts
@@ -148,7 +150,13 @@ def bursts(rng: np.random.Generator, count: int, num_replicas: int) -> list[Flee
     ]
     for burst, at_s in enumerate(begins.tolist()):
         rows += [
-            (at_s, (TokenSpan((SHARED, burst), 3072), TokenSpan((UNIQUE, count + burst * size + n), 512)))
+            (
+                at_s,
+                (
+                    TokenSpan((SHARED, burst), BURST_SHARED),
+                    TokenSpan((UNIQUE, count + burst * size + n), BURST_OWN),
+                ),
+            )
             for n in range(size)
         ]
     rows.sort(key=lambda row: row[0])
