@@ -1,8 +1,8 @@
-"""Masks that are filled as soon as the tokens before them are known, on a thread of its own.
+"""Masks that are filled as soon as the tokens before them are known, on a thread of their own.
 
-On a GPU, the tokens of step n are on the host while the main thread still schedules and launches step n+1. This thread
-lets grammars take them in, and fills the masks after them. So neither takes the main thread's time, which is the limit
-of a large batch. The native calls run without Python's lock.
+With overlap, the tokens of step n come to the host while the main thread schedules and launches step n+1. This thread
+lets grammars take them in, which ends some outputs. Then it fills the masks after them, while the main thread updates
+the scheduler. Sampling of step n+1 waits for both. The native calls run without Python's lock.
 
 The main thread fills the rest before sampling: first masks of new outputs, and those after inserted tokens.
 """
@@ -10,14 +10,12 @@ The main thread fills the rest before sampling: first masks of new outputs, and 
 import heapq
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from worker.sampling.token_bitmask import TokenBitmask
 from worker.structured_output import GrammarError, GrammarState
-
-T = TypeVar("T")
 
 
 class _Filled(NamedTuple):
@@ -31,8 +29,7 @@ class _Filled(NamedTuple):
 class EarlyMasks:
     """The rows of a bitmask, one for each slot whose output has a grammar, and the thread that fills them ahead.
 
-    Only one side uses grammars and rows at a time. The thread has those of a step from the launch of its sampling until
-    the main thread takes the result.
+    Only one side uses grammars and rows at a time: the thread from `submit` on, the main thread from `settle` on.
     """
 
     def __init__(self, num_slots: int, masks: TokenBitmask) -> None:
@@ -41,6 +38,7 @@ class EarlyMasks:
         self._free = list(range(num_slots))  # a heap: low rows first, since all up to the highest are copied
         self._filled: dict[int, _Filled] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._work: Future[None] | None = None  # the newest
 
     def add(self, slot: int) -> None:
         """Gives a row to a slot whose output has a grammar."""
@@ -57,9 +55,15 @@ class EarlyMasks:
         found: np.ndarray = self._rows[slots]
         return found
 
-    def submit(self, work: Callable[[], T]) -> "Future[T]":
+    def submit(self, work: Callable[[], None]) -> None:
         """Does `work` on the thread."""
-        return self._thread.submit(work)
+        self._work = self._thread.submit(work)
+
+    def settle(self) -> None:
+        """Waits for the thread's work. Raises what it raised, once."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.result()
 
     def forget(self) -> None:
         """Notes that the rows were used for something else."""

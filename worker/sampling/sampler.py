@@ -10,6 +10,7 @@ the tokens' values. On a CPU the same steps run at once, with `worker.sampling.t
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,15 @@ class PendingSample:
         drafts: DraftRows | None = None,
         owners: Sequence[SlotState] = (),
         count: Callable[[int, SlotState, int], None] | None = None,
+        early: EarlyMasks | None = None,
     ) -> None:
         """`tokens`: int64, one for each row of logits. They are copied to the host, into `landing`. `threads`: those of
         grammars. If the rows have `drafts`: `owners` are the states of its sequences, and `count` is told of each slot
-        that got more than one token."""
+        that got more than one token. `early`: what `begin` needs; None if it is to do nothing."""
         self._drafts, self._owners, self._count = drafts, owners, count
+        self._early = early
+        # As they are now: a slot may lose its row before `begin` is called. Then no one uses what is written there.
+        self._mask_rows: list[int] = [] if early is None else early.rows(metadata.slots).tolist()
         self._taken_in: Future[tuple[np.ndarray, dict[int, GrammarError]]] | None = None
         self._metadata = metadata
         self._logprobs = logprobs
@@ -57,10 +62,17 @@ class PendingSample:
         landing.bytes_[: tokens.nbytes].view(tokens.dtype).copy_(tokens, non_blocking=True)
         landing.begun()
 
-    def begin(self, early: EarlyMasks) -> None:
-        """Lets the thread of `early` take in the tokens when they have come, and fill the masks after them."""
-        mask_rows = early.rows(self._metadata.slots).tolist()
-        self._taken_in = early.submit(lambda: self._take_in_early(early, mask_rows))
+    def begin(self) -> None:
+        """Lets a thread take in the tokens when they have come, and fill the masks after them. From now until the next
+        launch, or `settle`, nothing else may use the grammars of the slots."""
+        if self._early is not None:
+            self._taken_in = Future()
+            self._early.submit(partial(self._take_in_early, self._early, self._taken_in))
+
+    def settle(self) -> None:
+        """Waits until the thread is done with the masks too. Raises what went wrong there."""
+        if self._early is not None:
+            self._early.settle()
 
     def result(self) -> SampledTokens:
         """Waits for the device, and lets the slots' states take in their tokens. To be called once."""
@@ -91,16 +103,21 @@ class PendingSample:
         _, errors = append_tokens(rows, {i: [said[i]] for i in rows}, self._threads)
         return token_ids, errors
 
-    def _take_in_early(self, early: EarlyMasks, mask_rows: Sequence[int]) -> tuple[np.ndarray, dict[int, GrammarError]]:
-        """As `_take_in`. Then fills the masks of the outputs that go on. `mask_rows`: of each sampled row."""
-        token_ids, errors = self._take_in()
+    def _take_in_early(self, early: EarlyMasks, taken_in: "Future[tuple[np.ndarray, dict[int, GrammarError]]]") -> None:
+        """Sets `taken_in` to what `_take_in` returns or raises. Then fills the masks of the outputs that go on, while
+        `result` and the scheduler do their part."""
+        try:
+            token_ids, errors = self._take_in()
+        except BaseException as error:
+            taken_in.set_exception(error)
+            return
         going = [
-            (row.grammar, mask_rows[i])
+            (row.grammar, self._mask_rows[i])
             for i, row in self._metadata.stateful
             if row.grammar is not None and not row.grammar.terminated and i not in errors and i not in self._failures
         ]
+        taken_in.set_result((token_ids, errors))
         early.fill([grammar for grammar, _ in going], [at for _, at in going])
-        return token_ids, errors
 
     def _verify(self, token_ids: np.ndarray, drafts: DraftRows) -> SampledTokens:
         """As `result`, with drafts: by sequence instead of by row. `token_ids`: int64 [sampled rows]."""
@@ -244,6 +261,8 @@ class Sampler:
         A row that gets no token (logits that are not numbers, a grammar that allows none) is among the `failures` of
         the result. The other rows are unaffected.
         """
+        if self._early is not None:
+            self._early.settle()
         drafts, owners = None, list[SlotState]()
         metadata = self._metadata
         if draft_ids is not None:
@@ -277,10 +296,8 @@ class Sampler:
         self._count(metadata)
         landing = self._landings.next()
         count = self._count_following
-        pending = self._pending(metadata, tokens, landing, logprobs, failures, self._threads, drafts, owners, count)
-        if self._early is not None and drafts is None and metadata.has_grammars:
-            pending.begin(self._early)
-        return pending
+        early = self._early if drafts is None and metadata.has_grammars else None
+        return self._pending(metadata, tokens, landing, logprobs, failures, self._threads, drafts, owners, count, early)
 
     def _pending(self, *arguments: Any) -> PendingSample:
         """The tokens of a launch: `arguments` are those of `PendingSample`."""
