@@ -6,6 +6,7 @@
 1. --write picks schemas of the corpus that are accepted, and valid instances of each as its answers.
 2. The other call needs no corpus and no tokenizer of a real model: weights are random, and each output is replaced by
    an answer when its tokens have come to the host. Everything else is as in a replica: masks, steps, sampling.
+   Schemas are compiled before; those that the machine refuses are left out and counted.
 3. Rounds with grammars and without alternate, after one of each that does not count. Prompts and outputs are the same.
 
 | figure | meaning |
@@ -38,11 +39,13 @@ from worker.messages import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from worker.engine.engine import Engine
+    from worker.structured_output import GrammarCompiler
 
 PROMPT_TOKENS = 128
 # Of an answer. Long ones would leave few of the requests, and a replica whose slots are empty at the end.
 LEAST_BYTES, MOST_BYTES = 64, 512
 ANSWERS_A_SCHEMA = 8
+ATTEMPTS = 3  # to compile a schema
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,12 @@ class Job:
             for output, grammar in zip(self.outputs, self.grammars, strict=True)
         ]
 
+    def without(self, refused: set[Grammar]) -> "Job":
+        """The requests whose grammars are not among these."""
+        kept = [i for i, grammar in enumerate(self.grammars) if grammar not in refused]
+        prompts, outputs = [self.prompts[i] for i in kept], [self.outputs[i] for i in kept]
+        return Job(prompts, outputs, [self.grammars[i] for i in kept])
+
     @property
     def padded_outputs(self) -> list[list[int]]:
         """All of the same length, the last token repeated."""
@@ -124,17 +133,19 @@ class Job:
         return [output + output[-1:] * (longest - len(output)) for output in self.outputs]
 
 
-def measure(folder: Path, config: WorkerConfig, job: Job, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each round, by kind. Raises RuntimeError if an output is not the expected one."""
+def measure(folder: Path, config: WorkerConfig, whole: Job, rounds: int) -> tuple[Job, dict[str, list[float]]]:
+    """The requests whose schemas compile, and tokens per second of each round, by kind. Raises RuntimeError if an
+    output is not the expected one."""
     from bench.replica import replica
     from bench.replica.synthetic_drafts import RecordedOutputs, ReplayingSampler
     from worker.engine.engine import Components, Engine
 
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    recording = RecordedOutputs(job.prompts, job.padded_outputs, (), vocab_size)
-    tokens = sum(map(len, job.outputs))
     rates: dict[str, list[float]] = {"text": [], "schemas": []}
     with replica.started(folder, config) as engine:
+        job = whole.without(refused(engine.grammars, whole.grammars))
+        recording = RecordedOutputs(job.prompts, job.padded_outputs, (), vocab_size)
+        tokens = sum(map(len, job.outputs))
         executor = engine.executor
         sampler = ReplayingSampler(
             recording, config.max_running, executor.vocab_size, executor.device, executor.last_tokens
@@ -148,7 +159,18 @@ def measure(folder: Path, config: WorkerConfig, job: Job, rounds: int) -> dict[s
                 if number >= 0:
                     rates[kind].append(rate)
         replaying.check_integrity()
-    return rates
+    return job, rates
+
+
+def refused(compiler: "GrammarCompiler", grammars: list[Grammar]) -> set[Grammar]:
+    """The grammars that do not compile in ATTEMPTS attempts: with all the others, then with those left."""
+    left = set(grammars)
+    for _ in range(ATTEMPTS):
+        errors = {grammar: future.exception() for grammar, future in [(each, compiler.submit(each)) for each in left]}
+        left = {grammar for grammar, error in errors.items() if error is not None}
+    for grammar in left:
+        print(f"  left out: {errors[grammar]}", flush=True)
+    return left
 
 
 def _seconds(engine: "Engine", job: Job, guided: bool) -> float:
@@ -208,7 +230,7 @@ def run(args: argparse.Namespace, answers: list[Answers]) -> int:
             "dtype": "bfloat16" if args.device == "cuda" else "float32",
             "max_running": args.max_running,
         }
-        rates = measure(folder, WorkerConfig.model_validate(settings), job, args.rounds)
+        job, rates = measure(folder, WorkerConfig.model_validate(settings), job, args.rounds)
     ratios = [ours / text for ours, text in zip(rates["schemas"], rates["text"], strict=True)]
     figures = [
         Figure("schemas.gpu.throughput_vs_text", statistics.median(ratios), "ratio", True),
@@ -218,8 +240,9 @@ def run(args: argparse.Namespace, answers: list[Answers]) -> int:
         print(f"{figure.name:36} {figure.value:.4g}")
     about = {
         "rates": rates,
-        "schemas": len(answers),
-        "requests": args.requests,
+        "schemas": len(set(job.grammars)),
+        "schemas_left_out": len({each.schema for each in answers}) - len(set(job.grammars)),
+        "requests": len(job.prompts),
         "tokens": sum(map(len, job.outputs)),
         "max_running": args.max_running,
         "model": args.model,

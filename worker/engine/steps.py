@@ -127,6 +127,17 @@ class Steps:
             flight = flight._replace(done_event=torch.cuda.current_stream().record_event())
         return flight
 
+    def begin(self, flight: InFlightStep) -> None:
+        """Lets the grammars of a step take in its tokens as soon as they have come, and fill the masks after them,
+        while the host goes on. Only `finish` and `sample` may follow that use grammars, or `settle`."""
+        if flight.pending is not None:
+            flight.pending.begin()
+
+    def settle(self, flight: InFlightStep) -> None:
+        """Waits for what `begin` began, where no `sample` follows."""
+        if flight.pending is not None:
+            flight.pending.settle()
+
     def finish(self, flight: InFlightStep, wait: Callable[[torch.cuda.Event], None]) -> None:
         """Waits for the tokens of a step, with `wait` for its end on a GPU, and updates the scheduler. Raises
         DeviceLost."""
@@ -146,6 +157,7 @@ class Steps:
             sampled, prompts, pooled = None, {}, None
         self.scheduler.update(step, flight.chosen, sampled, prompts, pooled)
         if self._jump_forward is not None:
+            self.settle(flight)
             self._insert_forced(step, flight.chosen, self._jump_forward)
         self.timeline.finished(step)
         self._watch.finished(step)

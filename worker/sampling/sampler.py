@@ -9,14 +9,18 @@ the tokens' values. On a CPU the same steps run at once, with `worker.sampling.t
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.host_device import PinnedBuffer, PinnedRing, all_to_device
+from kernels.host_device import PinnedBuffer, PinnedRing, all_to_device, to_device
 from worker.messages import Failure, SamplingParams
 from worker.sampling import topk_topp
 from worker.sampling.draft_rows import DraftRows
+from worker.sampling.early_masks import EarlyMasks
 from worker.sampling.logits_processors import apply_logits_adjustments
 from worker.sampling.logprobs import PendingLogprobs
 from worker.sampling.sampling_metadata import SamplingMetadata, SamplingNeeds, SlotState, append_tokens
@@ -40,11 +44,16 @@ class PendingSample:
         drafts: DraftRows | None = None,
         owners: Sequence[SlotState] = (),
         count: Callable[[int, SlotState, int], None] | None = None,
+        early: EarlyMasks | None = None,
     ) -> None:
         """`tokens`: int64, one for each row of logits. They are copied to the host, into `landing`. `threads`: those of
         grammars. If the rows have `drafts`: `owners` are the states of its sequences, and `count` is told of each slot
-        that got more than one token."""
+        that got more than one token. `early`: what `begin` needs; None if it is to do nothing."""
         self._drafts, self._owners, self._count = drafts, owners, count
+        self._early = early
+        # As they are now: a slot may lose its row before `begin` is called. Then no one uses what is written there.
+        self._mask_rows: list[int] = [] if early is None else early.rows(metadata.slots).tolist()
+        self._taken_in: Future[tuple[np.ndarray, dict[int, GrammarError]]] | None = None
         self._metadata = metadata
         self._logprobs = logprobs
         self._failures, self._threads = failures, threads
@@ -53,25 +62,62 @@ class PendingSample:
         landing.bytes_[: tokens.nbytes].view(tokens.dtype).copy_(tokens, non_blocking=True)
         landing.begun()
 
+    def begin(self) -> None:
+        """Lets a thread take in the tokens when they have come, and fill the masks after them. From now until the next
+        launch, or `settle`, nothing else may use the grammars of the slots."""
+        if self._early is not None:
+            self._taken_in = Future()
+            self._early.submit(partial(self._take_in_early, self._early, self._taken_in))
+
+    def settle(self) -> None:
+        """Waits until the thread is done with the masks too. Raises what went wrong there."""
+        if self._early is not None:
+            self._early.settle()
+
     def result(self) -> SampledTokens:
         """Waits for the device, and lets the slots' states take in their tokens. To be called once."""
-        self._landing.wait()
         metadata, failures = self._metadata, self._failures
-        token_ids = self._tokens[metadata.sampled_rows]
         if self._drafts is not None:
-            return self._verify(token_ids, self._drafts)
+            return self._verify(self._landed(), self._drafts)
+        token_ids, errors = self._take_in() if self._taken_in is None else self._taken_in.result()
         for i in (token_ids < 0).nonzero()[0].tolist():
             failures.setdefault(i, Failure("internal", "the model's output is not a number"))
-        rows = {i: row for i, row in metadata.stateful if i not in failures}
-        said = token_ids.tolist()
-        _, errors = append_tokens(rows, {i: [said[i]] for i in rows}, self._threads)
+        complete = [i for i, row in metadata.stateful if row.is_complete and i not in failures and i not in errors]
         failures |= {i: _taken_wrongly(error) for i, error in errors.items()}
-        complete = [i for i, row in rows.items() if row.is_complete]
         logprobs = {}
         if self._logprobs is not None:
             found = zip(metadata.logprobs, self._logprobs.result(), strict=True)
             logprobs = {i: [logprobs] for i, logprobs in found if i not in failures}
         return SampledTokens(token_ids, logprobs, failures, complete)
+
+    def _landed(self) -> np.ndarray:
+        """Waits for the device. Returns the tokens, int64 [sampled rows]; -1 where the logits are not numbers."""
+        self._landing.wait()
+        return self._tokens[self._metadata.sampled_rows]
+
+    def _take_in(self) -> tuple[np.ndarray, dict[int, GrammarError]]:
+        """Lets the slots' states take in their tokens. Returns the tokens, as `_landed`, and errors by row."""
+        token_ids = self._landed()
+        said = token_ids.tolist()
+        rows = {i: row for i, row in self._metadata.stateful if i not in self._failures and said[i] >= 0}
+        _, errors = append_tokens(rows, {i: [said[i]] for i in rows}, self._threads)
+        return token_ids, errors
+
+    def _take_in_early(self, early: EarlyMasks, taken_in: "Future[tuple[np.ndarray, dict[int, GrammarError]]]") -> None:
+        """Sets `taken_in` to what `_take_in` returns or raises. Then fills the masks of the outputs that go on, while
+        `result` and the scheduler do their part."""
+        try:
+            token_ids, errors = self._take_in()
+        except BaseException as error:
+            taken_in.set_exception(error)
+            return
+        going = [
+            (row.grammar, self._mask_rows[i])
+            for i, row in self._metadata.stateful
+            if row.grammar is not None and not row.grammar.terminated and i not in errors and i not in self._failures
+        ]
+        taken_in.set_result((token_ids, errors))
+        early.fill([grammar for grammar, _ in going], [at for _, at in going])
 
     def _verify(self, token_ids: np.ndarray, drafts: DraftRows) -> SampledTokens:
         """As `result`, with drafts: by sequence instead of by row. `token_ids`: int64 [sampled rows]."""
@@ -116,16 +162,20 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         last_tokens: torch.Tensor | None = None,
+        early_masks: bool | None = None,
     ) -> None:
         """Slots are 0 to `max_running` - 1. Logits have `vocab_size` columns and lie on `device`. `last_tokens`, int64
-        on `device` with an element for each slot, receives the slot's token as soon as the device has chosen it."""
+        on `device` with an element for each slot, receives the slot's token as soon as the device has chosen it.
+        `early_masks`: whether grammars run on a thread of their own, by default on GPUs."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.last_tokens = last_tokens
         self._states: list[SlotState | None] = [None] * max_running
         self._needs = np.full(max_running, SamplingNeeds.FREE, dtype=np.int64)
         self._masks: TokenBitmask | None = None
-        self._threads = GrammarThreads()
+        self._early: EarlyMasks | None = None
+        self._uses_early = self.device.type == "cuda" if early_masks is None else early_masks
+        self._threads = GrammarThreads(beside=self._uses_early)
         self._metadata: SamplingMetadata | None = None
         self._landings = PinnedRing(self.device, 8 * (max_running + PROMPT_LOGIT_ROWS))
         # Parameters of random draws, by slot.
@@ -159,6 +209,9 @@ class Sampler:
         if grammar is not None:
             for token_id in output_ids[grammar.num_tokens :]:
                 grammar.accept(token_id)
+            self._make_masks()
+            if self._early is not None:
+                self._early.add(slot)
         row = SlotState(sampling, prompt_ids, output_ids, eos_token_ids, grammar)
         self._states[slot], self._needs[slot] = row, row.needs
         self._metadata = None
@@ -174,6 +227,8 @@ class Sampler:
         """Frees a slot. A slot that is free stays free."""
         self._states[slot], self._needs[slot] = None, SamplingNeeds.FREE
         self._metadata = None
+        if self._early is not None:
+            self._early.remove(slot)
 
     def insert(self, slot: int, token_ids: list[int]) -> None:
         """Takes in output tokens of a slot that were not sampled, after the `result` of all its launches. Raises
@@ -206,6 +261,8 @@ class Sampler:
         A row that gets no token (logits that are not numbers, a grammar that allows none) is among the `failures` of
         the result. The other rows are unaffected.
         """
+        if self._early is not None:
+            self._early.settle()
         drafts, owners = None, list[SlotState]()
         metadata = self._metadata
         if draft_ids is not None:
@@ -239,7 +296,19 @@ class Sampler:
         self._count(metadata)
         landing = self._landings.next()
         count = self._count_following
-        return PendingSample(metadata, tokens, landing, logprobs, failures, self._threads, drafts, owners, count)
+        early = self._early if drafts is None and metadata.has_grammars else None
+        return self._pending(metadata, tokens, landing, logprobs, failures, self._threads, drafts, owners, count, early)
+
+    def _pending(self, *arguments: Any) -> PendingSample:
+        """The tokens of a launch: `arguments` are those of `PendingSample`."""
+        return PendingSample(*arguments)
+
+    def _make_masks(self) -> None:
+        """Allocates the masks when the first output with a grammar comes."""
+        if self._masks is None:
+            most = len(self._states)
+            self._masks = TokenBitmask(most + PROMPT_LOGIT_ROWS, self.vocab_size, self.device, self._threads)
+            self._early = EarlyMasks(most, self._masks) if self._uses_early else None
 
     def _after_drafts(self, drafts: DraftRows, slots: np.ndarray) -> tuple[list[SlotState], dict[int, SlotState]]:
         """The state of each sequence, and the states of the rows that come after drafts. `slots`: int64 [sampled
@@ -296,18 +365,30 @@ class Sampler:
         states = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
         if not states:
             return None
-        if self._masks is None:
-            self._masks = TokenBitmask(
-                len(self._states) + PROMPT_LOGIT_ROWS, self.vocab_size, self.device, self._threads
-            )
+        assert self._masks is not None
         if drafts is not None:
             states = [(i, state) for i, state in states if not drafts.offsets[positions[i]]]
-        for i, error in self._masks.fill([state for _, state in states], [i for i, _ in states]).items():
+        early = self._early if drafts is None else None
+        # By position, or by slot where masks may have been filled before.
+        mask_rows = list(range(len(rows))) if early is None else early.rows(metadata.slots[positions]).tolist()
+        fill = self._masks.fill if early is None else early.fill
+        for i, error in fill([state for _, state in states], [mask_rows[i] for i, _ in states]).items():
             number, state = states[i]
             failures[positions[number]] = Failure("invalid", str(error), state.param)
+        if early is not None:
+            return self._masks.on_device(max(mask_rows) + 1).index_select(0, self._mask_indices(metadata, mask_rows))
+        if self._early is not None:
+            self._early.forget()
         if drafts is not None:
             self._fill_after_drafts(self._masks, drafts, owners, {at: i for i, at in enumerate(positions)})
         return self._masks.on_device(len(rows))
+
+    def _mask_indices(self, metadata: SamplingMetadata, mask_rows: Sequence[int]) -> torch.Tensor:
+        """`mask_rows` on the device, int64; copied once for the same metadata. Any mask will do for a row without a
+        grammar."""
+        if metadata.mask_rows is None:
+            metadata.mask_rows = to_device(np.maximum(np.array(mask_rows, dtype=np.int64), 0), self.device)
+        return metadata.mask_rows
 
     @staticmethod
     def _fill_after_drafts(
