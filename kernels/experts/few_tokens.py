@@ -240,7 +240,7 @@ def _down_token(
         other=0.0,
         eviction_policy="evict_first",
     )
-    for number in range(0, TOP_K * parts):
+    for number in range(TOP_K * parts):
         pair = token * TOP_K + number // parts
         place = number % parts * BLOCK + at
         inside = (place < size) & is_here
