@@ -45,9 +45,7 @@ class Blocks(NamedTuple):
     kept_chunks: torch.Tensor
 
 
-def convolve(
-    x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor, blocks: Blocks
-) -> None:
+def convolve(x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor, blocks: Blocks) -> None:
     """Writes `DeltaRuleStates.convolve` of the blocks' tokens to `out`, and moves the last inputs on.
 
     inputs: `[rows, channels, width - 1]`.
@@ -208,8 +206,15 @@ def _keep_inputs(
 
 @triton.jit
 def _queries_and_keys(
-    mixed, token, head, inside, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
+    mixed,
+    token,
+    head,
+    inside,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Queries and keys of the tokens for a value head, float32 `[tokens, KEYS]`, as the rule takes them."""
     at = tl.arange(0, KEYS)

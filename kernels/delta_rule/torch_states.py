@@ -98,6 +98,3 @@ class TorchStates(DeltaRuleStates):
                     states[row] = states[chunk.row]
                 first = part.stop
         return out
-
-    def _tensor(self, rows: np.ndarray) -> torch.Tensor:
-        return to_device(np.ascontiguousarray(rows, dtype=np.int64), self.device)

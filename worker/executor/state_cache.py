@@ -1,6 +1,6 @@
-"""Memory of the states of gated delta nets. Row s is the state of the running sequence in slot s. The row after those of
-the slots is for padding of a batch to a CUDA graph's size. The rows after it are checkpoints: copies of states that later
-sequences go on from."""
+"""Memory of the states of gated delta nets. Row s is the state of the running sequence in slot s. The row after those
+of the slots is for padding of a batch to a CUDA graph's size. The rows after it are checkpoints: copies of states that
+later sequences go on from."""
 
 import torch
 

@@ -243,10 +243,10 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
     if experts.has_product_biases:
         biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]
     router, always, is_gated = parameters["router"], 0, False
-    if shared is not None and experts.activation is None and biases is None and router.weight.is_cuda:
-        if (whole := with_shared(gate_up, down, shared, router)) is not None:
-            always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
-            (gate_up, down, router), shared = whole, None
+    can_join = router.weight.is_cuda and experts.activation is None and biases is None
+    if shared is not None and can_join and (whole := with_shared(gate_up, down, shared, router)) is not None:
+        always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
+        (gate_up, down, router), shared = whole, None
     return ExpertMLP(
         parameters.get("mlp_norm"),
         router,

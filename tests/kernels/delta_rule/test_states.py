@@ -186,9 +186,7 @@ def test_decodes_planned_on_the_device() -> None:
     from kernels.delta_rule.triton_states import TritonStates, copies_of_singles
 
     heads = (SHAPE.value_heads, SHAPE.value_dim, SHAPE.key_dim)
-    states = TritonStates(
-        torch.zeros(1, ROWS, *heads), torch.zeros(1, ROWS, SHAPE.channels, SHAPE.width - 1), SHAPE
-    )
+    states = TritonStates(torch.zeros(1, ROWS, *heads), torch.zeros(1, ROWS, SHAPE.channels, SHAPE.width - 1), SHAPE)
     one, other, padding = Inputs.random(9, 8), Inputs.random(9, 9), Inputs.random(2, 10)
     outs = []
     for at in range(9):

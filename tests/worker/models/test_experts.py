@@ -8,11 +8,13 @@ import torch
 from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
 from kernels.experts.routing import route
+from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles
 from kernels.linear.linear import Linear
 from kernels.ops.activation import silu_and_mul
 from tests.worker.conftest import make_tiny
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
+from worker.models.decoder import Decoder
 from worker.models.experts import ExpertMLP, SharedExperts, with_shared
 from worker.models.residual_stream import OneTokenStream, ResidualStream
 
@@ -51,12 +53,16 @@ def test_shared_experts_of_another_size() -> None:
 @pytest.mark.gpu
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "qwen2_moe"])
-def test_one_token(name: str, tmp_path: Path) -> None:
+def test_one_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a larger step: in that of one token, norm and residual are part of the experts' kernels."""
+    monkeypatch.setattr(Decoder, "autotune_experts", lambda *_: None)
     sizes = {"shared_expert_intermediate_size": 40} if name == "qwen2_moe" else {}
     folder = make_tiny(name, tmp_path, layers=3, **sizes)
     runner = ModelRunner(folder, WorkerConfig(device="cuda", dtype="bfloat16", page_size=4, kv_tokens=512))
     mlps = [layer.mlp for layer in runner.decoder.layers if isinstance(layer.mlp, ExpertMLP)]
+    alone = ExpertTiles(EACH_PAIR, ProductTile(4, 32, 4, 1), ProductTile(8, 16, 4, 1))
+    for mlp in mlps:
+        mlp.experts.tuned = TunedTiles({3: alone})
     assert mlps and all(mlp.shared is None and mlp._is_fused_for_one for mlp in mlps)
     for mlp in mlps:
         x = torch.randn(1, runner.model_config.hidden_size, device="cuda").bfloat16()
