@@ -54,8 +54,9 @@ class WorkerConfig(BaseModel):
         None,
         ge=0,
         description="for models in which some layers see a window of the last tokens only (Gemma, gpt-oss): how many "
-        "tokens of these layers are kept; 0 to keep all that the other layers keep. By default an eighth of these, or "
-        "what sequences of 4,096 tokens need, if that is more; fewer leave more room for long sequences",
+        "tokens of these layers are kept; 0 to keep all that the other layers keep. By default a quarter of these, or "
+        "what sequences need that are 3,072 tokens longer than the window, if that is more; fewer leave more room for "
+        "long sequences",
     )
     state_checkpoints: int | None = Field(
         None,

@@ -127,8 +127,8 @@ class WindowSizes(NamedTuple):
 
     def cache(self, budget: int, interval: int) -> ScheduledCache:
         """An empty cache of these sizes."""
-        pools = (PagePool(tokens // PAGE_SIZE, PAGE_SIZE) for tokens in (self.kv_tokens, self.window_tokens))
-        return ScheduledCache(WindowTree(PAGE_SIZE, *pools, self.window), budget, interval)
+        pool, of_windows = (PagePool(tokens // PAGE_SIZE, PAGE_SIZE) for tokens in (self.kv_tokens, self.window_tokens))
+        return ScheduledCache(WindowTree(PAGE_SIZE, pool, of_windows, self.window), budget, interval)
 
 
 def in_turns(requests: list[FleetRequest]) -> list[FleetRequest]:
@@ -139,7 +139,7 @@ def in_turns(requests: list[FleetRequest]) -> list[FleetRequest]:
 
 
 def hit_rates(load: str, count: int, full_tokens: Sequence[int], cache: ScheduledCache) -> list[float]:
-    """Hit rates of full caches of so many tokens, and of `cache`."""
+    """Hit rates of full caches that hold `full_tokens` tokens, and of `cache`."""
     caches = [OneCache(tokens // PAGE_SIZE, PAGE_SIZE) for tokens in full_tokens]
     prompt, hits = 0, [0] * (len(caches) + 1)
     for request in in_turns(MADE[load](np.random.default_rng(0), count, 8)):

@@ -74,8 +74,8 @@ def gpu_tokens(
 def allocate(
     config: DecoderConfig, pages: int, page_size: int, device: torch.device, dtype: torch.dtype, layers: int
 ) -> torch.Tensor:
-    """Allocates pages of so many layers in the layout of `kernels.attention.interface`, uninitialized. On a CPU, a page
-    takes memory only once it is written."""
+    """Allocates pages of `layers` layers in the layout of `kernels.attention.interface`, uninitialized. On a CPU, a
+    page takes memory only once it is written."""
     shape = (layers, _tensors(config), pages, config.num_kv_heads, page_size, config.head_dim)
     return torch.empty(shape, device=device, dtype=dtype)
 

@@ -16,12 +16,13 @@ from worker.config import WorkerConfig
 from worker.executor import kv_cache
 from worker.models.config import DecoderConfig
 
-# Pages of windows, for each page of the other layers: as many as sequences of `LONG_TOKENS` need, each with one window,
-# running or cached. At least an eighth, because short sequences have as many of one kind as of the other. Tuned on
-# Gemma 3 12B's shape (`python -m bench.fleet.checkpoint_hits --windows gemma3-12b --kv-tokens 400000 --count 300`): of
-# short prompts with shared prefixes, 0.97 is found of what is found in the same memory without; with 8,192 it is 0.87,
-# with 2,048 it is 1.04. Of long sequences the memory holds 2.6 times as many tokens; 3.6 and 1.7 times.
-LONG_TOKENS, LEAST_SHARE = 4096, 1 / 8
+# Pages of windows, for each page of the other layers: as many as a mix of sequences needs that are `MORE_TOKENS` longer
+# than the window, running or cached, each with one window; and a quarter at least, because short sequences have as many
+# of one kind as of the other. Tuned on Gemma 3 12B's shape with a window of 1,024 tokens, so a quarter
+# (`python -m bench.fleet.checkpoint_hits --windows gemma3-12b --kv-tokens 400000 --count 300`): of short prompts with
+# shared prefixes, 0.97 is found of what is found in the same memory without; 0.87 with an eighth, 1.04 with a half.
+# Of long sequences the memory holds 2.6 times as many tokens; 3.6 and 1.7 times.
+MORE_TOKENS, LEAST_SHARE = 3072, 1 / 4
 
 
 def window_tokens(whole: DecoderConfig, longest: int, config: WorkerConfig) -> int | None:
@@ -31,7 +32,7 @@ def window_tokens(whole: DecoderConfig, longest: int, config: WorkerConfig) -> i
     if len(windows) != 1 or config.window_kv_tokens == 0 or whole.latent is not None or whole.delta_net is not None:
         return None
     (window,) = windows
-    return window if window < longest and _share(window) < 1 else None
+    return window if window < longest else None
 
 
 def num_pages(window: int, kv_pages: int, config: WorkerConfig) -> int:
@@ -50,8 +51,8 @@ def num_pages(window: int, kv_pages: int, config: WorkerConfig) -> int:
 
 
 def bytes_of(window: int, own: DecoderConfig, dtype: torch.dtype, config: WorkerConfig) -> tuple[int, int]:
-    """Returns a rank's bytes for each token of KV, its part of the window pages included, and bytes beside those.
-    `own`: the rank's part of the model."""
+    """Returns a rank's bytes for each token of KV, with a part of the window pages, and the bytes of further window
+    pages. `own`: the rank's part of the model."""
     per_layer = kv_cache.token_bytes(own, dtype) // len(own.attention_layers)
     with_window = sum(each is not None for each in own.windows) * per_layer
     full = kv_cache.token_bytes(own, dtype) - with_window
@@ -81,7 +82,7 @@ def build(
 
 
 def _share(window: int) -> float:
-    return max(LEAST_SHARE, window / LONG_TOKENS)
+    return max(LEAST_SHARE, window / (window + MORE_TOKENS))
 
 
 def _least_pages(window: int, kv_pages: int, page_size: int) -> int:

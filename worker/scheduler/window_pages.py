@@ -151,7 +151,7 @@ class WindowedKVCache(KVCacheManager):
             insort(own.targets, position)
 
     def _own(self, seq: Sequence, first: int, last: int) -> np.ndarray:
-        """Those of pages number `first` to `last - 1` that are not the tree's."""
+        """Own pages among those number `first` to `last - 1`: the others are the tree's."""
         assert seq.window is not None
         pages = seq.window.pages.values[first:last]
         return pages[~self._windows.owns(pages)]

@@ -98,13 +98,13 @@ def test_a_stage_of_one_kind_of_layers(tiny_model: Callable[[str], Path]) -> Non
 
 
 def test_settings(tiny_model: Callable[[str], Path]) -> None:
-    config = {"device": "cpu", "dtype": "float32", "kv_tokens": 256, "page_size": 4, "token_budget": 16}
+    config = {"device": "cpu", "dtype": "float32", "kv_tokens": 160, "page_size": 4, "token_budget": 16}
 
     def window(**settings: object) -> object:
         return ModelRunner(tiny_model("gemma3"), WorkerConfig.model_validate(config | settings)).window
 
     assert window() == (4 + 9, 9) != window(token_budget=64) == (16 + 9, 9), "a chunk, and what one sequence needs"
-    assert window(kv_tokens=4096) == (128, 9), "an eighth"
+    assert window(kv_tokens=4096) == (256, 9), "a quarter"
     assert window(window_kv_tokens=0) is window(context_length=9) is None
     assert window(window_kv_tokens=100) == (25, 9)
     with pytest.raises(
