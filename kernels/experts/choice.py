@@ -52,3 +52,9 @@ def choose(
     if routing.is_normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp_(min=routing.least_sum)
     return chosen.int(), weights * routing.scale
+
+
+def count_tokens(chosen: torch.Tensor, load: torch.Tensor) -> None:
+    """Adds the number of tokens of each expert to `load`, int64 `[experts]`. chosen: int32, of any shape."""
+    experts = chosen.flatten()
+    load.index_add_(0, experts, torch.ones_like(experts, dtype=load.dtype))

@@ -8,16 +8,19 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.choice import Routing, choose
+from kernels.experts.choice import Routing, choose, count_tokens
 from kernels.pdl import launch_dependents, wait_for_previous
 
 
 def route(
-    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None, load: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.experts.routing.route` for contiguous logits. Experts in groups are chosen by PyTorch's operators."""
     if routing.groups > 1:
-        return choose(logits, routing, bias)
+        found = choose(logits, routing, bias)
+        if load is not None:
+            count_tokens(found[0], load)
+        return found
     n, experts = logits.shape
     chosen = torch.empty(n, routing.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(n, routing.top_k, dtype=torch.float32, device=logits.device)
@@ -25,6 +28,7 @@ def route(
     _route[(n,)](
         logits,
         logits if bias is None else bias,
+        logits if load is None else load,
         chosen,
         weights,
         experts,
@@ -32,6 +36,7 @@ def route(
         routing.least_sum,
         routing.scores == "sigmoid",
         bias is not None,
+        load is not None,
         routing.is_normalised,
         routing.top_k,
         triton.next_power_of_2(routing.top_k),
@@ -46,6 +51,7 @@ def route(
 def _route(
     logits,
     bias,
+    load,
     chosen,
     weights,
     experts,
@@ -53,6 +59,7 @@ def _route(
     least_sum,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
+    LOAD: tl.constexpr,
     NORMALISED: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -84,4 +91,6 @@ def _route(
     if NORMALISED:
         weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
     tl.store(chosen + token * TOP_K + slot, own, mask=slot < TOP_K)
+    if LOAD:
+        tl.atomic_add(load + own, tl.full([SLOTS], 1, tl.int64), mask=slot < TOP_K)
     tl.store(weights + token * TOP_K + slot, weight * scale, mask=slot < TOP_K)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from worker.executor.attention_selector import AttentionChoice
+from worker.executor.expert_balance import ExpertBalance
 from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
 
@@ -46,6 +47,7 @@ class Executor(ABC):
     | `vocab_size` | columns of the logits |
     | `context_length` | longest sequence, in tokens: configured, or the model's, at most what the KV cache holds |
     | `has_states` | whether the model has recurrent states, so that a cached prefix can be continued from checkpoints only |
+    | `expert_balance` | with expert parallelism: how evenly ranks compute |
     | `num_checkpoints` | rows for checkpoints of recurrent states |
     | `eos_token_ids` | the model's end tokens |
     | `attention_choice` | the attention backend that runs |
@@ -58,6 +60,7 @@ class Executor(ABC):
     vocab_size: int
     context_length: int
     has_states: bool = False
+    expert_balance: ExpertBalance | None = None
     num_checkpoints: int = 0
     eos_token_ids: tuple[int, ...]
     attention_choice: AttentionChoice

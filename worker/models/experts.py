@@ -27,6 +27,7 @@ class ExpertsConfig:
     | `has_bias` | the router has a bias that counts for the choice of experts alone |
     | `has_product_biases` | the products of the router and of the experts have biases |
     | `activation` | the experts' own; None for that of the MLPs |
+    | `held` | with expert parallelism, the numbers of the experts that the rank holds, each whole; None: all experts |
 
     With several ranks the sizes are those of one rank.
     """
@@ -40,6 +41,12 @@ class ExpertsConfig:
     has_bias: bool = False
     has_product_biases: bool = False
     activation: ClampedSwiGLU | None = None
+    held: range | None = None
+
+    @property
+    def own(self) -> range:
+        """Numbers of the experts that the rank holds, or of those of which it holds a part."""
+        return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class SharedExperts:
 class ExpertMLP:
     """Experts of a layer, with their router. Parameters are named as in `parameter_shapes`.
 
-    All ranks route all tokens, by the same numbers, and each computes its part of the experts.
+    All ranks route all tokens, by the same numbers, and each computes its part of the experts: a part of each, or some
+    experts whole. Either way the ranks' outputs are summed up. `load` counts the tokens of each expert, if given.
     """
 
     norm: torch.Tensor | None
@@ -71,6 +79,7 @@ class ExpertMLP:
     choice_bias: torch.Tensor | None = None
     shared: SharedExperts | None = None
     out_norm: torch.Tensor | None = None
+    load: torch.Tensor | None = None
 
     def forward(self, x: ResidualStream) -> None:
         """Adds the output of the experts."""
@@ -78,6 +87,6 @@ class ExpertMLP:
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Output of this rank's part of the experts, `[n, hidden_size]`, in `out` if given. x: `[n, hidden_size]`."""
-        chosen, weights = route(self.router.in_float32(x), self.routing, self.choice_bias)
+        chosen, weights = route(self.router.in_float32(x), self.routing, self.choice_bias, self.load)
         total = self.experts(x, chosen, weights, out)
         return total if self.shared is None else total.add_(self.shared(x))

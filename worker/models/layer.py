@@ -246,9 +246,10 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
     return ExpertMLP(
         parameters.get("mlp_norm"),
         parameters["router"],
-        Experts(gate_up, down, experts.activation or activation, biases=biases),
+        Experts(gate_up, down, experts.activation or activation, experts.own.start, biases, experts.count),
         experts.routing,
         parameters.get("choice_bias"),
         shared,
         parameters.get("mlp_out_norm"),
+        parameters.get("expert_load"),
     )
