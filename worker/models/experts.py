@@ -27,6 +27,7 @@ class ExpertsConfig:
     | `has_bias` | the router has a bias that counts for the choice of experts alone |
     | `has_product_biases` | the products of the router and of the experts have biases |
     | `activation` | the experts' own; None for that of the MLPs |
+    | `scales_inputs` | with one expert a token: its weight multiplies the expert's input, in place of its output |
     | `held` | with expert parallelism, the numbers of the experts that the rank holds, each whole; None: all experts |
 
     With several ranks the sizes are those of one rank.
@@ -41,6 +42,7 @@ class ExpertsConfig:
     has_bias: bool = False
     has_product_biases: bool = False
     activation: ClampedSwiGLU | None = None
+    scales_inputs: bool = False
     held: range | None = None
 
     @property
@@ -80,6 +82,7 @@ class ExpertMLP:
     shared: SharedExperts | None = None
     out_norm: torch.Tensor | None = None
     load: torch.Tensor | None = None
+    scales_inputs: bool = False
 
     def forward(self, x: ResidualStream) -> None:
         """Adds the output of the experts."""
@@ -88,5 +91,8 @@ class ExpertMLP:
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Output of this rank's part of the experts, `[n, hidden_size]`, in `out` if given. x: `[n, hidden_size]`."""
         chosen, weights = route(self.router.in_float32(x), self.routing, self.choice_bias, self.load)
-        total = self.experts(x, chosen, weights, out)
+        own = x
+        if self.scales_inputs:
+            own, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        total = self.experts(own, chosen, weights, out)
         return total if self.shared is None else total.add_(self.shared(x))
