@@ -332,7 +332,13 @@ def _check_cut(folder: Path, config: DeploymentConfig) -> None:
     from worker.models.sharding import Shard
 
     try:
-        Shard(decoder_config(read_config(folder)), size=config.tp, stages=config.pp, cut=config.cut)
+        Shard(
+            decoder_config(read_config(folder)),
+            size=config.tp,
+            stages=config.pp,
+            cut=config.cut,
+            expert_parallel=config.enable_expert_parallel,
+        )
     except ValueError as error:
         raise LaunchError(str(error)) from None
 

@@ -42,6 +42,11 @@ _GAUGES = {
         "Kendall's tau between the predicted and the real lengths of the newest outputs: 1 if the order is right, 0 if "
         "it is as good as random",
     ),
+    "expert_imbalance": (
+        "shoal_expert_imbalance",
+        "With enable_expert_parallel: tokens that the rank with the most computes with its experts, divided by the mean "
+        "of the ranks, of the newest steps; all ranks wait for that one",
+    ),
     "length_ratio": ("shoal_output_length_ratio", "Tokens of the newest outputs, divided by those predicted"),
 }
 _COUNTERS = {
@@ -64,6 +69,11 @@ _STAGE_SECONDS = (
     "Time of a replica's pipeline stages: compute, or the cause of a bubble: communication, host, nothing_to_do, "
     "too_few_micro_batches, warm_up, unequal_stages, unequal_prefill, prefill_beside_decode, unequal_context",
 )
+_EXPERT_TOKENS = (
+    "shoal_expert_tokens",
+    "With enable_expert_parallel: tokens that each rank has computed with its experts, once for each expert of a token, "
+    "in the layers of the last stage",
+)
 _DRAFTS = {
     "proposals": ("shoal_proposals", "Times that a step verified drafts of one sequence, by drafter"),
     "drafted": ("shoal_drafted_tokens", "Drafts of tokens that steps verified, by drafter"),
@@ -73,7 +83,7 @@ _DRAFTS = {
     ),
 }
 _REPORTED = {
-    name for name, _ in (*_COUNTERS.values(), *_DRAFTS.values(), _STAGE_SECONDS)
+    name for name, _ in (*_COUNTERS.values(), *_DRAFTS.values(), _STAGE_SECONDS, _EXPERT_TOKENS)
 }  # by replicas, to all routers alike
 
 
@@ -392,6 +402,11 @@ class _Loads(Collector):
                 for drafter, count in getattr(load, field).items():
                     counter.add_metric([*which, drafter], count)
             yield counter
+        counter = CounterMetricFamily(*_EXPERT_TOKENS, labels=[*labels, "rank"])
+        for own, load in loads:
+            for rank, tokens in enumerate(load.expert_tokens):
+                counter.add_metric([*own, str(rank)], tokens)
+        yield counter
         counter = CounterMetricFamily(*_STAGE_SECONDS, labels=[*labels, "stage", "spent"])
         for which, load in loads:
             for stage, seconds_by in enumerate(load.stage_seconds):

@@ -31,6 +31,11 @@ class WorkerConfig(BaseModel):
         "to float32 in the cache, which takes eight times the disk space of a 4-bit file",
     )
     tp: int = Field(1, ge=1, description="tensor-parallel ranks per pipeline stage")
+    enable_expert_parallel: bool = Field(
+        False,
+        description="with tp, each rank holds whole experts of every layer, in place of a part of each expert; "
+        "attention and shared experts are cut as without",
+    )
     pp: int = Field(1, ge=1, description="pipeline stages per replica")
     stage_layers: str | None = Field(
         None,
@@ -191,6 +196,12 @@ class WorkerConfig(BaseModel):
             )
         if self.draft_model is not None and not self.speculates:
             raise ValueError("draft_model needs speculation auto: with speculation off, no drafts are verified")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if self.enable_expert_parallel and self.tp == 1:
+            raise ValueError("enable_expert_parallel needs tp above 1: it divides experts among the ranks of a stage")
         return self
 
     @model_validator(mode="after")

@@ -398,6 +398,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `length_ratio` | tokens of the newest outputs over those that were predicted; None while unknown |
     | `length_sample` | one of the outputs that have ended since the last load |
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
+    | `expert_tokens` | with expert parallelism: pairs of a token and an expert that each rank has computed so far |
+    | `expert_imbalance` | of the newest steps: pairs of the rank with the most, over the mean of the ranks |
     | `checkpoints_total`, `checkpoints` | of recurrent states: how many there may be, and how many are cached |
     | `checkpoints_evicted` | those that gave their place to others |
     | `window_tokens_total`, `window_tokens_used` | tokens that layers with a window can hold in pages of their own, and
@@ -439,6 +441,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     length_ratio: float | None = None
     length_sample: LengthSample | None = None
     stage_seconds: list[dict[str, float]] = []
+    expert_tokens: list[int] = []
+    expert_imbalance: float | None = None
     refused_routers: int = 0
     costs: StepCosts = StepCosts()
 

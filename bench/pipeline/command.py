@@ -358,7 +358,13 @@ def _check(folder: Path, configs: list[WorkerConfig], on_gpu: bool) -> None:
 
     whole = decoder_config(read_config(folder))
     for config in configs:
-        Shard(whole, size=config.tp, stages=config.pp, cut=config.cut)
+        Shard(
+            whole,
+            size=config.tp,
+            stages=config.pp,
+            cut=config.cut,
+            expert_parallel=config.enable_expert_parallel,
+        )
         if on_gpu and (gpus := torch.cuda.device_count()) < config.num_ranks:
             raise ValueError(f"tp={config.tp}, pp={config.pp}, but this machine has {gpus} GPUs: name other --layouts")
 

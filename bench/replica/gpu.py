@@ -181,6 +181,7 @@ class Bench:
         """Parts of a figure's name: ranks, link, schedule if it is not the default, and quantization."""
         sizes = (("tp", self.config.tp), ("pp", self.config.pp))
         ranks = "".join(f"{way}{size}" for way, size in sizes if size > 1)
+        ranks += "ep" if self.config.enable_expert_parallel else ""
         schedule = self.config.schedule_name
         chosen = None if schedule == SCHEDULE else schedule, self.config.quantization
         return [part for part in (ranks, self.args.link, *chosen) if part]

@@ -132,7 +132,7 @@ def autotune(
             "It takes too long: experts of %s tokens have default tiles", ", ".join(map(str, sorted(untimed)))
         )
     cache.save()
-    tiles = {tokens: default_tiles(tokens, top_k, layers[0].count) for tokens in untimed}
+    tiles = {tokens: default_tiles(tokens, top_k, layers[0].total) for tokens in untimed}
     tuned = TunedTiles(tiles | {tokens: choice.tiles for tokens, choice in choices.items()})
     for layer in layers:
         layer.tuned = tuned
@@ -179,10 +179,10 @@ def _rows(tokens: int, top_k: int, experts: int) -> list[int]:
 def _fastest(layers: Sequence[Experts], top_k: int, tokens: int, times: Times) -> TileChoice:
     """Times all tiles that suit a number of tokens."""
     own = layers[0]
-    routed = routes(tokens, top_k, own.count, len(layers), own.weights.down.device)
-    default = default_tiles(tokens, top_k, own.count)
+    routed = routes(tokens, top_k, own.total, len(layers), own.weights.down.device)
+    default = default_tiles(tokens, top_k, own.total)
     found: list[tuple[float, ExpertTiles]] = []
-    for rows in _rows(tokens, top_k, own.count):
+    for rows in _rows(tokens, top_k, own.total):
         gate_ups = {default.gate_up, *_GATE_UP[rows]} if default.rows == rows else set(_GATE_UP[rows])
         downs = {default.down, *_DOWN[rows]} if default.rows == rows else set(_DOWN[rows])
         candidates = [ExpertTiles(rows, gate, next(iter(downs))) for gate in sorted(gate_ups)]
@@ -243,7 +243,8 @@ def _identity(own: Experts, top_k: int) -> str:
     if (scales := own.weights.down_scales) is not None:
         dtype = f"e4m3-{scales.factors.shape[1]}"
     device = torch.cuda.get_device_name(own.weights.down.device) if own.weights.down.is_cuda else "cpu"
-    return f"experts-{VERSION}-{device}-triton{triton.__version__}-{count}x{hidden}x{size}-top{top_k}-{dtype}"
+    shape = f"{count}x{hidden}x{size}" if own.total == count else f"{count}of{own.total}x{hidden}x{size}"
+    return f"experts-{VERSION}-{device}-triton{triton.__version__}-{shape}-top{top_k}-{dtype}"
 
 
 class TileCache(ChoiceCache[TileChoice]):

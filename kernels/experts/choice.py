@@ -65,3 +65,9 @@ def with_always(
     share = logits[:, experts:].sigmoid() if gated else torch.ones_like(logits[:, :1])
     n = len(logits)
     return torch.cat((chosen, numbers.expand(n, -1)), 1), torch.cat((weights, share.expand(n, always)), 1)
+
+
+def count_tokens(chosen: torch.Tensor, load: torch.Tensor) -> None:
+    """Adds the number of tokens of each expert to `load`, int64 `[experts]`. chosen: int32, of any shape."""
+    experts = chosen.flatten()
+    load.index_add_(0, experts, torch.ones_like(experts, dtype=load.dtype))

@@ -33,14 +33,17 @@ class Experts:
         activation: Activation,
         first: int = 0,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        total: int | None = None,
     ) -> None:
         """gate_up: `[experts, 2 * size, hidden_size]`, the gates first. down: `[experts, hidden_size, size]`. The
         activation is `silu_and_mul`, `gelu_tanh_and_mul` or a `ClampedSwiGLU`. biases: of gate_up, `[experts, 2 *
-        size]`, and of down, `[experts, hidden_size]`. On a GPU weights may be in 8 bits: activations are not."""
+        size]`, and of down, `[experts, hidden_size]`. On a GPU weights may be in 8 bits: activations are not. total:
+        number of the layer's experts, of which the router chooses; by default those here."""
         clamped = activation if isinstance(activation, ClampedSwiGLU) else None
         if clamped is None and activation not in (silu_and_mul, gelu_tanh_and_mul):
             raise ValueError("experts are activated by silu, the tanh form of gelu, or a clamped SwiGLU")
         self.first, self.count = first, len(gate_up if isinstance(gate_up, torch.Tensor) else gate_up.values)
+        self.total = self.count if total is None else total
         self.activation = activation
         self.tuned: TunedTiles | None = None  # set by `kernels.experts.autotune.autotune`
         self._each: list[tuple[Linear, Linear]] = []
@@ -73,7 +76,7 @@ class Experts:
 
     def tiles(self, tokens: int, top_k: int) -> ExpertTiles:
         """Tiles of the grouped products for a step of `tokens` tokens."""
-        return default_tiles(tokens, top_k, self.count) if self.tuned is None else self.tuned.find(tokens)
+        return default_tiles(tokens, top_k, self.total) if self.tuned is None else self.tuned.find(tokens)
 
     def _by_expert(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None

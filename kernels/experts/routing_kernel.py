@@ -8,16 +8,24 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.experts.choice import Routing, choose, with_always
+from kernels.experts.choice import Routing, choose, count_tokens, with_always
 from kernels.pdl import launch_dependents, wait_for_previous
 
 
 def route(
-    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None, always: int = 0, gated: bool = False
+    logits: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None = None,
+    always: int = 0,
+    gated: bool = False,
+    load: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.experts.routing.route` for contiguous logits. Experts in groups are chosen by PyTorch's operators."""
     if routing.groups > 1:
-        return with_always(*choose(logits[:, : logits.shape[1] - gated], routing, bias), logits, always, gated)
+        found = choose(logits[:, : logits.shape[1] - gated], routing, bias)
+        if load is not None:
+            count_tokens(found[0], load)
+        return with_always(*found, logits, always, gated)
     n, columns = logits.shape
     experts = columns - gated
     chosen = torch.empty(n, routing.top_k + always, dtype=torch.int32, device=logits.device)
@@ -26,6 +34,7 @@ def route(
     _route[(n,)](
         logits,
         logits if bias is None else bias,
+        logits if load is None else load,
         chosen,
         weights,
         experts,
@@ -34,6 +43,7 @@ def route(
         routing.least_sum,
         routing.scores == "sigmoid",
         bias is not None,
+        load is not None,
         routing.is_normalised,
         routing.top_k,
         always,
@@ -59,6 +69,7 @@ def _score(logit, largest, divisor, SIGMOID: tl.constexpr):
 def _route(
     logits,
     bias,
+    load,
     chosen,
     weights,
     experts,
@@ -67,6 +78,7 @@ def _route(
     least_sum,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
+    LOAD: tl.constexpr,
     NORMALISED: tl.constexpr,
     TOP_K: tl.constexpr,
     ALWAYS: tl.constexpr,
@@ -102,6 +114,8 @@ def _route(
     weight = tl.where(is_chosen, weight, 0.0)
     if NORMALISED:
         weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
+    if LOAD:
+        tl.atomic_add(load + own, tl.full([SLOTS], 1, tl.int64), mask=is_chosen)
     weight *= scale
     if ALWAYS > 0:
         share = 1.0

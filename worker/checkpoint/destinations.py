@@ -6,6 +6,7 @@ import torch
 
 from worker.checkpoint.delta_net_weights import net_tensors
 from worker.models.config import DecoderConfig
+from worker.models.experts import ExpertsConfig
 from worker.models.parameters import parameter_shapes
 from worker.models.sharding import Shard
 
@@ -166,12 +167,17 @@ def _net_destinations(shard: Shard) -> dict[str, Destination]:
 
 
 def _mlp_destinations(
-    shard: Shard, name: str, rows: int, kept: range, parameters: tuple[str, str] = ("gate_up", "down")
+    shard: Shard,
+    name: str,
+    rows: int,
+    kept: range,
+    parameters: tuple[str, str] = ("gate_up", "down"),
+    own_rows: int | None = None,
 ) -> dict[str, Destination]:
-    """Destinations of the tensors of the gated MLP `name`, of whose `rows` intermediate elements this rank has
-    `kept`."""
+    """Destinations of the tensors of the gated MLP `name`, of whose `rows` intermediate elements this rank has `kept`.
+    `own_rows`: their number with padding; by default the share of one rank."""
     gate_up, down = parameters
-    hidden, own_rows = shard.whole.hidden_size, -(-rows // shard.size)
+    hidden, own_rows = shard.whole.hidden_size, -(-rows // shard.size) if own_rows is None else own_rows
     destinations = _outward(f"{name}.down_proj", down, shard, rows, kept)
     ups = range(kept.start + rows, kept.stop + rows)
     if shard.whole.model_type in _FUSED_GATE_UP:
@@ -199,16 +205,16 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     """Destinations of the tensors of a layer's experts, by the names of `tensor_names.full_name`."""
     experts, hidden = shard.whole.experts, shard.whole.hidden_size
     assert experts is not None
-    rows, kept, own_rows = (
-        experts.intermediate_size,
-        shard.expert_intermediate,
-        -(-experts.intermediate_size // shard.size),
-    )
+    own = shard.config.experts
+    assert own is not None
+    rows, kept, own_rows = experts.intermediate_size, shard.expert_intermediate, own.intermediate_size
     destinations = _mlp_destinations(shard, "mlp.shared_experts", experts.shared_size, shard.shared_intermediate)
     destinations["mlp.shared_expert_gate.weight"] = _whole("shared_gate", (1, hidden))
     destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
     destinations["mlp.gate.bias"] = _whole("router_bias", (experts.count,))
     destinations["mlp.gate.e_score_correction_bias"] = _whole("choice_bias", (experts.count,))
+    if stacked and own.held is not None:
+        return destinations | _whole_experts(experts, hidden, own.held)
     if stacked:
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, range(kept.start + rows, kept.stop + rows))
         shape = experts.count, 2 * rows, hidden
@@ -221,10 +227,26 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         biases = experts.count, hidden
         destinations["mlp.experts.down_proj_bias"] = Destination("experts_down_bias", biases, 1, once)
         return destinations
-    for expert in range(experts.count):
-        own = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, ("experts_gate_up", "experts_down"))
-        destinations |= {name: to._replace(expert=expert) for name, to in own.items() if name.endswith(".weight")}
+    for place, expert in enumerate(own.own):
+        parameters, name = ("experts_gate_up", "experts_down"), f"mlp.experts.{expert}"
+        one = _mlp_destinations(shard, name, rows, kept, parameters, own_rows)
+        destinations |= {name: to._replace(expert=place) for name, to in one.items() if name.endswith(".weight")}
     return destinations
+
+
+def _whole_experts(experts: ExpertsConfig, hidden: int, held: range) -> dict[str, Destination]:
+    """Destinations of the tensors of all experts of a layer, of which this rank has those `held`, whole."""
+    count, rows = experts.count, experts.intermediate_size
+    shapes = {
+        "gate_up_proj": (count, 2 * rows, hidden),
+        "down_proj": (count, hidden, rows),
+        "gate_up_proj_bias": (count, 2 * rows),
+        "down_proj_bias": (count, hidden),
+    }
+    return {
+        f"mlp.experts.{name}": _whole(f"experts_{name.replace('_proj', '')}", shape, held)
+        for name, shape in shapes.items()
+    }
 
 
 def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:

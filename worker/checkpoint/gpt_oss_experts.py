@@ -80,20 +80,27 @@ def _turns(part: range, size: int) -> tuple[range, int]:
     return range(2 * (part.start - second * size), 2 * (part.stop - second * size)), second
 
 
+def _apart(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rows of gates and ups in turns as gates, then ups."""
+    return torch.cat(tuple(rows.unflatten(dim, (-1, 2)).unbind(dim + 1)), dim)
+
+
 def _gate_up(read: Read, size: int, dim: int, part: range) -> torch.Tensor:
-    assert dim == 1, "gates and ups are cut by their rows"
+    if dim == 0:  # whole experts
+        return _apart(read(0, part).transpose(1, 2), 1)
     columns, second = _turns(part, size)
     return read(2, columns)[:, :, second::2].transpose(1, 2)
 
 
 def _gate_up_bias(read: Read, size: int, dim: int, part: range) -> torch.Tensor:
+    if dim == 0:
+        return _apart(read(0, part), 1)
     columns, second = _turns(part, size)
     return read(dim, columns)[:, second::2]
 
 
 def _down(read: Read, dim: int, part: range) -> torch.Tensor:
-    assert dim == 2, "down is cut by its columns"
-    return read(1, part).transpose(1, 2)
+    return read((0, 2, 1)[dim], part).transpose(1, 2)
 
 
 def _gate_up_of_blocks(
@@ -104,7 +111,8 @@ def _gate_up_of_blocks(
     dim: int,
     part: range,
 ) -> torch.Tensor:
-    assert dim == 1, "gates and ups are cut by their rows"
+    if dim == 0:
+        return _apart(numbers(blocks(0, part), scales(0, part)), 1)
     rows, second = _turns(part, size)
     return numbers(blocks(1, rows)[:, second::2], scales(1, rows)[:, second::2])
 
@@ -117,7 +125,8 @@ def _down_of_blocks(
     dim: int,
     part: range,
 ) -> torch.Tensor:
-    assert dim == 2, "down is cut by its columns"
+    if dim == 0:
+        return numbers(blocks(0, part), scales(0, part))
     groups = range(part.start // _BLOCK, -(-part.stop // _BLOCK))
     whole = numbers(blocks(2, groups), scales(2, groups))
     first = groups.start * _BLOCK

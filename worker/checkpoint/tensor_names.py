@@ -7,7 +7,7 @@ from worker.models.sharding import Shard
 
 # The names of experts in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's and Ernie's.
 _EXPERT_NAMES = (
-    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"\.(block_sparse_moe|feed_forward)\."), ".mlp."),
     (re.compile(r"\.experts\.(\d+)\.w1\."), r".experts.\1.gate_proj."),
     (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
     (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),
@@ -20,12 +20,16 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
 )
 
+_OF_IMAGES = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+
 
 def full_name(name: str) -> str:
     """The name of a tensor in a model with a head, as `worker.checkpoint.destinations` has it. In a checkpoint of the
     layers alone, as embedding models have, names begin without `model.`. Names of experts differ by family."""
-    name = name.replace("model.language_model.", "model.", 1)  # next to a vision part
-    if ".mlp." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
+    # Next to a vision part: as transformers has it, and as checkpoints were published before.
+    name = name.replace("model.language_model.", "model.", 1)
+    name = re.sub(r"^language_model\.(?=model\.|lm_head\.)", "", name)
+    if ".mlp." in name or ".feed_forward." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
@@ -33,14 +37,18 @@ def full_name(name: str) -> str:
 
 def is_ignored(name: str, config: DecoderConfig) -> bool:
     """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
-    hybrid has for images and drafts."""
-    if config.delta_net is not None and name.startswith(("model.visual.", "mtp.")):
+    model has for images, and a hybrid for drafts."""
+    if name.removeprefix("model.").startswith(_OF_IMAGES) or (config.delta_net is not None and name.startswith("mtp.")):
         return True
     return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
 
 
 def is_elsewhere(name: str, shard: Shard) -> bool:
-    """Whether the tensor belongs to another stage."""
+    """Whether the tensor belongs to another stage, or is an expert that another rank has."""
+    expert, experts = re.search(r"\.mlp\.experts\.(\d+)\.", name), shard.config.experts
+    if expert is not None and experts is not None and int(expert[1]) < experts.count:
+        if int(expert[1]) not in experts.own:
+            return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:
         index = int(layer[1])

@@ -203,4 +203,6 @@ def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: Pad
     }
     if whole.experts is not None:
         identity["experts"] = [whole.experts.count, whole.experts.routing.top_k, whole.experts.intermediate_size]
+    if config.enable_expert_parallel:
+        identity["enable_expert_parallel"] = True
     return CostModel(stage.seconds, identity, shard.stage, rows)

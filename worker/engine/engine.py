@@ -290,6 +290,8 @@ class Engine:
         load = self.scheduler.load()
         load.stage_seconds = self.timeline.spent()
         load.costs = self.costs.step_costs(self.scheduler.config)
+        if (balance := self.executor.expert_balance) is not None:
+            load.expert_tokens, load.expert_imbalance = balance.tokens, balance.imbalance
         return load
 
     def meter(self) -> Meter:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from worker.executor.attention_selector import AttentionChoice
+from worker.executor.expert_balance import ExpertBalance
 from worker.progress import NewestSteps
 from worker.step import Plan, StepTime
 
@@ -55,6 +56,7 @@ class Executor(ABC):
     | `vocab_size` | columns of the logits |
     | `context_length` | longest sequence, in tokens: configured, or the model's, at most what the KV cache holds |
     | `has_states` | whether the model has recurrent states, so that a cached prefix can be continued from checkpoints only |
+    | `expert_balance` | with expert parallelism: how evenly ranks compute |
     | `num_checkpoints` | rows for checkpoints of recurrent states |
     | `window` | pages of layers with a window; None if these keep all tokens, or there are none |
     | `eos_token_ids` | the model's end tokens |
@@ -68,6 +70,7 @@ class Executor(ABC):
     vocab_size: int
     context_length: int
     has_states: bool = False
+    expert_balance: ExpertBalance | None = None
     num_checkpoints: int = 0
     window: WindowPages | None = None
     eos_token_ids: tuple[int, ...]

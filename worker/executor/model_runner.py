@@ -27,6 +27,7 @@ from worker.executor.attention_selector import AttentionChoice, AttentionLimits,
 from worker.executor.cuda_graphs import CudaGraphRunner, product_sizes
 from worker.executor.draft_memory import DraftBytes
 from worker.executor.executor import Executor, ForwardOutput, WindowPages
+from worker.executor.expert_balance import ExpertBalance
 from worker.executor.gpu_defaults import resolve_device, with_gpu_defaults
 from worker.executor.page_table import PageTable
 from worker.executor.piecewise_graphs import PiecewiseGraphs, ProbeBatch
@@ -124,6 +125,8 @@ class ModelRunner(Executor):
                 self._piecewise_graphs = self._capture_pieces(self._attention)
         if self.device.type == "cuda":
             self._reserve(pages_per_sequence)
+        if self._samples and self.decoder.expert_load is not None:
+            self.expert_balance = ExpertBalance(self.decoder.expert_load, self.communicator.size)
 
     def announce(self, plan: Plan) -> None:
         """See `Executor.announce`. Plans are announced in order, each before its `forward`."""
@@ -144,7 +147,11 @@ class ModelRunner(Executor):
         if self._window_tables is not None:
             self._window_tables.update(plan, plan.window_pages)
         self._has_pending_tokens = self.model_config.is_first and plan.has_pending_tokens
+        if self.expert_balance is not None:
+            self.expert_balance.begin_step()
         out = self._run(plan)
+        if self.expert_balance is not None:
+            self.expert_balance.end_step()
         if not self._samples:
             self._step_timer.end(plan.step)
         if self.stage.is_last:
@@ -305,7 +312,15 @@ class ModelRunner(Executor):
     def _own_shard(self, hf: HfConfig, config: WorkerConfig) -> Shard:
         """Returns the part of the model that this rank holds."""
         group, stage = self.communicator, self.stage
-        return Shard(decoder_config(hf), group.rank, group.size, stage.index, stage.count, config.cut)
+        return Shard(
+            decoder_config(hf),
+            group.rank,
+            group.size,
+            stage.index,
+            stage.count,
+            config.cut,
+            config.enable_expert_parallel,
+        )
 
     def _choose_attention(self) -> AttentionChoice:
         """Chooses the attention backend, and warns once per stage if a faster one is missing."""

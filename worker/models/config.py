@@ -38,7 +38,8 @@ class DecoderConfig:
     | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
-    | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together |
+    | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate |
+    | `query_temperature` | (tokens t, factor f): a query at position p is multiplied by 1 + f log(1 + floor((p + 1) / t)), in layers that do not rotate (https://arxiv.org/abs/2501.19399) |
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
     | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
@@ -54,7 +55,7 @@ class DecoderConfig:
 
     With several ranks, heads and intermediate size are those of one rank. With several stages, layers, windows and
     ropes are those of one stage.
-    """
+    """  # noqa: E501
 
     model_type: str
     vocab_size: int
@@ -74,7 +75,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "all", "rotated"] | None = None
+    query_temperature: tuple[float, float] | None = None
     qk_norm_sizes: tuple[int, int] = (0, 0)
     gemma_norms: bool = False
     pre_norms: bool = True
@@ -162,7 +164,7 @@ class DecoderConfig:
         )
 
 
-_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe")  # models whose text part is served by itself
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "llama4")  # models whose text part is served by itself
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -170,8 +172,8 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_p
 def read_config(model: Path) -> HfConfig:
     """The Hugging Face configuration of a model folder, with the defaults of its architecture.
 
-    A model whose files have no head, as embedding models, counts as one with tied embeddings. Of a Qwen3.5 with a
-    vision part, it is the configuration of the text part.
+    A model whose files have no head, as embedding models, counts as one with tied embeddings. Of a model with a vision
+    part, it is the configuration of the text part.
 
     It is kept in the cache, by the contents of config.json and the version of transformers. Reading it with
     transformers imports half of that library and takes 3 to 5 s, in every process of a replica.
@@ -183,6 +185,7 @@ def read_config(model: Path) -> HfConfig:
         text = values["text_config"]
         of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text["tie_word_embeddings"])}
         of_all["quantization_config"] = values.get("quantization_config")
+        of_all["eos_token_id"] = values.get("eos_token_id") or text.get("eos_token_id")
         values = text | of_all
     hf = SimpleNamespace(**values)
     if not getattr(hf, "tie_word_embeddings", True) and _is_headless(model):
@@ -303,7 +306,10 @@ def quantization_config(hf: HfConfig) -> dict[str, Any] | None:
 
 def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    if unknown := set(kinds) - {"full_attention", "sliding_attention", "linear_attention"}:
+    known = {"full_attention", "sliding_attention", "linear_attention"}
+    if hf.model_type == "llama4_text":  # a chunk is the whole context there
+        known.add("chunked_attention")
+    if unknown := set(kinds) - known:
         raise ValueError(f"layer types {sorted(unknown)} are not supported")
     return list(kinds)
 

@@ -110,8 +110,9 @@ class Decoder:
             self.norm = parameters.pop("norm")
             head = self.embedding if config.tied_embeddings else parameters.pop("head")
             self.head = BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head)
+        self.expert_load = self._make_expert_load()
         self.layers = [
-            DecoderLayer.from_parameters(config, index, pop_layer(parameters, index, dtype))
+            DecoderLayer.from_parameters(config, index, self._pop_layer(parameters, index))
             for index in range(config.num_layers)
         ]
         # The scale is rounded to the embedding's dtype: Gemma was trained so.
@@ -121,6 +122,18 @@ class Decoder:
         self._has_one_token_path = (
             self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
         )
+
+    def _make_expert_load(self) -> torch.Tensor | None:
+        """Counts of the tokens of each layer and expert so far, int64 `[num_layers, experts]`, with expert
+        parallelism."""
+        experts = self.config.experts
+        if experts is None or experts.held is None:
+            return None
+        return torch.zeros(self.config.num_layers, experts.count, dtype=torch.int64, device=self.device)
+
+    def _pop_layer(self, parameters: dict[str, Any], index: int) -> dict[str, Any]:
+        own = pop_layer(parameters, index, self.dtype)
+        return own if self.expert_load is None else own | {"expert_load": self.expert_load[index]}
 
     @property
     def latent_weights(self) -> list[torch.Tensor]:

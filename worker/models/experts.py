@@ -30,6 +30,8 @@ class ExpertsConfig:
     | `has_bias` | the router has a bias that counts for the choice of experts alone |
     | `has_product_biases` | the products of the router and of the experts have biases |
     | `activation` | the experts' own; None for that of the MLPs |
+    | `scales_inputs` | with one expert a token: its weight multiplies the expert's input, in place of its output |
+    | `held` | with expert parallelism, the numbers of the experts that the rank holds, each whole; None: all experts |
 
     With several ranks the sizes are those of one rank.
     """
@@ -43,6 +45,13 @@ class ExpertsConfig:
     has_bias: bool = False
     has_product_biases: bool = False
     activation: ClampedSwiGLU | None = None
+    scales_inputs: bool = False
+    held: range | None = None
+
+    @property
+    def own(self) -> range:
+        """Numbers of the experts that the rank holds, or of those of which it holds a part."""
+        return range(self.count) if self.held is None else self.held
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,8 @@ class SharedExperts:
 class ExpertMLP:
     """Experts of a layer, with their router. Parameters are named as in `parameter_shapes`.
 
-    All ranks route all tokens, by the same numbers, and each computes its part of the experts.
+    All ranks route all tokens, by the same numbers, and each computes its part of the experts: a part of each, or some
+    experts whole. Either way the ranks' outputs are summed up. `load` counts the tokens of each expert, if given.
 
     On a GPU, shared experts may be the last `always` of `experts`, which every token has (`with_shared`). If
     `is_always_gated`, the last row of `router` is their gate.
@@ -79,6 +89,8 @@ class ExpertMLP:
     out_norm: torch.Tensor | None = None
     always: int = 0
     is_always_gated: bool = False
+    load: torch.Tensor | None = None
+    scales_inputs: bool = False
 
     @property
     def experts_of_token(self) -> int:
@@ -95,16 +107,21 @@ class ExpertMLP:
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Output of this rank's part of the experts, `[n, hidden_size]`, in `out` if given. x: `[n, hidden_size]`."""
         chosen, weights = self._route(self.router.in_float32(x))
-        total = self.experts(x, chosen, weights, out)
+        own = x
+        if self.scales_inputs:
+            own, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        total = self.experts(own, chosen, weights, out)
         return total if self.shared is None else total.add_(self.shared(x))
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(logits, self.routing, self.choice_bias, self.always, self.is_always_gated)
+        return route(logits, self.routing, self.choice_bias, self.always, self.is_always_gated, self.load)
 
     @property
     def _is_fused_for_one(self) -> bool:
         """Whether norm and residual of a single token are part of the experts' kernels."""
-        return self.shared is None and self.experts.tiles(1, self.experts_of_token).rows == EACH_PAIR
+        return (
+            not (self.shared or self.scales_inputs) and self.experts.tiles(1, self.experts_of_token).rows == EACH_PAIR
+        )
 
     def _product_of_one(
         self, x: torch.Tensor, eps: float, residual: torch.Tensor | None, out: torch.Tensor | None

@@ -306,6 +306,34 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "has_sinks": True, "experts": experts}
 
 
+def _llama4(hf: HfConfig) -> dict[str, Any]:
+    """Layers that rotate attend within chunks of `attention_chunk_size` tokens: contexts end where the first one does.
+    A token's one expert computes the hidden state times the score."""
+    if hf.num_experts_per_tok != 1:
+        raise ValueError(f"llama4 models with {hf.num_experts_per_tok} experts a token are not supported")
+    layers = range(hf.num_hidden_layers)
+    experts = ExpertsConfig(
+        _expert_count(hf),
+        hf.intermediate_size,
+        Routing(1, "sigmoid", is_normalised=False),
+        tuple(index in hf.moe_layers for index in layers),
+        shared_size=hf.intermediate_size,
+        scales_inputs=True,
+    )
+    return {
+        "intermediate_size": hf.intermediate_size_mlp,
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "qk_norm": "rotated" if hf.use_qk_norm else None,
+        "query_temperature": (hf.floor_scale, hf.attn_scale) if hf.attn_temperature_tuning else None,
+        "rope_rules": RopeRules(
+            is_interleaved=True, layers={index: bool(hf.no_rope_layers[index]) for index in layers}
+        ),
+        "context_length": min(hf.max_position_embeddings, hf.attention_chunk_size or hf.max_position_embeddings),
+        "experts": experts if any(experts.layers) else None,
+    }
+
+
 def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
     """Layers with a gated delta net among layers of gated attention."""
     states = StateShape(
@@ -379,6 +407,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "glm4_moe_lite": _glm4_moe_lite,
     "youtu": _latent,
     "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,

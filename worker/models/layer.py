@@ -64,6 +64,11 @@ class SelfAttention:
     def rope(self) -> Rope:
         return self.config.ropes[self.index]
 
+    @property
+    def temperature(self) -> tuple[float, float] | None:
+        """`DecoderConfig.query_temperature`; None in a layer that rotates."""
+        return self.config.query_temperature if self.rope.rotated == 0 else None
+
     def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queries, keys and values before rotation, then gates if the model has any, `[n, projected_size]`, in `out` if
         given."""
@@ -77,7 +82,8 @@ class SelfAttention:
             queries = self.rotate_and_store(qkv, context.positions, context.attention)
             out = context.attention.attend(self.kv_layer, queries)
         else:
-            out = context.attention.run(self.kv_layer, *self._rotate(qkv, *context.angles[self.rope]))
+            queries, *kv = self._rotate(qkv, *context.angles[self.rope])
+            out = context.attention.run(self.kv_layer, self._tempered(queries, context.positions), *kv)
         attended = out.flatten(1)
         return attended * qkv[:, -self.attended_size :].sigmoid() if self.config.output_gate else attended
 
@@ -93,7 +99,7 @@ class SelfAttention:
         from kernels.ops.fused import rotate_and_store
 
         assert self.rope_table is not None, "Decoder.build_rope_tables makes it"
-        return rotate_and_store(
+        rotated = rotate_and_store(
             qkv,
             self.config.num_heads,
             self.rope_table,
@@ -104,6 +110,15 @@ class SelfAttention:
             self.config.norm_eps,
             queries,
         )
+        return self._tempered(rotated, positions)
+
+    def _tempered(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The queries `[n, num_heads, head_dim]` times their `temperature`, in place."""
+        if self.temperature is None:
+            return queries
+        tokens, factor = self.temperature
+        scales = torch.log1p(((positions + 1) / tokens).floor()) * factor + 1.0
+        return queries.mul_(scales.to(queries.dtype)[:, None, None])
 
     def _normalise_all(
         self, qkv: torch.Tensor, x: ResidualStream, q_norm: torch.Tensor, k_norm: torch.Tensor
@@ -220,18 +235,31 @@ def _attention(
         )
     if config.latent is not None:
         return LatentAttention.from_parameters(config, config.latent, index, parameters)
+    q_norm, k_norm = _head_norms(config, index, parameters)
     return SelfAttention(
         config,
         index,
         parameters.get("input_norm"),
         parameters["qkv"],
         parameters["out"],
-        parameters["q_norm"] if config.qk_norm == "head" else None,
-        parameters["k_norm"] if config.qk_norm == "head" else None,
+        q_norm,
+        k_norm,
         parameters.get("attention_out_norm"),
         sinks=parameters.get("sinks"),
         norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
     )
+
+
+def _head_norms(
+    config: DecoderConfig, index: int, parameters: dict[str, Any]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weights of the norms of each head's query and key."""
+    if config.qk_norm == "head":
+        return parameters["q_norm"], parameters["k_norm"]
+    if config.qk_norm == "rotated" and config.ropes[index].rotated != 0:
+        ones = torch.ones_like(parameters["input_norm"][: config.head_dim])
+        return ones, ones
+    return None, None
 
 
 def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict[str, Any]) -> ExpertMLP:
@@ -243,18 +271,20 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
     if experts.has_product_biases:
         biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]
     router, always, is_gated = parameters["router"], 0, False
-    can_join = router.weight.is_cuda and experts.activation is None and biases is None
+    can_join = router.weight.is_cuda and experts.activation is None and biases is None and not experts.scales_inputs
     if shared is not None and can_join and (whole := with_shared(gate_up, down, shared, router)) is not None:
         always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
         (gate_up, down, router), shared = whole, None
     return ExpertMLP(
         parameters.get("mlp_norm"),
         router,
-        Experts(gate_up, down, experts.activation or activation, biases=biases),
+        Experts(gate_up, down, experts.activation or activation, experts.own.start, biases, experts.count + always),
         experts.routing,
         parameters.get("choice_bias"),
         shared,
         parameters.get("mlp_out_norm"),
         always,
         is_gated,
+        parameters.get("expert_load"),
+        experts.scales_inputs,
     )

@@ -86,14 +86,15 @@ def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, t
     hidden, size = config.hidden_size, experts.intermediate_size
     layer: dict[str, tuple[int, ...]] = {
         "router": (experts.count, hidden),
-        "experts_gate_up": (experts.count, 2 * size, hidden),
-        "experts_down": (experts.count, hidden, size),
+        "experts_gate_up": (len(experts.own), 2 * size, hidden),
+        "experts_down": (len(experts.own), hidden, size),
     }
     if experts.has_bias:
         layer["choice_bias"] = (experts.count,)
     if experts.has_product_biases:
         layer["router_bias"] = (experts.count,)
-        layer |= {"experts_gate_up_bias": (experts.count, 2 * size), "experts_down_bias": (experts.count, hidden)}
+        own = len(experts.own)
+        layer |= {"experts_gate_up_bias": (own, 2 * size), "experts_down_bias": (own, hidden)}
     if experts.shared_size:
         layer |= {"gate_up": (2 * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
     if experts.has_shared_gate:

@@ -2,6 +2,7 @@
 
 - Attention is cut by heads, the MLP and each expert by its intermediate size, embedding and head by rows of the
   vocabulary. Every rank has all norms and routers.
+- With expert parallelism each rank has some experts of every layer, whole, in place of a part of each.
 - Gated delta nets are cut by key heads.
 - Sizes that cannot be divided are padded with heads, rows and columns of zeros. These add exactly nothing, and all
   ranks have the same shapes.
@@ -28,10 +29,12 @@ class Shard:
     | `rank`, `size` | this rank among the ranks of its stage |
     | `stage`, `stages` | its stage |
     | `cut` | number of layers of each stage; None: divided by cost |
+    | `expert_parallel` | experts are divided among the ranks of a stage, and not cut |
 
     Ranges are in elements of the whole model. The rank's own sizes, in `config`, include padding and may be larger.
 
-    Raises ValueError for ranks without a head, stages without a layer, or a cut with another number of layers.
+    Raises ValueError for ranks without a head, stages without a layer, or a cut with another number of layers, and for
+    expert parallelism of a model without experts or with fewer than ranks.
     """
 
     whole: DecoderConfig
@@ -40,6 +43,7 @@ class Shard:
     stage: int = 0
     stages: int = 1
     cut: tuple[int, ...] | None = None
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.size > self.whole.num_heads:
@@ -48,6 +52,12 @@ class Shard:
             )
         if self.stages > self.whole.num_layers:
             raise ValueError(f"pp={self.stages} is more than the model's {self.whole.num_layers} layers: lower pp")
+        if self.expert_parallel and self.whole.experts is None:
+            raise ValueError(
+                f"enable_expert_parallel is set, and a {self.whole.model_type} model has no experts: leave it out"
+            )
+        if self.expert_parallel and self.whole.experts is not None and self.size > self.whole.experts.count:
+            raise ValueError(f"tp={self.size} is more than the model's {self.whole.experts.count} experts: lower tp")
         if self.cut is not None and sum(self.cut) != self.whole.num_layers:
             said = ",".join(map(str, self.cut))
             raise ValueError(f"stage_layers={said} are {sum(self.cut)} layers: the model has {self.whole.num_layers}")
@@ -117,11 +127,9 @@ class Shard:
     def expert_intermediate(self) -> range:
         """Elements of the intermediate state of each expert. Empty without experts."""
         whole, own = self.whole.experts, self.config.experts
-        return (
-            range(0)
-            if whole is None or own is None
-            else _part(whole.intermediate_size, self.rank, own.intermediate_size)
-        )
+        if whole is None or own is None:
+            return range(0)
+        return _part(whole.intermediate_size, 0 if self.expert_parallel else self.rank, own.intermediate_size)
 
     @property
     def shared_intermediate(self) -> range:
@@ -143,11 +151,11 @@ class Shard:
         return replace(net, states=replace(net.states, key_heads=key_heads, value_heads=value_heads))
 
     def _own_experts(self, experts: ExpertsConfig) -> ExpertsConfig:
-        return replace(
-            experts,
-            intermediate_size=_share(experts.intermediate_size, self.size),
-            shared_size=_share(experts.shared_size, self.size),
-        )
+        shared_size = _share(experts.shared_size, self.size)
+        if self.expert_parallel:
+            first, end = (experts.count * rank // self.size for rank in (self.rank, self.rank + 1))
+            return replace(experts, shared_size=shared_size, held=range(first, end))
+        return replace(experts, intermediate_size=_share(experts.intermediate_size, self.size), shared_size=shared_size)
 
     @property
     def vocabulary(self) -> range:

@@ -43,10 +43,12 @@ def routed(tokens: int, top_k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_routing(routing: Routing, has_bias: bool) -> None:
     logits, bias = random(5, COUNT), random(COUNT + 1)[1:].contiguous() if has_bias else None
-    chosen, weights = routing_kernel.route(logits, routing, bias)
+    load = torch.zeros(COUNT, dtype=torch.int64, device=DEVICE)
+    chosen, weights = routing_kernel.route(logits, routing, bias, load)
     wanted = choose(logits, routing, bias)
     assert torch.equal(chosen, wanted[0])
     torch.testing.assert_close(weights, wanted[1])
+    assert torch.equal(load, torch.bincount(chosen.flatten(), minlength=COUNT))
 
 
 @pytest.mark.interpreter

@@ -2,6 +2,7 @@
 generates, cold and warm, in a crowd, and after preemptions."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,15 +86,27 @@ def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> Non
         ModelRunner(tiny_model(name), config)
 
 
-def test_the_text_part_of_a_checkpoint_with_images(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """As Qwen3.5 is published: other names, tensors for images and drafts, and a configuration in the configuration."""
-    folder, config = tiny_model("qwen3_5"), WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)
+@pytest.mark.parametrize(
+    ("name", "model_type", "prefix", "others"),
+    [
+        ("qwen3_5", "qwen3_5", "model.language_model.", ["model.visual.pos_embed.weight", "mtp.norm.weight"]),
+        ("gemma3", "gemma3", "language_model.model.", ["vision_tower.norm.weight", "multi_modal_projector.weight"]),
+        ("llama4_moe", "llama4", "language_model.model.", ["vision_model.class_embedding"]),
+    ],
+)
+def test_the_text_part_of_a_checkpoint_with_images(
+    name: str, model_type: str, prefix: str, others: list[str], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As they are published: other names, tensors for images and drafts, and a configuration in the configuration."""
+    folder, config = tiny_model(name), WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)
     tensors = load_file(folder / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    others = {"model.visual.pos_embed.weight": torch.ones(2, 2), "mtp.norm.weight": torch.ones(2)}
-    save_file(renamed | others, tmp_path / "model.safetensors")
+    renamed = {re.sub(r"^model\.", prefix, key): tensor for key, tensor in tensors.items()}
+    if "lm_head.weight" in renamed and prefix.startswith("language_model."):
+        renamed["language_model.lm_head.weight"] = renamed.pop("lm_head.weight")
+    save_file(renamed | {key: torch.ones(2, 2) for key in others}, tmp_path / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
-    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
+    tied = text.get("tie_word_embeddings", True)
+    whole = {"model_type": model_type, "text_config": text, "vision_config": {}, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     tokens, logits = generated(ModelRunner(folder, config))
     got, got_logits = generated(ModelRunner(tmp_path, config))

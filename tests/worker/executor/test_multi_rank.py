@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,13 @@ from worker.engine.engine import Engine
 from worker.errors import RankLost
 from worker.executor import launch, multi_rank
 from worker.executor.executor import ForwardOutput
+from worker.executor.expert_balance import EVERY_STEPS, ExpertBalance
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store
 from worker.messages import SamplingParams
 from worker.models import decoder
+from worker.models.config import decoder_config, read_config
+from worker.models.sharding import Shard
 from worker.parallel.communicator import Communicator
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.parallel.rendezvous import Rendezvous
@@ -64,6 +68,53 @@ def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Pa
     ):
         assert got[0] == tokens
         torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3_moe", "llama4_moe"])
+def test_whole_experts_on_each_rank(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """Experts in both layouts of checkpoints, with biases, shared ones, groups, and a number that two ranks cannot
+    halve."""
+    folder = tiny_model(name)
+    tokens, logits = generated(ModelRunner(folder, settings()))
+
+    def work(group: Communicator) -> tuple[list[list[int]], torch.Tensor, ModelRunner]:
+        runner = ModelRunner(folder, settings(tp=2, enable_expert_parallel=True), stage=PipelineStage.only(group))
+        return (*generated(runner), runner)
+
+    ranks = together(2, work)
+    for got, got_logits, _ in ranks:
+        assert got == tokens
+        torch.testing.assert_close(got_logits, logits, atol=1e-4, rtol=1e-4)
+    leader, other = (runner for *_, runner in ranks)
+    held = [runner.model_config.experts.own for runner in (leader, other)]
+    assert list(held[0]) + list(held[1]) == list(range(leader.model_config.experts.count))
+    assert torch.equal(leader.decoder.expert_load, other.decoder.expert_load)
+    assert leader.expert_balance is not None and other.expert_balance is None
+    assert sum(leader.expert_balance.tokens) > 0 and 1.0 <= leader.expert_balance.imbalance <= 2.0
+
+
+def test_expert_parallelism_that_has_no_experts_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    whole = decoder_config(read_config(tiny_model("llama")))
+    with pytest.raises(ValueError, match="enable_expert_parallel is set, and a llama model has no experts"):
+        Shard(whole, size=2, expert_parallel=True)
+    whole = decoder_config(read_config(tiny_model("mixtral")))
+    with pytest.raises(ValueError, match="tp=6 is more than the model's"):
+        Shard(replace(whole, num_heads=8), size=6, expert_parallel=True)
+    with pytest.raises(ValueError, match="enable_expert_parallel needs tp above 1"):
+        settings(enable_expert_parallel=True)
+
+
+def test_balance_of_steps_that_are_looked_at() -> None:
+    load = torch.tensor([[100, 0, 0], [0, 0, 0]])  # before the start, and a layer without experts
+    balance = ExpertBalance(load, ranks=2)
+    assert balance.imbalance is None and balance.tokens == [0, 0]
+    for step in range(EVERY_STEPS + 1):
+        balance.begin_step()
+        load[0] += torch.tensor([3, 0, 3] if step < EVERY_STEPS else [2, 3, 3])
+        balance.end_step()
+    # The first rank has one expert, the second has two.
+    assert balance.imbalance == pytest.approx((1.0 + 1.5) / 2)
+    assert balance.tokens == [3 * EVERY_STEPS + 2, 3 * EVERY_STEPS + 6]
 
 
 @pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3"])
