@@ -155,9 +155,7 @@ class Shard:
         if self.expert_parallel:
             first, end = (experts.count * rank // self.size for rank in (self.rank, self.rank + 1))
             return replace(experts, shared_size=shared_size, held=range(first, end))
-        return replace(
-            experts, intermediate_size=_share(experts.intermediate_size, self.size), shared_size=shared_size
-        )
+        return replace(experts, intermediate_size=_share(experts.intermediate_size, self.size), shared_size=shared_size)
 
     @property
     def vocabulary(self) -> range:
