@@ -35,6 +35,8 @@ def described() -> Iterator[Described]:
         drafted=counts,
         accepted=counts,
         stage_seconds=[{"compute": 0.0}],
+        expert_tokens=[0],
+        expert_imbalance=1.0,
         length_tau=0.0,
         length_ratio=1.0,
     )

@@ -44,8 +44,8 @@ _GAUGES = {
     ),
     "expert_imbalance": (
         "shoal_expert_imbalance",
-        "With enable_expert_parallel: tokens that the rank with the most computes with its experts, divided by the mean "
-        "of the ranks, of the newest steps; all ranks wait for that one",
+        "With enable_expert_parallel: tokens that the rank with the most computes with its experts, divided by the "
+        "mean of the ranks, of the newest steps; all ranks wait for that one",
     ),
     "length_ratio": ("shoal_output_length_ratio", "Tokens of the newest outputs, divided by those predicted"),
 }
@@ -71,8 +71,8 @@ _STAGE_SECONDS = (
 )
 _EXPERT_TOKENS = (
     "shoal_expert_tokens",
-    "With enable_expert_parallel: tokens that each rank has computed with its experts, once for each expert of a token, "
-    "in the layers of the last stage",
+    "With enable_expert_parallel: tokens that each rank has computed with its experts, once for each expert of a "
+    "token, in the layers of the last stage",
 )
 _DRAFTS = {
     "proposals": ("shoal_proposals", "Times that a step verified drafts of one sequence, by drafter"),

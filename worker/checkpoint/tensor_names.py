@@ -46,8 +46,9 @@ def is_ignored(name: str, config: DecoderConfig) -> bool:
 def is_elsewhere(name: str, shard: Shard) -> bool:
     """Whether the tensor belongs to another stage, or is an expert that another rank has."""
     expert, experts = re.search(r"\.mlp\.experts\.(\d+)\.", name), shard.config.experts
-    if expert is not None and experts is not None and int(expert[1]) < experts.count:
-        if int(expert[1]) not in experts.own:
+    if expert is not None and experts is not None:
+        number = int(expert[1])
+        if number < experts.count and number not in experts.own:
             return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is not None:

@@ -1,6 +1,7 @@
-"""How evenly ranks compute that have experts of their own: in every layer, all wait for the one with the most tokens."""
+"""How evenly ranks compute that have whole experts: in every layer, all wait for the one with the most tokens."""
 
 from collections import deque
+from itertools import pairwise
 
 import torch
 
@@ -68,7 +69,7 @@ class ExpertBalance:
                 self._imbalances.append(float((own.amax(1) / own.mean(1)).mean()))
 
     def _by_rank(self, counts: torch.Tensor) -> torch.Tensor:
-        """Counts of each layer's experts `[layers, experts]` as those of the ranks that hold them, `[layers, ranks]`."""
+        """Counts of each layer's experts, `[layers, experts]`, as those of the ranks, `[layers, ranks]`."""
         experts = counts.shape[1]
         ends = [experts * rank // self._ranks for rank in range(self._ranks + 1)]
-        return torch.stack([counts[:, a:b].sum(1) for a, b in zip(ends, ends[1:], strict=False)], dim=1)
+        return torch.stack([counts[:, a:b].sum(1) for a, b in pairwise(ends)], dim=1)
