@@ -131,7 +131,7 @@ def missed(requests: list[FleetRequest], hardware: ReplicaHardware, replicas: in
 
 def least_slowdown(hardware: ReplicaHardware, replicas: int, hits: float = 0.0) -> float:
     """The least that the 99th percentile of the slowdown on load bursts can be with any placement, if hits of a burst
-    are at least `hits` of those of one cache. Each replica that serves it computes its prefix. Of so many, one serves
+    are at least `hits` of those of one cache. Each replica that serves it computes its prefix. One of them serves
     at least the mean of the requests that are not among the latest 1%, and computes them in one step at best."""
     size = BURST_SIZE * replicas
     in_time = size - 2 * size // 100  # as many requests come one by one, and may all be quicker
