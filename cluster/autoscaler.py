@@ -119,5 +119,7 @@ class Teller:
     async def _tell(self) -> None:
         demands = {name: demand() for name, demand in self._demands.items()}
         asked: Any = self._handle.tell.remote(self._router, demands)
-        for name, answer in (await asyncio.wait_for(asked, ANSWER_S)).items():
+        async with asyncio.timeout(ANSWER_S):
+            answers = await asked
+        for name, answer in answers.items():
             self._told(name, answer)

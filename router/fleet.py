@@ -251,8 +251,8 @@ class Fleet:
         return ShortestQueue(float(wait_s(candidates).min()), int(candidates["waiting_tokens"].min()))
 
     def demand(self, exclude: Collection[str], ready: int, waiting: int) -> Demand:
-        """The work that requests bring to all known replicas, without those of `exclude`. `ready`, `waiting`: as `Demand`
-        has them."""
+        """The work that requests bring to all known replicas, without those of `exclude`. `ready`, `waiting`: as
+        `Demand` has them."""
         with self._lock:
             rows = self._rows_of(self._rows.keys() - exclude)
             candidates = self._candidates()[rows]
