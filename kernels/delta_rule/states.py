@@ -69,7 +69,7 @@ class StateBatch:
 
 
 class TokenGates(NamedTuple):
-    """What the decays and strengths of all tokens come from.
+    """Sources of the decays and strengths of all tokens.
 
     `decay`, `strength`: outputs of the layer's input product, `[num_tokens, value_heads]`, tokens at any stride.
     `decay_log`, `decay_bias`: the layer's parameters, `[value_heads]`.

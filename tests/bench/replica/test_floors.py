@@ -3,14 +3,17 @@ and with few experts."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from bench.replica import dummy_models, floors
 from bench.replica.offline_workloads import JOBS, bs1, mini
 from bench.targets import TARGETS
 from pipeline.roofline import DEVICES
+from worker.executor import state_cache
 
-WITH_FLOORS = ("llama-8b", "gpt-oss-20b", "gemma3-12b")
+WITH_FLOORS = ("llama-8b", "gpt-oss-20b", "gemma3-12b", "qwen3-30b-a3b", "qwen3-next-cut")
 
 
 @pytest.mark.slow
@@ -30,6 +33,19 @@ def test_only_what_a_step_needs_is_read() -> None:
     assert with_windows.decode_tok_s(job) > tiny.decode_tok_s(job)
     sparse = floors.of_shape("gpt-oss-20b")
     assert sparse._experts_used(1) == 4 / 32 and 0.98 < sparse._experts_used(32) < 1
+
+
+def test_recurrent_states_are_read_and_written() -> None:
+    """By each of further sequences, when all experts are read anyway."""
+    floor = floors.of_shape("qwen3-next-cut")
+    row = state_cache.row_bytes(floor.config, torch.bfloat16)
+    more_s = floor._step_s(np.ones(1024)) - floor._step_s(np.ones(768))
+    assert more_s >= 256 * 2 * row / floor.device.bytes_per_s > 0.003
+
+
+def test_latents_count_once() -> None:
+    floor = floors.of_shape("deepseek-v2-lite")
+    assert floor._token_bytes() == 2 * 576 and floor.input_tok_s(JOBS["prefill"](0.02)) > 100_000
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
