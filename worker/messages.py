@@ -23,6 +23,7 @@ work together, so routers and replicas may be upgraded one after the other; othe
 | --- | --- |
 | 1 | peers that tell no number |
 | 2 | `Hello`, `Leaving`, and `Farewell` with reason "drained" |
+| 3 | `Generate.adapter` |
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,9 @@ from typing import Literal, Self
 import msgspec
 
 from radix.events import CheckpointEvent, Event, NodeEvent
+from radix.salt import adapter_salt
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 # ZeroMQ heartbeats: a ping every half second; a side that does not answer within 2 s counts as gone. So a vanished host
 # is noticed within 2.5 s, and its streams go on elsewhere within 3 s. ZeroMQ's I/O thread answers pings even while
@@ -122,6 +124,20 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter: its name in the API, the folder that replicas read it from, and which loading of that it is, empty
+    for those of the configuration. Adapters that differ in any of these have caches of their own."""
+
+    name: str
+    path: str
+    version: str = ""
+
+    @property
+    def key(self) -> str:
+        """All three, for `radix.salt.adapter_salt`."""
+        return "\0".join((self.name, self.path, self.version))
+
+
 class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Run one sequence.
 
@@ -137,6 +153,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | `weight` | the client's share of the service, relative to others |
     | `cache_salt` | its prefixes are shared with requests of the same salt only (`radix.salt`) |
     | `lease` | what becomes of the KV after the request; None: it is cached as any other |
+    | `adapter` | the adapter that it runs with; None: the base model. From protocol number 3 on |
 
     `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
 
@@ -158,6 +175,12 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     weight: float = 1.0
     cache_salt: str = ""
     lease: Lease | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt of its prefixes in trees: KV under an adapter is another's."""
+        return self.cache_salt if self.adapter is None else adapter_salt(self.cache_salt, self.adapter.key)
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -400,6 +423,9 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `stage_seconds` | for each pipeline stage, seconds by cause, with the names of `pipeline.meter` |
     | `checkpoints_total`, `checkpoints` | of recurrent states: how many there may be, and how many are cached |
     | `checkpoints_evicted` | those that gave their place to others |
+    | `max_loras` | adapters that may be on the device at once |
+    | `adapters_resident`, `adapters_running`, `adapters_waiting` | names of the adapters on the device, of running requests, and of requests that wait for theirs to be read or to get a place on the device |
+    | `adapter_loads` | adapters that were copied to the device |
     | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
     | `costs` | as the replica's fitted cost models predict them now |
     """
@@ -420,6 +446,11 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     checkpoints_total: int = 0
     checkpoints: int = 0
     checkpoints_evicted: int = 0
+    max_loras: int = 0
+    adapters_resident: list[str] = []
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
+    adapter_loads: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
