@@ -53,6 +53,7 @@ def open_service(
         output_format=tokenizer.output_format(config.tool_call_parser, config.reasoning_parser, model_config(folder)),
         config=config,
         pooling=Pooling.read(folder, config, config.name),
+        adapters=config.lora_modules,
     )
 
 

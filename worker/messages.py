@@ -8,7 +8,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 | --- | --- |
 | router to replica | `Generate`, `Abort`, `Release`, `Subscribe` |
 | replica to router | `Hello`, `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, `Leaving`, `Farewell` |
-| a router to the others, through a replica | `UsageReport` |
+| a router to the others, through a replica | `UsageReport`, `AdapterChange` |
 
 Both sides tell their `PROTOCOL` as they meet: the router in `Subscribe`, the replica in `Hello`. Neighbouring numbers
 work together, so routers and replicas may be upgraded one after the other; others refuse each other. `Subscribe` and
@@ -23,7 +23,7 @@ work together, so routers and replicas may be upgraded one after the other; othe
 | --- | --- |
 | 1 | peers that tell no number |
 | 2 | `Hello`, `Leaving`, and `Farewell` with reason "drained" |
-| 3 | `Generate.adapter` |
+| 3 | `Generate.adapter`, `AdapterChange` |
 """
 
 from collections.abc import Iterable, Iterator
@@ -238,7 +238,15 @@ class UsageReport(msgspec.Struct, tag=True):
     clients: dict[str, ClientUsage]
 
 
-FromRouter = Generate | Abort | Release | Subscribe | UsageReport
+class AdapterChange(msgspec.Struct, tag=True):
+    """Adapters that clients have loaded at a router, or unloaded, by name: the replica passes the message on to all
+    other routers, and tells those that come later what is loaded. From protocol number 3 on."""
+
+    loaded: list[Adapter]
+    unloaded: list[str] = []
+
+
+FromRouter = Generate | Abort | Release | Subscribe | UsageReport | AdapterChange
 
 # ---------------------------------------------------------------- replica to router
 
@@ -497,7 +505,7 @@ class Farewell(msgspec.Struct, tag=True):
     message: str
 
 
-FromReplica = Hello | Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers | Leaving | Farewell
+FromReplica = Hello | Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers | Leaving | Farewell | AdapterChange
 
 _encoder = msgspec.msgpack.Encoder()
 _from_router = msgspec.msgpack.Decoder(FromRouter)

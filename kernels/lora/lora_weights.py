@@ -6,9 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.lora.segments import Segments
-
-BLOCK_COLUMNS = 128  # outputs that one program of the expanding kernel computes
+from kernels.lora.segments import BLOCK_COLUMNS, Segments
 
 
 class ColumnPart(NamedTuple):

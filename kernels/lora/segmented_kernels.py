@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.lora.segments import TILE, Segments
+from kernels.lora.segments import BLOCK_COLUMNS, TILE, Segments
 
 if TYPE_CHECKING:
     from kernels.lora.lora_weights import LoraWeights
@@ -24,21 +24,24 @@ _SPLITS = 8
 
 def add_segmented(weights: "LoraWeights", x: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
     """`LoraWeights.add` on a GPU. x and y: rows with contiguous columns."""
-    from kernels.lora.lora_weights import BLOCK_COLUMNS
+    if (low := shrink(weights, x, segments)) is not None:
+        expand(weights, low, y, segments)
 
+
+def shrink(weights: "LoraWeights", x: torch.Tensor, segments: Segments) -> torch.Tensor | None:
+    """The products of x `[n, in]` with A: float32 `[splits, n, parts * rank]`, to be summed over the splits, in the
+    order of `Tiles.order`. None if there are no tiles."""
     num_tiles, n, in_size = segments.num_tiles, len(x), x.shape[1]
     if not num_tiles or not len(weights.blocks):
-        return
+        return None
     rows = weights.num_parts * weights.rank
     splits = _SPLITS if num_tiles <= _FEW_TILES else 1
     low = torch.empty(splits, n, rows, dtype=torch.float32, device=x.device)
-    tiles = segments["order"], segments["slots"], segments["firsts"], segments["counts"], weights.used
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
     _shrink[(num_tiles, splits)](
         x,
         weights.a,
         low,
-        *tiles,
+        *_tiles(weights, segments),
         n,
         in_size,
         x.stride(0),
@@ -47,14 +50,20 @@ def add_segmented(weights: "LoraWeights", x: torch.Tensor, y: torch.Tensor, segm
         TILE=TILE,
         BLOCK_IN=_BLOCK_IN,
         SPLITS=splits,
-        PRECISION=precision,
+        PRECISION=_precision(x),
         num_warps=4,
     )
-    _expand[(num_tiles, len(weights.blocks))](
+    return low
+
+
+def expand(weights: "LoraWeights", low: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
+    """Adds the products of `shrink` with B to y `[n, out]`."""
+    splits, n, rows = low.shape
+    _expand[(segments.num_tiles, len(weights.blocks))](
         low,
         weights.b,
         y,
-        *tiles,
+        *_tiles(weights, segments),
         weights.blocks,
         n,
         weights.b.shape[1],
@@ -65,9 +74,18 @@ def add_segmented(weights: "LoraWeights", x: torch.Tensor, y: torch.Tensor, segm
         TILE=TILE,
         BLOCK_COLUMNS=BLOCK_COLUMNS,
         SPLITS=splits,
-        PRECISION=precision,
+        PRECISION=_precision(weights.b),
         num_warps=4,
     )
+
+
+def _tiles(weights: "LoraWeights", segments: Segments) -> tuple[torch.Tensor, ...]:
+    return segments["order"], segments["slots"], segments["firsts"], segments["counts"], weights.used
+
+
+def _precision(matrix: torch.Tensor) -> str:
+    """How float32 is multiplied: not rounded to 10 bits."""
+    return "ieee" if matrix.dtype == torch.float32 else "tf32"
 
 
 @triton.jit

@@ -9,6 +9,8 @@ from kernels.host_device import GraphInputs
 
 TILE = 16  # tokens of one adapter that a program of the kernels takes: the least that tensor cores multiply
 
+BLOCK_COLUMNS = 256  # outputs that a program of the expanding kernel computes
+
 
 class Tiles(NamedTuple):
     """Tokens in the order of their adapters, cut into tiles of at most `TILE` tokens of one adapter. Tokens without an
