@@ -170,7 +170,10 @@ class Config(ReplicaConfig, RouterConfig):
         adapters = [name for deployment in self.deployments for name in deployment.lora_modules]
         names = Counter(adapters) + Counter(name for entry in self.entries for name in (entry.name, *entry.aliases))
         if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"models: {', '.join(map(repr, twice))}: names, aliases and names of adapters must differ from each other")
+            raise ValueError(
+                f"models: {', '.join(map(repr, twice))}: names and aliases must differ from each other, and from "
+                "adapters' names"
+            )
         deployments = Counter(self.deployment_name(entry) for entry in self.deployments)
         if alike := [name for name, count in deployments.items() if count > 1]:
             raise ValueError(f"models: several deployments are named {', '.join(alike)}: names must differ in letters")

@@ -25,8 +25,8 @@ def salted(token_ids: Sequence[int] | np.ndarray, salt: str) -> np.ndarray:
 
 
 def adapter_salt(salt: str, adapter: str) -> str:
-    """The salt of a prefix that was computed with an adapter, under a salt of its own. `adapter`: what tells it from all
-    others."""
+    """The salt of a prefix that was computed with an adapter, and has a salt of its own. `adapter`: what tells it from
+    all others."""
     return f"{salt}\0adapter\0{adapter}"
 
 

@@ -585,9 +585,9 @@ class LoadLoraRequest(Body, frozen=True, kw_only=True):
     load_inplace: Annotated[
         bool, Meta(description="whether an adapter of this name may be there, which this one replaces")
     ] = False
-    base_model: Annotated[
-        str | None, Meta(description="the model that it is for; needed where there are several")
-    ] = None
+    base_model: Annotated[str | None, Meta(description="the model that it is for; needed where there are several")] = (
+        None
+    )
 
 
 class UnloadLoraRequest(Body, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """The life of a sequence: placed, booked, sent, followed to its end, and resumed elsewhere if its replica dies."""
 
 import asyncio
-import copy
 import contextlib
+import copy
 import itertools
 import logging
 import os

@@ -4,7 +4,6 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-
 DEFAULT_LORAS = 8  # adapters on the device, if no number is set and there are more
 
 

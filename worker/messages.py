@@ -125,8 +125,8 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter: its name in the API, the folder that replicas read it from, and which loading of that it is, empty
-    for those of the configuration. Adapters that differ in any of these have caches of their own."""
+    """A LoRA adapter: its name in the API, the folder that replicas read it from, and which loading of that it is,
+    empty for those of the configuration. Adapters that differ in any of these have caches of their own."""
 
     name: str
     path: str
@@ -432,7 +432,8 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `checkpoints_total`, `checkpoints` | of recurrent states: how many there may be, and how many are cached |
     | `checkpoints_evicted` | those that gave their place to others |
     | `max_loras` | adapters that may be on the device at once |
-    | `adapters_resident`, `adapters_running`, `adapters_waiting` | names of the adapters on the device, of running requests, and of requests that wait for theirs to be read or to get a place on the device |
+    | `adapters_resident` | names of the adapters on the device |
+    | `adapters_running`, `adapters_waiting` | names of the adapters of running and of waiting requests |
     | `adapter_loads` | adapters that were copied to the device |
     | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
     | `costs` | as the replica's fitted cost models predict them now |

@@ -77,7 +77,7 @@ class Plan:
     | `token_ids`, `pages` | [sum of these] | tokens and new pages of all chunks, concatenated |
     | `hidden` | [pooled chunks, 2] | index and `num_hidden` of each chunk that has any |
     | `checkpoints` | [copies, 3] | index of a chunk, position, row of a checkpoint: with recurrent states, those after the tokens before the position are copied to the row. At the chunk's first position, the chunk begins with the states of the row instead |
-    | `adapters` | [chunks with an adapter, 3] | index of a chunk, device slot, number of the adapter that is there: a rank that has another one in the slot copies this one first |
+    | `adapters` | [chunks with an adapter, 3] | index of a chunk, device slot, number of the adapter: a rank that has another one there copies this one first |
     """  # noqa: E501
 
     step: int
@@ -163,7 +163,9 @@ class Plan:
         values = np.frombuffer(frame, dtype=np.int32, offset=48)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
         *lists, hidden, checkpoints, adapters = np.split(values[columns.size :], np.cumsum(sizes))
-        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), adapters.reshape(-1, 3)])
+        return cls(
+            step, *columns, *lists, *[hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), adapters.reshape(-1, 3)]
+        )
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:

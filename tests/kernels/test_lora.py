@@ -8,8 +8,8 @@ import torch
 from kernels.lora.lora_weights import ColumnPart, LoraWeights
 from kernels.lora.segments import TILE, Segments, Tiles, most_tiles
 
-PARTS = [ColumnPart(0, range(0, 24)), ColumnPart(1, range(24, 40)), ColumnPart(2, range(40, 56))]
-GATED = [ColumnPart(0, range(0, 16)), ColumnPart(0, range(40, 56)), ColumnPart(1, range(16, 40))]
+PARTS = [ColumnPart(0, range(24)), ColumnPart(1, range(24, 40)), ColumnPart(2, range(40, 56))]
+GATED = [ColumnPart(0, range(16)), ColumnPart(0, range(40, 56)), ColumnPart(1, range(16, 40))]
 SLOTS, RANK, IN, OUT = 3, 6, 200, 56
 
 

@@ -12,7 +12,7 @@ from worker.models.sharding import Shard
 
 
 class AdapterStore:
-    """Reads adapters in a thread of its own, so that steps go on meanwhile, and copies them to the slots that plans say.
+    """Reads adapters in a thread of its own, so that steps go on meanwhile, and copies them to the slots of plans.
 
     `adapted`: the layers that run with the adapters in the slots.
     """

@@ -81,9 +81,9 @@ class Executor(ABC):
         announced from now on may have these tokens as PENDING."""
 
     def prepare_adapter(self, number: int, folder: Path) -> "Future[None]":
-        """Begins to read the adapter of a folder into the host's memory, on all ranks. `number`: what plans call it, not
-        used before. Plans may have it when the result is there; a ValueError says what is wrong with the folder. Only
-        with `max_loras`."""
+        """Begins to read the adapter of a folder into the host's memory, on all ranks. `number`: what plans call it,
+        not used before. Plans may have it when the result is there; a ValueError says what is wrong with the folder.
+        Only with `max_loras`."""
         raise NotImplementedError
 
     def forget_adapter(self, number: int) -> None:

@@ -216,9 +216,7 @@ class ModelRunner(Executor):
             self._adapters.adapted.fill(np.repeat(adapters[order], batch.lengths))
             layers = self._adapters.adapted.layers
         token_ids, begin = token_ids.astype(np.int64), self._begin
-        return self._step(
-            batch, token_ids, logit_indices, self._attention, begin, hidden_indices, self._states, layers
-        )
+        return self._step(batch, token_ids, logit_indices, self._attention, begin, hidden_indices, self._states, layers)
 
     def _place_adapters(self, plan: Plan) -> np.ndarray | None:
         """Copies a plan's adapters to their slots. Returns the slot of each chunk, -1 for the base model; None if no

@@ -299,7 +299,9 @@ class Decoder:
         for stream in streams:
             stream.complete()
 
-    def _forward_adapted(self, layers: Sequence[DecoderLayer], x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _forward_adapted(
+        self, layers: Sequence[DecoderLayer], x: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
         """Runs layers with adapters for all tokens: which adapter is whose is said once, for the whole batch."""
         stream = self._stream(x)
         for layer in layers:

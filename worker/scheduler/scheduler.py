@@ -174,8 +174,8 @@ class Scheduler:
         return bool(self.running or self._outputs or len(self._waiting.queue))
 
     def add(self, request: Generate, ready: bool = True, adapter: int = 0) -> bool:
-        """Accepts a request. With `ready` False, the request waits for `release` before it may run. `adapter`: number of
-        its adapter, 0 for the base model.
+        """Accepts a request. With `ready` False, the request waits for `release` before it may run. `adapter`: number
+        of its adapter, 0 for the base model.
 
         Returns False if nothing remains to be done: the request was refused or is complete already, and `take_outputs`
         returns its only output. Raises ValueError if the id is in use.

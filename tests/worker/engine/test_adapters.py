@@ -24,7 +24,7 @@ ADAPTERS: dict[str, dict] = {
 
 
 class Case:
-    """A base model with `ADAPTERS`. `batch`: prompts, each with the adapter in `adapters` and the tokens in `wanted`."""
+    """A base model with `ADAPTERS`. `batch`: prompts, each with its adapter in `adapters` and its tokens in `wanted`."""
 
     def __init__(self, base: Path, folder: Path) -> None:
         self.base = base
@@ -122,9 +122,7 @@ def test_what_cannot_be_used_fails_its_own_request(case: Case, tmp_path: Path) -
         assert "max_loras is 0" in refused.failure.message
 
 
-def test_an_adapter_of_another_model_is_refused(
-    case: Case, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_adapter_of_another_model_is_refused(case: Case, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other", tiny_model("llama_one_kv_head"), 0)
     with checked_engines(case.base, kv_tokens=512, max_loras=1) as make:
         engine = make(load)
