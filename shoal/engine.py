@@ -93,8 +93,8 @@ class Engine:
     Methods may be called from any thread, and the `async` ones from any event loop. The keyword arguments of all
     methods are the fields of OpenAI's endpoints and those that Shoal adds (`temperature`, `max_tokens`, `stop`,
     `seed`, `top_k`, `regex`, `response_format`, ...); `generate` takes those of `/v1/completions`, `chat` those of
-    `/v1/chat/completions`. `model` may be the name of an adapter (`lora_modules`). With `n` above 1 there is a list of n answers in the place of each answer. All methods raise
-    RequestError and EngineError.
+    `/v1/chat/completions`. `model` may be the name of an adapter of `lora_modules`. With `n` above 1 there is a list of
+    n answers in the place of each answer. All methods raise RequestError and EngineError.
 
     | attribute | meaning |
     | --- | --- |

@@ -6,7 +6,7 @@ product is cut into parts, because a step of few tokens has few tiles; the secon
 order, so results do not differ from run to run.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import triton
@@ -14,21 +14,30 @@ import triton.language as tl
 
 from kernels.lora.segments import BLOCK_COLUMNS, TILE, Segments
 
-if TYPE_CHECKING:
-    from kernels.lora.lora_weights import LoraWeights
-
 _BLOCK_IN = 128  # inputs that a turn of the first product's loop takes
 _FEW_TILES = 64  # up to so many tiles, the inner dimension is cut into `_SPLITS` parts
 _SPLITS = 8
 
 
-def add_segmented(weights: "LoraWeights", x: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
+class SlotMatrices(Protocol):
+    """What the kernels read of `kernels.lora.lora_weights.LoraWeights`. `blocks`: int32 [blocks, 3], the part of each
+    block of columns, its first column and its end."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    used: torch.Tensor
+    blocks: torch.Tensor
+    rank: int
+    num_parts: int
+
+
+def add_segmented(weights: SlotMatrices, x: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
     """`LoraWeights.add` on a GPU. x and y: rows with contiguous columns."""
     if (low := shrink(weights, x, segments)) is not None:
         expand(weights, low, y, segments)
 
 
-def shrink(weights: "LoraWeights", x: torch.Tensor, segments: Segments) -> torch.Tensor | None:
+def shrink(weights: SlotMatrices, x: torch.Tensor, segments: Segments) -> torch.Tensor | None:
     """The products of x `[n, in]` with A: float32 `[splits, n, parts * rank]`, to be summed over the splits, in the
     order of `Tiles.order`. None if there are no tiles."""
     num_tiles, n, in_size = segments.num_tiles, len(x), x.shape[1]
@@ -56,7 +65,7 @@ def shrink(weights: "LoraWeights", x: torch.Tensor, segments: Segments) -> torch
     return low
 
 
-def expand(weights: "LoraWeights", low: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
+def expand(weights: SlotMatrices, low: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
     """Adds the products of `shrink` with B to y `[n, out]`."""
     splits, n, rows = low.shape
     _expand[(segments.num_tiles, len(weights.blocks))](
@@ -79,7 +88,7 @@ def expand(weights: "LoraWeights", low: torch.Tensor, y: torch.Tensor, segments:
     )
 
 
-def _tiles(weights: "LoraWeights", segments: Segments) -> tuple[torch.Tensor, ...]:
+def _tiles(weights: SlotMatrices, segments: Segments) -> tuple[torch.Tensor, ...]:
     return segments["order"], segments["slots"], segments["firsts"], segments["counts"], weights.used
 
 

@@ -24,7 +24,7 @@ ADAPTERS: dict[str, dict] = {
 
 
 class Case:
-    """A base model with `ADAPTERS`. `batch`: prompts, each with its adapter in `adapters` and its tokens in `wanted`."""
+    """A base model and `ADAPTERS`. `batch`: prompts, each with its adapter in `adapters`, its tokens in `wanted`."""
 
     def __init__(self, base: Path, folder: Path) -> None:
         self.base = base
