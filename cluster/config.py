@@ -218,9 +218,13 @@ class Config(ReplicaConfig, RouterConfig):
             raise ValueError(f"{', '.join(given)}: for one model; with models, each entry has its own")
         if "models" in self.model_fields_set and not self.models:
             raise ValueError("models: there is no entry; leave models out to serve one model")
-        names = Counter(name for entry in self.entries for name in (entry.name, *entry.aliases))
+        adapters = [name for deployment in self.deployments for name in deployment.lora_modules]
+        names = Counter(adapters) + Counter(name for entry in self.entries for name in (entry.name, *entry.aliases))
         if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"models: {', '.join(map(repr, twice))}: names and aliases must differ from each other")
+            raise ValueError(
+                f"models: {', '.join(map(repr, twice))}: names and aliases must differ from each other, and from "
+                "adapters' names"
+            )
         deployments = Counter(self.deployment_name(entry) for entry in self.deployments)
         if alike := [name for name, count in deployments.items() if count > 1]:
             raise ValueError(f"models: several deployments are named {', '.join(alike)}: names must differ in letters")

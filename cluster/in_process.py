@@ -41,6 +41,7 @@ OTHER_SETTINGS = (
     "scoring",
     "replica_wait_s",
     "start_timeout_s",
+    "allow_runtime_lora_updating",
 )
 SETTINGS = (*WorkerConfig.model_fields, *OTHER_SETTINGS)
 # There is one client, and the queue is its own: unlike a server, it need not be protected from the requests of others.

@@ -46,6 +46,7 @@ def fit(config: Config) -> Config:
                 "cpus_per_rank": deployment.cpus_per_rank or share,
                 "replica_host": deployment.replica_host or "127.0.0.1",
                 "model": _whole_path(deployment.model),
+                "lora_modules": {name: _whole_path(path) for name, path in deployment.lora_modules.items()},
                 "draft_model": deployment.draft_model and _whole_path(deployment.draft_model),
             }
         )

@@ -34,6 +34,7 @@ def described() -> Iterator[Described]:
         proposals=counts,
         drafted=counts,
         accepted=counts,
+        adapters_resident=[""],
         stage_seconds=[{"compute": 0.0}],
         expert_tokens=[0],
         expert_imbalance=1.0,

@@ -55,6 +55,7 @@ def open_service(
         config=config,
         pooling=Pooling.read(folder, config, config.name),
         sleep=Sleep(config.start_timeout_s) if config.may_sleep else None,
+        adapters=config.lora_modules,
     )
 
 

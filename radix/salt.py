@@ -24,6 +24,12 @@ def salted(token_ids: Sequence[int] | np.ndarray, salt: str) -> np.ndarray:
     return keys
 
 
+def adapter_salt(salt: str, adapter: str) -> str:
+    """The salt of a prefix that was computed with an adapter, and has a salt of its own. `adapter`: what tells it from
+    all others."""
+    return f"{salt}\0adapter\0{adapter}"
+
+
 @lru_cache(maxsize=4096)
 def _mask(salt: str) -> np.ndarray:
     digest = hashlib.shake_256(salt.encode("utf-8", "surrogatepass")).digest(4 * CHANGED)

@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from router import openapi, request_id
+from router.adapter_routes import adapter_routes
 from router.auth import Keys, client_of
 from router.chat_prompt import chat_prompt
 from router.chat_template import TemplateError
@@ -108,6 +109,7 @@ def create_app(models: Models, answers_id: bool = True) -> FastAPI:
     app.include_router(embedding_routes(models, limits), dependencies=dependencies)
     app.include_router(responses_routes(models, keys, limits), dependencies=dependencies)
     app.include_router(_model_routes(models), dependencies=dependencies)
+    app.include_router(adapter_routes(models), dependencies=dependencies)
     app.include_router(_operator_routes(models, app.version))
     app.include_router(page_routes(models, app.version, bool(keys)))
     app.add_exception_handler(ApiError, _api_error)
@@ -353,6 +355,8 @@ def _card(listed: ListedModel, created: int) -> ModelCard:
         parent=listed.model if listed.name != listed.model else None,
     )
     if isinstance(listed.answers, Service):
+        if listed.answers.adapter is not None:
+            card.root = listed.answers.adapter.path
         card.max_model_len = listed.answers.context_length
         card.default_sampling = dict(listed.answers.defaults.values)
     else:

@@ -122,6 +122,11 @@ class RouterConfig(ModelConfig):
         description="file with accepted keys: one per line, or a table that gives each a name and limits; read again "
         "when it changes",
     )
+    allow_runtime_lora_updating: bool = Field(
+        False,
+        description="whether clients may load and unload LoRA adapters (/v1/load_lora_adapter, "
+        "/v1/unload_lora_adapter), from any folder that replicas can read; also needs max_loras",
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body, in bytes; larger ones get 413")
     max_held_bytes: int = Field(
         256 << 20,

@@ -37,6 +37,7 @@ _GAUGES = {
         "Tokens that the layers with a window can hold in pages of their own; 0 if they have none",
     ),
     "window_tokens_used": ("shoal_window_tokens_used", "Tokens of these layers held by running requests"),
+    "max_loras": ("shoal_max_loras", "LoRA adapters that the device holds at once"),
     "length_tau": (
         "shoal_output_length_tau",
         "Kendall's tau between the predicted and the real lengths of the newest outputs: 1 if the order is right, 0 if "
@@ -55,6 +56,7 @@ _COUNTERS = {
     "cached_tokens": ("shoal_cached_tokens", "Prompt tokens that were in the cache"),
     "checkpoints_evicted": ("shoal_checkpoints_evicted", "Checkpoints of recurrent states that were evicted"),
     "output_tokens": ("shoal_output_tokens", "Tokens sampled"),
+    "adapter_loads": ("shoal_lora_loads", "LoRA adapters that were copied to the device"),
     "preemptions": ("shoal_preemptions", "Times that a running request gave up its KV pages for another"),
     "aborts": ("shoal_aborts", "Requests that the router stopped"),
     "finished": ("shoal_finished_requests", "Requests that finished"),
@@ -73,6 +75,10 @@ _EXPERT_TOKENS = (
     "shoal_expert_tokens",
     "With enable_expert_parallel: tokens that each rank has computed with its experts, once for each expert of a "
     "token, in the layers of the last stage",
+)
+_ADAPTERS = (
+    "shoal_lora_adapters",
+    "LoRA adapters of a replica: on the device (resident), of running and of waiting requests",
 )
 _DRAFTS = {
     "proposals": ("shoal_proposals", "Times that a step verified drafts of one sequence, by drafter"),
@@ -390,6 +396,12 @@ class _Loads(Collector):
         for model, metrics in dict(self._models).items():
             for replica_id, age_s in metrics.load_ages().items():
                 gauge.add_metric([model, replica_id], age_s)
+        yield gauge
+        gauge = GaugeMetricFamily(*_ADAPTERS, labels=[*labels, "adapter", "state"])
+        for which, load in loads:
+            for state in ("resident", "running", "waiting"):
+                for adapter in getattr(load, f"adapters_{state}"):
+                    gauge.add_metric([*which, adapter, state], 1)
         yield gauge
         for field, (name, text) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=labels)

@@ -26,7 +26,7 @@ MOST_NAME = 200  # characters
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A name in the list of models. `name` may be an alias, `model` is the model's own name."""
+    """A name in the list of models. `name` may be an alias or an adapter's, `model` is the model's own name."""
 
     name: str
     model: str
@@ -62,21 +62,38 @@ class Models:
                 if name in self._named:
                     raise ValueError(f"two models are named {name!r}")
                 self._named[name] = ListedModel(name, model.model, model)
+        for service in self.services:
+            if taken := service.adapters.keys() & self._named.keys():
+                raise ValueError(f"an adapter is named as a model is: {min(taken)!r}")
         if not self._named:
             raise ValueError("there is no model")
 
     # ------------------------------------------------ by name
 
     def __iter__(self) -> Iterator[ListedModel]:
-        """All names, each model's own before its aliases."""
-        return iter(self._named.values())
+        """All names, each model's own before its aliases, then the adapters."""
+        yield from list(self._named.values())
+        for service in self.services:
+            for name, adapted in list(service.adapters.items()):
+                yield ListedModel(name, service.model, adapted)
 
     def find(self, name: str) -> ListedModel:
         """The model of this name or alias. Raises ApiError (404) that lists the names that there are."""
-        listed = self._named.get(name)
+        listed = self._named.get(name) or self._adapter(name)
         if listed is None:
             raise self._unknown(name)
         return listed
+
+    def check_free(self, name: str) -> None:
+        """Raises ApiError (400) if there is a model or an adapter of this name."""
+        if not name or name in self._named or self._adapter(name) is not None:
+            raise invalid(f"The name {name[:MOST_NAME]!r} is taken, or empty.", "lora_name", "invalid_value")
+
+    def _adapter(self, name: str) -> ListedModel | None:
+        for service in self.services:
+            if (adapted := service.adapters.get(name)) is not None:
+                return ListedModel(name, service.model, adapted)
+        return None
 
     def service(self, name: str | None) -> Service:
         """The model of this name that replicas serve; without a name the only one. Raises ApiError."""
@@ -99,7 +116,7 @@ class Models:
         return ApiError(404, message, param="model", code="model_not_found")
 
     def _names(self) -> str:
-        names = [repr(name) for name in self._named]
+        names = [repr(listed.name) for listed in self]
         rest = len(names) - MOST_NAMED
         return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more: see /v1/models" if rest > 0 else "")
 
@@ -122,6 +139,10 @@ class Models:
 
         return passing
 
+    async def body(self, request: Request, kind: type[Known]) -> Known:
+        """A request's body as `kind`. Raises what `read_sent` and `parse` do."""
+        return parse(kind, await self._sent(request))
+
     async def read(self, request: Request, kind: type[Known]) -> tuple[Service, Known, int]:
         """The service of the model that a request's body names, the body as `kind`, and its size in bytes. Raises what
         `read_sent`, `parse` and, for a request with a ticket, `Service.check_queue` do, and ApiError (404) for an
@@ -129,7 +150,7 @@ class Models:
         sent = await self._sent(request)
         body = parse(kind, sent)
         service = self.service(body.model)  # type: ignore[attr-defined]  # every kind has it
-        request.state.model = service.model
+        request.state.model = service.base_model
         if hasattr(request.state, "ticket"):  # it is about to wait for a replica
             request.state.timeout_s = timeout_of(request, body)
             service.check_queue(request.state.timeout_s)

@@ -27,6 +27,8 @@ _TYPES = (
     requests.ProgramCall,
     requests.ProgramFork,
     requests.DetokenizeRequest,
+    requests.LoadLoraRequest,
+    requests.UnloadLoraRequest,
     messages_types.MessagesRequest,
     messages_types.CountTokensRequest,
     responses.ChatCompletion,
@@ -57,6 +59,7 @@ _TYPES = (
 _ERRORS = {
     400: "a parameter is wrong or not supported; `param` names it",
     401: "no API key, or a wrong one",
+    403: "the server does not allow this",
     404: "no such model",
     408: "the body took too long",
     409: "the program or branch to continue is not known here: send the whole text",

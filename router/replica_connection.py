@@ -27,6 +27,7 @@ from worker.messages import (
     HEARTBEAT_TIMEOUT_MS,
     PROTOCOL,
     Abort,
+    AdapterChange,
     CacheEvents,
     Farewell,
     FromReplica,
@@ -92,6 +93,7 @@ class ReplicaConnection:
         peers: Peers | None,
         large: asyncio.Lock,
         on_usage: Callable[[UsageReport], None],
+        on_adapters: Callable[[AdapterChange], None],
     ) -> None:
         """`large`: held while a large frame is handled, by one of all connections at a time."""
         self.replica_id = replica_id
@@ -109,6 +111,7 @@ class ReplicaConnection:
         self._fleet = fleet
         self._metrics = metrics
         self._on_usage = on_usage
+        self._on_adapters = on_adapters
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -164,6 +167,11 @@ class ReplicaConnection:
     async def unused(self) -> None:
         """Returns once there are no streams."""
         await self._unused.wait()
+
+    @property
+    def knows_adapters(self) -> bool:
+        """Whether the replica understands requests with adapters."""
+        return self._protocol is not None and self._protocol >= 3
 
     def generate(self, request: Generate) -> ReplicaStream:
         """Sends the request at once."""
@@ -265,6 +273,8 @@ class ReplicaConnection:
                     changed()
             case UsageReport():
                 self._on_usage(message)
+            case AdapterChange():
+                self._on_adapters(message)
             case Leaving():
                 self._log.info("replica %s at %s leaves within %g s", self.replica_id, self._address, message.within_s)
                 self.leave(changed)

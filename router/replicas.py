@@ -19,7 +19,7 @@ from router.metrics import ModelMetrics
 from router.peers import Peers
 from router.replica_connection import LOOK_EVERY_S, ReplicaConnection
 from router.replica_stream import ReplicaLost, ReplicaStream
-from worker.messages import FromRouter, Generate, UsageReport
+from worker.messages import AdapterChange, FromRouter, Generate, UsageReport
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Replicas:
         self._changed = asyncio.Event()
         self._large = asyncio.Lock()
         self.on_usage: Callable[[UsageReport], None] = lambda report: None
+        self.on_adapters: Callable[[AdapterChange], None] = lambda change: None
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
         """Sets the replicas: id to ZeroMQ address. Connects new ones. Takes away those that are missing now, and drops
@@ -115,6 +116,8 @@ class Replicas:
         connection = self._connections.get(replica_id)
         if connection is None or not connection.connected:
             raise ReplicaLost(replica_id)
+        if request.adapter is not None and not connection.knows_adapters:
+            raise ReplicaLost(replica_id)  # it would answer with the base model
         return connection.generate(request)
 
     def tell_all(self, message: FromRouter) -> None:
@@ -122,6 +125,12 @@ class Replicas:
         for connection in self._connections.values():
             if connection.connected:
                 connection.send(message)
+
+    def tell_adapters(self, change: AdapterChange) -> None:
+        """Tells all other routers of adapters that were loaded or unloaded here."""
+        for connection in self._connections.values():
+            if connection.connected and connection.knows_adapters:
+                connection.send(change)
 
     def tell_one(self, message: FromRouter, turn: int) -> None:
         """Sends a message to one of the ready replicas, of which there must be one, by `turn`."""
@@ -198,6 +207,7 @@ class Replicas:
                 self._peers,
                 self._large,
                 lambda report: self.on_usage(report),
+                lambda change: self.on_adapters(change),
             )
             self._connections[replica_id] = connection
             try:

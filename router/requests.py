@@ -575,3 +575,22 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     model: str | None = None
     tokens: list[TokenId]
     skip_special_tokens: Annotated[Flag, Meta(description="leave special tokens out of the text; false")] = None
+
+
+class LoadLoraRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, description="the adapter's name in the API")]
+    lora_path: Annotated[str, Meta(min_length=1, description="folder of the adapter, in PEFT's format, on replicas")]
+    load_inplace: Annotated[
+        bool, Meta(description="whether an adapter of this name may be there, which this one replaces")
+    ] = False
+    base_model: Annotated[str | None, Meta(description="the model that it is for; needed where there are several")] = (
+        None
+    )
+
+
+class UnloadLoraRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, description="the adapter's name in the API")]

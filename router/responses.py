@@ -307,8 +307,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     | field | meaning |
     | --- | --- |
     | `owned_by` | shoal; upstream if requests for the model are passed on to another endpoint |
-    | `root` | the model's own name; `id` may be an alias |
-    | `parent` | of an alias: the model's own name |
+    | `root` | the model's own name, of which `id` may be an alias; of an adapter: its folder |
+    | `parent` | of an alias or an adapter: the model's own name |
     | `max_model_len` | most tokens of prompt and output together |
     | `default_sampling` | the model's own sampling parameters, for requests that leave them out |
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
@@ -31,7 +32,7 @@ from router.replica_times import ReplicaTimes
 from router.replicas import Replicas
 from router.resume_pace import ResumePace
 from router.tokenizer import Tokenizer
-from worker.messages import Failure, Generate, Output, Release, SamplingParams
+from worker.messages import Adapter, AdapterChange, Failure, Generate, Output, Release, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ MAX_REFUSALS = 3
 PLACE_TRIES = 200
 PLACE_RETRY_S = 0.05
 # The text after an answer is computed with one token of output, the least there is, when nothing else waits.
-PREFETCH = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
+GREEDY_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 # A shorter text is computed with the next request. A request of its own costs up to a page and one token more, and the
 # time between two requests does not make up for that.
 LEAST_PREFETCHED = 256  # characters
@@ -97,6 +98,9 @@ class Service:
     the sampling parameters of requests that leave them out. `output_format` is how the model writes thinking and calls.
     `pooling`: how the model's embeddings are made. `config`: its further names, and limits of its requests. `sleep`:
     for a model of which autoscaling may take the last replica away.
+    `pooling`: how the model's embeddings are made. `config`: its further names, and limits of its requests. `adapters`
+    are services too, by name: each is this one with an `adapter`, the base model's being None. `base_model` is the name
+    of the model without an adapter.
     """
 
     def __init__(
@@ -114,11 +118,14 @@ class Service:
         config: ModelConfig,
         pooling: Pooling | None = None,
         sleep: Sleep | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.replicas = replicas
         self.metrics = metrics
-        self.model = model
+        self.model = self.base_model = model
+        self.adapter: Adapter | None = None
+        self.adapters: dict[str, Service] = {}
         self.config = config
         self.aliases = config.aliases
         self.context_length = context_length
@@ -133,8 +140,11 @@ class Service:
         self._prefetches: set[asyncio.Task[None]] = set()
         self._fleet = fleet
         self._resume_pace = ResumePace(self._resume_rate)
+        self.replicas.on_adapters = self._hear
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
         self._long_texts = ThreadPoolExecutor(1, "long-text")
+        for name, path in (adapters or {}).items():
+            self._take(Adapter(name, path))
 
     async def start(self) -> None:
         """Starts the connections. Call it in the event loop that will serve."""
@@ -148,6 +158,41 @@ class Service:
         await asyncio.gather(*self._prefetches, return_exceptions=True)
         for threads in (self._threads, self._long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------ adapters
+
+    async def try_adapter(self, adapter: Adapter) -> None:
+        """Computes a token with an adapter, so that a replica reads it. Raises ApiError if no replica can use it."""
+        one = GREEDY_TOKEN, LOWEST_PRIORITY, perf_counter()
+        async with contextlib.aclosing(self._with(adapter).generate(f"lora-{adapter.version}", [0], *one)) as outputs:
+            async for _ in outputs:
+                pass
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Serves an adapter under its name, and tells other routers."""
+        self._take(adapter)
+        self.replicas.tell_adapters(AdapterChange([adapter]))
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes the name of an adapter away, here and at other routers."""
+        del self.adapters[name]
+        self.replicas.tell_adapters(AdapterChange([], [name]))
+
+    def _hear(self, change: AdapterChange) -> None:
+        for adapter in change.loaded:
+            self._take(adapter)
+        for name in change.unloaded:
+            self.adapters.pop(name, None)
+
+    def _take(self, adapter: Adapter) -> None:
+        self.adapters[adapter.name] = self._with(adapter)
+
+    def _with(self, adapter: Adapter) -> "Service":
+        service = copy.copy(self)  # the same replicas, programs and metrics
+        service.adapter, service.model, service.aliases = adapter, adapter.name, ()
+        return service
+
+    # ------------------------------------------------ requests
 
     def highest_priority(self, client: ApiClient) -> int:
         """The highest priority that requests of this client may have: as its key says, else as the model does."""
@@ -255,6 +300,7 @@ class Service:
                 user=user,
                 weight=client.weight,
                 cache_salt=cache_salt,
+                adapter=self.adapter,
                 lease=None if call is None else call.lease,
             )
             try:
@@ -284,7 +330,7 @@ class Service:
                 if deaths == MAX_DEATHS:
                     raise internal() from error
                 self.metrics.resumed("replica_left" if error.taken_away else "replica_lost")
-                token_ids = _cached_as(prompt_ids + produced, cache_salt)
+                token_ids = _cached_as(prompt_ids + produced, request.prefix_salt)
                 await self._resume_pace.turn(self._fleet.prompt_s(token_ids, self.replicas.closed))
             resumed = True
             if told is not None:
@@ -321,9 +367,10 @@ class Service:
         request = Generate(
             request_id=request_id,
             prompt_ids=prompt_ids,
-            sampling=PREFETCH,
+            sampling=GREEDY_TOKEN,
             priority=LOWEST_PRIORITY,
             cache_salt=cache_salt,
+            adapter=self.adapter,
         )
         with contextlib.suppress(ReplicaLost, ReaderTooSlow):
             stream = self.replicas.generate(replica_id, request)
@@ -360,7 +407,7 @@ class Service:
                         told.queued(output.queue_s)
                     if output.cached_tokens is not None:
                         known_ids = request.prompt_ids + request.output_ids
-                        self.metrics.reuse.add(known_ids, output.cached_tokens, request.cache_salt)
+                        self.metrics.reuse.add(known_ids, output.cached_tokens, request.prefix_salt)
                     if clock.first_token(output):
                         self._fleet.first_token(request.request_id)
                         if told is not None:
@@ -383,7 +430,7 @@ class Service:
         shared: SharedReplica | None,
     ) -> tuple[str, ReplicaStream]:
         """Places, books and sends. Tries again if the placer names a replica whose loss it has not heard of yet."""
-        token_ids = _cached_as(request.prompt_ids + request.output_ids, request.cache_salt)
+        token_ids = _cached_as(request.prompt_ids + request.output_ids, request.prefix_salt)
         limit = max(1, request.sampling.max_tokens - len(request.output_ids))
         unreachable = set(lost)
         for _ in range(PLACE_TRIES):

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
-OWN = ("model", "prompt", "messages", "stream", "stream_options", "return_token_ids")  # fields that the methods set
+OWN = ("prompt", "messages", "stream", "stream_options", "return_token_ids")  # fields that the methods set
 # Sequences of one batch that are in flight at once. Each takes some 40 kB of this process's memory.
 MAX_IN_FLIGHT = 4096
 
@@ -93,8 +93,8 @@ class Engine:
     Methods may be called from any thread, and the `async` ones from any event loop. The keyword arguments of all
     methods are the fields of OpenAI's endpoints and those that Shoal adds (`temperature`, `max_tokens`, `stop`,
     `seed`, `top_k`, `regex`, `response_format`, ...); `generate` takes those of `/v1/completions`, `chat` those of
-    `/v1/chat/completions`. With `n` above 1 there is a list of n answers in the place of each answer. All methods raise
-    RequestError and EngineError.
+    `/v1/chat/completions`. `model` may be the name of an adapter of `lora_modules`. With `n` above 1 there is a list of
+    n answers in the place of each answer. All methods raise RequestError and EngineError.
 
     | attribute | meaning |
     | --- | --- |
@@ -233,7 +233,8 @@ class Engine:
             if name in parameters:
                 raise RequestError(f"{name!r} is set by the Engine: leave it out.", name)
         is_chat = _is_list_of(Mapping, prompt)
-        own = {"model": self.model, "return_token_ids": True, "messages" if is_chat else "prompt": prompt}
+        own = {"return_token_ids": True, "messages" if is_chat else "prompt": prompt}
+        own["model"] = parameters.get("model", self.model)
         return "/chat/completions" if is_chat else "/completions", {**parameters, **own}
 
     async def _answer(self, prompt: Any, parameters: Mapping[str, Any]) -> GeneratedText | list[GeneratedText]:

@@ -15,6 +15,7 @@ TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
     str: (str, "TEXT"),
     Path: (Path, "FILE"),
     SecretStr: (str, "SECRET"),
+    dict[str, str]: (lambda text: dict(pair.split("=", 1) for pair in text.split(",")), "NAME=TEXT,..."),
     tuple[str, ...]: (lambda text: tuple(text.split(",")), "TEXT,..."),
 }
 
@@ -49,7 +50,7 @@ def _flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     text = (field.description or "").replace("%", "%%")
     kind = _bare(field.annotation)
     default = field.get_default(call_default_factory=True)
-    if default not in (None, ()):
+    if default not in (None, (), {}):
         # Without quotes, as a user types it. `str` keeps a secret hidden.
         text += f" (default: {str(default).lower() if kind is bool else default})".replace("%", "%%")
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}

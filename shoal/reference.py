@@ -244,6 +244,7 @@ def kind(field: FieldInfo) -> str:
         Path: "file",
         SecretStr: "text, never printed",
         tuple[str, ...]: "list of texts",
+        dict[str, str]: "table of texts",
         tuple[Entry, ...]: "list of tables",
         datetime: "date and time",
         KEY_FIELDS["key"].annotation: "text, or list of texts, never printed",
@@ -290,7 +291,7 @@ def _metadata(annotation: Any) -> Sequence[object]:
 def default(field: FieldInfo) -> str:
     """The default as written in YAML; empty if there is none."""
     value = field.get_default(call_default_factory=True)
-    if value in (None, (), PydanticUndefined):
+    if value in (None, (), {}, PydanticUndefined):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

@@ -46,6 +46,7 @@ ALLOWED = {
     "kernels.attention": {"kernels:"},
     "kernels.attention.cpu": {"kernels:", "kernels.attention"},
     "kernels.linear": {"kernels:", "kernels.ops"},
+    "kernels.lora": {"kernels:"},
     "kernels.experts": {"kernels:", "kernels.linear", "kernels.ops"},
     "kernels.delta_rule": {"kernels:"},
     "kernels.ops": {"kernels:"},

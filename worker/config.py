@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+DEFAULT_LORAS = 8  # adapters on the device, if no number is set and there are more
+
 
 class WorkerConfig(BaseModel):
     """Settings of one replica's scheduler and workers."""
@@ -138,6 +140,27 @@ class WorkerConfig(BaseModel):
         "its own time counted; no output changes by it. Needs speculation auto, and pp 1; with tp it runs on the first "
         "rank alone. Its KV cache has the same pages, so fewer fit into the memory",
     )
+    lora_modules: dict[str, str] = Field(
+        {},
+        description="LoRA adapters, by the names that requests give as model: each the folder of an adapter in PEFT's "
+        "format. More can be loaded while the server runs (/v1/load_lora_adapter)",
+    )
+    max_loras: int | None = Field(
+        None,
+        ge=0,
+        description="LoRA adapters that are in the device's memory at once, and so most different ones in a step; a "
+        "request for another one waits until one of these is not used. By default as many as lora_modules has, at most "
+        "8; with 0 there are none, and none can be loaded",
+    )
+    max_lora_rank: int = Field(
+        16, ge=1, le=512, description="largest rank of a LoRA adapter; memory is set aside for max_loras of it"
+    )
+    max_cpu_loras: int = Field(
+        64,
+        ge=1,
+        description="LoRA adapters that each rank keeps in the host's memory, besides those in use; those used least "
+        "recently are read again from their folders",
+    )
     max_waiting: int = Field(
         4096,
         ge=1,
@@ -205,6 +228,12 @@ class WorkerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        if self.lora_modules and self.max_loras == 0:
+            raise ValueError("lora_modules need room: max_loras is 0")
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit(self) -> Self:
         if self.stage_layers is None:
             return self
@@ -226,6 +255,11 @@ class WorkerConfig(BaseModel):
         if self.schedule is not None:
             return self.schedule
         return "uniform" if self.pp > 1 or self.tbt_slo else "fixed_chunk"
+
+    @property
+    def lora_slots(self) -> int:
+        """`max_loras`, or its default."""
+        return min(len(self.lora_modules), DEFAULT_LORAS) if self.max_loras is None else self.max_loras
 
     @property
     def speculates(self) -> bool:

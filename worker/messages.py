@@ -8,7 +8,7 @@ When the connection breaks, the replica aborts the requests of that router, and 
 | --- | --- |
 | router to replica | `Generate`, `Abort`, `Release`, `Subscribe` |
 | replica to router | `Hello`, `Outputs`, `CacheEvents`, `ReplicaLoad`, `Routers`, `Leaving`, `Farewell` |
-| a router to the others, through a replica | `UsageReport` |
+| a router to the others, through a replica | `UsageReport`, `AdapterChange` |
 
 Both sides tell their `PROTOCOL` as they meet: the router in `Subscribe`, the replica in `Hello`. Neighbouring numbers
 work together, so routers and replicas may be upgraded one after the other; others refuse each other. `Subscribe` and
@@ -23,6 +23,7 @@ work together, so routers and replicas may be upgraded one after the other; othe
 | --- | --- |
 | 1 | peers that tell no number |
 | 2 | `Hello`, `Leaving`, and `Farewell` with reason "drained" |
+| 3 | `Generate.adapter`, `AdapterChange` |
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,9 @@ from typing import Literal, Self
 import msgspec
 
 from radix.events import CheckpointEvent, Event, NodeEvent
+from radix.salt import adapter_salt
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 # ZeroMQ heartbeats: a ping every half second; a side that does not answer within 2 s counts as gone. So a vanished host
 # is noticed within 2.5 s, and its streams go on elsewhere within 3 s. ZeroMQ's I/O thread answers pings even while
@@ -122,6 +124,20 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter: its name in the API, the folder that replicas read it from, and which loading of that it is,
+    empty for those of the configuration. Adapters that differ in any of these have caches of their own."""
+
+    name: str
+    path: str
+    version: str = ""
+
+    @property
+    def key(self) -> str:
+        """All three, for `radix.salt.adapter_salt`."""
+        return "\0".join((self.name, self.path, self.version))
+
+
 class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Run one sequence.
 
@@ -137,6 +153,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | `weight` | the client's share of the service, relative to others |
     | `cache_salt` | its prefixes are shared with requests of the same salt only (`radix.salt`) |
     | `lease` | what becomes of the KV after the request; None: it is cached as any other |
+    | `adapter` | the adapter that it runs with; None: the base model. From protocol number 3 on |
 
     `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
 
@@ -158,6 +175,12 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     weight: float = 1.0
     cache_salt: str = ""
     lease: Lease | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt of its prefixes in trees: KV under an adapter is another's."""
+        return self.cache_salt if self.adapter is None else adapter_salt(self.cache_salt, self.adapter.key)
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -215,7 +238,15 @@ class UsageReport(msgspec.Struct, tag=True):
     clients: dict[str, ClientUsage]
 
 
-FromRouter = Generate | Abort | Release | Subscribe | UsageReport
+class AdapterChange(msgspec.Struct, tag=True):
+    """Adapters that clients have loaded at a router, or unloaded, by name: the replica passes the message on to all
+    other routers, and tells those that come later what is loaded. From protocol number 3 on."""
+
+    loaded: list[Adapter]
+    unloaded: list[str] = []
+
+
+FromRouter = Generate | Abort | Release | Subscribe | UsageReport | AdapterChange
 
 # ---------------------------------------------------------------- replica to router
 
@@ -404,6 +435,10 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `checkpoints_evicted` | those that gave their place to others |
     | `window_tokens_total`, `window_tokens_used` | tokens that layers with a window can hold in pages of their own, and
     those that running requests hold |
+    | `max_loras` | adapters that may be on the device at once |
+    | `adapters_resident` | names of the adapters on the device |
+    | `adapters_running`, `adapters_waiting` | names of the adapters of running and of waiting requests |
+    | `adapter_loads` | adapters that were copied to the device |
     | `refused_routers` | routers that subscribed with a protocol number that does not work together with this one's |
     | `costs` | as the replica's fitted cost models predict them now |
     """
@@ -426,6 +461,11 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     checkpoints_evicted: int = 0
     window_tokens_total: int = 0
     window_tokens_used: int = 0
+    max_loras: int = 0
+    adapters_resident: list[str] = []
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
+    adapter_loads: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -474,7 +514,7 @@ class Farewell(msgspec.Struct, tag=True):
     message: str
 
 
-FromReplica = Hello | Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers | Leaving | Farewell
+FromReplica = Hello | Outputs | CacheEvents | ReplicaLoad | UsageReport | Routers | Leaving | Farewell | AdapterChange
 
 _encoder = msgspec.msgpack.Encoder()
 _from_router = msgspec.msgpack.Decoder(FromRouter)

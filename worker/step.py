@@ -33,6 +33,7 @@ NUM_COLUMNS = 6  # of a plan: arrays with an entry for each chunk
 NOTHING_HIDDEN = np.empty((0, 2), dtype=np.int32)
 NO_CHECKPOINTS = np.empty((0, 3), dtype=np.int32)
 NO_WINDOW_PAGES = np.empty(0, dtype=np.int32)
+NO_ADAPTERS = np.empty((0, 3), dtype=np.int32)
 
 
 class Chunk(NamedTuple):
@@ -77,6 +78,7 @@ class Plan:
     | `token_ids`, `pages` | [sum of these] | tokens and new pages of all chunks, concatenated |
     | `hidden` | [pooled chunks, 2] | index and `num_hidden` of each chunk that has any |
     | `checkpoints` | [copies, 3] | index of a chunk, position, row of a checkpoint: with recurrent states, those after the tokens before the position are copied to the row. At the chunk's first position, the chunk begins with the states of the row instead |
+    | `adapters` | [chunks with an adapter, 3] | index of a chunk, device slot, number of the adapter: a rank that has another one there copies this one first |
     """  # noqa: E501
 
     step: int
@@ -91,6 +93,7 @@ class Plan:
     hidden: np.ndarray = field(default_factory=lambda: NOTHING_HIDDEN)
     checkpoints: np.ndarray = field(default_factory=lambda: NO_CHECKPOINTS)
     window_pages: np.ndarray = field(default_factory=lambda: NO_WINDOW_PAGES)
+    adapters: np.ndarray = field(default_factory=lambda: NO_ADAPTERS)
 
     @classmethod
     def from_chunks(cls, step: int, chunks: Iterable[Chunk]) -> "Plan":
@@ -117,6 +120,13 @@ class Plan:
         return bool((self.token_ids == PENDING).any())
 
     @property
+    def adapter_slots(self) -> np.ndarray:
+        """Device slot of each chunk's adapter, -1 without one: int32 [chunks]."""
+        slots = np.full(len(self), -1, dtype=np.int32)
+        slots[self.adapters[:, 0]] = self.adapters[:, 1]
+        return slots
+
+    @property
     def chunks(self) -> list[Chunk]:
         """The chunks one by one. Slow: for tests."""
         token_ids = np.split(self.token_ids, np.cumsum(self.lengths)[:-1])
@@ -135,29 +145,33 @@ class Plan:
         columns = [column[chosen] for column in self._columns]
         columns += [self.token_ids[np.repeat(chosen, self.lengths)], self.pages[np.repeat(chosen, self.num_pages)]]
         new_index = (np.cumsum(chosen) - 1).astype(np.int32)
-        for by_chunk in (self.hidden, self.checkpoints):
-            left = by_chunk[chosen[by_chunk[:, 0]]]
+        by_chunk = []
+        for pairs in (self.hidden, self.checkpoints, self.adapters):
+            left = pairs[chosen[pairs[:, 0]]]
             left[:, 0] = new_index[left[:, 0]]
-            columns.append(left)
-        if len(self.window_pages):
-            columns.append(self.window_pages[np.repeat(chosen, self.num_pages)])
-        return Plan(self.step, *columns)
+            by_chunk.append(left)
+        hidden, checkpoints, adapters = by_chunk
+        of_windows = self.window_pages
+        if len(of_windows):
+            of_windows = of_windows[np.repeat(chosen, self.num_pages)]
+        return Plan(self.step, *columns, hidden, checkpoints, of_windows, adapters)
 
     def encode(self) -> bytes:
         """The plan as one message frame for the other ranks."""
-        lists = (self.token_ids, self.pages, self.window_pages, self.hidden, self.checkpoints)
-        sizes = np.array([self.step, len(self), *(some.size for some in lists[:4])], dtype=np.int64)
+        lists = (self.token_ids, self.pages, self.window_pages, self.hidden, self.checkpoints, self.adapters)
+        sizes = np.array([self.step, len(self), *(some.size for some in lists[:5])], dtype=np.int64)
         parts = (sizes, *self._columns, *lists)
         return b"".join(part.tobytes() for part in parts)
 
     @classmethod
     def decode(cls, frame: bytes) -> "Plan":
         """The plan of a frame that `encode` made. Its arrays are read-only."""
-        step, chunks, *sizes = np.frombuffer(frame, dtype=np.int64, count=6).tolist()
-        values = np.frombuffer(frame, dtype=np.int32, offset=48)
+        step, chunks, *sizes = np.frombuffer(frame, dtype=np.int64, count=7).tolist()
+        values = np.frombuffer(frame, dtype=np.int32, offset=56)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
-        *lists, window_pages, hidden, checkpoints = np.split(values[columns.size :], np.cumsum(sizes))
-        return cls(step, *columns, *lists, *[hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), window_pages])
+        *lists, window_pages, hidden, checkpoints, adapters = np.split(values[columns.size :], np.cumsum(sizes))
+        by_chunk = hidden.reshape(-1, 2), checkpoints.reshape(-1, 3)
+        return cls(step, *columns, *lists, *by_chunk, window_pages, adapters.reshape(-1, 3))
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +26,7 @@ from radix.windows import WindowTree
 from worker.config import WorkerConfig
 from worker.drafts import Drafter, SpeculativeDecoding, make_drafters, make_jump_forward
 from worker.drafts.model import ModelDrafter
+from worker.engine.adapter_queue import AdapterQueue
 from worker.engine.cost_store import ENDS_S, CostStore, needs_costs
 from worker.engine.loops import OverlapLoop, PipelineLoop, SerialLoop, StepLoop
 from worker.engine.stage_timeline import StageTimeline
@@ -36,7 +37,7 @@ from worker.executor.executor import Executor
 from worker.executor.gpu_defaults import with_gpu_defaults
 from worker.executor.launch import open_executor
 from worker.lengths import LengthStore
-from worker.messages import Failure, Generate, Output, ReplicaLoad, SamplingParams, TokenLogprobs
+from worker.messages import Adapter, Failure, Generate, Output, ReplicaLoad, SamplingParams, TokenLogprobs
 from worker.models.draft_vocabulary import check_draft_model
 from worker.sampling.sampler import Sampler
 from worker.scheduler.scheduler import Scheduler
@@ -178,6 +179,8 @@ class Engine:
         )
         self._grammar_queue = GrammarQueue(self.grammars, on_ready)
         self._answer_checks = AnswerChecks(self.grammars, on_ready)
+        self._adapter_queue = AdapterQueue(self.executor, config.max_cpu_loras, on_ready)
+        self._awaited: dict[str, int] = {}  # of requests that wait for a grammar and an adapter: how many of these
         self._steps = Steps(
             self.scheduler,
             self.executor,
@@ -198,9 +201,20 @@ class Engine:
 
     def add(self, request: Generate) -> None:
         """Takes a request; what becomes of it comes out of `step`. Raises ValueError for an id that is in use."""
-        grammar = request.sampling.grammar
-        if self.scheduler.add(request, ready=grammar is None) and grammar is not None:
-            self._grammar_queue.submit(request.request_id, grammar)
+        request_id, grammar = request.request_id, request.sampling.grammar
+        if request_id in self.scheduler:
+            raise ValueError(f"request id {request_id!r} is in use: ids must be unique while a request lives")
+        number, is_there = 0, True
+        if request.adapter is not None and self.scheduler.config.lora_slots:
+            number, is_there = self._adapter_queue.open(request_id, request.adapter)
+        awaited = (grammar is not None) + (not is_there)
+        if not self.scheduler.add(request, ready=not awaited, adapter=number):
+            self._adapter_queue.forget(request_id)
+            return
+        if awaited > 1:
+            self._awaited[request_id] = awaited
+        if grammar is not None:
+            self._grammar_queue.submit(request_id, grammar)
             self._answer_checks.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -210,6 +224,8 @@ class Engine:
         for request_id in request_ids:
             self._grammar_queue.forget(request_id)
             self._answer_checks.forget(request_id)
+            self._adapter_queue.forget(request_id)
+            self._awaited.pop(request_id, None)
         self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
 
     def release(self, owners: Iterable[str]) -> None:
@@ -220,7 +236,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. Requests that wait for a grammar, or to be judged by its schema, do
         not count: `on_ready` tells."""
-        is_ready = self._grammar_queue.has_ready or self._answer_checks.has_ready
+        is_ready = self._grammar_queue.has_ready or self._answer_checks.has_ready or self._adapter_queue.has_ready
         return self.scheduler.has_work or self._loop.has_work or is_ready
 
     def spare_s(self) -> float:
@@ -230,11 +246,13 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Runs one turn of the loop. Returns the outputs since the last call. Raises DeviceLost."""
-        for request_id, failure in self._grammar_queue.poll():
-            if failure is None:
-                self.scheduler.release(request_id)
-            else:
+        for request_id, failure in chain(self._grammar_queue.poll(), self._adapter_queue.poll()):
+            if failure is not None:
                 self.scheduler.fail(request_id, failure)
+            elif (awaited := self._awaited.pop(request_id, 1)) > 1:
+                self._awaited[request_id] = awaited - 1
+            elif request_id in self.scheduler:
+                self.scheduler.release(request_id)
         self._steps.record_times()
         self._loop.turn()
         outputs = self.scheduler.take_outputs()
@@ -243,10 +261,12 @@ class Engine:
         if not self.has_work:
             self._rest()
         self._steps.free_sampler_slots(self.scheduler.take_freed_slots())
-        if len(self._grammar_queue):
+        if len(self._grammar_queue) or len(self._adapter_queue):
             for output in outputs:
                 if output.finish_reason is not None:
                     self._grammar_queue.forget(output.request_id)
+                    self._adapter_queue.forget(output.request_id)
+                    self._awaited.pop(output.request_id, None)
         return outputs
 
     def generate(
@@ -255,25 +275,28 @@ class Engine:
         sampling: SamplingParams | list[SamplingParams],
         progress: Callable[[int], None] | None = None,
         predictions: Sequence[list[int]] | None = None,
+        adapters: Sequence[Adapter | None] | None = None,
     ) -> list[Finished]:
         """Runs prompts to their end, without a server. `sampling`: one for all prompts, or one for each. `progress` is
         called after every step with the number of finished prompts. `predictions`: a guess at the output of each.
+        `adapters`: the adapter of each.
         Returns the results in the order of `prompts`; a prompt that could not run has a `failure`."""
         each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         finished = {f"prompt-{i}": Finished() for i in range(len(prompts))}
-        arrivals = zip(finished, prompts, each, predictions or [[] for _ in prompts], strict=True)
+        guesses, own = predictions or [[] for _ in prompts], adapters or [None for _ in prompts]
+        arrivals = zip(finished, prompts, each, guesses, own, strict=True)
         num_done = 0
         with frozen_heap():
             try:
                 while num_done < len(prompts):
                     # Preempted sequences wait too, and may exceed `max_waiting`.
                     room = max(0, self.scheduler.config.max_waiting - self.scheduler.num_waiting)
-                    for name, prompt, params, guess in islice(arrivals, room):
-                        self.add(
-                            Generate(request_id=name, prompt_ids=prompt, sampling=params, prediction_ids=list(guess))
-                        )
+                    for name, prompt, params, guess, adapter in islice(arrivals, room):
+                        request = Generate(request_id=name, prompt_ids=prompt, sampling=params, adapter=adapter)
+                        request.prediction_ids = list(guess)
+                        self.add(request)
                     if not self.has_work:
-                        self._grammar_queue.wait(self._answer_checks.futures)
+                        self._grammar_queue.wait([*self._answer_checks.futures, *self._adapter_queue.reads])
                     for output in self.step():
                         finished[output.request_id].add(output)
                         num_done += output.finish_reason is not None
@@ -289,6 +312,9 @@ class Engine:
         """The replica's load. The caller fills in `incarnation` and `bookings_seen`."""
         load = self.scheduler.load()
         load.stage_seconds = self.timeline.spent()
+        load.adapters_resident = self._adapter_queue.names(self.scheduler.adapters.resident)
+        load.adapters_running = self._adapter_queue.names(self.scheduler.adapters.in_use)
+        load.adapters_waiting = self._adapter_queue.names(self.scheduler.waiting_adapters())
         load.costs = self.costs.step_costs(self.scheduler.config)
         if (balance := self.executor.expert_balance) is not None:
             load.expert_tokens, load.expert_imbalance = balance.tokens, balance.imbalance

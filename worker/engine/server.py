@@ -33,6 +33,8 @@ from worker.messages import (
     HEARTBEAT_TIMEOUT_MS,
     PROTOCOL,
     Abort,
+    Adapter,
+    AdapterChange,
     CacheEvents,
     Failure,
     Farewell,
@@ -111,6 +113,7 @@ class Server:
         self._peers: dict[bytes, Subscribe] = {}  # those with a name, with what they said
         self._protocols: dict[bytes, int] = {}  # of those that have subscribed
         self._refused_routers = 0
+        self._adapters: dict[str, Adapter] = {}  # those that clients have loaded at any router, by name
         self._drain_until_s: float | None = None  # once the replica is being taken away
         self._has_said_leaving = False
         self._load_due = False
@@ -353,6 +356,8 @@ class Server:
             self._load_due = True
         elif isinstance(message, Subscribe):
             self._subscribe(router, message)
+        elif isinstance(message, AdapterChange):
+            self._change_adapters(router, message)
         elif isinstance(message, UsageReport):
             for other in self._listeners():
                 if other != router:
@@ -403,11 +408,21 @@ class Server:
         self._snapshots.pop(router, None)
         self._snapshots[router] = SnapshotInPieces(self.engine.walk())
         self._load_due = True
+        if self._adapters and message.protocol >= 3:
+            self._send(router, AdapterChange(list(self._adapters.values())))
         if message.router and router not in self._peers:
             self._peers[router] = message
             self._tell_peers()
         if self._drain_until_s is not None and message.protocol >= 2:
             self._send(router, Leaving(max(0.0, self._drain_until_s - time.monotonic())))
+
+    def _change_adapters(self, router: bytes, change: AdapterChange) -> None:
+        self._adapters |= {adapter.name: adapter for adapter in change.loaded}
+        for name in change.unloaded:
+            self._adapters.pop(name, None)
+        for other in self._listeners():
+            if other != router and self._protocols[other] >= 3:
+                self._send(other, change)
 
     # ------------------------------------------------------------ out
 

@@ -12,6 +12,7 @@ from kernels.attention.interface import AttentionBatch, GraphAttention, SharedPr
 from kernels.delta_rule.states import NO_COPIES, DeltaRuleStates, StateBatch
 from kernels.host_device import GraphInputs
 from pipeline.padding import decode_sizes, token_sizes
+from worker.models.adapted_layers import AdaptedLayers
 from worker.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class CudaGraphRunner:
         max_tokens: int,
         begin: Callable[[], torch.Tensor | None],
         states: DeltaRuleStates | None = None,
+        adapted: AdaptedLayers | None = None,
     ) -> None:
         """Allocate the shared tensors. `capture` makes the graphs.
 
@@ -76,8 +78,9 @@ class CudaGraphRunner:
         - `begin`: called when all other input of a step is on its way to the device. Returns the hidden states from the
           previous stage, `[n, hidden_size]`, or None on the first stage.
         - `states`: the recurrent states, on the device; those of padding are in the row after all slots.
+        - `adapted`: the layers with adapters. Steps that have any run with graphs of their own.
         """
-        self._states = states
+        self._states, self._adapted = states, adapted
         self._decoder, self._attention, self._last_tokens = decoder, attention, last_tokens
         self._logits, self._begin = logits, begin
         self._greedy_tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
@@ -97,18 +100,21 @@ class CudaGraphRunner:
         self._sizes = {GraphKind.DECODE: decodes, GraphKind.MIXED: np.array(mixed, dtype=np.int64)}
         if attention.has_plain_graphs:
             self._sizes[GraphKind.DECODE_SHARED_PREFIX] = decodes[decodes > 1]
-        # By kind, tokens and number of logits, see `shapes`.
-        self._graphs: dict[tuple[GraphKind, int, int], torch.cuda.CUDAGraph] = {}
+        # By kind, tokens, number of logits and adapters, see `shapes`.
+        self._graphs: dict[tuple[GraphKind, int, int, bool], torch.cuda.CUDAGraph] = {}
 
     @property
-    def shapes(self) -> list[tuple[GraphKind, int, int]]:
-        """Kind, tokens and number of logits of every graph, the largest first. There are fewer logits than tokens only
-        in `MIXED` graphs of the last stage."""
+    def shapes(self) -> list[tuple[GraphKind, int, int, bool]]:
+        """Kind, tokens and number of logits of every graph, and whether it has adapters; the largest first. There are
+        fewer logits than tokens only in `MIXED` graphs of the last stage. With adapters there are no graphs for shared
+        prefixes: sequences of one adapter are few."""
         shapes = [
-            (kind, size, num_logits)
+            (kind, size, num_logits, has_adapters)
             for kind, sizes in self._sizes.items()
             for size in sizes.tolist()
             for num_logits in self._logit_counts(kind, size)
+            for has_adapters in (False, True)
+            if not has_adapters or (self._adapted is not None and kind is not GraphKind.DECODE_SHARED_PREFIX)
         ]
         return sorted(shapes, key=lambda shape: -shape[1])
 
@@ -118,17 +124,19 @@ class CudaGraphRunner:
         began_s = time.monotonic()
         pool = torch.cuda.graph_pool_handle()
         shapes = self.shapes
-        for index, (kind, size, num_logits) in enumerate(shapes):
+        for index, (kind, size, num_logits, has_adapters) in enumerate(shapes):
             chunks = np.zeros(1, dtype=np.int32)
             batch = AttentionBatch(tables, chunks, chunks, chunks + 1)
             self._fill(kind, batch, np.zeros(1, dtype=np.int64), size, None)
+            if has_adapters and self._adapted is not None:
+                self._adapted.fill(chunks, size)
             # A run before the capture compiles, loads and allocates what the first use needs.
-            self._forward(kind, size, num_logits)
+            self._forward(kind, size, num_logits, has_adapters)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._forward(kind, size, num_logits)
-            self._graphs[kind, size, num_logits] = graph
+                self._forward(kind, size, num_logits, has_adapters)
+            self._graphs[kind, size, num_logits, has_adapters] = graph
             if progress is not None:
                 progress(index + 1, len(shapes))
         torch.cuda.synchronize()
@@ -153,6 +161,7 @@ class CudaGraphRunner:
         logit_indices: np.ndarray | None = None,
         logit_slots: np.ndarray | None = None,
         copies: np.ndarray = NO_COPIES,
+        adapters: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a step, and write the argmax of its logits to `last_tokens` as well.
 
@@ -162,13 +171,14 @@ class CudaGraphRunner:
         - `logit_slots`: int64 `[m]`, the slots whose newest token the argmax of each of these logits becomes; -1 for
           none.
         - `copies`: of recurrent states, as `kernels.delta_rule.states.StateBatch` has them.
+        - `adapters`: integers `[n]`, the slot of each token's adapter, -1 for none. None: no token has one.
 
         Returns logits, `[m, vocab_size]`, and their argmax, int64 `[m]` (see `kernels.ops.argmax`). On a stage before
         the last one, returns the hidden states of all tokens, `[n, hidden_size]`, and None. The next run overwrites the
         returned tensors.
         """
         kind = GraphKind.DECODE if logit_indices is None else GraphKind.MIXED
-        self._replay(kind, batch, token_ids, logit_indices, logit_slots, copies)
+        self._replay(kind, batch, token_ids, logit_indices, logit_slots, copies, adapters)
         if not self._is_last:
             return self._hidden[: len(token_ids)], None
         num_logits = len(token_ids) if logit_indices is None else len(logit_indices)
@@ -182,19 +192,22 @@ class CudaGraphRunner:
         logit_indices: np.ndarray | None,
         logit_slots: np.ndarray | None,
         copies: np.ndarray,
+        adapters: np.ndarray | None,
     ) -> None:
         sizes = self._sizes[kind]
         size = int(sizes[np.searchsorted(sizes, len(token_ids))])
-        shared = self._attention.shared_prefixes(batch) if size > 1 else None
+        shared = self._attention.shared_prefixes(batch) if size > 1 and adapters is None else None
         if kind is GraphKind.DECODE and shared is not None and GraphKind.DECODE_SHARED_PREFIX in self._sizes:
             kind = GraphKind.DECODE_SHARED_PREFIX
         self._fill(kind, batch, token_ids, size, shared, logit_indices, logit_slots, copies)
+        if adapters is not None and self._adapted is not None:
+            self._adapted.fill(adapters, size)
         if (received := self._begin()) is not None:
             self._hidden[: len(received)].copy_(received)
             self._hidden[len(received) : size].zero_()
         least = size if logit_indices is None else len(logit_indices)
         num_logits = next(count for count in self._logit_counts(kind, size) if count >= least)
-        self._graphs[kind, size, num_logits].replay()
+        self._graphs[kind, size, num_logits, adapters is not None].replay()
 
     def _logit_counts(self, kind: GraphKind, size: int) -> list[int]:
         """Numbers of logits of the graphs of `size` tokens, ascending."""
@@ -257,7 +270,7 @@ class CudaGraphRunner:
             size = len(slots)
             self._states.plan_decodes(self._numbers[:size], slots, self._inputs["copies"][:size])
 
-    def _forward(self, kind: GraphKind, size: int, num_logits: int) -> None:
+    def _forward(self, kind: GraphKind, size: int, num_logits: int, has_adapters: bool) -> None:
         # Imported only on a GPU: a machine without one needs no Triton.
         from kernels.ops.argmax import greedy_argmax_into
 
@@ -267,14 +280,15 @@ class CudaGraphRunner:
         is_first = self._decoder.config.is_first
         inputs = torch.where(token_ids < 0, self._last_tokens[slots], token_ids) if is_first else hidden
         self._plan_states(slots)
+        adapted = self._adapted.layers if has_adapters and self._adapted is not None else None
         if not self._is_last:
-            out = self._decoder.forward(inputs, positions, self._attention, states=self._states)
+            out = self._decoder.forward(inputs, positions, self._attention, states=self._states, adapted=adapted)
             if out.data_ptr() != hidden.data_ptr():
                 hidden.copy_(out)
             return
         logit_indices = None
         if kind is GraphKind.MIXED:
             logit_indices, slots = buffers["logit_indices"][:num_logits], buffers["logit_slots"][:num_logits]
-        out = self._decoder.forward(inputs, positions, self._attention, logit_indices, self._states)
+        out = self._decoder.forward(inputs, positions, self._attention, logit_indices, self._states, adapted)
         logits = self._decoder.logits(out, self._logits[:num_logits])
         greedy_argmax_into(logits, self._greedy_tokens[:num_logits], slots, self._last_tokens)

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -91,6 +93,16 @@ class Executor(ABC):
     def finish_step(self, plan: Plan) -> None:
         """Ends the plan's step: its tokens are in `last_tokens`, or will be when the device comes to it. Plans that are
         announced from now on may have these tokens as PENDING."""
+
+    def prepare_adapter(self, number: int, folder: Path) -> "Future[None]":
+        """Begins to read the adapter of a folder into the host's memory, on all ranks. `number`: what plans call it,
+        not used before. Plans may have it when the result is there; a ValueError says what is wrong with the folder.
+        Only with `max_loras`."""
+        raise NotImplementedError
+
+    def forget_adapter(self, number: int) -> None:
+        """Frees the host's copy of an adapter that no plan has any more."""
+        raise NotImplementedError
 
     @abstractmethod
     def take_step_times(self) -> list[StepTime]:

@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kernels.host_device import all_to_device, reserve_pinned
 from pipeline.padding import MOST_TOKENS, mixed_sizes
 from worker.config import WorkerConfig
 from worker.executor import kv_cache, state_cache, window_cache
+from worker.executor.adapter_store import AdapterStore
 from worker.executor.attention_selector import AttentionChoice, AttentionLimits, build_attention, choose_attention
 from worker.executor.cuda_graphs import CudaGraphRunner, product_sizes
 from worker.executor.draft_memory import DraftBytes
@@ -35,6 +37,7 @@ from worker.executor.step_timer import StepTimer
 from worker.executor.weight_loader import Progress, load_weights
 from worker.models.config import DecoderConfig, HfConfig, decoder_config, eos_token_ids, read_config
 from worker.models.decoder import Decoder
+from worker.models.layer import DecoderLayer
 from worker.models.sharding import Shard
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.progress import NewestSteps
@@ -99,6 +102,7 @@ class ModelRunner(Executor):
             self.decoder.build_rope_tables(self._longest(config))
             self._autotune(gemm_folder)
             self._warm_up()
+        self._adapters = self._allocate_adapters(shard, config)
         self._logits = self._allocate_logits()
         self._working_bytes = 0  # peak memory of the largest step, if `_profile` has run it
         self._window = window_cache.window_tokens(shard.whole, self._longest(config), config)
@@ -159,6 +163,16 @@ class ModelRunner(Executor):
         self.stage.send(out.logits)
         return ForwardOutput(out.logits.new_empty((0, self.vocab_size), dtype=torch.float32))
 
+    def prepare_adapter(self, number: int, folder: Path) -> Future[None]:
+        """See `Executor.prepare_adapter`. Reads this rank's part."""
+        assert self._adapters is not None, "max_loras is 0"
+        return self._adapters.prepare(number, folder)
+
+    def forget_adapter(self, number: int) -> None:
+        """See `Executor.forget_adapter`."""
+        assert self._adapters is not None, "max_loras is 0"
+        self._adapters.forget(number)
+
     def finish_step(self, plan: Plan) -> None:
         """See `Executor.finish_step`. Called only on the rank that samples; for other ranks a step ends with
         `forward`."""
@@ -187,14 +201,18 @@ class ModelRunner(Executor):
             self._graphs.close()
         if self._piecewise_graphs is not None:
             self._piecewise_graphs.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self.stage.close()
 
     def _run(self, plan: Plan) -> ForwardOutput:
         """Runs a plan with the CUDA graph that fits it, or without one. Returns its logits; a stage before the last one
         returns the hidden states for the next stage instead."""
+        adapters = self._place_adapters(plan)
         if self._graphs is not None and plan.num_tokens == len(plan) and plan.num_logits.all():
             batch = self._batch(plan.slots, plan.starts, plan.lengths)
-            return ForwardOutput(*self._graphs.run(batch, plan.token_ids, copies=self._copies(plan)))
+            found = self._graphs.run(batch, plan.token_ids, copies=self._copies(plan), adapters=adapters)
+            return ForwardOutput(*found)
         # Attention takes chunks of one token first. Logits keep the plan's order.
         order = np.argsort(plan.lengths > 1, kind="stable")
         batch = self._batch(plan.slots[order], plan.starts[order], plan.lengths[order])
@@ -213,12 +231,25 @@ class ModelRunner(Executor):
             logit_slots = np.full(len(logit_indices), -1)
             has_logits = plan.num_logits > 0
             logit_slots[logit_ends[has_logits] - 1] = plan.slots[has_logits]  # a chunk's last logits may give a token
-            return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots))
+            own = None if adapters is None else np.repeat(adapters[order], batch.lengths)
+            return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots, adapters=own))
         if self._states is not None:
             self._states.plan(StateBatch(batch.rows, batch.starts, batch.lengths, self._copies(plan, order)))
-        return self._step(
-            batch, token_ids.astype(np.int64), logit_indices, self._attention, self._begin, hidden_indices, self._states
-        )
+        layers = None
+        if adapters is not None and self._adapters is not None:
+            self._adapters.adapted.fill(np.repeat(adapters[order], batch.lengths))
+            layers = self._adapters.adapted.layers
+        token_ids, begin = token_ids.astype(np.int64), self._begin
+        return self._step(batch, token_ids, logit_indices, self._attention, begin, hidden_indices, self._states, layers)
+
+    def _place_adapters(self, plan: Plan) -> np.ndarray | None:
+        """Copies a plan's adapters to their slots. Returns the slot of each chunk, -1 for the base model; None if no
+        chunk has an adapter."""
+        if not len(plan.adapters):
+            return None
+        assert self._adapters is not None, "max_loras is 0"
+        self._adapters.place(plan.adapters)
+        return plan.adapter_slots
 
     def _batch(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> AttentionBatch:
         """The batch of chunks of the sequences in these slots."""
@@ -260,13 +291,14 @@ class ModelRunner(Executor):
         begin: Callable[[], torch.Tensor | None],
         hidden_indices: np.ndarray | None = None,
         states: DeltaRuleStates | None = None,
+        adapted: list[DecoderLayer] | None = None,
     ) -> ForwardOutput:
         """Runs a step without a CUDA graph of the whole step.
 
         Returns the logits of the tokens at `logit_indices`, int64 indices into the batch's tokens, and the hidden
         states of those at `hidden_indices`. A stage before the last one returns the hidden states of all tokens in
         place of logits. `begin` returns the hidden states to start from, or None on the first stage. `states` have
-        planned the step.
+        planned the step. `adapted`: as in `Decoder.forward`.
         """
         attention.plan(batch)
         num_logits = len(logit_indices)
@@ -280,9 +312,9 @@ class ModelRunner(Executor):
         elif self._has_pending_tokens:
             inputs = torch.where(inputs < 0, self.last_tokens[slots[0]], inputs)
         if not self.stage.is_last:
-            return ForwardOutput(self.decoder.forward(inputs, positions, attention, states=states))
-        if self._piecewise_graphs is None:
-            out = self.decoder.forward(inputs, positions, attention, indices, states)
+            return ForwardOutput(self.decoder.forward(inputs, positions, attention, states=states, adapted=adapted))
+        if self._piecewise_graphs is None or adapted is not None:
+            out = self.decoder.forward(inputs, positions, attention, indices, states, adapted)
         else:
             out = self._piecewise_graphs.forward(inputs, positions, attention, indices)
         if hidden_indices is None:
@@ -366,6 +398,13 @@ class ModelRunner(Executor):
         """Loads kernels that a step of a pipeline would otherwise load (`Decoder.warm_up`)."""
         if self.stage.count > 1:
             self.decoder.warm_up(self._max_running)
+
+    def _allocate_adapters(self, shard: Shard, config: WorkerConfig) -> AdapterStore | None:
+        """Allocates the slots of adapters; None for a replica without."""
+        if not config.lora_slots:
+            return None
+        most_tokens = max(self._token_budget, self._max_running, self._max_graph_tokens)
+        return AdapterStore(self.decoder, shard, config.lora_slots, config.max_lora_rank, most_tokens)
 
     def _allocate_logits(self) -> torch.Tensor:
         """Returns the output of CUDA graphs, float32 `[max_running, vocab_size]`. It is empty on a CPU, and has no
@@ -470,7 +509,8 @@ class ModelRunner(Executor):
     def _capture_graphs(self, attention: GraphAttention) -> CudaGraphRunner:
         """Captures the CUDA graphs of short steps."""
         shared = self.decoder, attention, self.last_tokens, self._logits
-        graphs = CudaGraphRunner(*shared, self._max_graph_tokens, self._begin, self._states)
+        adapted = None if self._adapters is None else self._adapters.adapted
+        graphs = CudaGraphRunner(*shared, self._max_graph_tokens, self._begin, self._states, adapted)
         with torch.inference_mode():
             graphs.capture(self._tables.rows, _show_capture)
         return graphs

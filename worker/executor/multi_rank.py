@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,14 @@ TELL_EVERY_MS = 2  # how often a follower without a plan checks whether its devi
 
 _END = b""
 _TIMES = "times"
+_NOTE = (-1).to_bytes(8, "little", signed=True)  # begins a frame that is an `_AdapterNote`; a plan has its step there
+
+
+class _AdapterNote(msgspec.Struct):
+    """An adapter that ranks are to read from `folder`, or to forget if that is None."""
+
+    number: int
+    folder: str | None
 
 
 class _StageTimes(msgspec.Struct, array_like=True):
@@ -196,6 +205,17 @@ class MultiRankExecutor(Executor):
         """See `Executor.finish_step`."""
         self.runner.finish_step(plan)
 
+    def prepare_adapter(self, number: int, folder: Path) -> "Future[None]":
+        """See `Executor.prepare_adapter`. The result is this rank's; another rank that is behind waits for its own
+        copy, and one that finds no such folder ends the replica."""
+        self._send_note(_AdapterNote(number, str(folder)))
+        return self.runner.prepare_adapter(number, folder)
+
+    def forget_adapter(self, number: int) -> None:
+        """See `Executor.forget_adapter`."""
+        self._send_note(_AdapterNote(number, None))
+        self.runner.forget_adapter(number)
+
     def take_step_times(self) -> list[StepTime]:
         """See `Executor.take_step_times`."""
         ran = self.runner.take_step_times()
@@ -255,6 +275,11 @@ class MultiRankExecutor(Executor):
                 follower.send(frame, zmq.NOBLOCK)  # the queue has no limit: a send blocks only without a peer
             except zmq.Again:
                 raise RankLost(f"rank {rank} has gone") from None
+
+    def _send_note(self, note: "_AdapterNote") -> None:
+        if self._lost is None:  # else the next plan says so
+            with suppress(RankLost):
+                self._send(_NOTE + msgspec.json.encode(note))
 
     def _loss(self, error: Exception) -> RankLost:
         """Reports an error in a step to all ranks, and returns it as RankLost with the reason."""
@@ -380,12 +405,20 @@ class Follower:
             while not ended and (not plans or self._plans.poll(0)):
                 frame = self._plans.recv()
                 ended = not frame
-                if frame:
+                if frame.startswith(_NOTE):
+                    self._take_note(msgspec.json.decode(frame[len(_NOTE) :], type=_AdapterNote))
+                elif frame:
                     plans.append(Plan.decode(frame))
                     self._came.append((plans[-1].step, time.monotonic()))
                     self._runner.announce(plans[-1])
             if plans:
                 self._runner.forward(plans.popleft())
+
+    def _take_note(self, note: _AdapterNote) -> None:
+        if note.folder is None:
+            self._runner.forget_adapter(note.number)
+        else:
+            self._runner.prepare_adapter(note.number, Path(note.folder))
 
     def _send_times(self) -> None:
         """Sends new step times to the leading rank. Only the first rank of a stage sends: all ranks of a stage run a

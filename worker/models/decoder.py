@@ -1,12 +1,13 @@
 """The decoder, one for all architectures: embedding, layers, norm, output head.
 
-`worker.models.layer` states a layer. `Decoder` runs the layers of a rank in one of four ways, with the same parts:
+`worker.models.layer` states a layer. `Decoder` runs the layers of a rank in one of five ways, with the same parts:
 
 | way | when | what it gives |
 | --- | --- | --- |
 | whole batch (`Decoder.forward`) | always possible | every kernel runs once for all tokens |
 | two halves (`_forward_in_halves`) | long steps of several ranks | all-reduces overlap matrix products |
 | one token (`_forward_one_token`) | one sequence decodes, on a GPU | GEMV kernels that include norms and residuals |
+| adapted (`_forward_adapted`) | some sequence has an adapter | products of adapters, by `AdaptedLayers` |
 | pieces (`piece`, `finish`) | long steps of one stage, on a GPU | CUDA graphs between attentions |
 """
 
@@ -199,6 +200,7 @@ class Decoder:
         attention: AttentionBackend,
         logit_indices: torch.Tensor | None = None,
         states: DeltaRuleStates | None = None,
+        adapted: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor:
         """Runs all layers for the chunks that `attention` has planned, in their order, as have `states`, where the
         model has gated delta nets.
@@ -206,6 +208,7 @@ class Decoder:
         - `inputs`: token ids, int64 `[n]`. After another stage: its output, `[n, hidden_size]`, which is overwritten.
         - `positions`: int64 `[n]`.
         - `logit_indices`: indices of the tokens whose output is returned, int64 `[m]`, in any order. None: all tokens.
+        - `adapted`: layers with adapters, which run in place of the decoder's own (`worker.models.adapted_layers`).
 
         Returns the last layer's output before the final norm, `[m, hidden_size]`.
         """
@@ -213,6 +216,9 @@ class Decoder:
         ropes = () if self.is_on_gpu else set(self.config.ropes)
         angles = {rope: rope.angles(positions, x.dtype) for rope in ropes}
         context = ForwardContext(positions, attention, None if self.is_on_gpu else angles, states)
+        if adapted is not None:
+            x = self._forward_adapted(adapted, x, context)
+            return x if logit_indices is None else x[logit_indices]
         if self._has_one_token_path and len(x) == 1:
             x = self._forward_one_token(x, context)
             return x if logit_indices is None else x[logit_indices]
@@ -313,6 +319,15 @@ class Decoder:
                 layer.mlp.forward(stream)
         for stream in streams:
             stream.complete()
+
+    def _forward_adapted(
+        self, layers: Sequence[DecoderLayer], x: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Runs layers with adapters for all tokens: which adapter is whose is said once, for the whole batch."""
+        stream = self._stream(x)
+        for layer in layers:
+            layer.forward(stream, context)
+        return stream.complete()
 
     def _forward_one_token(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Runs all layers for one token (`OneTokenStream`)."""

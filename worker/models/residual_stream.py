@@ -15,6 +15,7 @@ from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
 from kernels.ops.activation import gelu_tanh_and_mul
 from kernels.ops.norm import add_rms_norm, rms_norm
+from worker.models.adapted_linear import AdaptedLinear
 from worker.parallel.communicator import Communicator
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -61,9 +62,9 @@ class ResidualStream:
         """`project`, followed by the activation: `[n, linear's outputs / 2]`."""
         return activation(linear(self.normalised(norm)))
 
-    def add(self, linear: AnyLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+    def add(self, linear: AnyLinear | AdaptedLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """Adds the sum of all ranks' `linear(y)`, normalised if there is a `norm`. y: `[n, linear's inputs]`."""
-        if norm is None and self._communicator.size == 1 and isinstance(linear, Linear) and linear.adds:
+        if norm is None and self._communicator.size == 1 and isinstance(linear, Linear | AdaptedLinear) and linear.adds:
             linear.add_to(self.x, y)
             return
         self.add_product(linear, y, norm)

@@ -6,6 +6,7 @@ import numpy as np
 
 from worker.config import WorkerConfig
 from worker.lengths import OutputLengthPredictor
+from worker.scheduler.adapter_slots import AdapterSlots
 from worker.scheduler.fair_share import FairShare
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.kv_demand import PeakKVEstimator
@@ -37,6 +38,7 @@ class Admission:
         config: WorkerConfig,
         running: RunningSequences,
         kv_cache: KVCacheManager,
+        adapters: AdapterSlots,
         table: SequenceTable[Sequence],
         order: QueueOrder,
         shares: FairShare,
@@ -45,6 +47,9 @@ class Admission:
         self.held: dict[str, Sequence] = {}  # by request id
         self.kv_demand = PeakKVEstimator(kv_cache.page_size)
         self._running = running
+        self._adapters = adapters
+        self._starvation_s = config.starvation_s
+        self._now_s = 0.0  # of the step that is built
         self._kv_cache = kv_cache
         self._page_size = kv_cache.page_size
         self._table = table
@@ -107,8 +112,9 @@ class Admission:
         """Whether the next sequence to start found no room, and nothing has changed since."""
         return self._blocked_at == self._comings(step)
 
-    def vacated(self) -> None:
+    def vacated(self, seq: Sequence) -> None:
         """Called when a running sequence has given up its slot and pages."""
+        self._adapters.release(seq)
         self._num_changes += 1
 
     def begin(self, builder: StepBuilder, step: int) -> None:
@@ -116,9 +122,11 @@ class Admission:
         self._builder, self._step = builder, step
         self._is_closed = self.is_blocked(step)
         self._has_forecast = False
+        self._adapters.begin()
 
     def candidates(self, now_s: float) -> list[Sequence]:
         """The waiting sequences of which some may start in this step, those that should start first at the front."""
+        self._now_s = now_s
         if not self._is_open:
             return []
         orders = QueueOrder.SHORTEST_PREFILL, QueueOrder.LONGEST_PREFIX
@@ -131,7 +139,8 @@ class Admission:
 
         Then it holds its cached prefix. The caller gives it a slot and its first chunk, and then calls `started`.
         Candidates are to be tried in the order of their urgency: one that does not fit closes the step to those behind
-        it, or a long prompt would wait forever. A sequence whose prefix another one is computing does not close it.
+        it, or a long prompt would wait forever. A sequence whose prefix another one is computing does not close it, nor
+        does one whose adapter has no place on the device.
         """
         if not self._is_open:
             return False
@@ -141,12 +150,15 @@ class Admission:
         if self._kv_cache.reuses_prefixes and self._builder.computes_prefix_of(seq):
             self.queue.outdate(seq, self._step)
             return False  # also a starved one: it is next anyway, and then has less to compute
+        if not self._adapters.has_room(seq, self._now_s - seq.arrived_s > self._starvation_s):
+            return False
         if not self._open(seq):
             self._blocked_at = self._comings(self._step)
             self._blocked_step = self._step
             self._is_closed = True
             return False
         self.queue.remove(seq)
+        self._adapters.acquire(seq)
         return True
 
     def started(self, seq: Sequence) -> None:

@@ -64,5 +64,5 @@ class Preemption:
     def release(self, seq: Sequence, keep: bool) -> None:
         """Frees a running sequence's slot and pages. `keep`: its computed pages go to the tree first."""
         self._kv_cache.free(seq, keep)
-        self._waiting.vacated()
+        self._waiting.vacated(seq)
         self._running.remove(seq)

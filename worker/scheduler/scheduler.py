@@ -46,6 +46,7 @@ from worker.config import WorkerConfig
 from worker.drafts.speculative_decoding import SpeculativeDecoding
 from worker.lengths import OutputLengthPredictor
 from worker.messages import Failure, Generate, Output, ReplicaLoad, TokenLogprobs
+from worker.scheduler.adapter_slots import AdapterSlots
 from worker.scheduler.admission import Admission
 from worker.scheduler.fair_share import FairShare
 from worker.scheduler.integrity import check_sequences
@@ -143,7 +144,9 @@ class Scheduler:
         if policy.is_for_jobs:
             order = QueueOrder.LEAST_WORK if config.finish == "most" else QueueOrder.LONGEST_OUTPUT
         self._shares = FairShare()
-        self._waiting = Admission(config, self.running, self.kv_cache, self._table, order, self._shares)
+        self.adapters = AdapterSlots(config.lora_slots)
+        places = self.kv_cache, self.adapters
+        self._waiting = Admission(config, self.running, *places, self._table, order, self._shares)
         self._preemption = Preemption(self.running, self._waiting, self.kv_cache, self._in_flight)
         self._stop_checker = StopChecker(vocab_size)
         self._outputs = OutputQueue(self._table, self._stop_checker)
@@ -175,8 +178,9 @@ class Scheduler:
         """Whether there are sequences for `schedule`, or outputs to take."""
         return bool(self.running or self._outputs or len(self._waiting.queue))
 
-    def add(self, request: Generate, ready: bool = True) -> bool:
-        """Accepts a request. With `ready` False, the request waits for `release` before it may run.
+    def add(self, request: Generate, ready: bool = True, adapter: int = 0) -> bool:
+        """Accepts a request. With `ready` False, the request waits for `release` before it may run. `adapter`: number
+        of its adapter, 0 for the base model.
 
         Returns False if nothing remains to be done: the request was refused or is complete already, and `take_outputs`
         returns its only output. Raises ValueError if the id is in use.
@@ -200,6 +204,7 @@ class Scheduler:
             token_limit=limit,
             eos_token_ids=self.eos_token_ids,
             share=self._shares.open(request.client, request.user, request.weight),
+            adapter=adapter,
         )
         if not seq.ends_at_limit:
             seq.length = self.lengths.arrived(request)
@@ -341,6 +346,10 @@ class Scheduler:
         seq.last_token = token_ids[-1]
         self._outputs.add_inserted(seq, token_ids)
 
+    def waiting_adapters(self) -> set[int]:
+        """Adapters of waiting sequences, by number."""
+        return set(self._table.adapter[self._waiting.rows].tolist()) - {0} if self.config.lora_slots else set()
+
     # ------------------------------------------------------------ load and integrity
 
     def load(self) -> ReplicaLoad:
@@ -369,6 +378,7 @@ class Scheduler:
         if (of_windows := self._windows) is not None:
             load.window_tokens_total = of_windows.num_window_pages * self.page_size
             load.window_tokens_used = load.window_tokens_total - of_windows.num_windows_available * self.page_size
+        load.max_loras, load.adapter_loads = self.config.lora_slots, self.adapters.num_loads
         load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
 
@@ -389,6 +399,7 @@ class Scheduler:
         """Raises AssertionError unless every page has one owner and every sequence is in one place. Walks all pages and
         sequences."""
         self.leases.check_integrity()
+        self.adapters.check_integrity(list(self.running))
         check_sequences(self._sequences, self.running, self._waiting, self.kv_cache, self._table, self._in_flight)
 
     # ------------------------------------------------------------ arrival
@@ -397,7 +408,11 @@ class Scheduler:
         if self.num_waiting >= self.config.max_waiting and not request.resumed:
             return overloaded(self.num_waiting, self._starts_s, self.clock())
         return refusal(
-            request, vocab_size=self.vocab_size, context_length=self.context_length, kv_tokens=self.kv_tokens
+            request,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            kv_tokens=self.kv_tokens,
+            max_loras=self.config.lora_slots,
         )
 
     def _finish_complete(self, seq: Sequence) -> bool:

@@ -88,6 +88,8 @@ class Sequence:
     last_token = TableColumn()
     slot = TableColumn()
     job = TableColumn()
+    adapter = TableColumn()
+    adapter_slot = TableColumn()
     inserts = TableColumn()
 
     __slots__ = (
@@ -130,6 +132,7 @@ class Sequence:
         token_limit: int,
         eos_token_ids: frozenset[int],
         share: ClientShare,
+        adapter: int = 0,
     ) -> None:
         """Takes a row in `table`.
 
@@ -137,13 +140,14 @@ class Sequence:
         - `arrived_s`: the scheduler's clock at arrival.
         - `token_limit`: prompt + output tokens with which the sequence ends.
         - `share`: the client's, in the order of the queue.
+        - `adapter`: number of its adapter, 0 for the base model.
         """
         self.request_id = request.request_id
         self.sampling: SamplingParams = request.sampling
         self.priority = request.priority
         self.head_start_s = request.head_start_s
         self.lease = request.lease
-        self.cache_salt = request.cache_salt
+        self.cache_salt = request.prefix_salt
         self.prediction_ids = request.prediction_ids
         self.arrival = arrival
         self.arrived_s = arrived_s
@@ -162,6 +166,7 @@ class Sequence:
         self.num_prompt = len(request.prompt_ids)
         self.num_tokens = self.num_prompt + len(request.output_ids)
         self.token_limit = token_limit
+        self.adapter = adapter
         table.last_output_s[self.row] = arrived_s
         self.share = share
         table.client[self.row] = share.index

@@ -41,6 +41,8 @@ class SequenceTable(Generic[S]):
     | `last_output_s` | float64, when the newest output token came, by the scheduler's clock; before that, the arrival |
     | `counts_from_s` | float64, the arrival by the scheduler's clock, less the head start |
     | `queue_class` | int64, what goes first while it waits: lower values, by higher priority, then preemption |
+    | `adapter` | number of its adapter, 0 for the base model |
+    | `adapter_slot` | device slot of its adapter while it runs |
     | `job` | number of its job, ascending by arrival; 0 without jobs |
     | `client` | int64, `ClientShare.index` of its client |
     | `announced` | bool, whether the first output has been made |
@@ -60,6 +62,7 @@ class SequenceTable(Generic[S]):
         self.num_pages, self.num_sent_pages, self.num_shared = column(), column(), column()
         self.first_window_page = column()
         self.slot, self.last_token, self.cached_estimate, self.job = column(), column(), column(), column()
+        self.adapter, self.adapter_slot = column(), column()
         self.queue_class, self.client = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.int64)
         self.last_output_s, self.counts_from_s = np.zeros(capacity), np.zeros(capacity)
         self.announced, self.inserts = np.zeros(capacity, dtype=bool), np.zeros(capacity, dtype=bool)

@@ -201,6 +201,9 @@ class StepBuilder:
             plan.hidden = hidden
         if self._checkpoints is not None:
             plan.checkpoints = self._checkpoints.plan_copies(sequences, starts, lengths, len(self._decodes))
+        if np.count_nonzero(own := table.adapter[rows]):
+            adapted = own.nonzero()[0].astype(np.int32)
+            plan.adapters = np.stack((adapted, table.adapter_slot[rows[adapted]], own[adapted]), axis=1)
         dropped = np.zeros(len(rows), dtype=bool)
         after = after if num_pending else None
         return ScheduledStep(plan, rows, sequences, samples, dropped, prompted, self.budget.shape, after, drafts)

@@ -16,7 +16,9 @@ def overloaded(waiting: int, starts_s: Sequence[float], now_s: float) -> Failure
     return Failure("overloaded", message, retry_after_s=retry_after_s)
 
 
-def refusal(request: Generate, *, vocab_size: int, context_length: int, kv_tokens: int) -> Failure | None:
+def refusal(
+    request: Generate, *, vocab_size: int, context_length: int, kv_tokens: int, max_loras: int = 0
+) -> Failure | None:
     """The reason why a replica with these limits (in tokens) cannot run `request`; None if it can."""
     num_prompt = len(request.prompt_ids)
     if num_prompt == 0:
@@ -34,6 +36,9 @@ def refusal(request: Generate, *, vocab_size: int, context_length: int, kv_token
         return Failure("invalid", message, "prompt_logprobs_start")
     if request.sampling.pooling is not None and (failure := _pooling_refusal(request)) is not None:
         return failure
+    if request.adapter is not None and not max_loras:
+        message = f"this replica has no room for the adapter {request.adapter.name!r}: max_loras is 0"
+        return Failure("invalid", message, "model")
     # On a GPU, an index out of range makes the device unusable, and so ends all requests.
     ids: list[tuple[str, Iterable[int]]] = [
         ("prompt", request.prompt_ids),
