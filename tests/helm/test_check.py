@@ -530,3 +530,13 @@ def test_the_image_holds_what_the_chart_and_the_project_say(tmp_path: Path) -> N
     assert f"EXPOSE {container(workers({}))['ports'][0]['containerPort']}" in lines
     assert " wget " in dockerfile.replace("\\\n", " ")  # KubeRay's probes
     assert 'torch==2.13.0"' in (ROOT / "Makefile").read_text() and "pip install torch==2.13.0" in dockerfile
+
+
+def test_autoscaled_replicas_have_room_and_serve_lets_their_numbers_change() -> None:
+    values = {"replicas": 1, "config": {"max_replicas": 3, "min_replicas": 0}}
+    (told,) = served(values)["applications"]
+    assert told["external_scaler_enabled"] is True and "external_scaler_enabled" not in served({})["applications"][0]
+    assert told["deployments"] == [{"name": "Replica", "num_replicas": 1}, {"name": "Router", "num_replicas": 2}]
+    assert workers(values)["replicas"] == 3
+    with pytest.raises(CheckError, match="replicas is 4, more than max_replicas 3"):
+        render(values | {"replicas": 4}, "try")
