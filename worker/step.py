@@ -150,11 +150,11 @@ class Plan:
             left = pairs[chosen[pairs[:, 0]]]
             left[:, 0] = new_index[left[:, 0]]
             by_chunk.append(left)
-        hidden, checkpoints, adapters = by_chunk
         of_windows = self.window_pages
         if len(of_windows):
             of_windows = of_windows[np.repeat(chosen, self.num_pages)]
-        return Plan(self.step, *columns, hidden, checkpoints, of_windows, adapters)
+        columns += [*by_chunk[:2], of_windows, *by_chunk[2:]]
+        return Plan(self.step, *columns)
 
     def encode(self) -> bytes:
         """The plan as one message frame for the other ranks."""
@@ -170,8 +170,8 @@ class Plan:
         values = np.frombuffer(frame, dtype=np.int32, offset=56)
         columns = values[: NUM_COLUMNS * chunks].reshape(-1, chunks)
         *lists, window_pages, hidden, checkpoints, adapters = np.split(values[columns.size :], np.cumsum(sizes))
-        by_chunk = hidden.reshape(-1, 2), checkpoints.reshape(-1, 3)
-        return cls(step, *columns, *lists, *by_chunk, window_pages, adapters.reshape(-1, 3))
+        lists += [hidden.reshape(-1, 2), checkpoints.reshape(-1, 3), window_pages, adapters.reshape(-1, 3)]
+        return cls(step, *columns, *lists)
 
     @property
     def _columns(self) -> tuple[np.ndarray, ...]:
