@@ -8,6 +8,7 @@ with the bytes of both (`draft_memory.py`).
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
