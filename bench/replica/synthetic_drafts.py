@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from worker.drafts import Drafter, Proposal
-from worker.sampling.sampler import PendingSample, Sampler
+from worker.sampling.pending_sample import PendingSample
+from worker.sampling.sampler import Sampler
 from worker.structured_output import GrammarState
 
 

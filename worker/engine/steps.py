@@ -14,8 +14,9 @@ from worker.errors import DeviceLost, RankLost, one_line
 from worker.executor.executor import Executor, ForwardOutput
 from worker.messages import Failure
 from worker.sampling.logprobs import PendingLogprobs, prompt_logprobs
+from worker.sampling.pending_sample import PendingSample
 from worker.sampling.pooling import PendingPooled
-from worker.sampling.sampler import PendingSample, Sampler
+from worker.sampling.sampler import Sampler
 from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.sequence import Sequence

@@ -159,7 +159,7 @@ def accept_lazy(
     both = list(zip(matchers, token_ids, strict=True))
     plain = [i for i, (matcher, token_id) in enumerate(both) if matcher.is_plain(token_id)]
     pairs = [(both[i][0].handle, both[i][1]) for i in plain]
-    if threads > 1 or beside:
+    if pairs and (threads > 1 or beside):  # llguidance refuses an empty list
         found = _executor(threads).consume_token_par(pairs)
     else:
         found = [handle.consume_token(token_id) for handle, token_id in pairs]

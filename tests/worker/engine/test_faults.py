@@ -21,7 +21,8 @@ from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Engine, Finished
 from worker.executor.executor import ForwardOutput
 from worker.messages import Generate, Grammar, Lease, SamplingParams
-from worker.sampling.sampler import PendingSample, Sampler
+from worker.sampling.pending_sample import PendingSample
+from worker.sampling.sampler import Sampler
 from worker.step import Plan
 from worker.structured_output import CompiledGrammar
 
@@ -64,7 +65,8 @@ class FlakySampler(Sampler):
     def launch(self, *arguments: object) -> PendingSample:
         _fail_at(self.faults)
         pending = super().launch(*arguments)
-        return SimpleNamespace(result=lambda: _fail_at(self.faults) or pending.result())
+        result = lambda: _fail_at(self.faults) or pending.result()  # noqa: E731
+        return SimpleNamespace(begin=pending.begin, settle=pending.settle, result=result)
 
 
 class Compiled:

@@ -11,7 +11,8 @@ import torch
 from tests.worker.sampling.test_sampler import EOS, VOCAB, WordGrammar, accept_tokens, fill_masks, free, greedy
 from worker.messages import SamplingParams
 from worker.sampling.early_masks import EarlyMasks
-from worker.sampling.sampler import PendingSample, Sampler
+from worker.sampling.pending_sample import PendingSample
+from worker.sampling.sampler import Sampler
 from worker.structured_output import GrammarError
 
 SLOTS = 6
