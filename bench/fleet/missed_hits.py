@@ -1,4 +1,4 @@
-"""What a hit rate costs: why a fleet misses what one cache of all its pages would have, and what hitting it would take.
+"""Causes of missed hits: why a fleet misses what one cache of all its pages would have, and what hitting it would take.
 
     python -m bench.fleet.missed_hits --load mooncake --trace mooncake_conversation.jsonl --levels 0.8 1.1
     python -m bench.fleet.missed_hits --load bursts --replicas 16 --rules shoal no_copies most_cached
