@@ -119,8 +119,8 @@ def missed(requests: list[FleetRequest], hardware: ReplicaHardware, replicas: in
     outcome = watched.run()
     numbers = np.flatnonzero(outcome.measured)
     ideal, cached = outcome.ideal[numbers], outcome.cached[numbers]
-    held = np.minimum(ideal, [watched.held[number] for number in numbers])
-    coming = np.minimum(ideal, [watched.coming[number] for number in numbers])
+    held = np.minimum(ideal, [watched.held[number] for number in numbers.tolist()])
+    coming = np.minimum(ideal, [watched.coming[number] for number in numbers.tolist()])
     had = np.minimum(ideal, cached)
     known = np.maximum(had, held)
     whole = np.maximum(known, coming)
