@@ -1,4 +1,4 @@
-"""What a hit rate costs: why a fleet misses what one cache of all its pages would have, and what hitting it would take.
+"""Causes of missed hits: why a fleet misses what one cache of all its pages would have, and what hitting it would take.
 
     python -m bench.fleet.missed_hits --load mooncake --trace mooncake_conversation.jsonl --levels 0.8 1.1
     python -m bench.fleet.missed_hits --load bursts --replicas 16 --rules shoal no_copies most_cached
@@ -119,8 +119,8 @@ def missed(requests: list[FleetRequest], hardware: ReplicaHardware, replicas: in
     outcome = watched.run()
     numbers = np.flatnonzero(outcome.measured)
     ideal, cached = outcome.ideal[numbers], outcome.cached[numbers]
-    held = np.minimum(ideal, [watched.held[number] for number in numbers])
-    coming = np.minimum(ideal, [watched.coming[number] for number in numbers])
+    held = np.minimum(ideal, [watched.held[number] for number in numbers.tolist()])
+    coming = np.minimum(ideal, [watched.coming[number] for number in numbers.tolist()])
     had = np.minimum(ideal, cached)
     known = np.maximum(had, held)
     whole = np.maximum(known, coming)

@@ -1,4 +1,4 @@
-"""Why hits are missed, on bursts, where the reason is known, and what one cache's hits would cost there."""
+"""Causes of missed hits on bursts, where they are known, and what all hits would cost there."""
 
 import numpy as np
 import pytest
