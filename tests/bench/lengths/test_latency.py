@@ -68,3 +68,10 @@ def test_waits_are_compared_with_what_their_work_allows() -> None:
         "ranks.cpu.120.wait_p99_of_bound": pytest.approx(0.5),
         "ranks.cpu.120.throughput_vs_fcfs": pytest.approx(0.5),
     }
+
+
+def test_each_level_needs_a_number_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless there is one number, for all."""
+    with pytest.raises(SystemExit):
+        latency.main(["--levels", "0.5", "0.9", "1.2", "--requests", "10", "20"])
+    assert "--requests has 2 numbers, and --levels 3" in capsys.readouterr().err
