@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 
 EVERY_STEPS = 16
-"""Of so many steps one is looked at."""
+"""Steps from one whose tokens are counted to the next."""
 
 _NEWEST = 16  # steps whose mean `imbalance` is
 
