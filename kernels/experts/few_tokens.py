@@ -173,13 +173,13 @@ def _gate_up_pair(
             squares += value * value
             value *= tl.load(norm + place, mask=inside, other=0.0).to(tl.float32)
         value = value[None, :]
-        first, second = numbers(opened, tl.float32, SCALES), numbers(lifted, tl.float32, SCALES)
+        gates_now, ups_now = numbers(opened, tl.float32, SCALES), numbers(lifted, tl.float32, SCALES)
         if SCALES > 0:
             lines, group = row[:, None], place[None, :]
-            first *= scales_of(scales, expert, group, lines, hidden, 2 * size, mask, SCALES)
-            second *= scales_of(scales, expert, group, size + lines, hidden, 2 * size, mask, SCALES)
-        gate += first * value
-        up += second * value
+            gates_now *= scales_of(scales, expert, group, lines, hidden, 2 * size, mask, SCALES)
+            ups_now *= scales_of(scales, expert, group, size + lines, hidden, 2 * size, mask, SCALES)
+        gate += gates_now * value
+        up += ups_now * value
         opened, lifted = next_opened, next_lifted
     opened_sum, lifted_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if NORM:
