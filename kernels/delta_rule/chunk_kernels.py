@@ -28,7 +28,7 @@ _VALUES = 32  # value rows that one program of `_scan` updates
 _LEAST_LENGTH = tl.constexpr(1e-6)  # as in `chunked.py`
 
 
-class Blocks(NamedTuple):
+class ChunkBlocks(NamedTuple):
     """Chunks cut into blocks of at most `BLOCK` tokens. All int64, on the device.
 
     | field | shape | meaning |
@@ -45,7 +45,9 @@ class Blocks(NamedTuple):
     kept_chunks: torch.Tensor
 
 
-def convolve(x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor, blocks: Blocks) -> None:
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor, blocks: ChunkBlocks
+) -> None:
     """Writes `DeltaRuleStates.convolve` of the blocks' tokens to `out`, and moves the last inputs on.
 
     inputs: `[rows, channels, width - 1]`.
@@ -85,7 +87,7 @@ def attend(
     recurrent: torch.Tensor,
     shape: StateShape,
     out: torch.Tensor,
-    blocks: Blocks,
+    blocks: ChunkBlocks,
 ) -> None:
     """Writes `DeltaRuleStates.attend` of the blocks' tokens to `out`, `[num_tokens, value_heads, value_dim]`, and
     updates the states. recurrent: `[rows, value_heads, value_dim, key_dim]`."""

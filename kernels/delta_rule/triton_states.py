@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kernels.delta_rule import chunk_kernels, decode_kernels
-from kernels.delta_rule.chunk_kernels import Blocks
+from kernels.delta_rule.chunk_kernels import ChunkBlocks
 from kernels.delta_rule.chunked import BLOCK
 from kernels.delta_rule.states import DeltaRuleStates, StateBatch, TokenGates
 from kernels.host_device import all_to_device
@@ -25,10 +25,10 @@ class _Singles(NamedTuple):
 
 
 class TritonStates(DeltaRuleStates):
-    """All chunks of one token are computed by kernels of their own; all longer ones in blocks, beside each other."""
+    """Chunks of one token have kernels of their own. All longer chunks are computed together, in blocks."""
 
     _singles: _Singles | None = None
-    _blocks: Blocks | None = None
+    _blocks: ChunkBlocks | None = None
 
     def plan(self, batch: StateBatch) -> None:
         self.begin(batch)
@@ -41,7 +41,7 @@ class TritonStates(DeltaRuleStates):
             arrays += cut(batch)
         there = all_to_device([np.ascontiguousarray(array, dtype=np.int64) for array in arrays], self.device)
         self._singles = _Singles(*there[:3]) if num_singles else None
-        self._blocks = Blocks(*there[-4:]) if num_singles < len(is_single) else None
+        self._blocks = ChunkBlocks(*there[-4:]) if num_singles < len(is_single) else None
 
     def plan_decodes(self, tokens: torch.Tensor, rows: torch.Tensor, copies: torch.Tensor) -> None:
         """Plans a step of chunks of one token from tensors on the device, so that it may be in a CUDA graph. `begin`
@@ -77,7 +77,7 @@ def copies_of_singles(batch: StateBatch) -> np.ndarray:
 
 
 def cut(batch: StateBatch) -> list[np.ndarray]:
-    """The arrays of `Blocks` for the chunks of more than one token. A block ends where states are copied."""
+    """The arrays of `ChunkBlocks` for the chunks of more than one token. A block ends where states are copied."""
     blocks: list[tuple[int, int, int, int, int]] = []
     chunks: list[tuple[int, int, int]] = []
     kept: list[tuple[int, int, int]] = []

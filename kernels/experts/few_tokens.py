@@ -2,7 +2,6 @@
 
 Each (token, expert) pair is computed by itself, without sorting: `_gate_up_pair`, then `_down_token`, which also adds
 the outputs of a token's experts. An expert that several tokens have is read once for each, from the L2 cache at best.
-Each part of a weight is read before the part before it is multiplied.
 
 Imported only where there is a GPU (or Triton's interpreter). Arithmetic is in float32 whatever the tensors' dtypes.
 """
@@ -157,30 +156,24 @@ def _gate_up_pair(
     gate = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     up = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     squares = tl.zeros([BLOCK], dtype=tl.float32)
-    mask = is_row[:, None] & (at < hidden)[None, :]
-    opened = tl.load(gates + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    lifted = tl.load(ups + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     for begin in range(0, hidden, BLOCK):
         place = begin + at
         inside = place < hidden
         mask = is_row[:, None] & inside[None, :]
-        ahead = place + BLOCK
-        mask_ahead = is_row[:, None] & (ahead < hidden)[None, :]
-        next_opened = tl.load(gates + ahead[None, :], mask=mask_ahead, other=0.0, eviction_policy="evict_first")
-        next_lifted = tl.load(ups + ahead[None, :], mask=mask_ahead, other=0.0, eviction_policy="evict_first")
+        opened = tl.load(gates + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        lifted = tl.load(ups + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += value * value
             value *= tl.load(norm + place, mask=inside, other=0.0).to(tl.float32)
         value = value[None, :]
-        first, second = numbers(opened, tl.float32, SCALES), numbers(lifted, tl.float32, SCALES)
+        opened, lifted = numbers(opened, tl.float32, SCALES), numbers(lifted, tl.float32, SCALES)
         if SCALES > 0:
             lines, group = row[:, None], place[None, :]
-            first *= scales_of(scales, expert, group, lines, hidden, 2 * size, mask, SCALES)
-            second *= scales_of(scales, expert, group, size + lines, hidden, 2 * size, mask, SCALES)
-        gate += first * value
-        up += second * value
-        opened, lifted = next_opened, next_lifted
+            opened *= scales_of(scales, expert, group, lines, hidden, 2 * size, mask, SCALES)
+            lifted *= scales_of(scales, expert, group, size + lines, hidden, 2 * size, mask, SCALES)
+        gate += opened * value
+        up += lifted * value
     opened_sum, lifted_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if NORM:
         scale = tl.math.rsqrt(tl.sum(squares) / hidden + eps)
@@ -192,14 +185,6 @@ def _gate_up_pair(
         lifted_sum += tl.load(own + size, mask=is_row, other=0.0).to(tl.float32)
     result = gated(opened_sum, lifted_sum, GELU, LIMIT, ALPHA)
     tl.store(inner + pair * size + row, result.to(inner.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _expert_of(chosen, pair, first, experts):
-    """The expert of a pair, counted from `first`, 0 for one that is elsewhere; and whether it is here."""
-    expert = tl.load(chosen + pair).to(tl.int64) - first
-    is_here = (expert >= 0) & (expert < experts)
-    return tl.where(is_here, expert, 0), is_here
 
 
 @triton.jit
@@ -231,41 +216,26 @@ def _down_token(
     at = tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     biases = tl.zeros([ROWS], dtype=tl.float32)
-    parts = tl.cdiv(size, BLOCK)
-    own, is_here = _expert_of(chosen, token * TOP_K, first, experts)
-    mask = is_row[:, None] & ((at < size) & is_here)[None, :]
-    part = tl.load(
-        weight + own * hidden * size + row[:, None] * size + at[None, :],
-        mask=mask,
-        other=0.0,
-        eviction_policy="evict_first",
-    )
-    for number in range(TOP_K * parts):
-        pair = token * TOP_K + number // parts
-        place = number % parts * BLOCK + at
-        inside = (place < size) & is_here
-        # The next part is read before this one is multiplied.
-        after = tl.minimum(number + 1, TOP_K * parts - 1)
-        next_own, is_next_here = _expert_of(chosen, token * TOP_K + after // parts, first, experts)
-        next_place = after % parts * BLOCK + at
-        mask_ahead = is_row[:, None] & ((next_place < size) & is_next_here & (number + 1 < TOP_K * parts))[None, :]
-        next_part = tl.load(
-            weight + next_own * hidden * size + row[:, None] * size + next_place[None, :],
-            mask=mask_ahead,
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+    for number in range(TOP_K):
+        pair = token * TOP_K + number
+        expert = tl.load(chosen + pair).to(tl.int64) - first
+        is_here = (expert >= 0) & (expert < experts)
         share = tl.where(is_here, tl.load(shares + pair), 0.0)
         if BIAS:
-            once = is_row & is_here & (number % parts == 0)
-            biases += share * tl.load(bias + own * hidden + row, mask=once, other=0.0).to(tl.float32)
-        value = tl.load(inner + pair * size + place, mask=inside, other=0.0).to(tl.float32) * share
-        factors = numbers(part, tl.float32, SCALES)
-        if SCALES > 0:
+            own = bias + expert * hidden + row
+            biases += share * tl.load(own, mask=is_row & is_here, other=0.0).to(tl.float32)
+        lines = weight + tl.where(is_here, expert, 0) * hidden * size + row[:, None] * size
+        for begin in range(0, size, BLOCK):
+            place = begin + at
+            inside = (place < size) & is_here
             mask = is_row[:, None] & inside[None, :]
-            factors *= scales_of(scales, own, place[None, :], row[:, None], size, hidden, mask, SCALES)
-        total += factors * value[None, :]
-        own, is_here, part = next_own, is_next_here, next_part
+            part = tl.load(lines + place[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            value = tl.load(inner + pair * size + place, mask=inside, other=0.0).to(tl.float32) * share
+            part = numbers(part, tl.float32, SCALES)
+            if SCALES > 0:
+                own_expert = tl.where(is_here, expert, 0)
+                part *= scales_of(scales, own_expert, place[None, :], row[:, None], size, hidden, mask, SCALES)
+            total += part * value[None, :]
     result = tl.sum(total, 1) + biases
     if RESIDUAL:
         result += tl.load(residual + token * hidden + row, mask=is_row, other=0.0).to(tl.float32)
