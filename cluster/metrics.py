@@ -34,6 +34,7 @@ def described() -> Iterator[Described]:
         proposals=counts,
         drafted=counts,
         accepted=counts,
+        max_loras=0,
         adapters_resident=[""],
         stage_seconds=[{"compute": 0.0}],
         expert_tokens=[0],

@@ -171,7 +171,8 @@ class ReplicaConnection:
     @property
     def knows_adapters(self) -> bool:
         """Whether the replica understands requests with adapters."""
-        return self._protocol is not None and self._protocol >= 3
+        load = self._metrics.loads.get(self.replica_id)
+        return load is not None and load.max_loras is not None
 
     def generate(self, request: Generate) -> ReplicaStream:
         """Sends the request at once."""
@@ -287,6 +288,7 @@ class ReplicaConnection:
     def _subscription(self, samples: list[LengthSample] | None = None) -> Subscribe:
         message = Subscribe(protocol=PROTOCOL) if self._peers is None else self._peers.subscription()
         message.length_samples = samples or []
+        message.adapters = True
         return message
 
     def _deliver(self, output: Output) -> None:

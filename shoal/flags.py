@@ -1,6 +1,7 @@
 """Command-line flags made from a pydantic model, so that a setting has one name, type, default and description."""
 
 import argparse
+import json
 import types
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -9,13 +10,21 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+
+def _table(text: str) -> dict[str, str]:
+    """A table of texts, as NAME=TEXT,... or as a JSON object. Raises ValueError."""
+    if text.startswith("{"):
+        return dict(json.loads(text))
+    return dict(pair.split("=", 1) for pair in text.split(","))
+
+
 TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (int, "N"),
     float: (float, "X"),
     str: (str, "TEXT"),
     Path: (Path, "FILE"),
     SecretStr: (str, "SECRET"),
-    dict[str, str]: (lambda text: dict(pair.split("=", 1) for pair in text.split(",")), "NAME=TEXT,..."),
+    dict[str, str]: (_table, "NAME=TEXT,..."),
     tuple[str, ...]: (lambda text: tuple(text.split(",")), "TEXT,..."),
 }
 

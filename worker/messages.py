@@ -19,11 +19,13 @@ work together, so routers and replicas may be upgraded one after the other; othe
    sends only what that number has.
 3. What only the number before the previous one needed can be removed.
 
+Adapters need no number: a router sends them to replicas that tell `ReplicaLoad.max_loras`, and a replica tells of them
+to routers whose `Subscribe` has `adapters`.
+
 | number | what it added |
 | --- | --- |
 | 1 | peers that tell no number |
 | 2 | `Hello`, `Leaving`, and `Farewell` with reason "drained" |
-| 3 | `Generate.adapter`, `AdapterChange` |
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +36,7 @@ import msgspec
 from radix.events import CheckpointEvent, Event, NodeEvent
 from radix.salt import adapter_salt
 
-PROTOCOL = 3
+PROTOCOL = 2
 
 # ZeroMQ heartbeats: a ping every half second; a side that does not answer within 2 s counts as gone. So a vanished host
 # is noticed within 2.5 s, and its streams go on elsewhere within 3 s. ZeroMQ's I/O thread answers pings even while
@@ -153,7 +155,7 @@ class Generate(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     | `weight` | the client's share of the service, relative to others |
     | `cache_salt` | its prefixes are shared with requests of the same salt only (`radix.salt`) |
     | `lease` | what becomes of the KV after the request; None: it is cached as any other |
-    | `adapter` | the adapter that it runs with; None: the base model. From protocol number 3 on |
+    | `adapter` | the adapter that it runs with; None: the base model |
 
     `output_ids` count as output (penalties, `max_tokens`, seeds, grammar) and are not sent again.
 
@@ -210,13 +212,15 @@ class Subscribe(msgspec.Struct, tag=True, omit_defaults=True):
 
     `router`: the router's name, unique. `address`: where it publishes its bookings to other routers (ZeroMQ). A router
     without these has no others. `protocol`: the router's `PROTOCOL`. `length_samples`: newest outputs of all replicas,
-    from which a replica learns that knows too little to predict any.
+    from which a replica learns that knows too little to predict any. `adapters`: whether the router understands
+    `AdapterChange`.
     """
 
     router: str = ""
     address: str = ""
     protocol: int = 1
     length_samples: list[LengthSample] = []
+    adapters: bool = False
 
 
 class ClientUsage(msgspec.Struct, frozen=True, array_like=True):
@@ -240,7 +244,7 @@ class UsageReport(msgspec.Struct, tag=True):
 
 class AdapterChange(msgspec.Struct, tag=True):
     """Adapters that clients have loaded at a router, or unloaded, by name: the replica passes the message on to all
-    other routers, and tells those that come later what is loaded. From protocol number 3 on."""
+    other routers, and tells those that come later what is loaded."""
 
     loaded: list[Adapter]
     unloaded: list[str] = []
@@ -435,7 +439,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `checkpoints_evicted` | those that gave their place to others |
     | `window_tokens_total`, `window_tokens_used` | tokens that layers with a window can hold in pages of their own, and
     those that running requests hold |
-    | `max_loras` | adapters that may be on the device at once |
+    | `max_loras` | adapters that may be on the device at once; None: the replica knows of no adapters |
     | `adapters_resident` | names of the adapters on the device |
     | `adapters_running`, `adapters_waiting` | names of the adapters of running and of waiting requests |
     | `adapter_loads` | adapters that were copied to the device |
@@ -461,7 +465,7 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     checkpoints_evicted: int = 0
     window_tokens_total: int = 0
     window_tokens_used: int = 0
-    max_loras: int = 0
+    max_loras: int | None = None
     adapters_resident: list[str] = []
     adapters_running: list[str] = []
     adapters_waiting: list[str] = []

@@ -113,6 +113,7 @@ class Server:
         self._peers: dict[bytes, Subscribe] = {}  # those with a name, with what they said
         self._protocols: dict[bytes, int] = {}  # of those that have subscribed
         self._refused_routers = 0
+        self._hears_adapters: set[bytes] = set()  # the routers that understand `AdapterChange`
         self._adapters: dict[str, Adapter] = {}  # those that clients have loaded at any router, by name
         self._drain_until_s: float | None = None  # once the replica is being taken away
         self._has_said_leaving = False
@@ -408,7 +409,9 @@ class Server:
         self._snapshots.pop(router, None)
         self._snapshots[router] = SnapshotInPieces(self.engine.walk())
         self._load_due = True
-        if self._adapters and message.protocol >= 3:
+        if message.adapters:
+            self._hears_adapters.add(router)
+        if self._adapters and message.adapters:
             self._send(router, AdapterChange(list(self._adapters.values())))
         if message.router and router not in self._peers:
             self._peers[router] = message
@@ -421,7 +424,7 @@ class Server:
         for name in change.unloaded:
             self._adapters.pop(name, None)
         for other in self._listeners():
-            if other != router and self._protocols[other] >= 3:
+            if other != router and other in self._hears_adapters:
                 self._send(other, change)
 
     # ------------------------------------------------------------ out
@@ -527,6 +530,7 @@ class Server:
             self._snapshots.pop(router, None)
             self._bookings.pop(router, None)
             self._protocols.pop(router, None)
+            self._hears_adapters.discard(router)
             was_peer = self._peers.pop(router, None) is not None
             self._abort([i for i, owner in self._owners.items() if owner == router])
             if was_peer:
