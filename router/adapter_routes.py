@@ -31,7 +31,7 @@ def adapter_routes(models: Models) -> APIRouter:
     @routes.post(
         "/v1/load_lora_adapter",
         openapi_extra=openapi.body(LoadLoraRequest),
-        responses={200: {"description": "the adapter can be named as a model"}} | openapi.errors(400, 401, 403, 404),
+        responses=openapi.errors(400, 401, 403, 404) | {200: {"description": "the adapter can be named as a model"}},
     )
     async def load_lora_adapter(request: Request) -> Response:
         """Loads an adapter from a folder that replicas can read, and serves it under a name. Answers when a replica has
@@ -50,7 +50,7 @@ def adapter_routes(models: Models) -> APIRouter:
     @routes.post(
         "/v1/unload_lora_adapter",
         openapi_extra=openapi.body(UnloadLoraRequest),
-        responses={200: {"description": "the name is gone"}} | openapi.errors(400, 401, 403, 404),
+        responses=openapi.errors(400, 401, 403, 404) | {200: {"description": "the name is gone"}},
     )
     async def unload_lora_adapter(request: Request) -> Response:
         """Takes an adapter's name away. Requests that have begun go on."""

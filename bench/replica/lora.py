@@ -85,9 +85,8 @@ def main(argv: list[str] | None = None) -> int:
             name: write_adapters(model, Path(folder) / name, args.adapters, args.rank, targets)
             for name, targets in KINDS.items()
         }
-        config = WorkerConfig(
-            load_format="dummy", max_loras=args.adapters, max_lora_rank=args.rank, max_running=args.requests
-        )
+        limits = {"max_loras": args.adapters, "max_lora_rank": args.rank, "max_running": args.requests}
+        config = WorkerConfig.model_validate({"load_format": "dummy", **limits})
         times: dict[str, list[float]] = {"base": [], **{name: [] for name in kinds}}
         first: dict[str, float] = {}
         with closing(Engine(model, config)) as engine:

@@ -42,8 +42,8 @@ class DraftModel:
         self.page_size, self.num_pages = executor.page_size, executor.num_pages
         self.token_budget = config.token_budget
         capacity = self.num_pages * self.page_size
-        own: dict[str, Any] = {"kv_tokens": capacity, "context_length": None, "draft_model": None, "tp": 1, "window_kv_tokens": 0}
-        own |= {"lora_modules": {}, "max_loras": 0}
+        own: dict[str, Any] = {"kv_tokens": capacity, "context_length": None, "draft_model": None, "tp": 1}
+        own |= {"window_kv_tokens": 0, "lora_modules": {}, "max_loras": 0}
         self.config = config.model_copy(update=own)
         try:
             self._runner = ModelRunner(model, self.config)

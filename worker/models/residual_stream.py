@@ -117,7 +117,7 @@ class HalfBatchStream(ResidualStream):
         super().__init__(x, communicator, eps)
         self._wait_for_sum: Callable[[], torch.Tensor] | None = None
 
-    def add(self, linear: AnyLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+    def add(self, linear: AnyLinear | AdaptedLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         self.add_product(linear, y, norm)
 
     def add_product(self, product: Part, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
@@ -152,7 +152,7 @@ class OneTokenStream(ResidualStream):
         gelu = activation is gelu_tanh_and_mul
         return gated_gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, gelu=gelu)
 
-    def add(self, linear: AnyLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
+    def add(self, linear: AnyLinear | AdaptedLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         if not isinstance(linear, Linear | Fp8Linear):
             self.add_product(linear, y, norm)
             return
