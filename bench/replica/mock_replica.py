@@ -18,8 +18,7 @@ from bench.replica.null_executor import NullExecutor
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
 from worker.executor.executor import ForwardOutput
-from worker.sampling.pending_sample import PendingSample
-from worker.sampling.sampler import Sampler
+from worker.sampling.sampler import PendingSample, Sampler
 from worker.step import Plan, SampledTokens
 
 LOWEST_ID, HIGHEST_ID = 300, 10_000  # of output: whole words in the vocabularies of bench.replica.dummy_models
@@ -83,14 +82,6 @@ class Paced:
 
     sample: PendingSample
     ends_s: float
-
-    def begin(self) -> None:
-        """As `PendingSample.begin`."""
-        self.sample.begin()
-
-    def settle(self) -> None:
-        """As `PendingSample.settle`."""
-        self.sample.settle()
 
     def result(self) -> SampledTokens:
         time.sleep(max(0.0, self.ends_s - time.perf_counter()))

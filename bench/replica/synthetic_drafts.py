@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from worker.drafts import Drafter, Proposal
-from worker.sampling.pending_sample import PendingSample
-from worker.sampling.sampler import Sampler
+from worker.sampling.sampler import PendingSample, Sampler
+from worker.step import SampledTokens
 from worker.structured_output import GrammarState
 
 
@@ -93,21 +94,31 @@ class ReplayingSampler(Sampler):
         super().add(slot, sampling, prompt_ids, *others)
         self._rows[slot] = self._recording.row(prompt_ids)
 
-    def _pending(self, *arguments: Any) -> PendingSample:
-        return _ReplayedSample(self._recording, self._rows, self._num_output, *arguments)
+    def launch(
+        self,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        likeliest: torch.Tensor | None = None,
+        draft_ids: np.ndarray | None = None,
+    ) -> PendingSample:
+        pending = super().launch(logits, slots, likeliest, draft_ids)
+        return _ReplayedSample(pending, self._recording, self._rows, self._num_output)
 
 
 class _ReplayedSample(PendingSample):
     """The tokens of a launch, of which those of the recording come to the host."""
 
-    def __init__(self, recording: RecordedOutputs, rows: np.ndarray, num_output: np.ndarray, *arguments: Any) -> None:
+    def __init__(
+        self, pending: PendingSample, recording: RecordedOutputs, rows: np.ndarray, num_output: np.ndarray
+    ) -> None:
         """`rows`: the recording's sequence by slot. `num_output`: tokens by slot, with one of this launch."""
-        super().__init__(*arguments)
+        self.__dict__ = pending.__dict__
         metadata = self._metadata
         ahead = 0 if self._drafts is None else self._drafts.offsets
         places = np.minimum(num_output[metadata.slots] - 1 + ahead, recording.outputs.shape[1] - 1)
         self._recorded = recording.outputs[rows[metadata.slots], places]
 
-    def _landed(self) -> np.ndarray:
-        super()._landed()
-        return self._recorded
+    def result(self) -> SampledTokens:
+        self._landing.wait()
+        self._tokens[self._metadata.sampled_rows] = self._recorded
+        return super().result()

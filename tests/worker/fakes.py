@@ -216,12 +216,6 @@ class FakePending:
     def __init__(self, sampled: SampledTokens) -> None:
         self.sampled = sampled
 
-    def begin(self) -> None:
-        """Nothing: there is no grammar."""
-
-    def settle(self) -> None:
-        """Nothing was begun."""
-
     def result(self) -> SampledTokens:
         return self.sampled
 

@@ -1,13 +1,12 @@
 """The three loops of a replica. A turn of each schedules one step and finishes one.
 
     SerialLoop    schedule n | launch n | sample n | finish n
-    OverlapLoop   begin n | schedule n+1 | launch n+1 | finish n | sample n+1
+    OverlapLoop   schedule n+1 | launch n+1 | finish n | sample n+1
     PipelineLoop  as either, with steps announced to the earlier stages well ahead of their turn on this, the last stage
 
 With overlap, the device computes step n while the host schedules and launches n+1. Sampling of n+1 is launched after
 the tokens of n are known, so penalties, grammars and ended sequences are up to date. Between the steps, the tokens
-themselves stay on the device. What grammars do with the tokens of n is begun first, on a thread of its own
-(`worker.sampling.early_masks`).
+themselves stay on the device.
 """
 
 import math
@@ -76,19 +75,13 @@ class OverlapLoop(StepLoop):
         return self._in_flight is not None
 
     def turn(self) -> None:
-        flight = self._in_flight
-        if flight is not None:
-            if self._steps.waits_for_tokens(flight.step):  # may ask grammars
-                self._finish_in_flight()
-            else:
-                self._steps.begin(flight)
+        if self._in_flight is not None and self._steps.waits_for_tokens(self._in_flight.step):
+            self._finish_in_flight()
         step = self._steps.schedule()
         launched = self._steps.launch(step) if step is not None else None
         self._finish_in_flight()
         if step is not None:
             self._in_flight = self._steps.sample(step, launched)
-        elif flight is not None:
-            self._steps.settle(flight)
 
     def _finish_in_flight(self) -> None:
         flight, self._in_flight = self._in_flight, None

@@ -14,9 +14,8 @@ from worker.errors import DeviceLost, RankLost, one_line
 from worker.executor.executor import Executor, ForwardOutput
 from worker.messages import Failure
 from worker.sampling.logprobs import PendingLogprobs, prompt_logprobs
-from worker.sampling.pending_sample import PendingSample
 from worker.sampling.pooling import PendingPooled
-from worker.sampling.sampler import Sampler
+from worker.sampling.sampler import PendingSample, Sampler
 from worker.scheduler.scheduled_step import ScheduledStep, SchedulerOutput
 from worker.scheduler.scheduler import Scheduler
 from worker.scheduler.sequence import Sequence
@@ -128,17 +127,6 @@ class Steps:
             flight = flight._replace(done_event=torch.cuda.current_stream().record_event())
         return flight
 
-    def begin(self, flight: InFlightStep) -> None:
-        """Lets the grammars of a step take in its tokens as soon as they have come, and fill the masks after them,
-        while the host goes on. Only `finish` and `sample` may follow that use grammars, or `settle`."""
-        if flight.pending is not None:
-            flight.pending.begin()
-
-    def settle(self, flight: InFlightStep) -> None:
-        """Waits for what `begin` began, where no `sample` follows."""
-        if flight.pending is not None:
-            flight.pending.settle()
-
     def finish(self, flight: InFlightStep, wait: Callable[[torch.cuda.Event], None]) -> None:
         """Waits for the tokens of a step, with `wait` for its end on a GPU, and updates the scheduler. Raises
         DeviceLost."""
@@ -158,7 +146,6 @@ class Steps:
             sampled, prompts, pooled = None, {}, None
         self.scheduler.update(step, flight.chosen, sampled, prompts, pooled)
         if self._jump_forward is not None:
-            self.settle(flight)
             self._insert_forced(step, flight.chosen, self._jump_forward)
         self.timeline.finished(step)
         self._watch.finished(step)

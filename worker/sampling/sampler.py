@@ -8,25 +8,103 @@ the tokens' values. On a CPU the same steps run at once, with `worker.sampling.t
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from kernels.host_device import PinnedRing, all_to_device, to_device
+from kernels.host_device import PinnedBuffer, PinnedRing, all_to_device
 from worker.messages import Failure, SamplingParams
 from worker.sampling import topk_topp
 from worker.sampling.draft_rows import DraftRows
-from worker.sampling.early_masks import EarlyMasks
 from worker.sampling.logits_processors import apply_logits_adjustments
 from worker.sampling.logprobs import PendingLogprobs
-from worker.sampling.pending_sample import PendingSample
 from worker.sampling.sampling_metadata import SamplingMetadata, SamplingNeeds, SlotState, append_tokens
 from worker.sampling.token_bitmask import TokenBitmask
 from worker.sampling.topk_topp_cpu import draw, uniform
-from worker.step import PROMPT_LOGIT_ROWS
-from worker.structured_output import GrammarState, GrammarThreads, apply_bitmask
+from worker.step import PROMPT_LOGIT_ROWS, SampledTokens
+from worker.structured_output import GrammarError, GrammarState, GrammarThreads, apply_bitmask
+
+
+class PendingSample:
+    """The tokens of one batch, on their way to the host."""
+
+    def __init__(
+        self,
+        metadata: SamplingMetadata,
+        tokens: torch.Tensor,
+        landing: PinnedBuffer,
+        logprobs: PendingLogprobs | None,
+        failures: dict[int, Failure],
+        threads: GrammarThreads,
+        drafts: DraftRows | None = None,
+        owners: Sequence[SlotState] = (),
+        count: Callable[[int, SlotState, int], None] | None = None,
+    ) -> None:
+        """`tokens`: int64, one for each row of logits. They are copied to the host, into `landing`. `threads`: those of
+        grammars. If the rows have `drafts`: `owners` are the states of its sequences, and `count` is told of each slot
+        that got more than one token."""
+        self._drafts, self._owners, self._count = drafts, owners, count
+        self._metadata = metadata
+        self._logprobs = logprobs
+        self._failures, self._threads = failures, threads
+        self._landing = landing
+        self._tokens = landing.array[: tokens.nbytes].view(np.int64)
+        landing.bytes_[: tokens.nbytes].view(tokens.dtype).copy_(tokens, non_blocking=True)
+        landing.begun()
+
+    def result(self) -> SampledTokens:
+        """Waits for the device, and lets the slots' states take in their tokens. To be called once."""
+        self._landing.wait()
+        metadata, failures = self._metadata, self._failures
+        token_ids = self._tokens[metadata.sampled_rows]
+        if self._drafts is not None:
+            return self._verify(token_ids, self._drafts)
+        for i in (token_ids < 0).nonzero()[0].tolist():
+            failures.setdefault(i, Failure("internal", "the model's output is not a number"))
+        rows = {i: row for i, row in metadata.stateful if i not in failures}
+        said = token_ids.tolist()
+        _, errors = append_tokens(rows, {i: [said[i]] for i in rows}, self._threads)
+        failures |= {i: _taken_wrongly(error) for i, error in errors.items()}
+        complete = [i for i, row in rows.items() if row.is_complete]
+        logprobs = {}
+        if self._logprobs is not None:
+            found = zip(metadata.logprobs, self._logprobs.result(), strict=True)
+            logprobs = {i: [logprobs] for i, logprobs in found if i not in failures}
+        return SampledTokens(token_ids, logprobs, failures, complete)
+
+    def _verify(self, token_ids: np.ndarray, drafts: DraftRows) -> SampledTokens:
+        """As `result`, with drafts: by sequence instead of by row. `token_ids`: int64 [sampled rows]."""
+        metadata, failures, complete = self._metadata, {}, []
+        following, logprobs = {}, {}
+        by_row = {}
+        if self._logprobs is not None:
+            by_row = dict(zip(metadata.logprobs, self._logprobs.result(), strict=True))
+        said, slots, firsts = token_ids.tolist(), metadata.slots.tolist(), drafts.firsts.tolist()
+        verified = {}
+        for i, first in enumerate(firsts):
+            tokens = drafts.verified(i, said)
+            if first in self._failures:
+                failures[i] = self._failures[first]
+            elif tokens[0] < 0:
+                failures[i] = Failure("internal", "the model's output is not a number")
+            else:
+                verified[i] = tokens
+        taken, errors = append_tokens({i: self._owners[i] for i in verified}, verified, self._threads)
+        failures |= {i: _taken_wrongly(error) for i, error in errors.items()}
+        for i, tokens in taken.items():
+            if i in errors:
+                continue
+            owner, first = self._owners[i], firsts[i]
+            if owner.is_complete:
+                complete.append(i)
+            if len(tokens) > 1:
+                following[i] = tokens[1:]
+                assert self._count is not None
+                self._count(slots[first], owner, len(tokens) - 1)
+            if first in by_row:
+                logprobs[i] = [by_row[first + number] for number in range(len(tokens))]
+        return SampledTokens(token_ids[drafts.firsts], logprobs, failures, complete, following)
 
 
 class Sampler:
@@ -38,20 +116,16 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         last_tokens: torch.Tensor | None = None,
-        early_masks: bool | None = None,
     ) -> None:
         """Slots are 0 to `max_running` - 1. Logits have `vocab_size` columns and lie on `device`. `last_tokens`, int64
-        on `device` with an element for each slot, receives the slot's token as soon as the device has chosen it.
-        `early_masks`: whether grammars run on a thread of their own, by default on GPUs."""
+        on `device` with an element for each slot, receives the slot's token as soon as the device has chosen it."""
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.last_tokens = last_tokens
         self._states: list[SlotState | None] = [None] * max_running
         self._needs = np.full(max_running, SamplingNeeds.FREE, dtype=np.int64)
         self._masks: TokenBitmask | None = None
-        self._early: EarlyMasks | None = None
-        self._uses_early = self.device.type == "cuda" if early_masks is None else early_masks
-        self._threads = GrammarThreads(beside=self._uses_early)
+        self._threads = GrammarThreads()
         self._metadata: SamplingMetadata | None = None
         self._landings = PinnedRing(self.device, 8 * (max_running + PROMPT_LOGIT_ROWS))
         # Parameters of random draws, by slot.
@@ -85,9 +159,6 @@ class Sampler:
         if grammar is not None:
             for token_id in output_ids[grammar.num_tokens :]:
                 grammar.accept(token_id)
-            self._make_masks()
-            if self._early is not None:
-                self._early.add(slot)
         row = SlotState(sampling, prompt_ids, output_ids, eos_token_ids, grammar)
         self._states[slot], self._needs[slot] = row, row.needs
         self._metadata = None
@@ -103,8 +174,6 @@ class Sampler:
         """Frees a slot. A slot that is free stays free."""
         self._states[slot], self._needs[slot] = None, SamplingNeeds.FREE
         self._metadata = None
-        if self._early is not None:
-            self._early.remove(slot)
 
     def insert(self, slot: int, token_ids: list[int]) -> None:
         """Takes in output tokens of a slot that were not sampled, after the `result` of all its launches. Raises
@@ -137,8 +206,6 @@ class Sampler:
         A row that gets no token (logits that are not numbers, a grammar that allows none) is among the `failures` of
         the result. The other rows are unaffected.
         """
-        if self._early is not None:
-            self._early.settle()
         drafts, owners = None, list[SlotState]()
         metadata = self._metadata
         if draft_ids is not None:
@@ -172,19 +239,7 @@ class Sampler:
         self._count(metadata)
         landing = self._landings.next()
         count = self._count_following
-        early = self._early if drafts is None and metadata.has_grammars else None
-        return self._pending(metadata, tokens, landing, logprobs, failures, self._threads, drafts, owners, count, early)
-
-    def _pending(self, *arguments: Any) -> PendingSample:
-        """The tokens of a launch: `arguments` are those of `PendingSample`."""
-        return PendingSample(*arguments)
-
-    def _make_masks(self) -> None:
-        """Allocates the masks when the first output with a grammar comes."""
-        if self._masks is None:
-            most = len(self._states)
-            self._masks = TokenBitmask(most + PROMPT_LOGIT_ROWS, self.vocab_size, self.device, self._threads)
-            self._early = EarlyMasks(most, self._masks) if self._uses_early else None
+        return PendingSample(metadata, tokens, landing, logprobs, failures, self._threads, drafts, owners, count)
 
     def _after_drafts(self, drafts: DraftRows, slots: np.ndarray) -> tuple[list[SlotState], dict[int, SlotState]]:
         """The state of each sequence, and the states of the rows that come after drafts. `slots`: int64 [sampled
@@ -241,30 +296,18 @@ class Sampler:
         states = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
         if not states:
             return None
-        assert self._masks is not None
+        if self._masks is None:
+            self._masks = TokenBitmask(
+                len(self._states) + PROMPT_LOGIT_ROWS, self.vocab_size, self.device, self._threads
+            )
         if drafts is not None:
             states = [(i, state) for i, state in states if not drafts.offsets[positions[i]]]
-        early = self._early if drafts is None else None
-        # By position, or by slot where masks may have been filled before.
-        mask_rows = list(range(len(rows))) if early is None else early.rows(metadata.slots[positions]).tolist()
-        fill = self._masks.fill if early is None else early.fill
-        for i, error in fill([state for _, state in states], [mask_rows[i] for i, _ in states]).items():
+        for i, error in self._masks.fill([state for _, state in states], [i for i, _ in states]).items():
             number, state = states[i]
             failures[positions[number]] = Failure("invalid", str(error), state.param)
-        if early is not None:
-            return self._masks.on_device(max(mask_rows) + 1).index_select(0, self._mask_indices(metadata, mask_rows))
-        if self._early is not None:
-            self._early.forget()
         if drafts is not None:
             self._fill_after_drafts(self._masks, drafts, owners, {at: i for i, at in enumerate(positions)})
         return self._masks.on_device(len(rows))
-
-    def _mask_indices(self, metadata: SamplingMetadata, mask_rows: Sequence[int]) -> torch.Tensor:
-        """`mask_rows` on the device, int64; copied once for the same metadata. Any mask will do for a row without a
-        grammar."""
-        if metadata.mask_rows is None:
-            metadata.mask_rows = to_device(np.maximum(np.array(mask_rows, dtype=np.int64), 0), self.device)
-        return metadata.mask_rows
 
     @staticmethod
     def _fill_after_drafts(
@@ -330,6 +373,10 @@ class Sampler:
         asked = [(top_k < self.vocab_size).any(), (top_p < 1).any(), (min_p > 0).any()]
         filters = topk_topp.Filters(*(limit if some else None for limit, some in zip(limits, asked, strict=True)))
         return topk_topp.draw(torch.softmax(logits / divisor, dim=1), filters, uniforms_at)
+
+
+def _taken_wrongly(error: GrammarError) -> Failure:
+    return Failure("internal", f"a token was taken that must not be: {error}")
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:

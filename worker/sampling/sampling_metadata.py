@@ -168,8 +168,6 @@ class SamplingMetadata:
     | `is_adjusted` | whether any row adjusts logits |
     | `min_tokens_slots` | slots whose end tokens are still banned |
     | `stateful` | (sampled row, its state) for states that take in each token |
-    | `has_grammars` | whether any row has a grammar |
-    | `mask_rows` | row of the bitmask of each `constrained` and then `custom` row on the device, int64, once known |
     | `logprobs`, `logprob_states` | sampled rows that return log probabilities, and their states |
 
     Sampled rows are given by their position in `sampled_rows`, and `greedy`, `unfiltered`, `filtered` and `masked` by
@@ -190,7 +188,6 @@ class SamplingMetadata:
         self.key = slots
         self._device = device
         self._states, self._drafted = states, drafted
-        self.mask_rows: torch.Tensor | None = None
         self.sampled_rows = np.flatnonzero(slots >= 0)
         self.slots = slots[self.sampled_rows]
         kinds = needs[self.slots]
@@ -202,7 +199,7 @@ class SamplingMetadata:
             self.constrained, self.custom, self.logprobs = list[int](), list[int](), list[int]()
             self.constrained_states, self.custom_states = list[SlotState](), list[SlotState]()
             self.greedy = self.unfiltered = self.filtered = self.masked = self.custom_slots = _NO_ROWS
-            self.is_adjusted, self.has_grammars, self.min_tokens_slots = False, False, list[int]()
+            self.is_adjusted, self.min_tokens_slots = False, list[int]()
             self.stateful, self.logprob_states = list[tuple[int, SlotState]](), list[SlotState]()
 
     def _group(self, kinds: np.ndarray) -> None:
@@ -216,7 +213,6 @@ class SamplingMetadata:
         self.greedy, self.unfiltered = np.flatnonzero(drawn == 0), np.flatnonzero(drawn == _RANDOM)
         self.filtered, self.masked = np.flatnonzero(drawn & _FILTERED), np.flatnonzero(kinds[custom] & _CONSTRAINED)
         self.is_adjusted = bool((kinds & _ADJUSTED).any())
-        self.has_grammars = bool((kinds & _CONSTRAINED).any())
         self.min_tokens_slots = self.slots[(kinds & _MIN_TOKENS) > 0].tolist()
         stateful, logprobs = np.flatnonzero(kinds & _STATEFUL), np.flatnonzero(kinds & _LOGPROBS)
         self.stateful = list(zip(stateful.tolist(), self._states_of(stateful), strict=True))

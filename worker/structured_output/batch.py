@@ -33,7 +33,7 @@ def accept_tokens(
     for engine, some in _by_engine(states):
         matchers, ids = [states[i].matcher for i in some], [token_ids[i] for i in some]
         if engine == LLGUIDANCE:
-            accept = partial(accept_lazy, matchers, ids, beside=threads is not None and threads.beside)
+            accept = partial(accept_lazy, matchers, ids)
             taken = accept(1) if threads is None else threads.run("llguidance's tokens", len(some), accept)
         else:
             taken = _batch(1).batch_accept_token(matchers, ids)
@@ -113,9 +113,7 @@ def _fill(
     """Writes the mask of each state into its row."""
     for engine, some in _by_engine(states):
         matchers, into = [states[i].matcher for i in some], [rows[i] for i in some]
-        fill = partial(_fill_ahead, matchers, bitmask, into)
-        if engine == LLGUIDANCE:
-            fill = partial(fill_lazy, matchers, bitmask, into, beside=threads is not None and threads.beside)
+        fill = partial(fill_lazy if engine == LLGUIDANCE else _fill_ahead, matchers, bitmask, into)
         if threads is None:
             fill(1)
         else:

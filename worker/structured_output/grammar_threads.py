@@ -31,10 +31,8 @@ class _Ways:
 class GrammarThreads:
     """The choice between one thread and `several`. Not thread-safe."""
 
-    def __init__(self, several: int = MOST_THREADS, beside: bool = False) -> None:
-        """`beside`: the work runs beside other Python code. So it gives Python's lock away even on one thread."""
+    def __init__(self, several: int = MOST_THREADS) -> None:
         self._several = several
-        self.beside = beside
         self._ways: dict[str, _Ways] = {}
 
     def run(self, kind: str, count: int, work: Callable[[int], T]) -> T:

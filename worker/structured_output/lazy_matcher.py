@@ -151,15 +151,13 @@ class LazyMatcher:
         return self._ended
 
 
-def accept_lazy(
-    matchers: Sequence[LazyMatcher], token_ids: Sequence[int], threads: int, beside: bool = False
-) -> list[bool]:
+def accept_lazy(matchers: Sequence[LazyMatcher], token_ids: Sequence[int], threads: int) -> list[bool]:
     """Advances each matcher by its token, on `threads` threads. Returns whether it was allowed. A matcher whose token
-    was not may be at an error from then on. `beside`: without Python's lock, also on one thread."""
+    was not may be at an error from then on."""
     both = list(zip(matchers, token_ids, strict=True))
     plain = [i for i, (matcher, token_id) in enumerate(both) if matcher.is_plain(token_id)]
     pairs = [(both[i][0].handle, both[i][1]) for i in plain]
-    if pairs and (threads > 1 or beside):  # llguidance refuses an empty list
+    if pairs and threads > 1:
         found = _executor(threads).consume_token_par(pairs)
     else:
         found = [handle.consume_token(token_id) for handle, token_id in pairs]
@@ -172,17 +170,10 @@ def accept_lazy(
     ]
 
 
-def fill_lazy(
-    matchers: Sequence[LazyMatcher],
-    bitmask: "torch.Tensor",
-    rows: Sequence[int],
-    threads: int,
-    beside: bool = False,
-) -> None:
-    """Writes the mask of each matcher into its row of `bitmask` int32[n, ceil(vocab / 32)], on `threads` threads.
-    `beside`: without Python's lock, also on one thread."""
+def fill_lazy(matchers: Sequence[LazyMatcher], bitmask: "torch.Tensor", rows: Sequence[int], threads: int) -> None:
+    """Writes the mask of each matcher into its row of `bitmask` int32[n, ceil(vocab / 32)], on `threads` threads."""
     address, row_bytes = bitmask.data_ptr(), 4 * bitmask.shape[1]
-    if (threads > 1 or beside) and len(matchers) > 1:
+    if threads > 1 and len(matchers) > 1:
         pairs = [(matcher.handle, row) for matcher, row in zip(matchers, rows, strict=True)]
         _executor(threads).unsafe_compute_mask_ptr(pairs, address, row_bytes, len(bitmask))
     else:

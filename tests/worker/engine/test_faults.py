@@ -21,8 +21,7 @@ from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components, Engine, Finished
 from worker.executor.executor import ForwardOutput
 from worker.messages import Generate, Grammar, Lease, SamplingParams
-from worker.sampling.pending_sample import PendingSample
-from worker.sampling.sampler import Sampler
+from worker.sampling.sampler import PendingSample, Sampler
 from worker.step import Plan
 from worker.structured_output import CompiledGrammar
 
@@ -65,8 +64,7 @@ class FlakySampler(Sampler):
     def launch(self, *arguments: object) -> PendingSample:
         _fail_at(self.faults)
         pending = super().launch(*arguments)
-        result = lambda: _fail_at(self.faults) or pending.result()  # noqa: E731
-        return SimpleNamespace(begin=pending.begin, settle=pending.settle, result=result)
+        return SimpleNamespace(result=lambda: _fail_at(self.faults) or pending.result())
 
 
 class Compiled:

@@ -203,13 +203,15 @@ def test_a_batch_mixes_engines(
     assert states[0].terminated and not states[3].terminated
 
 
-def test_a_batch_of_nothing_but_end_tokens(walker: Walker, vocabulary: LazyVocabulary) -> None:
+def test_a_batch_of_nothing_but_end_tokens(
+    walker: Walker, vocabulary: LazyVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """llguidance's call for many outputs takes no empty list."""
+    monkeypatch.setattr(GrammarThreads, "choose", lambda *_: 2)
     grammar = CompiledGrammar(LazyGrammar(to_lark({START: Seq((Terminal("a"),))}, START), vocabulary, []), "regex")
     states = [GrammarState(grammar) for _ in range(2)]
-    threads = GrammarThreads(beside=True)
-    assert accept_tokens(states, [ord("a")] * 2, threads) == {}
-    assert accept_tokens(states, [walker.eos] * 2, threads) == {}
+    assert accept_tokens(states, [ord("a")] * 2, GrammarThreads(2)) == {}
+    assert accept_tokens(states, [walker.eos] * 2, GrammarThreads(2)) == {}
     assert all(state.terminated for state in states)
 
 
