@@ -15,12 +15,14 @@ import triton.language as tl
 from kernels.lora.segments import BLOCK_COLUMNS, TILE, Segments
 
 _BLOCK_IN = 128  # inputs that a turn of the first product's loop takes
-_FEW_TILES = 64  # up to so many tiles, the inner dimension is cut into `_SPLITS` parts
-_SPLITS = 8
+_FEW_TILES = 64  # up to this number of tiles, the inner dimension is cut into `_SPLITS` parts
+# Tried on the linear layers of Llama-3.1-8B, 64 tokens of 32 adapters of rank 16, one H200: a layer takes 212 us with 4
+# parts, 219 with 8 and 244 with 16, and 125 without adapters. Other shapes were not tried.
+_SPLITS = 4
 
 
 class SlotMatrices(Protocol):
-    """What the kernels read of `kernels.lora.lora_weights.LoraWeights`. `blocks`: int32 [blocks, 3], the part of each
+    """The tensors that the kernels read of `kernels.lora.lora_weights.LoraWeights`. `blocks`: int32 [blocks, 3], the part of each
     block of columns, its first column and its end."""
 
     a: torch.Tensor

@@ -481,7 +481,7 @@ def test_a_replica_hears_of_the_router_and_tells_the_router_of_others(make_repli
         while not replicas.ready:
             await replicas.changed()
         peers = replicas._peers
-        assert peers is not None and fake.received == [Subscribe(peers.name, peers.address, PROTOCOL)]
+        assert peers is not None and fake.received == [Subscribe(peers.name, peers.address, PROTOCOL, adapters=True)]
         assert peers.address.startswith("tcp://127.0.0.1:")
         fake.tell(Routers({peers.name: peers.address, "other": "tcp://127.0.0.1:9"}))
         while not peers._listening:

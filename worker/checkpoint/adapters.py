@@ -60,8 +60,8 @@ class AdapterLayout:
             columns += [ColumnPart(part, each) for each in outputs if len(each)]
 
     def read(self, folder: Path, max_rank: int, dtype: torch.dtype, pin: bool = False) -> LowRank:
-        """This rank's part of an adapter, in `dtype`; `pin`: in pinned memory. Raises ValueError, for a person who
-        wrote the path, if the folder has none, or one that this model cannot have."""
+        """Reads this rank's part of an adapter, in `dtype`; `pin`: into pinned memory. Raises ValueError, for a person
+        who wrote the path, if the folder has none, or one that this model cannot have."""
         scale, rank = _settings(folder, max_rank)
         found = _tensors(folder)
         self._check(folder, found, rank)

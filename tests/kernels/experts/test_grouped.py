@@ -44,7 +44,7 @@ def routed(tokens: int, top_k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 def test_routing(routing: Routing, has_bias: bool) -> None:
     logits, bias = random(5, COUNT), random(COUNT + 1)[1:].contiguous() if has_bias else None
     load = torch.zeros(COUNT, dtype=torch.int64, device=DEVICE)
-    chosen, weights = routing_kernel.route(logits, routing, bias, load)
+    chosen, weights = routing_kernel.route(logits, routing, bias, load=load)
     wanted = choose(logits, routing, bias)
     assert torch.equal(chosen, wanted[0])
     torch.testing.assert_close(weights, wanted[1])

@@ -288,7 +288,8 @@ def test_a_model_in_8_bits(name: str, tiny_model: Callable[[str], Path], monkeyp
     plan = Plan.from_chunks(0, [Chunk(0, 0, list(range(4, 24)), 0, [0, 1], 20)])
 
     def logits(**settings: object) -> torch.Tensor:
-        config = WorkerConfig.model_validate({"device": "cpu", "dtype": "float32", "kv_tokens": 64, **settings})
+        own = {"device": "cpu", "dtype": "float32", "kv_tokens": 64, "window_kv_tokens": 0, **settings}
+        config = WorkerConfig.model_validate(own)
         if config.tp == 1:
             return ModelRunner(tiny_model(name), config).forward(plan).logits
 
