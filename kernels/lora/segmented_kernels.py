@@ -22,8 +22,8 @@ _SPLITS = 4
 
 
 class SlotMatrices(Protocol):
-    """The tensors that the kernels read of `kernels.lora.lora_weights.LoraWeights`. `blocks`: int32 [blocks, 3], the part of each
-    block of columns, its first column and its end."""
+    """The tensors that the kernels read of `kernels.lora.lora_weights.LoraWeights`. `blocks`: int32 [blocks, 3], the
+    part of each block of columns, its first column and its end."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -64,7 +64,7 @@ class AdapterSlots:
             del self._users[seq.adapter]
 
     def check_integrity(self, running: list[Sequence]) -> None:
-        """Raises AssertionError unless each running sequence's adapter is in its slot, and nobody else's counts."""
+        """Raises AssertionError unless each running sequence's adapter is in its slot, and no other adapter counts."""
         users: dict[int, int] = {}
         for seq in running:
             if seq.adapter:
