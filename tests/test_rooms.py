@@ -56,7 +56,9 @@ ALLOWED = {
     "bench.replica": {"bench:", "bench.load", "shoal", "cluster", "worker", "pipeline", "kernels"},
     "bench.placement": {"bench:", "bench.load", "bench.replica", "shoal"},
     "bench.chaos": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "worker"},
-    "bench.fleet": {"bench:", "bench.load", "bench.replica.dummy_models", "shoal", "router", "worker", "pipeline", "radix"},
+    "bench.fleet": {
+        "bench:", "bench.load", "bench.replica.dummy_models", "shoal", "router", "worker", "pipeline", "radix",
+    },
     "bench.overhead": {"bench:", "bench.load", "bench.replica", "shoal", "cluster", "router", "worker"},
     "bench.lengths": {"bench:", "bench.load", "bench.pipeline", "shoal", "cluster", "worker", "pipeline"},
     "bench.protocols": {"bench:", "bench.load", "router", "shoal"},
