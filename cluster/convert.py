@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from cluster import gguf_index
@@ -35,9 +36,9 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
         say(f"reading the tokenizer of {path.name}")
         from transformers import AutoConfig, GenerationConfig
 
-        with _parsed_once(), _bars_on_terminals_only():
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-            tokenizer = _tokenizer(path, config.max_position_embeddings)
+        with _alone(path) as only, _parsed_once(), _bars_on_terminals_only():
+            config = AutoConfig.from_pretrained(only.parent, gguf_file=only.name)
+            tokenizer = _tokenizer(only, config.max_position_embeddings)
             if kept == "blocks":
                 say(f"reading where the matrices of {path.name} are")
                 gguf_index.write(path, config, folder)
@@ -48,9 +49,9 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
-    with _parsed_once(), _bars_on_terminals_only():
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        tokenizer = _tokenizer(path, model.config.max_position_embeddings)
+    with _alone(path) as only, _parsed_once(), _bars_on_terminals_only():
+        model = AutoModelForCausalLM.from_pretrained(only.parent, gguf_file=only.name, dtype=torch.float32)
+        tokenizer = _tokenizer(only, model.config.max_position_embeddings)
     config = model.config
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
@@ -67,6 +68,16 @@ def _write(folder: Path, config: Any, generation_config: Any, tokenizer: Any) ->
             delattr(config, leftover)
     for part in (config, generation_config, tokenizer):
         part.save_pretrained(folder)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """A link to the file in a folder without other files. Where there are any, as in a folder of quantized matrices,
+    transformers takes the tokenizer from them, and leaves out the file's chat template and special tokens."""
+    with TemporaryDirectory(prefix="shoal-gguf-") as folder:
+        link = Path(folder) / path.name
+        link.symlink_to(path.resolve())
+        yield link
 
 
 @contextmanager

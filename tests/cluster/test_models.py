@@ -288,7 +288,11 @@ def test_a_gguf_file_is_kept_as_it_is(cache: Path, tmp_path: Path, tiny: tuple[P
 def test_the_float32_copy_is_made_of_the_file_that_is_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resolve(NAME)
     monkeypatch.setattr(models, "_download", None)  # calling it would fail
-    assert (resolve(NAME, dequantize=True) / "model.safetensors").exists()
+    folder = resolve(NAME, dequantize=True)
+    assert (folder / "model.safetensors").exists()
+    # The folder in which the file lies has a tokenizer of its own, from which transformers would take none of these.
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template and tokenizer.bos_token
 
 
 def test_a_format_that_cannot_be_kept_is_named(cache: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.usefixtures("unharmed"), pytest.mark.slow]
 DAMAGED = int(os.environ.get("SHOAL_FUZZ", "200"))  # requests at each endpoint
 VALID, VALID_AT_EACH, PER_OPERATION, BROKEN_OFF = 250, 40, 25, 60
 AT_ONCE = 12
-REFUSED = {400, 404, 405, 409, 413, 415}
+REFUSED = {400, 403, 404, 405, 409, 413, 415}
 ALONE = {"model": MODEL, "prompt": "The same for ever", "max_tokens": 12, "temperature": 0, "logprobs": 3}
 
 

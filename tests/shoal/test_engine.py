@@ -271,7 +271,7 @@ def test_other_clients_use_its_transport(llm: Engine) -> None:
         ({"stop_token_ids": [9999]}, "stop_token_ids", "the model's largest"),
         ({"max_tokens": 5000}, "max_tokens", "context"),
         ({"stream": True}, "stream", "set by the Engine"),
-        ({"model": "other"}, "model", "set by the Engine"),
+        ({"model": "other"}, "model", "does not exist"),
     ],
 )
 def test_a_wrong_parameter_is_refused_by_name(llm: Engine, parameters: dict[str, Any], param: str, says: str) -> None:
