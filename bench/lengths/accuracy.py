@@ -34,32 +34,38 @@ from shoal.help import Parser
 from worker.lengths import OutputLengthPredictor, kendall_tau
 from worker.messages import Generate, SamplingParams
 
-BATCH = 64  # prompts that are answered together, and then kept
+SAY_EVERY = 64  # outputs
 
-Output = dict[str, Any]  # kind: of the prompt; produced: number of tokens; was_cut: by the limit
+# number: of the prompt; kind: of the prompt; produced: number of tokens; was_cut: by the limit
+Output = dict[str, Any]
 
 
 def answer(asked: Sequence[KindedPrompt], path: Path, model: str, max_tokens: int) -> list[Output]:
-    """The outputs for all prompts: those in the file, and then the model's, which are added to the file."""
-    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if len(known) >= len(asked):
-        return known[: len(asked)]
-    with shoal.Engine(model) as engine, path.open("a") as file:
-        for first in range(len(known), len(asked), BATCH):
-            batch = asked[first : first + BATCH]
-            conversations = [[{"role": "user", "content": prompt.text}] for prompt in batch]
-            answers = engine.chat(conversations, max_tokens=max_tokens, seed=first, temperature=1.0)
-            for prompt, text in zip(batch, answers, strict=True):
-                output = {
-                    "kind": prompt.kind,
+    """The outputs for all prompts: those in the file, and then the model's, which are added to the file as they end.
+    They are drawn without a seed: with one, all prompts would meet the same random numbers.
+
+    Raises ValueError if the file has outputs for other prompts."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    known: dict[int, Output] = {output["number"]: output for output in map(json.loads, lines)}
+    if any(output["kind"] != asked[number].kind for number, output in known.items() if number < len(asked)):
+        raise ValueError(f"{path} has outputs for other prompts")
+    missing = [number for number in range(len(asked)) if number not in known]
+    if missing:
+        with shoal.Engine(model) as engine, path.open("a") as file:
+            conversations = [[{"role": "user", "content": asked[number].text}] for number in missing]
+            for index, text in engine.as_completed(conversations, max_tokens=max_tokens, temperature=1.0):
+                number = missing[index]
+                known[number] = {
+                    "number": number,
+                    "kind": asked[number].kind,
                     "produced": text.completion_tokens,
                     "was_cut": text.finish_reason != "stop",
                 }
-                file.write(json.dumps(output) + "\n")
-                known.append(output)
-            file.flush()
-            print(f"{len(known)} of {len(asked)} prompts are answered", flush=True)
-    return known
+                file.write(json.dumps(known[number]) + "\n")
+                file.flush()
+                if len(known) % SAY_EVERY == 0:
+                    print(f"{len(known)} of {len(asked)} prompts are answered", flush=True)
+    return [known[number] for number in range(len(asked))]
 
 
 def tokenized(asked: Sequence[KindedPrompt], model: str) -> list[list[int]]:
@@ -77,8 +83,11 @@ def tokenized(asked: Sequence[KindedPrompt], model: str) -> list[list[int]]:
     return made
 
 
-def replay(prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_tokens: int) -> dict[str, float]:
-    """Predicts and learns all outputs in their order. Returns the figures by name."""
+def predictions(
+    prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_tokens: int
+) -> tuple[np.ndarray, float]:
+    """Predicts and learns all outputs in their order. Returns the predicted logarithms of their lengths, float64 [n],
+    0 where too little was known, and the CPU time of a request in microseconds."""
     lengths, sampling = OutputLengthPredictor(), SamplingParams(max_tokens=max_tokens)
     predicted, spent_s = [], 0.0
     for number, (ids, output) in enumerate(zip(prompt_ids, outputs, strict=True)):
@@ -88,14 +97,20 @@ def replay(prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_token
         lengths.ended(length, output["produced"], output["was_cut"])
         spent_s += time.thread_time() - began_s
         predicted.append(length.estimate.log_mean if length.estimate is not None else 0.0)
+    return np.array(predicted), 1e6 * spent_s / len(outputs)
+
+
+def replay(prompt_ids: Sequence[list[int]], outputs: Sequence[Output], max_tokens: int) -> dict[str, float]:
+    """Predicts and learns all outputs in their order. Returns the figures by name."""
+    predicted, us = predictions(prompt_ids, outputs, max_tokens)
     half = len(outputs) // 2
     real = np.array([output["produced"] for output in outputs[half:]])
     kinds = [output["kind"] for output in outputs[half:]]
     typical = {kind: median(real[[k == kind for k in kinds]].tolist()) for kind in set(kinds)}
     return {
-        "tau.at_arrival": kendall_tau(np.array(predicted[half:]), real),
+        "tau.at_arrival": kendall_tau(predicted[half:], real),
         "tau.of_kinds": kendall_tau(np.array([typical[kind] for kind in kinds]), real),
-        "us_per_request": 1e6 * spent_s / len(outputs),
+        "us_per_request": us,
     }
 
 
