@@ -1,12 +1,11 @@
 """The accuracy of the order of output lengths that a probe reads from the model's hidden states after the prompt.
 
-    python -m bench.lengths.probe --outputs outputs.jsonl --again again.jsonl
+    python -m bench.lengths.probe --outputs outputs.jsonl
 
 The method is that of TRAIL ("Don't Stop Me Now: Embedding Based Scheduling for LLMs", arXiv 2410.01035): a small model
 reads a middle layer. Nothing of it is part of Shoal; this command tells what it could give.
 
-1. Prompts and outputs are those of `bench.lengths.accuracy`. Every prompt is answered a second time; --again keeps
-   these outputs.
+1. Prompts and outputs are those of `bench.lengths.accuracy`, with two answers to each prompt.
 2. The states of some layers at the prompt's last token, and their mean over the prompt, are computed in float32, and
    kept in --states.
 3. A probe sees the states of one layer and what is predicted at arrival. Probes are a linear regression of the
@@ -231,7 +230,6 @@ def parser() -> Parser:
     p = Parser("python -m bench.lengths.probe", __doc__)
     p.add_argument("--model", default="SmolLM2-135M-Instruct", help="default: %(default)s")
     p.add_argument("--outputs", type=Path, required=True, metavar="FILE", help="lengths of the outputs, JSON lines")
-    p.add_argument("--again", type=Path, required=True, metavar="FILE", help="those of the second answers")
     p.add_argument("--states", type=Path, metavar="FILE", help=".npy file that keeps the hidden states")
     p.add_argument("--packages", type=Path, metavar="DIR", help="folder for the packages; default: a new one")
     p.add_argument("--prompts", type=count, metavar="N", help="number of prompts; default: all, about 2,150")
@@ -249,10 +247,10 @@ def main(argv: list[str] | None = None) -> int:
         packages.mkdir(parents=True, exist_ok=True)
         fetch(packages)
         asked = prompts(packages)[: args.prompts]
-    outputs, again = (answer(asked, path, args.model, args.max_tokens) for path in (args.outputs, args.again))
+    outputs = answer(asked, args.outputs, args.model, args.max_tokens, answers=2)
     prompt_ids = tokenized(asked, args.model)
     states = kept_states(prompt_ids, args.model, args.states)
-    real, other = (np.array([max(1, output["produced"]) for output in each]) for each in (outputs, again))
+    real, other = np.maximum(1, np.array([output["produced"] for output in outputs])).T
     at_arrival, _ = predictions(prompt_ids, outputs, args.max_tokens)
     at_arrival[at_arrival == 0.0] = at_arrival[at_arrival != 0.0].mean()  # the first, of which nothing was known
     found, about = evaluated(states, at_arrival, real)

@@ -6,14 +6,15 @@ import pytest
 from bench.lengths import probe
 
 
-def test_states_that_tell_the_length_are_found() -> None:
-    """One direction of one layer tells the logarithm; the estimate at arrival and the other layers tell nothing."""
+def test_states_that_tell_the_length_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One direction of one layer tells the logarithm; the estimate at arrival and the other layer tell nothing."""
+    monkeypatch.setattr(probe, "LAYERS", (0, 0.5))
     rng = np.random.default_rng(0)
     logs = rng.normal(4, 1, 400)
     states = rng.normal(size=(400, len(probe.LAYERS), 2, 6)).astype(np.float32)
-    states[:, 2, 0, 3] = logs + rng.normal(0, 0.1, 400)
+    states[:, 1, 0, 3] = logs + rng.normal(0, 0.1, 400)
     figures, about = probe.evaluated(states, rng.normal(size=400), np.maximum(1, np.exp(logs)).round())
-    assert about["after_prompt"]["layer"] == probe.LAYERS[2] and about["after_prompt"]["states"] in ("last", "both")
+    assert about["after_prompt"]["layer"] == 0.5 and about["after_prompt"]["states"] in ("last", "both")
     assert figures["tau.after_prompt"] > 0.8 and figures["tau.after_prompt.network"] > 0.7
     assert abs(figures["tau.after_embedding"]) < 0.15
     assert figures["probe.us_per_request"] > 0
