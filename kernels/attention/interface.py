@@ -53,9 +53,11 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a model: all layers have the same heads, and each layer has its own window in `windows`.
+    """The attention of a model: layers have the same heads, and each layer has its own window in `windows`.
 
     - A query at position p sees the keys at positions `p - window + 1` to p; with None it sees all up to p.
+    - With `full_heads`, the layers without a window have other heads than `num_heads`, `num_kv_heads` and `head_dim`
+      say: these three numbers of their own. No backend has layers of both kinds (`kernels.attention.window_pages`).
     - Scores are `scale * q @ k`; a `softcap` c makes them `c * tanh(score / c)`.
     - `num_heads` is a multiple of `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`.
     - With `latent` heads, there is one KV head, and `head_dim` is `latent.row`. Queries have `latent.query` elements,
@@ -72,6 +74,7 @@ class AttentionShape:
     softcap: float | None = None
     latent: LatentHeads | None = None
     has_sinks: bool = False
+    full_heads: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,11 @@ from kernels.attention.interface import (
 def of_windows(shape: AttentionShape, has_window: bool) -> tuple[AttentionShape, list[int]]:
     """The shape of the layers with a window, or of the others, and which layers these are."""
     layers = [layer for layer, window in enumerate(shape.windows) if (window is not None) == has_window]
-    return replace(shape, windows=tuple(shape.windows[layer] for layer in layers)), layers
+    own = replace(shape, windows=tuple(shape.windows[layer] for layer in layers), full_heads=None)
+    if shape.full_heads is not None and not has_window:
+        heads, kv_heads, head_dim = shape.full_heads
+        own = replace(own, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    return own, layers
 
 
 def in_window(batch: AttentionBatch, window: int, page_size: int) -> AttentionBatch:

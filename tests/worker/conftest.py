@@ -113,6 +113,25 @@ GPT_OSS = {
     },
 }
 
+GEMMA4 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 9,
+    "layer_types": SLIDING,
+    "global_head_dim": 24,
+    "vocab_size_per_layer_input": 131,
+    "hidden_size_per_layer_input": 0,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA4_MOE = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 20,
+}
+
 # By name: model_type, and what differs from COMMON.
 TINY: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -152,6 +171,8 @@ TINY: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "gemma4": ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}),
+    "gemma4_moe": ("gemma4_text", GEMMA4 | GEMMA4_MOE),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
     "granite": ("granite", GRANITE | {"attention_bias": True}),
     "olmo2": ("olmo2", {}),
@@ -238,6 +259,8 @@ def make_tiny(name: str, folder: Path, layers: int = 4, **sizes: int) -> Path:
         for key, buffer in model.named_buffers():
             if "e_score_correction_bias" in key:
                 buffer.normal_(0.0, 0.25)
+            if "layer_scalar" in key:
+                buffer.uniform_(0.6, 1.2)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     return folder

@@ -43,11 +43,13 @@ class ResidualStream:
     product itself adds to the hidden states where it can (`Linear.add_to`).
     """
 
-    def __init__(self, x: torch.Tensor, communicator: Communicator, eps: float) -> None:
+    def __init__(
+        self, x: torch.Tensor, communicator: Communicator, eps: float, layer_inputs: torch.Tensor | None = None
+    ) -> None:
         """x: `[n, hidden_size]`, contiguous, the same on all ranks of `communicator`. Overwritten. `eps` is that of all
-        norms."""
-        self.x = x
-        self._communicator, self._eps = communicator, eps
+        norms. `layer_inputs`: `[n, layers, size]`, for `worker.models.layer_inputs.LayerInput`."""
+        self.x, self.eps, self.layer_inputs = x, eps, layer_inputs
+        self._communicator = communicator
         self._turn = 0
         # Output of the last sublayer where x lacks it: this rank's part, or the sum of all ranks' parts.
         self._update: torch.Tensor | None = None
@@ -73,7 +75,16 @@ class ResidualStream:
         """`add` for any last operator of a sublayer."""
         self._update, self._is_summed = product(y, self._reduce_buffer()), False
         if norm is not None:
-            self._update, self._is_summed = rms_norm(self._communicator.all_reduce(self._update), norm, self._eps), True
+            self._update, self._is_summed = rms_norm(self._communicator.all_reduce(self._update), norm, self.eps), True
+
+    def add_sum(self, update: torch.Tensor) -> None:
+        """Adds an output that is the same on all ranks, `[n, hidden_size]`."""
+        self.complete()
+        self._update, self._is_summed = update, True
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiplies the hidden states, with everything that was added, by a number: `[1]`."""
+        self.complete().mul_(factor)
 
     def sum_of_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which may be overwritten."""
@@ -92,9 +103,9 @@ class ResidualStream:
             return self.complete()
         update = self._take_update()
         if update is None:
-            return rms_norm(self.x, norm, self._eps)
+            return rms_norm(self.x, norm, self.eps)
         add_and_norm = add_rms_norm if self._is_summed else self._communicator.add_rms_norm
-        return add_and_norm(update, self.x, norm, self._eps)
+        return add_and_norm(update, self.x, norm, self.eps)
 
     def _take_update(self) -> torch.Tensor | None:
         update, self._update = self._update, None
@@ -142,7 +153,7 @@ class OneTokenStream(ResidualStream):
             return super().project(norm, linear, out)
         from kernels.linear.gemv import gemv
 
-        return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, out=out)
+        return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, out=out)
 
     def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
         if not isinstance(linear, Linear | Fp8Linear):
@@ -150,7 +161,7 @@ class OneTokenStream(ResidualStream):
         from kernels.linear.gemv import gated_gemv
 
         gelu = activation is gelu_tanh_and_mul
-        return gated_gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, gelu=gelu)
+        return gated_gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, gelu=gelu)
 
     def add(self, linear: AnyLinear | AdaptedLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         if not isinstance(linear, Linear | Fp8Linear):
@@ -174,4 +185,4 @@ class OneTokenStream(ResidualStream):
     def add_fused(self, product: FusedPart) -> None:
         """Adds the product of the normalised hidden states, which also adds the hidden states."""
         residual = self.x if self._communicator.rank == 0 else None  # only one rank's part of the sum includes it
-        self.x = self._communicator.all_reduce(product(self.x, self._eps, residual, self._reduce_buffer()))
+        self.x = self._communicator.all_reduce(product(self.x, self.eps, residual, self._reduce_buffer()))
