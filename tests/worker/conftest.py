@@ -118,18 +118,8 @@ GEMMA4 = {
     "sliding_window": 9,
     "layer_types": SLIDING,
     "global_head_dim": 24,
-    "vocab_size_per_layer_input": 131,
     "hidden_size_per_layer_input": 0,
-    "use_double_wide_mlp": True,
     "final_logit_softcapping": 3.0,
-}
-GEMMA4_MOE = {
-    "attention_k_eq_v": True,
-    "num_global_key_value_heads": 1,
-    "enable_moe_block": True,
-    "num_experts": 6,
-    "top_k_experts": 3,
-    "moe_intermediate_size": 20,
 }
 
 # By name: model_type, and what differs from COMMON.
@@ -171,8 +161,30 @@ TINY: dict[str, tuple[str, dict]] = {
             },
         },
     ),
-    "gemma4": ("gemma4_text", GEMMA4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}),
-    "gemma4_moe": ("gemma4_text", GEMMA4 | GEMMA4_MOE),
+    "gemma4": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", *SLIDING],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 131,
+        },
+    ),
+    "gemma4_moe": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
+        },
+    ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
     "granite": ("granite", GRANITE | {"attention_bias": True}),
     "olmo2": ("olmo2", {}),
@@ -243,12 +255,14 @@ TINY: dict[str, tuple[str, dict]] = {
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
 
-def make_tiny(name: str, folder: Path, layers: int = 4, **sizes: int) -> Path:
-    """Save a random model under `folder`; every parameter, norms and biases too, is unlike every other. `sizes` are in
-    place of those in TINY."""
+def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:
+    """Save a random model under `folder`; every parameter, norms and biases too, is unlike every other. `layers` and
+    `sizes` are in place of those in TINY."""
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
     model_type, changes = TINY[name]
     torch.manual_seed(sum(name.encode()))
-    config = AutoConfig.for_model(model_type, **(COMMON | changes | sizes | {"num_hidden_layers": layers}))
+    config = AutoConfig.for_model(model_type, **(COMMON | changes | sizes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

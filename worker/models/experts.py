@@ -14,7 +14,7 @@ from kernels.linear.fp8_linear import Fp8Weight
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.norm import rms_norm
-from worker.models.residual_stream import Activation, OneTokenStream, ResidualStream
+from worker.models.residual_stream import EMBEDDING_TURN, Activation, OneTokenStream, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class SharedExperts:
     activation: Activation
     gate: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Output for x, `[n, hidden_size]` both."""
-        out = self.down(self.activation(self.gate_up(x)))
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Output for x, `[n, hidden_size]` both, in `out` if given."""
+        out = self.down(self.activation(self.gate_up(x)), out)
         return out if self.gate is None else out.mul_((x @ self.gate.t()).sigmoid_())
 
 
@@ -158,12 +158,15 @@ class ExpertsBesideMLP(ExpertMLP):
     def forward(self, x: ResidualStream) -> None:
         """Adds the output of MLP and experts."""
         assert self.shared is not None and self.out_norm is not None
-        of_mlp = self.shared(x.normalised(self.norm))
-        hidden, eps = x.complete(), x.eps
+        normalised, hidden, eps = x.normalised(self.norm), x.complete(), x.eps
         chosen, weights = self._route(self.router.in_float32(rms_norm(hidden, self.router_norm, eps)))
         weights = weights * self.scales[chosen]
-        of_experts = self.experts(rms_norm(hidden, self.experts_norm, eps), chosen, weights)
-        of_mlp, of_experts = x.sum_of_ranks(torch.cat((of_mlp, of_experts))).chunk(2)
+
+        def product(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            return self.experts(y, chosen, weights, out)
+
+        of_experts = x.summed(product, rms_norm(hidden, self.experts_norm, eps), EMBEDDING_TURN)
+        of_mlp = x.summed(self.shared, normalised)
         both = rms_norm(of_mlp, self.shared_out_norm, eps) + rms_norm(of_experts, self.experts_out_norm, eps)
         x.add_sum(rms_norm(both, self.out_norm, eps))
 

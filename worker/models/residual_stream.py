@@ -30,7 +30,7 @@ FusedPart = Callable[[torch.Tensor, float, torch.Tensor | None, torch.Tensor | N
 tensor to write to, if any."""
 
 EMBEDDING_TURN = 2
-"""Turn of `Communicator.reduce_buffer` for the sum of embeddings. The sums of a stream alternate between turns 0 and 1,
+"""Turn of `Communicator.reduce_buffer` for the sum of embeddings, and for one between two of a stream. The sums of a stream alternate between turns 0 and 1,
 and the last sum of a step has turn 1. So consecutive sums differ, also from one step to the next."""
 
 
@@ -86,6 +86,12 @@ class ResidualStream:
         """Multiplies the hidden states, with everything that was added, by a number: `[1]`."""
         self.complete().mul_(factor)
 
+    def summed(self, product: Part, y: torch.Tensor, turn: int | None = None) -> torch.Tensor:
+        """The sum of all ranks' `product(y)`, which is not added: `[n, hidden_size]`. `turn`: that of the sum, if the
+        stream's own sums before and after it shall have other ones; by default it is one of them."""
+        buffer = self._reduce_buffer(turn)
+        return self._communicator.all_reduce(product(y, buffer))
+
     def sum_of_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which may be overwritten."""
         return x if self._communicator.size == 1 else self._communicator.all_reduce(x)
@@ -111,9 +117,10 @@ class ResidualStream:
         update, self._update = self._update, None
         return update
 
-    def _reduce_buffer(self) -> torch.Tensor | None:
+    def _reduce_buffer(self, turn: int | None = None) -> torch.Tensor | None:
         """Memory for this rank's part of the next sum (`Communicator.reduce_buffer`)."""
-        turn, self._turn = self._turn, 1 - self._turn
+        if turn is None:
+            turn, self._turn = self._turn, 1 - self._turn
         return self._communicator.reduce_buffer(len(self.x), self.x.shape[1], self.x.dtype, turn)
 
 
