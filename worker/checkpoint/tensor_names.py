@@ -9,7 +9,7 @@ from worker.models.sharding import Shard
 _EXPERT_NAMES = (
     (re.compile(r"\.(block_sparse_moe|feed_forward)\."), ".mlp."),
     (re.compile(r"(layers\.\d+)\.(experts|router)\."), r"\1.mlp.\2."),
-    (re.compile(r"\.mlp\.router\.(proj\.|scale$|per_expert_scale$)"), lambda name: f".mlp.gate.{name[1].removeprefix('proj.')}"),
+    (re.compile(r"\.mlp\.router\.(?:proj\.)?(weight|scale|per_expert_scale)$"), r".mlp.gate.\1"),
     (re.compile(r"\.experts\.(\d+)\.w1\."), r".experts.\1.gate_proj."),
     (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
     (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),

@@ -38,10 +38,10 @@ class AdaptedLayers:
         self._names = list(parts)
         self._used = torch.zeros(len(parts), num_slots, dtype=torch.int32, device=decoder.device)
         shapes = parameter_shapes(decoder.config)
-        self._weights = {
-            name: LoraWeights(own, num_slots, rank, *shapes[name][::-1], decoder.dtype, used)
-            for (name, own), used in zip(parts.items(), self._used, strict=True)
-        }
+        self._weights = {}
+        for (name, own), used in zip(parts.items(), self._used, strict=True):
+            outputs, inputs = shapes[name]
+            self._weights[name] = LoraWeights(own, num_slots, rank, inputs, outputs, decoder.dtype, used)
         self.layers = [self._adapted(index, layer) for index, layer in enumerate(decoder.layers)]
 
     def write(self, slot: int, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -343,8 +343,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     }
     config = DecoderConfig(**(common | own))
     if config.qk_norm == "all":
-        sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
-        config = replace(config, qk_norm_sizes=sizes)
+        of_all = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
+        config = replace(config, qk_norm_sizes=of_all)
     return config
 
 

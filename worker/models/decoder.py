@@ -253,7 +253,8 @@ class Decoder:
             for layer in layers:
                 layer.forward(stream, context)
         qkv = last.attention.project(stream)
-        return self._end(self.finish(x, last.attention.forward(qkv, context), logit_indices, layer_inputs), layer_inputs)
+        x = self.finish(x, last.attention.forward(qkv, context), logit_indices, layer_inputs)
+        return self._end(x, layer_inputs)
 
     def piece(self, index: int, buffers: PieceBuffers) -> None:
         """The part of `forward` between two calls of attention, on a GPU: from layer `index - 1`'s to layer `index`'s.
@@ -314,9 +315,13 @@ class Decoder:
         model has any. `inputs`: as in `forward`."""
         own, hidden = self.config.layer_inputs, self.config.hidden_size
         if not self.config.is_first:
-            return (inputs, None) if own is None else (
-                inputs[:, :hidden].contiguous(),
-                inputs[:, hidden:].unflatten(1, (own.layers, own.size)),
+            return (
+                (inputs, None)
+                if own is None
+                else (
+                    inputs[:, :hidden].contiguous(),
+                    inputs[:, hidden:].unflatten(1, (own.layers, own.size)),
+                )
             )
         x = self._embed(inputs)
         if self.layer_inputs is None:

@@ -30,8 +30,9 @@ class SelfAttention:
     """Attention of layer `index`, over the KV cache. Parameters are named as in `parameter_shapes`. `config`: with the
     layer's own sizes (`DecoderConfig.of_layer`).
 
-    `kv_layer` is the number of the layer whose keys and values it reads, among those that have any. `rope_table` is the `Rope.table` of this layer, on a GPU. `sinks` are for the attention backend. `q_norm`,
-    `k_norm` and `v_norm` are for each head by itself, `norms_of_all` for all heads together.
+    `kv_layer` is the number of the layer whose keys and values it reads, among those that have any. `rope_table` is the
+    `Rope.table` of this layer, on a GPU. `sinks` are for the attention backend. `q_norm`, `k_norm` and `v_norm` are for
+    each head by itself, `norms_of_all` for all heads together.
     """
 
     config: DecoderConfig

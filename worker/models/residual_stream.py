@@ -30,8 +30,9 @@ FusedPart = Callable[[torch.Tensor, float, torch.Tensor | None, torch.Tensor | N
 tensor to write to, if any."""
 
 EMBEDDING_TURN = 2
-"""Turn of `Communicator.reduce_buffer` for the sum of embeddings, and for one between two of a stream. The sums of a stream alternate between turns 0 and 1,
-and the last sum of a step has turn 1. So consecutive sums differ, also from one step to the next."""
+"""Turn of `Communicator.reduce_buffer` for the sum of embeddings, and for a sum between two of a stream. The sums of a
+stream alternate between turns 0 and 1, and the last sum of a step has turn 1. So consecutive sums differ, also from one
+step to the next."""
 
 
 class ResidualStream:

@@ -78,14 +78,14 @@ class Shard:
         whole = self.whole
         if self.stages > 1:
             layers = slice(self.layers.start, self.layers.stop)
-            experts = whole.experts
+            experts, inputs = whole.experts, whole.layer_inputs
             whole = replace(
                 whole,
                 num_layers=len(self.layers),
                 windows=whole.windows[layers],
                 ropes=whole.ropes[layers],
                 own_sizes=None if whole.own_sizes is None else whole.own_sizes[layers],
-                layer_inputs=None if (own := whole.layer_inputs) is None else replace(own, layers=own.layers - layers.start),
+                layer_inputs=None if inputs is None else replace(inputs, layers=inputs.layers - layers.start),
                 experts=None if experts is None else replace(experts, layers=experts.layers[layers]),
                 delta_net=None if (net := whole.delta_net) is None else replace(net, layers=net.layers[layers]),
                 is_first=self.stage == 0,
