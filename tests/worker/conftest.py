@@ -21,6 +21,7 @@ from tests.worker.fakes import FakeExecutor, FakeGrammars, FakeParts, pages_now
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.engine import Components
+from worker.executor.executor import WindowPages
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import MultiRankExecutor
 from worker.parallel.communicator import Communicator
@@ -239,7 +240,7 @@ TINY: dict[str, tuple[str, dict]] = {
             "intermediate_size_mlp": 44,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 1, 0, 1],
-            "attention_chunk_size": 256,
+            "attention_chunk_size": 32,
             "floor_scale": 6,
             "attn_scale": 0.4,
             "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
@@ -322,7 +323,7 @@ class Sequences:
             chunks.append(Chunk(slot, start, token_ids, held, pages, len(token_ids)))
         plan = Plan.from_chunks(self.step, chunks)
         if (window := self.runner.window) is not None:
-            plan.window_pages = np.array(self.window_pages(chunks, window.window_tokens), dtype=np.int32)
+            plan.window_pages = np.array(self.window_pages(chunks, window), dtype=np.int32)
         logits = self.runner.forward(plan).logits
         self.step += 1
         for chunk, rows in zip(chunks, logits.split([c.num_logits for c in chunks]), strict=True):
@@ -331,12 +332,15 @@ class Sequences:
             if self.computed[chunk.slot] == len(self.tokens[chunk.slot]):
                 self.tokens[chunk.slot].append(int(rows[-1].argmax()))
 
-    def window_pages(self, chunks: list[Chunk], window: int) -> list[int]:
+    def window_pages(self, chunks: list[Chunk], window: WindowPages) -> list[int]:
         """The new window pages of chunks. Before them, each sequence gives back those that lie before its window."""
         added = []
         for chunk in chunks:
             own = self.windows.setdefault(chunk.slot, [])
-            first = max(0, chunk.start - window + 1) // self.runner.page_size
+            first = max(0, chunk.start - window.window_tokens + 1)
+            if window.in_chunks:
+                first = chunk.start // window.window_tokens * window.window_tokens
+            first //= self.runner.page_size
             self.free_windows += [page for page in own[:first] if page >= 0]
             own[:first] = [-1] * first
             new = [self.free_windows.pop() for _ in chunk.pages]

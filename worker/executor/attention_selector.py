@@ -52,7 +52,9 @@ def choose_attention(
     kernels, other, slower = flashinfer_backend.has_kernel, "triton", _SLOWER
     if shape.latent is not None:
         kernels, other, slower = latent_flashinfer.has_kernel, "torch", _SLOWER_LATENT
-    shapes = [shape] if shape.full_heads is None else [of_windows(shape, has_window)[0] for has_window in (True, False)]
+    shapes = [shape]
+    if shape.full_heads is not None or shape.in_chunks:
+        shapes = [of_windows(shape, has_window)[0] for has_window in (True, False)]
     if not all(kernels(each, dtype) for each in shapes):
         return AttentionChoice(other)
     if build is None:

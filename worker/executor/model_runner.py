@@ -109,7 +109,7 @@ class ModelRunner(Executor):
         self.num_pages = self._size_kv_cache(shard.whole, config)
         if self._window is not None:
             num_window_pages = window_cache.num_pages(self._window, self.num_pages, config)
-            self.window = WindowPages(num_window_pages, self._window)
+            self.window = WindowPages(num_window_pages, self._window, self.model_config.in_chunks)
         self.num_checkpoints = state_cache.num_checkpoints(
             shard.whole, self.dtype, self.num_pages * self.page_size, config.state_checkpoints
         )
@@ -344,8 +344,9 @@ class ModelRunner(Executor):
     def _own_shard(self, hf: HfConfig, config: WorkerConfig) -> Shard:
         """Returns the part of the model that this rank holds."""
         group, stage = self.communicator, self.stage
+        whole = decoder_config(hf)
         return Shard(
-            decoder_config(hf),
+            whole.up_to(min(whole.context_length, config.context_length or whole.context_length)),
             group.rank,
             group.size,
             stage.index,
@@ -477,7 +478,7 @@ class ModelRunner(Executor):
     def _allocate_kv_cache(self, pages: int, pages_per_sequence: int) -> AttentionBackend:
         """Allocates the KV cache, and returns the attention over it."""
         shape, sinks = self.model_config.attention_shape, self.decoder.sinks
-        if self._window is None and shape.full_heads is None:
+        if self._window is None and shape.full_heads is None and not shape.in_chunks:
             return self._allocate_pages(shape, pages, pages_per_sequence, sinks)
         # A probe's tables serve both kinds of layers, and others where windows hold all tokens.
         of_windows = pages if self.window is None else self.window.num_pages

@@ -37,6 +37,7 @@ class DecoderConfig:
     | --- | --- |
     | `context_length` | the longest context that the model is made for, in tokens |
     | `windows`, `ropes` | one entry a layer; a window of None means full attention |
+    | `in_chunks` | windows are chunks (`kernels.attention.interface.AttentionShape`) |
     | `own_sizes` | one entry a layer, where layers differ in the sizes of heads or MLP, or share keys and values |
     | `kv_before` | keys and values are those of the layer so many before; 0: the layer's own (`of_layer`) |
     | `keys_are_values` | values are the keys before norm and rotation (`of_layer`) |
@@ -87,6 +88,7 @@ class DecoderConfig:
     qk_norm: Literal["head", "all", "rotated"] | None = None
     query_temperature: tuple[float, float] | None = None
     qk_norm_sizes: tuple[int, int] = (0, 0)
+    in_chunks: bool = False
     own_sizes: tuple[LayerSizes, ...] | None = None
     kv_before: int = 0
     keys_are_values: bool = False
@@ -122,6 +124,12 @@ class DecoderConfig:
         """Rows of the embedding and the head on one rank. With several ranks, a multiple of 8 for matrix products on a
         GPU; rows of the last ranks may then lie beyond the vocabulary."""
         return self.vocab_size if self.ranks == 1 else -(-self.vocab_size // (8 * self.ranks)) * 8
+
+    def up_to(self, length: int) -> "DecoderConfig":
+        """The same for sequences of at most `length` tokens: a chunk that none of them leaves is no window."""
+        if self.in_chunks and all(window is None or window >= length for window in self.windows):
+            return replace(self, windows=(None,) * self.num_layers, in_chunks=False)
+        return self
 
     def of_layer(self, index: int) -> "DecoderConfig":
         """The same with the sizes of layer `index` for all layers."""
@@ -208,10 +216,14 @@ class DecoderConfig:
             softcap=self.attention_softcap,
             latent=self.latent,
             has_sinks=self.has_sinks,
+            in_chunks=self.in_chunks,
         )
 
 
 _WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4")  # models whose text part is served by itself
+
+# Kinds of layers that see a part of the context, by the field that says how many tokens.
+_WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -334,7 +346,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "activation": _activation(hf),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,
-        "windows": tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in layer_types),
+        "windows": tuple(getattr(hf, _WINDOW_SIZES[kind]) if kind in _WINDOW_SIZES else None for kind in layer_types),
+        "in_chunks": "chunked_attention" in layer_types,
         "ropes": tuple(
             _rope(hf, kind, rules.head_dim or (sizes[index].head_dim if sizes else head_dim), rules, index)
             for index, kind in enumerate(layer_types)
@@ -357,11 +370,9 @@ def quantization_config(hf: HfConfig) -> dict[str, Any] | None:
 
 def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    known = {"full_attention", "sliding_attention", "linear_attention"}
-    if hf.model_type == "llama4_text":  # a chunk is the whole context there
-        known.add("chunked_attention")
-    if unknown := set(kinds) - known:
-        raise ValueError(f"layer types {sorted(unknown)} are not supported")
+    known = {"full_attention", "linear_attention", *_WINDOW_SIZES}
+    if (unknown := set(kinds) - known) or _WINDOW_SIZES.keys() <= set(kinds):
+        raise ValueError(f"layer types {sorted(unknown or set(kinds))} are not supported")
     return list(kinds)
 
 

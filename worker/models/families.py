@@ -364,8 +364,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
-    """Layers that rotate attend within chunks of `attention_chunk_size` tokens: contexts end where the first one does.
-    A token's one expert computes the hidden state times the score."""
+    """A token's one expert computes the hidden state times the score."""
     if hf.num_experts_per_tok != 1:
         raise ValueError(f"llama4 models with {hf.num_experts_per_tok} experts a token are not supported")
     layers = range(hf.num_hidden_layers)
@@ -386,7 +385,6 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
         "rope_rules": RopeRules(
             is_interleaved=True, layers={index: bool(hf.no_rope_layers[index]) for index in layers}
         ),
-        "context_length": min(hf.max_position_embeddings, hf.attention_chunk_size or hf.max_position_embeddings),
         "experts": experts if any(experts.layers) else None,
     }
 

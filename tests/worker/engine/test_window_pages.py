@@ -103,10 +103,12 @@ def test_settings(tiny_model: Callable[[str], Path]) -> None:
     def window(**settings: object) -> object:
         return ModelRunner(tiny_model("gemma3"), WorkerConfig.model_validate(config | settings)).window
 
-    assert window() == (4 + 9, 9) != window(token_budget=64) == (16 + 9, 9), "a chunk, and what one sequence needs"
-    assert window(kv_tokens=4096) == (256, 9), "a quarter"
+    assert window() == (4 + 9, 9, False) != window(token_budget=64) == (16 + 9, 9, False), (
+        "a chunk, and what one sequence needs"
+    )
+    assert window(kv_tokens=4096) == (256, 9, False), "a quarter"
     assert window(window_kv_tokens=0) is window(context_length=9) is None
-    assert window(window_kv_tokens=100) == (25, 9)
+    assert window(window_kv_tokens=100) == (25, 9, False)
     with pytest.raises(
         ValueError, match="window_kv_tokens 35 does not hold the windows of one sequence: set at least 36"
     ):
