@@ -5,8 +5,8 @@ a window, over theirs. For the latter a step's chunks are cut to what they see: 
 its first token's window. Scores depend on keys as they were rotated, and masks on distances, so positions may be
 counted from there.
 
-The window may be a chunk of the text (`AttentionShape.in_chunks`). Then the layers' backend sees all tokens of what it is
-given: a step's chunk is cut where the text's chunks end, and each piece is a sequence that begins with its chunk.
+The window may be a chunk of the text (`AttentionShape.in_chunks`). Then the layers' backend sees all tokens of what it
+is given: a step's chunk is cut where the text's chunks end, and each piece is a sequence that begins with its chunk.
 """
 
 import itertools

@@ -240,7 +240,7 @@ TINY: dict[str, tuple[str, dict]] = {
             "intermediate_size_mlp": 44,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 1, 0, 1],
-            "attention_chunk_size": 32,
+            "attention_chunk_size": 16,
             "floor_scale": 6,
             "attn_scale": 0.4,
             "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
