@@ -33,11 +33,12 @@ class ForwardOutput(NamedTuple):
 
 
 class WindowPages(NamedTuple):
-    """Pages of a model's layers with a window: how many there are, and how many tokens a token sees, itself
-    included."""
+    """Pages of a model's layers with a window: how many there are, and how many tokens a token sees, itself included.
+    With `in_chunks` it sees those of its chunk of so many tokens."""
 
     num_pages: int
     window_tokens: int
+    in_chunks: bool = False
 
 
 class Executor(ABC):

@@ -120,7 +120,7 @@ class WindowedKVCache(KVCacheManager):
         a step has ended."""
         table, size = self._table, self.page_size
         ends = table.num_confirmed[rows] // size * size
-        firsts = np.maximum(ends - (self._windows.window_tokens - 1), 0) // size
+        firsts = self._windows.first_pages(ends)
         slid = (firsts > table.first_window_page[rows]).nonzero()[0]
         if not len(slid):
             return
