@@ -147,13 +147,13 @@ def network(states: np.ndarray, logs: np.ndarray) -> Scores:
         loss.backward()
         optimizer.step()
         slower.step()
-    first, second = layers[1], layers[3]
-    a, b, c = (each.detach().numpy() for each in (first.weight, first.bias, second.weight))
+    learned = layers.state_dict()
+    a, b, c = (learned[name].numpy() for name in ("1.weight", "1.bias", "3.weight"))
     return lambda new: np.maximum((new - mean) / deviation @ a.T + b, 0.0) @ c[0]
 
 
 def inputs(probe: Probe, states: np.ndarray, at_arrival: np.ndarray) -> np.ndarray:
-    """What a probe sees of all outputs, float64 [n, d]."""
+    """Features of all outputs, as the probe reads them, float64 [n, d]."""
     layer = states[:, probe.layer].astype(np.float64)
     seen = {"last": layer[:, 0], "mean": layer[:, 1], "both": layer.reshape(len(layer), -1)}[probe.states]
     return np.concatenate([seen, at_arrival[:, None]], axis=1)
