@@ -15,8 +15,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """Thinking between two markers. `name`: as in vLLM's `--reasoning-parser`. `label`: what may stand after `begin`, left
-    out. `around`: markers around the text of the answer, which are left out."""
+    """Thinking between two markers. `name`: as in vLLM's `--reasoning-parser`. `label`: may stand after `begin`, and is
+    left out. `around`: markers around the text of the answer, left out too."""
 
     name: str
     begin: str = "<think>"
@@ -154,8 +154,8 @@ class PythonicCall:
 
 @dataclass(frozen=True)
 class QuotedCall:
-    """A call as its name after `prefix`, then an object: JSON but for its keys, which stand as they are, and its strings,
-    which stand between two `quote` and have no escapes."""
+    """A call as its name after `prefix`, then an object. This is JSON, but keys stand as they are, and strings between
+    two of `quote`, without escapes."""
 
     begin: str
     end: str

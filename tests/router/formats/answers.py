@@ -300,7 +300,6 @@ class _Tags(_Writer):
             name, "{" + ", ".join(f"{json.dumps(k)}: {t}" for k, t in zip(arguments, texts, strict=True)) + "}"
         )
 
-
     def quoted(self, form: QuotedCall, value: Any) -> str:
         """A value with bare keys, where these can stand so, and strings between quotes of the format's own."""
         match value:
