@@ -90,12 +90,12 @@ class LayerSpec:
 
     @property
     def all_weights(self) -> int:
-        """Those that a step of many decodes reads, which have all experts between them."""
+        """Weights that a step of many decodes reads, which have all experts between them."""
         return self.weights + self.experts * self.expert_weights
 
     @property
     def multiplied(self) -> int:
-        """Those that one token is multiplied with."""
+        """Weights that one token is multiplied with."""
         return self.weights + self.chosen * self.expert_weights
 
     def experts_used(self, tokens: float) -> float:

@@ -32,7 +32,7 @@ def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...])
     if not name or len(name) > _LONGEST_NAME or (yield from source.character()) != "{":
         return False
     reader.begin(name)
-    if not (yield from _Arguments(reader, syntax, ends).read()):
+    if not (yield from _QuotedArguments(reader, syntax, ends).read()):
         if not (yield from reader.read_raw(ends)):
             return True
     else:
@@ -46,7 +46,7 @@ def read_quoted(reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...])
     return True
 
 
-class _Arguments:
+class _QuotedArguments:
     """The arguments of one call while they are read."""
 
     def __init__(self, reader: AnswerReader, syntax: QuotedCall, ends: tuple[str, ...]) -> None:

@@ -69,5 +69,5 @@ class QuotedConverter(SchemaConverter):
         return self._between(verbatim.string(schema, at, without_bracket(TEXT), Ref("text")))
 
     def _extra(self, schema: Schema, properties: dict[str, Any], more: Any, at: str) -> Node:
-        """None next to declared ones, and none by patterns: such names are bare or not, as they happen to be."""
+        """No member next to declared ones, and none by patterns: some of their names would be bare, and others not."""
         return NEVER
