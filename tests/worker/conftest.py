@@ -75,6 +75,9 @@ GRANITE = {
     "logits_scaling": 3.0,
 }
 
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 10, "mamba_chunk_size": 16}
+MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+
 LATENT = {
     "kv_lora_rank": 24,
     "q_lora_rank": 20,
@@ -215,11 +218,24 @@ TINY: dict[str, tuple[str, dict]] = {
     "qwen3_next": ("qwen3_next", EXPERTS | NETS | {"shared_expert_intermediate_size": 28}),
     "qwen3_5": ("qwen3_5_text", NETS | {"full_attention_interval": 2, "tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", EXPERTS | NETS | {"shared_expert_intermediate_size": 28}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        GRANITE
+        | MAMBA2
+        | {"layer_types": MIXED, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 24},
+    ),
+    "granitemoehybrid_dense": (
+        "granitemoehybrid",
+        GRANITE
+        | MAMBA2
+        | {"layer_types": MIXED, "num_local_experts": 0, "mamba_n_groups": 2, "position_embedding_type": "rope"},
+    ),
+    "bamba": ("bamba", MAMBA2 | {"mamba_n_groups": 4, "mamba_conv_bias": False, "attn_layer_indices": [1]}),
 }
 
 # With recurrent states. Layers that normalise each head's output magnify what is rounded off: on such models float32
 # logits of transformers are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
-HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
 
 
 def make_tiny(name: str, folder: Path, layers: int = 4, **sizes: int) -> Path:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.sharding import Shard
 
 
@@ -16,26 +17,25 @@ class NetTensor(NamedTuple):
     parts: tuple[tuple[int, range], ...]
 
 
-def net_tensors(shard: Shard) -> dict[str, NetTensor]:
+def net_tensors(shard: Shard, whole: DeltaNetConfig) -> dict[str, NetTensor]:
     """The tensors of a layer's gated delta net that this rank needs, by their names within the layer."""
-    whole, own = shard.whole.delta_net, shard.config.delta_net
-    assert whole is not None and own is not None
+    own = shard.config.recurrent
+    assert own is not None
     states, hidden = whole.states, shard.whole.hidden_size
-    heads, group = shard.key_heads, states.value_heads // states.key_heads
-    values = range(heads.start * group, heads.stop * group)
+    heads, values, group = shard.key_heads, shard.value_heads, states.value_heads // states.key_heads
     key_size, value_size = states.key_dim, group * states.value_dim  # elements of one key head
     all_keys, all_values = states.key_heads * key_size, states.key_heads * value_size
     own_keys = own.states.key_heads * key_size
-    of_keys, of_values = _scaled(heads, key_size), _scaled(heads, value_size)
+    of_keys, of_values = scaled(heads, key_size), scaled(heads, value_size)
 
     # Queries, keys and values stand in this order in the convolution, and in the product of a checkpoint with a tensor
     # for each.
     mixed = (
         (0, of_keys),
-        (own_keys, _moved(of_keys, all_keys)),
-        (2 * own_keys, _moved(of_values, 2 * all_keys)),
+        (own_keys, moved(of_keys, all_keys)),
+        (2 * own_keys, moved(of_values, 2 * all_keys)),
     )
-    channels, _, _, _ = own.projected_sizes
+    channels = own.states.channels
     firsts = (channels, channels + own.projected_sizes[1], sum(own.projected_sizes[:3]))
     tensors = {
         "conv1d.weight": NetTensor("conv", (states.channels, 1, states.width), 0, mixed),
@@ -73,9 +73,9 @@ def _by_head(heads: range, kinds: tuple[tuple[int, int], ...]) -> Iterator[tuple
             start += size
 
 
-def _scaled(part: range, factor: int) -> range:
+def scaled(part: range, factor: int) -> range:
     return range(part.start * factor, part.stop * factor)
 
 
-def _moved(part: range, by: int) -> range:
+def moved(part: range, by: int) -> range:
     return range(part.start + by, part.stop + by)

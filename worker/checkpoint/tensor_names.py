@@ -32,13 +32,14 @@ def full_name(name: str) -> str:
     if ".mlp." in name or ".feed_forward." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
+    name = re.sub(r"\bfinal_layernorm\.", "norm.", name)  # Bamba's
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def is_ignored(name: str, config: DecoderConfig) -> bool:
     """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
     model has for images, and a hybrid for drafts."""
-    if name.removeprefix("model.").startswith(_OF_IMAGES) or (config.delta_net is not None and name.startswith("mtp.")):
+    if name.removeprefix("model.").startswith(_OF_IMAGES) or (config.recurrent is not None and name.startswith("mtp.")):
         return True
     return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
 

@@ -17,8 +17,8 @@ from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
 from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
-from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.quantization import quantization
+from worker.models.recurrent_layer import RecurrentConfig
 
 
 class _EndTokens(msgspec.Struct):
@@ -45,7 +45,7 @@ class DecoderConfig:
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
     | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
-    | `delta_net` | of the layers that have a gated delta net in place of attention |
+    | `recurrent` | of the layers that have recurrent states in place of attention |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
     | `logit_scale` | factor of all logits |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
@@ -90,7 +90,7 @@ class DecoderConfig:
     q_lora_rank: int | None = None
     output_gate: bool = False
     experts: ExpertsConfig | None = None
-    delta_net: DeltaNetConfig | None = None
+    recurrent: RecurrentConfig | None = None
     extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
@@ -114,8 +114,8 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention: those that have keys and values."""
-        nets = None if self.delta_net is None else self.delta_net.layers
-        return [index for index in range(self.num_layers) if nets is None or not nets[index]]
+        recurrent = None if self.recurrent is None else self.recurrent.layers
+        return [index for index in range(self.num_layers) if recurrent is None or not recurrent[index]]
 
     @property
     def query_size(self) -> int:

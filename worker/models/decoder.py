@@ -20,19 +20,19 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention.interface import AttentionBackend
-from kernels.delta_rule.states import DeltaRuleStates
 from kernels.linear.block_linear import BlockLinear
 from kernels.linear.block_weight import BlockMatrix
 from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
 from kernels.linear.linear import Linear
 from kernels.ops.norm import rms_norm
+from kernels.recurrent.states import RecurrentStates
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP
 from worker.models.forward_context import ForwardContext
-from worker.models.gated_delta_net import GatedDeltaNet
 from worker.models.latent_attention import LatentAttention
 from worker.models.layer import DecoderLayer, SelfAttention
 from worker.models.parameters import pop_layer
+from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import EMBEDDING_TURN, HalfBatchStream, OneTokenStream, ResidualStream
 from worker.parallel.communicator import Communicator
 
@@ -153,7 +153,7 @@ class Decoder:
         """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `forward`."""
         tables = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}
         for layer in self.layers:
-            if not isinstance(layer.attention, GatedDeltaNet):
+            if not isinstance(layer.attention, RecurrentLayer):
                 layer.attention.rope_table = tables[layer.attention.rope]
 
     @torch.inference_mode()
@@ -199,11 +199,11 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBackend,
         logit_indices: torch.Tensor | None = None,
-        states: DeltaRuleStates | None = None,
+        states: RecurrentStates | None = None,
         adapted: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor:
         """Runs all layers for the chunks that `attention` has planned, in their order, as have `states`, where the
-        model has gated delta nets.
+        model has recurrent layers.
 
         - `inputs`: token ids, int64 `[n]`. After another stage: its output, `[n, hidden_size]`, which is overwritten.
         - `positions`: int64 `[n]`.
@@ -245,7 +245,7 @@ class Decoder:
         if index > 0:
             self.layers[index - 1].post_attention(stream, buffers.attended.flatten(1))
         attention = self.layers[index].attention
-        assert not isinstance(attention, GatedDeltaNet), "models with gated delta nets are not run in pieces"
+        assert not isinstance(attention, RecurrentLayer), "models with recurrent layers are not run in pieces"
         attention.rotate_and_store(attention.project(stream), buffers.positions, buffers, buffers.queries)
 
     def finish(

@@ -24,9 +24,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.num_layers):
         experts = config.experts_of(index)
         mlp = _mlp_shapes(config) if experts is None else _expert_shapes(config, experts)
-        net = config.delta_net
-        if net is not None and net.layers[index]:
-            layer = net.parameter_shapes(config.hidden_size) | mlp
+        recurrent = config.recurrent
+        if recurrent is not None and recurrent.layers[index]:
+            layer = recurrent.parameter_shapes(config.hidden_size) | mlp
         else:
             layer = _attention_shapes(config) | mlp
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}

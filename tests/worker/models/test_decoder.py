@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
 
 from tests.worker.conftest import HYBRIDS, TINY, Sequences
 from worker.config import WorkerConfig
@@ -149,6 +149,14 @@ def test_other_architecture_lists_what_is_supported() -> None:
 def test_unsupported_variants(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decoder_config(LlamaConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mamba_proj_bias": True}, {"time_step_limit": (0.0, 0.1)}, {"hidden_act": "gelu"}]
+)
+def test_unsupported_variants_of_mamba2(changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"bamba models with (mamba_proj_bias|time_step_limit|activation) .*not supp"):
+        decoder_config(BambaConfig(**changes))
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -1,7 +1,7 @@
-"""States of the layers with a gated delta rule: their layout, the description of a step, and the interface of all ways
-to run it.
+"""Recurrent states: their layout, the description of a step, and the interface of all ways to run it.
 
-In place of keys and values, such a layer keeps two tensors of fixed size for each sequence, after the tokens so far:
+In place of keys and values, a recurrent layer keeps two tensors of fixed size for each sequence, after its tokens so
+far:
 
 - the recurrent state, float32 `[value_heads, value_dim, key_dim]`;
 - the last inputs of its convolution, `[channels, width - 1]` in the dtype of the activations, the newest last.
@@ -11,18 +11,21 @@ Both lie in rows: one for each sequence, and further ones for copies of states t
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from kernels.host_device import to_device
+
+if TYPE_CHECKING:
+    from kernels.recurrent.recurrence import Recurrence
 
 
 @dataclass(frozen=True)
 class StateShape:
     """Sizes of the states of one layer on one rank. Key head `h // (value_heads // key_heads)` belongs to value head h.
+    In a Mamba2 layer, key heads are groups, and `key_dim` is the size of the state.
 
     `width` is the number of tokens that the convolution sees.
     """
@@ -68,33 +71,10 @@ class StateBatch:
     copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
 
-class TokenGates(NamedTuple):
-    """Sources of the decays and strengths of all tokens.
+class RecurrentStates(ABC):
+    """The states of all recurrent layers of a rank, and the operators that read and write them.
 
-    `decay`, `strength`: outputs of the layer's input product, `[num_tokens, value_heads]`, tokens at any stride.
-    `decay_log`, `decay_bias`: the layer's parameters, `[value_heads]`.
-    """
-
-    decay: torch.Tensor
-    strength: torch.Tensor
-    decay_log: torch.Tensor
-    decay_bias: torch.Tensor
-
-    @property
-    def log_decay(self) -> torch.Tensor:
-        """Logarithms of the decays, float32 `[num_tokens, value_heads]`."""
-        return -self.decay_log.exp() * F.softplus(self.decay.float() + self.decay_bias)
-
-    @property
-    def beta(self) -> torch.Tensor:
-        """Strengths between 0 and 1, float32 `[num_tokens, value_heads]`."""
-        return self.strength.sigmoid().float()
-
-
-class DeltaRuleStates(ABC):
-    """The states of all such layers of a rank, and the operators that read and write them.
-
-    `plan` is called once a step, then for each layer `convolve` and `attend`.
+    `plan` is called once a step, then for each layer `convolve` and `update`.
     """
 
     def __init__(self, recurrent: torch.Tensor, inputs: torch.Tensor, shape: StateShape) -> None:
@@ -108,17 +88,17 @@ class DeltaRuleStates(ABC):
         """Prepares the rows of the step: zeros for sequences that begin, or the states of another row."""
 
     @abstractmethod
-    def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Mixes each channel with its last inputs, and applies the silu. x: `[num_tokens, channels]`, tokens at any
-        stride. weight: `[channels, width]`. Returns `[num_tokens, channels]`, contiguous."""
+    def convolve(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Mixes each channel with its last inputs, adds the bias and applies the silu. x: `[num_tokens, channels]`,
+        tokens at any stride. weight: `[channels, width]`. bias: `[channels]`. Returns `[num_tokens, channels]`,
+        contiguous."""
 
     @abstractmethod
-    def attend(self, layer: int, mixed: torch.Tensor, gates: TokenGates) -> torch.Tensor:
-        """Updates the recurrent states token by token, and reads them with the queries (`chunked.py` has the formula).
-
-        `mixed`: the result of `convolve`: queries and keys of all key heads, and values of all value heads. Returns
-        `[num_tokens, value_heads, value_dim]` in the dtype of `mixed`.
-        """
+    def update(self, layer: int, recurrence: "Recurrence") -> torch.Tensor:
+        """Updates the recurrent states token by token, and reads them, as `recurrence` says. Returns `[num_tokens,
+        value_heads, value_dim]` in the dtype of what `convolve` returned."""
 
     def begin(self, batch: StateBatch) -> None:
         """Sets the rows with which chunks begin: zeros, or copies of other rows."""
@@ -132,15 +112,6 @@ class DeltaRuleStates(ABC):
             begun = self._indices(rows)
             self.recurrent.index_fill_(1, begun, 0.0)
             self.inputs.index_fill_(1, begun, 0.0)
-
-    def split(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys, `[num_tokens, key_heads, key_dim]`, and values, `[num_tokens, value_heads, value_dim]`, of
-        the result of `convolve`."""
-        shape = self.shape
-        size = shape.key_heads * shape.key_dim
-        q, k, v = mixed.split((size, size, shape.value_heads * shape.value_dim), dim=1)
-        heads = (shape.key_heads, shape.key_dim)
-        return q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, (shape.value_heads, shape.value_dim))
 
     def _indices(self, rows: np.ndarray) -> torch.Tensor:
         """int64 on the device."""
