@@ -75,7 +75,7 @@ GRANITE = {
     "logits_scaling": 3.0,
 }
 
-MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 10, "mamba_chunk_size": 16}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_expand": 1, "mamba_d_state": 6, "mamba_chunk_size": 16}
 MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 
 LATENT = {
