@@ -1,5 +1,7 @@
 """A tree for models in which some layers see a window of the last tokens only: their KV is in pages of its own.
 
+The window may also be the begun chunk of a text that is cut into chunks of equal length.
+
 A checkpoint (`radix.continuable`) is the window before the end of a node: the pages of these layers that its next token
 sees. Windows of several nodes may have pages in common. So a page is the tree's while a window has it.
 
@@ -41,12 +43,14 @@ class WindowTree(ContinuableTree[np.ndarray]):
         policy: Callable[[PagedNode], float] = lru,
         on_event: Callable[[Event], None] | None = None,
         clock: Callable[[], float] | None = None,
+        *,
+        in_chunks: bool = False,
     ) -> None:
-        """`window_tokens`: a token sees itself and the `window_tokens - 1` before it. Other arguments are those of
-        `Tree`."""
+        """`window_tokens`: a token sees itself and the `window_tokens - 1` before it; with `in_chunks`, the tokens
+        before it in its chunk of `window_tokens`. Other arguments are those of `Tree`."""
         super().__init__(page_size, pool, policy, on_event, clock)
         self.window_pool = window_pool
-        self.window_tokens = window_tokens
+        self.window_tokens, self.in_chunks = window_tokens, in_chunks
         self._inner: dict[PagedNode, None] = {}  # nodes with one child, in place of `_used_once`
         self._num_pinned_by: dict[
             PagedNode, int
@@ -68,7 +72,13 @@ class WindowTree(ContinuableTree[np.ndarray]):
 
     def first_page(self, position: int) -> int:
         """The first page that the token at `position` sees in a layer with a window, by its number in a sequence."""
-        return max(0, position - self.window_tokens + 1) // self.page_size
+        return int(self.first_pages(np.array(position)))
+
+    def first_pages(self, positions: np.ndarray) -> np.ndarray:
+        """`first_page` of each position."""
+        if self.in_chunks:
+            return (positions - positions % self.window_tokens) // self.page_size
+        return np.maximum(positions - (self.window_tokens - 1), 0) // self.page_size
 
     def insert(self, tokens: Sequence[int] | np.ndarray, pages: np.ndarray, window: np.ndarray = NO_PAGES) -> Inserted:
         """As `Tree.insert`, with the window before the end of `tokens`: pages number `first_page(len(tokens))` and

@@ -53,9 +53,13 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of a model: all layers have the same heads, and each layer has its own window in `windows`.
+    """The attention of a model: layers have the same heads, and each layer has its own window in `windows`.
 
     - A query at position p sees the keys at positions `p - window + 1` to p; with None it sees all up to p.
+    - `in_chunks`: windows are chunks. A query at position p sees the keys from `p // window * window` to p. No backend
+      has such layers (`kernels.attention.window_pages`).
+    - With `full_heads`, the layers without a window have other heads than `num_heads`, `num_kv_heads` and `head_dim`
+      say: these three numbers of their own. No backend has layers of both kinds (`kernels.attention.window_pages`).
     - Scores are `scale * q @ k`; a `softcap` c makes them `c * tanh(score / c)`.
     - `num_heads` is a multiple of `num_kv_heads`: query head h reads KV head `h // (num_heads // num_kv_heads)`.
     - With `latent` heads, there is one KV head, and `head_dim` is `latent.row`. Queries have `latent.query` elements,
@@ -72,6 +76,8 @@ class AttentionShape:
     softcap: float | None = None
     latent: LatentHeads | None = None
     has_sinks: bool = False
+    full_heads: tuple[int, int, int] | None = None
+    in_chunks: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,8 @@ class AttentionBatch:
     | `lengths` | `[num_chunks]` | tokens of each chunk |
     | `window_tables` | as `tables` | page tables of layers with a window, where these have pages of their own |
 
-    Only the first `ceil((starts[c] + lengths[c]) / page_size)` pages of a row are read. Chunks of one token come first,
-    so that a backend may treat them separately.
+    Only the first `ceil((starts[c] + lengths[c]) / page_size)` pages of a row are read. Chunks of one token come first:
+    backends treat those before any longer one separately, and others as longer ones.
     """
 
     tables: np.ndarray
@@ -102,11 +108,9 @@ class AttentionBatch:
 
     @property
     def num_singles(self) -> int:
-        """Number of chunks of one token. Raises ValueError unless they come first."""
-        singles = int(np.count_nonzero(self.lengths == 1))
-        if not (self.lengths[:singles] == 1).all():
-            raise ValueError("chunks of one token must come first")
-        return singles
+        """Number of chunks of one token before any longer one."""
+        longer = (self.lengths != 1).nonzero()[0]
+        return int(longer[0]) if len(longer) else len(self.lengths)
 
     def part(self, first: int, last: int) -> "AttentionBatch":
         """The batch of chunks `first` to `last` (exclusive) alone."""

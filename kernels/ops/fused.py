@@ -61,14 +61,20 @@ def rotate_and_store(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
     out: torch.Tensor | None = None,
+    *,
+    normalises_values: bool = False,
+    has_kv: bool = True,
 ) -> torch.Tensor:
     """All operators between the product with the fused QKV weight and attention, in one pass. Returns the queries
     `[n, num_heads, head_dim]`, in `out` if that is given.
 
-    1. Queries and keys are normalised, each head by itself, if `q_norm` and `k_norm` (`[head_dim]`) are given.
+    1. Queries and keys are normalised, each head by itself, if `q_norm` and `k_norm` (`[head_dim]`) are given. With
+       `normalises_values` values are too, without weights.
     2. They are rotated by row `positions[i]` of `angles` (`Rope.table`).
     3. Keys and values of token i are written to row `rows[i]` of `pages`, seen as
        `[num_pages * num_kv_heads * page_size, head_dim]`, head h `h * page_size` rows further.
+
+    Without `has_kv` there are queries alone, and `pages` are not written.
 
     qkv: contiguous `[n, at least (num_heads + 2 * num_kv_heads) * head_dim]`; what follows these in a row is not read.
     pages: `[2, num_pages, num_kv_heads, page_size, head_dim]`. positions, rows: int64 `[n]`.
@@ -77,7 +83,9 @@ def rotate_and_store(
     n, half = len(qkv), head_dim // 2
     q = qkv.new_empty(n, num_heads, head_dim) if out is None else out
     keys, values = pages
-    programs = triton.cdiv(num_heads, _HEADS_A_PROGRAM) + 2 * triton.cdiv(num_kv_heads, _HEADS_A_PROGRAM)
+    programs = triton.cdiv(num_heads, _HEADS_A_PROGRAM)
+    if has_kv:
+        programs += 2 * triton.cdiv(num_kv_heads, _HEADS_A_PROGRAM)
     _rotate_and_store[(n, programs)](
         qkv,
         q,
@@ -87,7 +95,7 @@ def rotate_and_store(
         positions,
         rows,
         qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
+        k_norm if k_norm is not None else qkv if q_norm is None else q_norm,
         eps,
         qkv.shape[1],
         num_heads,
@@ -97,6 +105,7 @@ def rotate_and_store(
         triton.next_power_of_2(half),
         _HEADS_A_PROGRAM,
         q_norm is not None,
+        normalises_values,
         num_warps=4,
         **pdl.OPTIONS,
     )
@@ -187,6 +196,7 @@ def _rotate_and_store(
     HALF_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
 ):
     launch_dependents()
     Q_PROGRAMS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
@@ -226,6 +236,10 @@ def _rotate_and_store(
             y *= scale * high_weight
         low = (x * cos - y * sin).to(low.dtype)
         high = (y * cos + x * sin).to(high.dtype)
+    elif VALUE_NORM:
+        x, y = low.to(tl.float32), high.to(tl.float32)
+        scale = tl.math.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
+        low, high = (x * scale).to(low.dtype), (y * scale).to(high.dtype)
     if is_query:
         target = q + (token * HEADS + head) * (2 * HALF) + at
         tl.store(target, low, mask=inside)

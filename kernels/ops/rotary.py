@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ class Rope:
         """Radians per position of each pair that is rotated."""
         exponents = torch.arange(0, self._size, 2, dtype=torch.float32) / self._size
         plain = 1.0 / (self.theta**exponents)
+        if self.kind == "proportional":  # pairs beyond a part of the head do not turn, and the others as in a whole one
+            turning = int(self.scaling.get("partial_rotary_factor", 1.0) * self.head_dim // 2)
+            plain[turning:] = 0.0
+            return plain / self.scaling.get("factor", 1.0)
         if self.kind == "linear":
             return plain / self.scaling["factor"]
         if self.kind == "llama3":

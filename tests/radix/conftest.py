@@ -80,10 +80,10 @@ class Listener:
 class Cache:
     """A tree with what stands around it in a replica: the pool, listeners, and the pages that requests hold. With
     `num_rows`, it is a tree with checkpoints, and requests hold rows too. With `windows`, numbers of window pages and
-    of tokens in a window, it is a tree with windows, and requests hold window pages."""
+    of tokens in a window and whether these are chunks, it is a tree with windows, and requests hold window pages."""
 
     def __init__(
-        self, num_pages: int, page_size: int, num_rows: int | None = None, windows: tuple[int, int] | None = None
+        self, num_pages: int, page_size: int, num_rows: int | None = None, windows: tuple[int, int, bool] | None = None
     ) -> None:
         self.events: list[Event] = []
         self.listener = Listener(page_size)
@@ -94,7 +94,9 @@ class Cache:
             self.tree = make_tree(page_size, self.pool, num_rows, self._listen)
         else:
             of_windows = PagePool(windows[0], page_size)
-            self.tree = WindowTree(page_size, self.pool, of_windows, windows[1], on_event=self._listen)
+            self.tree = WindowTree(
+                page_size, self.pool, of_windows, windows[1], on_event=self._listen, in_chunks=windows[2]
+            )
         self.held: set[int] = set()
         self.held_windows: set[int] = set()
         self.held_rows: set[int] = set()

@@ -284,12 +284,12 @@ class WindowModel(Model):
     """A tree with windows. `windows` maps each prefix with one to its window pages; `pins` lists what is pinned, with
     the prefixes that end there."""
 
-    num_windows, window_tokens = 14, 5
+    num_windows, window_tokens, in_chunks = 14, 5, False
 
     @initialize(page_size=st.sampled_from([1, 2, 3, 4]))
     def start(self, page_size: int) -> None:
         super().start(page_size)
-        self.cache = Cache(NUM_PAGES, page_size, windows=(self.num_windows, self.window_tokens))
+        self.cache = Cache(NUM_PAGES, page_size, windows=(self.num_windows, self.window_tokens, self.in_chunks))
         self.windows: dict[tuple[int, ...], list[int]] = {}
         self.pins: list[tuple[PagedNode, tuple[int, ...]]] = []
 
@@ -301,7 +301,10 @@ class WindowModel(Model):
 
     def pages_before(self, tokens: tuple[int, ...]) -> range:
         """Numbers of the pages that a token after these sees: those with one of its window's tokens."""
-        seen = range(max(0, len(tokens) - self.window_tokens + 1), len(tokens))
+        first = max(0, len(tokens) - self.window_tokens + 1)
+        if self.in_chunks:
+            first = len(tokens) - len(tokens) % self.window_tokens
+        seen = range(first, len(tokens))
         return range(seen.start // self.page_size, len(tokens) // self.page_size)
 
     def evictable(self) -> set[int]:
@@ -422,9 +425,17 @@ class WindowModel(Model):
             assert inner == sorted(inner, reverse=True), "those of nodes with one child go first"
 
 
+class ChunkModel(WindowModel):
+    """A window is the begun chunk of six tokens: at the end of one nothing is needed to go on."""
+
+    window_tokens, in_chunks = 6, True
+
+
 TestModel = pytest.mark.slow(Model.TestCase)
 TestModel.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
 TestCheckpointModel = pytest.mark.slow(CheckpointModel.TestCase)
 TestCheckpointModel.settings = TestModel.settings
 TestWindowModel = pytest.mark.slow(WindowModel.TestCase)
 TestWindowModel.settings = TestModel.settings
+TestChunkModel = pytest.mark.slow(ChunkModel.TestCase)
+TestChunkModel.settings = TestModel.settings

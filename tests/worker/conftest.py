@@ -21,6 +21,7 @@ from tests.worker.fakes import FakeExecutor, FakeGrammars, FakeParts, pages_now
 from worker.config import WorkerConfig
 from worker.engine.cost_store import CostStore, predicts
 from worker.engine.engine import Components
+from worker.executor.executor import WindowPages
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import MultiRankExecutor
 from worker.parallel.communicator import Communicator
@@ -116,6 +117,15 @@ GPT_OSS = {
     },
 }
 
+GEMMA4 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 9,
+    "layer_types": SLIDING,
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
+
 # By name: model_type, and what differs from COMMON.
 TINY: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -153,6 +163,30 @@ TINY: dict[str, tuple[str, dict]] = {
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", *SLIDING],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 131,
+        },
+    ),
+    "gemma4_moe": (
+        "gemma4_text",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
         },
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
@@ -209,7 +243,7 @@ TINY: dict[str, tuple[str, dict]] = {
             "intermediate_size_mlp": 44,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 1, 0, 1],
-            "attention_chunk_size": 256,
+            "attention_chunk_size": 16,
             "floor_scale": 6,
             "attn_scale": 0.4,
             "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
@@ -238,12 +272,14 @@ TINY: dict[str, tuple[str, dict]] = {
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
 
 
-def make_tiny(name: str, folder: Path, layers: int = 4, **sizes: int) -> Path:
-    """Save a random model under `folder`; every parameter, norms and biases too, is unlike every other. `sizes` are in
-    place of those in TINY."""
+def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:
+    """Save a random model under `folder`; every parameter, norms and biases too, is unlike every other. `layers` and
+    `sizes` are in place of those in TINY."""
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
     model_type, changes = TINY[name]
     torch.manual_seed(sum(name.encode()))
-    config = AutoConfig.for_model(model_type, **(COMMON | changes | sizes | {"num_hidden_layers": layers}))
+    config = AutoConfig.for_model(model_type, **(COMMON | changes | sizes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -254,6 +290,8 @@ def make_tiny(name: str, folder: Path, layers: int = 4, **sizes: int) -> Path:
         for key, buffer in model.named_buffers():
             if "e_score_correction_bias" in key:
                 buffer.normal_(0.0, 0.25)
+            if "layer_scalar" in key:
+                buffer.uniform_(0.6, 1.2)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     return folder
@@ -301,7 +339,7 @@ class Sequences:
             chunks.append(Chunk(slot, start, token_ids, held, pages, len(token_ids)))
         plan = Plan.from_chunks(self.step, chunks)
         if (window := self.runner.window) is not None:
-            plan.window_pages = np.array(self.window_pages(chunks, window.window_tokens), dtype=np.int32)
+            plan.window_pages = np.array(self.window_pages(chunks, window), dtype=np.int32)
         logits = self.runner.forward(plan).logits
         self.step += 1
         for chunk, rows in zip(chunks, logits.split([c.num_logits for c in chunks]), strict=True):
@@ -310,12 +348,15 @@ class Sequences:
             if self.computed[chunk.slot] == len(self.tokens[chunk.slot]):
                 self.tokens[chunk.slot].append(int(rows[-1].argmax()))
 
-    def window_pages(self, chunks: list[Chunk], window: int) -> list[int]:
+    def window_pages(self, chunks: list[Chunk], window: WindowPages) -> list[int]:
         """The new window pages of chunks. Before them, each sequence gives back those that lie before its window."""
         added = []
         for chunk in chunks:
             own = self.windows.setdefault(chunk.slot, [])
-            first = max(0, chunk.start - window + 1) // self.runner.page_size
+            first = max(0, chunk.start - window.window_tokens + 1)
+            if window.in_chunks:
+                first = chunk.start // window.window_tokens * window.window_tokens
+            first //= self.runner.page_size
             self.free_windows += [page for page in own[:first] if page >= 0]
             own[:first] = [-1] * first
             new = [self.free_windows.pop() for _ in chunk.pages]

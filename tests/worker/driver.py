@@ -42,7 +42,9 @@ class Driver:
             self.tree = CheckpointTree(executor.page_size, pool, PagePool(executor.num_checkpoints, executor.page_size))
         if (window := executor.window) is not None:
             of_windows = PagePool(window.num_pages, executor.page_size)
-            self.tree = WindowTree(executor.page_size, pool, of_windows, window.window_tokens)
+            self.tree = WindowTree(
+                executor.page_size, pool, of_windows, window.window_tokens, in_chunks=window.in_chunks
+            )
         self.scheduler = Scheduler(
             self.config,
             self.tree,

@@ -91,7 +91,7 @@ class FakeExecutor(Executor):
             self._begin_states(plan, copies)
         seen = [row for index, chunk in enumerate(plan.chunks) for row in self._chunk(chunk, copies[index])]
         if self.window is not None:
-            self._run_windows(plan, self.window.window_tokens)
+            self._run_windows(plan, self.window)
         return ForwardOutput(self.logits(seen))
 
     def logits(self, seen: list[int]) -> torch.Tensor:
@@ -104,13 +104,15 @@ class FakeExecutor(Executor):
     def close(self) -> None:
         pass
 
-    def _run_windows(self, plan: Plan, window: int) -> None:
+    def _run_windows(self, plan: Plan, window: WindowPages) -> None:
         """Keeps each token's KV in window pages too, and reads those of the windows as the chunks find them."""
         added, size = np.split(plan.window_pages, np.cumsum(plan.num_pages)[:-1]), self.page_size
         for chunk, pages in zip(plan.chunks, added, strict=True):
             table = self.window_tables.setdefault(chunk.slot, [])
             table[chunk.num_kept_pages :] = pages.tolist()
-            end, first = chunk.start + len(chunk.token_ids), max(0, chunk.start - window + 1)
+            end, first = chunk.start + len(chunk.token_ids), max(0, chunk.start - window.window_tokens + 1)
+            if window.in_chunks:
+                first = chunk.start // window.window_tokens * window.window_tokens
             assert len(set(table[first // size :])) == len(table[first // size :])
             where, there = (
                 (np.array(one)[:, None] * size + np.arange(size)).ravel()[first:end]

@@ -23,6 +23,12 @@ _SANDWICH_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_out_norm",
 }
+_NORMS_BESIDE_MLP = {
+    "mlp.gate.scale": "router_norm",
+    "pre_feedforward_layernorm_2.weight": "experts_norm",
+    "post_feedforward_layernorm_1.weight": "shared_out_norm",
+    "post_feedforward_layernorm_2.weight": "experts_out_norm",
+}
 _GLM4_NORMS = {
     "input_layernorm": "input_norm",
     "post_self_attn_layernorm": "attention_out_norm",
@@ -68,13 +74,19 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         "model.norm.weight": _whole("norm", (hidden,)),
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
     }
+    if (inputs := shard.whole.layer_inputs) is not None:
+        size = inputs.size * inputs.layers
+        embedding = _whole("layer_inputs_embedding", (vocabulary[0], size), shard.vocabulary)
+        destinations["model.embed_tokens_per_layer.weight"] = embedding
+        destinations["model.per_layer_model_projection.weight"] = _whole("layer_inputs_projection", (size, hidden))
+        destinations["model.per_layer_projection_norm.weight"] = _whole("layer_inputs_norm", (inputs.size,))
     for own, index in enumerate(shard.layers):
-        layer = _attention_destinations(shard, index) | _norm_destinations(shard.whole)
+        part = shard.of_layer(index)
+        layer = _attention_destinations(part, index) | _norm_destinations(shard.whole) | _further_destinations(shard)
         experts = shard.config.experts_of(own)
         if experts is None:
-            layer |= _mlp_destinations(
-                shard, _MLPS.get(shard.whole.model_type, "mlp"), shard.whole.intermediate_size, shard.intermediate
-            )
+            name = _MLPS.get(shard.whole.model_type, "mlp")
+            layer |= _mlp_destinations(part, name, part.whole.intermediate_size, part.intermediate)
         else:
             layer |= _expert_destinations(shard, stacked)
         for tensor, destination in layer.items():
@@ -114,11 +126,13 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
             first_gate = first_v + own.num_kv_heads * size
             queries = tuple(TensorPiece(to, range(row, row + size), order) for to, row in parts)
             queries += tuple(TensorPiece(first_gate + to, range(row + size, row + 2 * size)) for to, row in parts)
-        for tensor, rows, pieces in (
-            ("self_attn.q_proj", (2 if whole.output_gate else 1) * q_rows, queries),
-            ("self_attn.k_proj", kv_rows, (TensorPiece(first_k, kv, order),)),
-            ("self_attn.v_proj", kv_rows, (TensorPiece(first_v, kv),)),
-        ):
+        products = [("self_attn.q_proj", (2 if whole.output_gate else 1) * q_rows, queries)]
+        keys, values = TensorPiece(first_k, kv, order), TensorPiece(first_v, kv)
+        if whole.keys_are_values:
+            products.append(("self_attn.k_proj", kv_rows, (keys, values)))
+        elif not whole.kv_before:
+            products += [("self_attn.k_proj", kv_rows, (keys,)), ("self_attn.v_proj", kv_rows, (values,))]
+        for tensor, rows, pieces in products:
             destinations[f"{tensor}.weight"] = Destination("qkv", (rows, hidden), 0, pieces)
             destinations[f"{tensor}.bias"] = Destination("qkv_bias", (rows,), 0, pieces)
     all_heads = whole.qk_norm == "all"
@@ -218,7 +232,12 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     own = shard.config.experts
     assert own is not None
     rows, kept, own_rows = experts.intermediate_size, shard.expert_intermediate, own.intermediate_size
-    destinations = _mlp_destinations(shard, "mlp.shared_experts", experts.shared_size, shard.shared_intermediate)
+    shared = "mlp" if experts.is_beside_mlp else "mlp.shared_experts"
+    destinations = _mlp_destinations(shard, shared, experts.shared_size, shard.shared_intermediate)
+    if experts.is_beside_mlp:
+        for name, parameter in _NORMS_BESIDE_MLP.items():
+            destinations[name] = _whole(parameter, (hidden,))
+        destinations["mlp.gate.per_expert_scale"] = _whole("expert_scales", (experts.count,))
     destinations["mlp.shared_expert_gate.weight"] = _whole("shared_gate", (1, hidden))
     destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
     destinations["mlp.gate.bias"] = _whole("router_bias", (experts.count,))
@@ -257,6 +276,17 @@ def _whole_experts(experts: ExpertsConfig, hidden: int, held: range) -> dict[str
         f"mlp.experts.{name}": _whole(f"experts_{name.replace('_proj', '')}", shape, held)
         for name, shape in shapes.items()
     }
+
+
+def _further_destinations(shard: Shard) -> dict[str, Destination]:
+    """Destinations of what a layer has besides attention, MLP and norms. All ranks have all of it."""
+    inputs, hidden = shard.whole.layer_inputs, shard.whole.hidden_size
+    destinations = {"layer_scalar": _whole("scale", (1,))}
+    if inputs is not None:
+        destinations["per_layer_input_gate.weight"] = _whole("layer_input_gate", (inputs.size, hidden))
+        destinations["per_layer_projection.weight"] = _whole("layer_input_out", (hidden, inputs.size))
+        destinations["post_per_layer_input_norm.weight"] = _whole("layer_input_norm", (hidden,))
+    return destinations
 
 
 def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:

@@ -8,6 +8,8 @@ from worker.models.sharding import Shard
 # The names of experts in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's and Ernie's.
 _EXPERT_NAMES = (
     (re.compile(r"\.(block_sparse_moe|feed_forward)\."), ".mlp."),
+    (re.compile(r"(layers\.\d+)\.(experts|router)\."), r"\1.mlp.\2."),
+    (re.compile(r"\.mlp\.router\.(?:proj\.)?(weight|scale|per_expert_scale)$"), r".mlp.gate.\1"),
     (re.compile(r"\.experts\.(\d+)\.w1\."), r".experts.\1.gate_proj."),
     (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
     (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),
@@ -20,7 +22,10 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
 )
 
-_OF_IMAGES = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+_OF_MEDIA = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("embed_vision.", "audio_tower.", "embed_audio."),
+)
 
 
 def full_name(name: str) -> str:
@@ -29,7 +34,7 @@ def full_name(name: str) -> str:
     # Next to a vision part: as transformers has it, and as checkpoints were published before.
     name = name.replace("model.language_model.", "model.", 1)
     name = re.sub(r"^language_model\.(?=model\.|lm_head\.)", "", name)
-    if ".mlp." in name or ".feed_forward." in name or ".block_sparse_moe." in name or ".shared_mlp." in name:
+    if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
     name = re.sub(r"\bfinal_layernorm\.", "norm.", name)  # Bamba's
@@ -38,9 +43,12 @@ def full_name(name: str) -> str:
 
 def is_ignored(name: str, config: DecoderConfig) -> bool:
     """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
-    model has for images, and a hybrid for drafts."""
-    if name.removeprefix("model.").startswith(_OF_IMAGES) or (config.recurrent is not None and name.startswith("mtp.")):
+    model has for images and sounds, and a hybrid for drafts; keys and values of layers that read others'."""
+    if name.removeprefix("model.").startswith(_OF_MEDIA) or (config.recurrent is not None and name.startswith("mtp.")):
         return True
+    of_kv = re.match(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.", name)
+    if of_kv is not None and config.own_sizes is not None and int(of_kv[1]) < config.num_layers:
+        return config.own_sizes[int(of_kv[1])].kv_before > 0
     return bool(re.search(r"rotary_emb\.inv_freq$", name)) or (config.tied_embeddings and name == "lm_head.weight")
 
 
@@ -57,4 +65,6 @@ def is_elsewhere(name: str, shard: Shard) -> bool:
         return index < shard.whole.num_layers + shard.whole.extra_layers and index not in shard.layers
     if name == "model.embed_tokens.weight":
         return not shard.config.has_embedding
+    if name.startswith(("model.embed_tokens_per_layer.", "model.per_layer_")):
+        return not shard.config.is_first
     return name in ("model.norm.weight", "lm_head.weight") and not shard.config.is_last

@@ -152,7 +152,14 @@ class Engine:
             self.tree: Tree = CheckpointTree(config.page_size, pool, states, on_event=on_event)
         elif (window := self.executor.window) is not None:
             of_windows = PagePool(window.num_pages, config.page_size)
-            self.tree = WindowTree(config.page_size, pool, of_windows, window.window_tokens, on_event=on_event)
+            self.tree = WindowTree(
+                config.page_size,
+                pool,
+                of_windows,
+                window.window_tokens,
+                on_event=on_event,
+                in_chunks=window.in_chunks,
+            )
         else:
             self.tree = Tree(config.page_size, pool, on_event=on_event)
         overlap = self.executor.device.type != "cpu" if config.overlap is None else config.overlap

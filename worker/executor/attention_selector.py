@@ -11,6 +11,7 @@ from kernels.attention import flashinfer_backend, latent_flashinfer
 from kernels.attention.interface import AttentionBackend, AttentionShape
 from kernels.attention.latent import TorchLatentAttention
 from kernels.attention.torch_backend import TorchAttention
+from kernels.attention.window_pages import of_windows
 
 _SLOWER = "attention runs on Triton's kernels, which are slower"
 _SLOWER_LATENT = "attention runs on PyTorch's operators, which are slower, without CUDA graphs"
@@ -51,12 +52,16 @@ def choose_attention(
     kernels, other, slower = flashinfer_backend.has_kernel, "triton", _SLOWER
     if shape.latent is not None:
         kernels, other, slower = latent_flashinfer.has_kernel, "torch", _SLOWER_LATENT
-    if not kernels(shape, dtype):
+    shapes = [shape]
+    if shape.full_heads is not None or shape.in_chunks:
+        shapes = [of_windows(shape, has_window)[0] for has_window in (True, False)]
+    if not all(kernels(each, dtype) for each in shapes):
         return AttentionChoice(other)
     if build is None:
         build = flashinfer_backend.modules if shape.latent is None else latent_flashinfer.modules
     try:
-        build(shape, dtype, device)
+        for each in shapes:
+            build(each, dtype, device)
     except ImportError:
         problem = f"FlashInfer is not installed: {slower}. {_INSTALL}"
     except (OSError, RuntimeError) as error:

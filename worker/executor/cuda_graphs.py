@@ -89,7 +89,8 @@ class CudaGraphRunner:
         self._is_last = config.is_last
         # Hidden states of every token: first the previous stage's output, then this stage's own. For one stage, none.
         num_hidden = 0 if config.is_first and config.is_last else max_size
-        self._hidden = logits.new_zeros(num_hidden, config.hidden_size, dtype=decoder.dtype)
+        columns = max(config.received_size, config.sent_size)
+        self._hidden = logits.new_zeros(num_hidden, columns, dtype=decoder.dtype)
         names = ["logit_indices", "logit_slots", "token_ids", "positions", "slots"]
         if states is not None:
             names.insert(0, "copies")
@@ -180,7 +181,7 @@ class CudaGraphRunner:
         kind = GraphKind.DECODE if logit_indices is None else GraphKind.MIXED
         self._replay(kind, batch, token_ids, logit_indices, logit_slots, copies, adapters)
         if not self._is_last:
-            return self._hidden[: len(token_ids)], None
+            return self._hidden[: len(token_ids), : self._decoder.config.sent_size], None
         num_logits = len(token_ids) if logit_indices is None else len(logit_indices)
         return self._logits[:num_logits], self._greedy_tokens[:num_logits]
 
@@ -203,7 +204,7 @@ class CudaGraphRunner:
         if adapters is not None and self._adapted is not None:
             self._adapted.fill(adapters, size)
         if (received := self._begin()) is not None:
-            self._hidden[: len(received)].copy_(received)
+            self._hidden[: len(received), : received.shape[1]].copy_(received)
             self._hidden[len(received) : size].zero_()
         least = size if logit_indices is None else len(logit_indices)
         num_logits = next(count for count in self._logit_counts(kind, size) if count >= least)
@@ -276,15 +277,15 @@ class CudaGraphRunner:
 
         buffers = self._inputs
         token_ids, slots = buffers["token_ids"][:size], buffers["slots"][:size]
-        positions, hidden = buffers["positions"][:size], self._hidden[:size]
-        is_first = self._decoder.config.is_first
-        inputs = torch.where(token_ids < 0, self._last_tokens[slots], token_ids) if is_first else hidden
+        config = self._decoder.config
+        positions, hidden = buffers["positions"][:size], self._hidden[:size, : config.received_size]
+        inputs = torch.where(token_ids < 0, self._last_tokens[slots], token_ids) if config.is_first else hidden
         self._plan_states(slots)
         adapted = self._adapted.layers if has_adapters and self._adapted is not None else None
         if not self._is_last:
             out = self._decoder.forward(inputs, positions, self._attention, states=self._states, adapted=adapted)
             if out.data_ptr() != hidden.data_ptr():
-                hidden.copy_(out)
+                self._hidden[:size, : config.sent_size].copy_(out)
             return
         logit_indices = None
         if kind is GraphKind.MIXED:

@@ -33,11 +33,12 @@ class ForwardOutput(NamedTuple):
 
 
 class WindowPages(NamedTuple):
-    """Pages of a model's layers with a window: how many there are, and how many tokens a token sees, itself
-    included."""
+    """Pages of a model's layers with a window: how many there are, and how many tokens a token sees, itself included.
+    With `in_chunks`, that is the length of a chunk, and a token sees those of its own."""
 
     num_pages: int
     window_tokens: int
+    in_chunks: bool = False
 
 
 class Executor(ABC):

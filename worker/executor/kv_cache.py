@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.attention.interface import AttentionShape
 from worker.models.config import DecoderConfig
 
 GPU_MEMORY_FRACTION = 0.9
@@ -17,7 +18,13 @@ GRAPHS_BYTES = 1 << 30
 def token_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Returns the bytes of one token's keys and values in all layers with attention, or of its latents and rotated
     keys."""
-    return len(config.attention_layers) * _tensors(config) * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return sum(layer_bytes(config, index, dtype) for index in config.kv_layers)
+
+
+def layer_bytes(config: DecoderConfig, index: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of one token's keys and values, or of its latent and rotated key, in layer `index`."""
+    own = config.of_layer(index)
+    return (2 if config.latent is None else 1) * own.num_kv_heads * own.head_dim * dtype.itemsize
 
 
 def num_pages(tokens: int, page_size: int, next_to: str = "") -> int:
@@ -72,17 +79,13 @@ def gpu_tokens(
 
 
 def allocate(
-    config: DecoderConfig, pages: int, page_size: int, device: torch.device, dtype: torch.dtype, layers: int
+    shape: AttentionShape, pages: int, page_size: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Allocates pages of `layers` layers in the layout of `kernels.attention.interface`, uninitialized. On a CPU, a
-    page takes memory only once it is written."""
-    shape = (layers, _tensors(config), pages, config.num_kv_heads, page_size, config.head_dim)
-    return torch.empty(shape, device=device, dtype=dtype)
-
-
-def _tensors(config: DecoderConfig) -> int:
-    """Keys and values, or latents alone."""
-    return 2 if config.latent is None else 1
+    """Allocates pages of the layers of `shape` in the layout of `kernels.attention.interface`, uninitialized. On a CPU,
+    a page takes memory only once it is written."""
+    tensors = 2 if shape.latent is None else 1  # keys and values, or latents alone
+    sizes = (len(shape.windows), tensors, pages, shape.num_kv_heads, page_size, shape.head_dim)
+    return torch.empty(sizes, device=device, dtype=dtype)
 
 
 def available_memory_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:

@@ -109,7 +109,7 @@ class ModelRunner(Executor):
         self.num_pages = self._size_kv_cache(shard.whole, config)
         if self._window is not None:
             num_window_pages = window_cache.num_pages(self._window, self.num_pages, config)
-            self.window = WindowPages(num_window_pages, self._window)
+            self.window = WindowPages(num_window_pages, self._window, self.model_config.in_chunks)
         self.num_checkpoints = state_cache.num_checkpoints(
             shard.whole, self.dtype, self.num_pages * self.page_size, config.state_checkpoints
         )
@@ -125,7 +125,7 @@ class ModelRunner(Executor):
         self._states = self._allocate_states(self.num_checkpoints)
         if isinstance(self._attention, GraphAttention):
             self._graphs = self._capture_graphs(self._attention)
-            if not self.has_states:
+            if self.decoder.has_pieces:
                 self._piecewise_graphs = self._capture_pieces(self._attention)
         if self.device.type == "cuda":
             self._reserve(pages_per_sequence)
@@ -135,7 +135,7 @@ class ModelRunner(Executor):
     def announce(self, plan: Plan) -> None:
         """See `Executor.announce`. Plans are announced in order, each before its `forward`."""
         if self.stage.before is not None:
-            self.stage.expect(plan.num_tokens, self.model_config.hidden_size, self.dtype)
+            self.stage.expect(plan.num_tokens, self.model_config.received_size, self.dtype)
         elif not plan.has_pending_tokens:
             self._step_timer.came(plan.step)
         if self._samples and self.stage.count > 1 and plan.has_pending_tokens:
@@ -274,7 +274,7 @@ class ModelRunner(Executor):
         received = None
         if self.stage.before is not None:
             self._step_timer.ready()
-            received = self.stage.receive(self.model_config.hidden_size)
+            received = self.stage.receive(self.model_config.received_size)
         elif self._has_pending_tokens:
             if self.stage.count > 1:
                 self._step_timer.ready()
@@ -344,8 +344,9 @@ class ModelRunner(Executor):
     def _own_shard(self, hf: HfConfig, config: WorkerConfig) -> Shard:
         """Returns the part of the model that this rank holds."""
         group, stage = self.communicator, self.stage
+        whole = decoder_config(hf)
         return Shard(
-            decoder_config(hf),
+            whole.up_to(min(whole.context_length, config.context_length or whole.context_length)),
             group.rank,
             group.size,
             stage.index,
@@ -457,7 +458,7 @@ class ModelRunner(Executor):
         token_ids = np.zeros(batch.num_tokens, dtype=np.int64)
         in_flight = torch.empty(0, device=self.device)
         if self.stage.count > 1:  # hidden states of that many steps may be in flight
-            shape = (self.stage.count + 1, len(token_ids), self.model_config.hidden_size)
+            shape = (self.stage.count + 1, len(token_ids), self.model_config.received_size)
             in_flight = torch.zeros(shape, dtype=self.dtype, device=self.device)
         received = None if self.stage.before is None else in_flight[0]
         attention = self._allocate_kv_cache(batch.tables.size, batch.tables.shape[1])
@@ -477,11 +478,13 @@ class ModelRunner(Executor):
     def _allocate_kv_cache(self, pages: int, pages_per_sequence: int) -> AttentionBackend:
         """Allocates the KV cache, and returns the attention over it."""
         shape, sinks = self.model_config.attention_shape, self.decoder.sinks
-        if self._window is None:
+        if self._window is None and shape.full_heads is None and not shape.in_chunks:
             return self._allocate_pages(shape, pages, pages_per_sequence, sinks)
-        # A probe's tables serve both kinds of layers.
+        # A probe's tables serve both kinds of layers, and others where windows hold all tokens.
         of_windows = pages if self.window is None else self.window.num_pages
-        seen = -(-(self._window + self._max_graph_tokens) // self.page_size) + 1
+        seen = pages_per_sequence
+        if self._window is not None:
+            seen = -(-(self._window + self._max_graph_tokens) // self.page_size) + 1
 
         def make(own: AttentionShape, has_window: bool, own_sinks: torch.Tensor | None) -> AttentionBackend:
             if has_window:
@@ -496,9 +499,7 @@ class ModelRunner(Executor):
         """Allocates pages of the layers of `shape`, and returns the attention over them."""
         # On a GPU, an extra page is for padding of a batch to a graph's size.
         allocated = pages if self.device.type == "cpu" else pages + 1
-        kv = kv_cache.allocate(
-            self.model_config, allocated, self.page_size, self.device, self.dtype, len(shape.windows)
-        )
+        kv = kv_cache.allocate(shape, allocated, self.page_size, self.device, self.dtype)
         limits = AttentionLimits(
             self._max_running,
             self._max_running * pages_per_sequence,

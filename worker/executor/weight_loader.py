@@ -31,7 +31,7 @@ Parameters = dict[str, AnyWeight]
 Kept = Literal["numbers", "blocks", "fp8"]
 """How a parameter is in memory: in floating point, or as its format has it."""
 
-_FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip")
+_FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip", ".expert_scales")
 _QUANTIZED = ("qkv", "q_b", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
 _EXPERTS = ("experts_gate_up", "experts_down")
 _EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 8 bits
@@ -207,7 +207,8 @@ class _Loading:
             self.parameters[name] = Fp8Weight(*quantize(numbers)) if is_rounded else numbers
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        is_float32 = (self._config.gemma_norms and is_norm(name)) or name.endswith(_FLOAT32)
+        has_float32_norms = self._config.gemma_norms or self._config.float32_norms
+        is_float32 = (has_float32_norms and is_norm(name)) or name.endswith(_FLOAT32)
         return torch.float32 if is_float32 else self._dtype
 
 

@@ -53,8 +53,8 @@ def num_pages(window: int, kv_pages: int, config: WorkerConfig) -> int:
 def bytes_of(window: int, own: DecoderConfig, dtype: torch.dtype, config: WorkerConfig) -> tuple[int, int]:
     """Returns a rank's bytes for each token of KV, with a part of the window pages, and the bytes of further window
     pages. `own`: the rank's part of the model."""
-    per_layer = kv_cache.token_bytes(own, dtype) // len(own.attention_layers)
-    with_window = sum(each is not None for each in own.windows) * per_layer
+    windowed = [index for index in own.kv_layers if own.windows[index] is not None]
+    with_window = sum(kv_cache.layer_bytes(own, index, dtype) for index in windowed)
     full = kv_cache.token_bytes(own, dtype) - with_window
     if config.window_kv_tokens is not None:
         return max(1, full), config.window_kv_tokens * with_window

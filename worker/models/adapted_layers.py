@@ -12,6 +12,7 @@ from kernels.lora.segments import Segments
 from worker.models.adapted_linear import AdaptedLinear
 from worker.models.decoder import Decoder
 from worker.models.layer import DecoderLayer, GatedMLP, SelfAttention
+from worker.models.parameters import parameter_shapes
 
 ADAPTED = ("qkv", "out", "gate_up", "down")
 """Linear layers that adapters may change, of attention over keys and values and of gated MLPs."""
@@ -33,20 +34,14 @@ class AdaptedLayers:
     ) -> None:
         """`parts`: of each parameter that adapters may change, by the names of `parameter_shapes`. `max_tokens`: of a
         step. Call after `Decoder.build_rope_tables`."""
-        config = decoder.config
         self.segments = Segments(max_tokens, num_slots, decoder.device)
         self._names = list(parts)
         self._used = torch.zeros(len(parts), num_slots, dtype=torch.int32, device=decoder.device)
-        sizes = {
-            "qkv": (config.hidden_size, config.qkv_size),
-            "out": (config.attended_size, config.hidden_size),
-            "gate_up": (config.hidden_size, 2 * config.intermediate_size),
-            "down": (config.intermediate_size, config.hidden_size),
-        }
-        self._weights = {
-            name: LoraWeights(own, num_slots, rank, *sizes[name.rpartition(".")[2]], decoder.dtype, used)
-            for (name, own), used in zip(parts.items(), self._used, strict=True)
-        }
+        shapes = parameter_shapes(decoder.config)
+        self._weights = {}
+        for (name, own), used in zip(parts.items(), self._used, strict=True):
+            outputs, inputs = shapes[name]
+            self._weights[name] = LoraWeights(own, num_slots, rank, inputs, outputs, decoder.dtype, used)
         self.layers = [self._adapted(index, layer) for index, layer in enumerate(decoder.layers)]
 
     def write(self, slot: int, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -74,4 +69,4 @@ class AdaptedLayers:
             attention = replace(attention, **linears(attention, "qkv", "out"))
         if isinstance(mlp, GatedMLP):
             mlp = replace(mlp, **linears(mlp, "gate_up", "down"))
-        return DecoderLayer(attention, mlp)
+        return replace(layer, attention=attention, mlp=mlp)

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,8 @@ from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
 from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
+from worker.models.layer_inputs import LayerInputsConfig
+from worker.models.layer_sizes import LayerSizes
 from worker.models.quantization import quantization
 from worker.models.recurrent_layer import RecurrentConfig
 
@@ -35,10 +37,16 @@ class DecoderConfig:
     | --- | --- |
     | `context_length` | the longest context that the model is made for, in tokens |
     | `windows`, `ropes` | one entry a layer; a window of None means full attention |
+    | `in_chunks` | windows are chunks (`kernels.attention.interface.AttentionShape`) |
+    | `own_sizes` | one entry a layer, where layers differ in the sizes of heads or MLP, or share keys and values |
+    | `kv_before` | how many layers earlier the keys and values come from; 0: the layer's own (`of_layer`) |
+    | `keys_are_values` | values are the keys before norm and rotation (`of_layer`) |
     | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
+    | `float32_norms` | norms multiply in float32 |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate |
+    | `value_norm` | values are normalised, each head by itself and without weights |
     | `query_temperature` | (tokens t, factor f): a query at position p is multiplied by 1 + f log(1 + floor((p + 1) / t)), in layers that do not rotate (https://arxiv.org/abs/2501.19399) |
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
     | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
@@ -46,6 +54,8 @@ class DecoderConfig:
     | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
     | `recurrent` | of the layers that have recurrent states in place of attention |
+    | `layer_inputs` | inputs of each layer besides the hidden states |
+    | `layer_scales` | the output of each layer is multiplied by a number |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
     | `logit_scale` | factor of all logits |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
@@ -78,7 +88,13 @@ class DecoderConfig:
     qk_norm: Literal["head", "all", "rotated"] | None = None
     query_temperature: tuple[float, float] | None = None
     qk_norm_sizes: tuple[int, int] = (0, 0)
+    in_chunks: bool = False
+    own_sizes: tuple[LayerSizes, ...] | None = None
+    kv_before: int = 0
+    keys_are_values: bool = False
+    value_norm: bool = False
     gemma_norms: bool = False
+    float32_norms: bool = False
     pre_norms: bool = True
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
@@ -91,6 +107,8 @@ class DecoderConfig:
     output_gate: bool = False
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
+    layer_inputs: LayerInputsConfig | None = None
+    layer_scales: bool = False
     extra_layers: int = 0
     ranks: int = 1
     is_first: bool = True
@@ -107,15 +125,44 @@ class DecoderConfig:
         GPU; rows of the last ranks may then lie beyond the vocabulary."""
         return self.vocab_size if self.ranks == 1 else -(-self.vocab_size // (8 * self.ranks)) * 8
 
+    def up_to(self, length: int) -> "DecoderConfig":
+        """The same for sequences of at most `length` tokens: a chunk that none of them leaves is no window."""
+        if self.in_chunks and all(window is None or window >= length for window in self.windows):
+            return replace(self, windows=(None,) * self.num_layers, in_chunks=False)
+        return self
+
+    def of_layer(self, index: int) -> "DecoderConfig":
+        """The same with the sizes of layer `index` for all layers."""
+        if self.own_sizes is None:
+            return self
+        return replace(self, own_sizes=None, **asdict(self.own_sizes[index]))
+
     def experts_of(self, index: int) -> ExpertsConfig | None:
         """The experts of layer `index`; None if it has an MLP."""
         return self.experts if self.experts is not None and self.experts.layers[index] else None
 
     @property
     def attention_layers(self) -> list[int]:
-        """The layers with attention: those that have keys and values."""
+        """The layers with attention."""
         recurrent = None if self.recurrent is None else self.recurrent.layers
         return [index for index in range(self.num_layers) if recurrent is None or not recurrent[index]]
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers with keys and values of their own: those that the KV cache holds."""
+        return [index for index in self.attention_layers if not self.of_layer(index).kv_before]
+
+    @property
+    def received_size(self) -> int:
+        """Columns of what a stage after the first receives: hidden states, then the inputs of its and later layers."""
+        inputs = self.layer_inputs
+        return self.hidden_size + (0 if inputs is None else inputs.size * inputs.layers)
+
+    @property
+    def sent_size(self) -> int:
+        """Columns of what a stage before the last sends."""
+        inputs = self.layer_inputs
+        return self.received_size - (0 if inputs is None else inputs.size * self.num_layers)
 
     @property
     def query_size(self) -> int:
@@ -138,7 +185,8 @@ class DecoderConfig:
         has any, or what queries, keys and values are made of."""
         if self.latent is None:
             per_head = 2 if self.output_gate else 1
-            return (per_head * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            kv_heads = 0 if self.kv_before else 2 * self.num_kv_heads
+            return (per_head * self.num_heads + kv_heads) * self.head_dim
         return (self.q_lora_rank or self.num_heads * self.latent.query) + self.latent.row
 
     @property
@@ -152,19 +200,30 @@ class DecoderConfig:
 
     @property
     def attention_shape(self) -> AttentionShape:
+        """The attention of the layers with keys and values of their own. Where layers have heads of two sizes, those
+        with a window have one, and the others the other."""
+        heads = {self.windows[index] is not None: self.of_layer(index) for index in self.kv_layers}
+        own = heads.get(True) or heads.get(False) or self
+        full = heads.get(False) or own
+        full_heads = full.num_heads, full.num_kv_heads, full.head_dim
         return AttentionShape(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            full_heads=full_heads if full_heads != (own.num_heads, own.num_kv_heads, own.head_dim) else None,
             scale=self.attention_scale,
-            windows=tuple(self.windows[index] for index in self.attention_layers),
+            windows=tuple(self.windows[index] for index in self.kv_layers),
             softcap=self.attention_softcap,
             latent=self.latent,
             has_sinks=self.has_sinks,
+            in_chunks=self.in_chunks,
         )
 
 
-_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "llama4")  # models whose text part is served by itself
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4")  # models whose text part is served by itself
+
+# Kinds of layers that see a part of the context, by the field that says how many tokens.
+_WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -262,15 +321,18 @@ def eos_token_ids(model: Path, configured: int | list[int] | None) -> tuple[int,
 def decoder_config(hf: HfConfig) -> DecoderConfig:
     """The decoder's configuration for a model. Raises ValueError if the decoder does not support its architecture, or
     this variant of it."""
+    if not isinstance(hf, SimpleNamespace):
+        hf = SimpleNamespace(**hf.to_dict())  # where layers differ, transformers refuses to say what holds for most
     if hf.model_type not in ARCHITECTURES:
         raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
-    if getattr(hf, "use_bidirectional_attention", False):
+    if getattr(hf, "use_bidirectional_attention", False) not in (None, False, "vision"):  # text is causal with "vision"
         raise ValueError("models with bidirectional attention are not supported")
     quantization(hf.model_type, quantization_config(hf))  # raises for a format that is not understood
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     layer_types = _layer_types(hf)
     own = ARCHITECTURES[hf.model_type](hf)
     rules = own.pop("rope_rules", RopeRules())
+    sizes: tuple[LayerSizes, ...] | None = own.get("own_sizes")
     common: dict[str, Any] = {
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
@@ -284,16 +346,18 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "activation": _activation(hf),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,
-        "windows": tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in layer_types),
+        "windows": tuple(getattr(hf, _WINDOW_SIZES[kind]) if kind in _WINDOW_SIZES else None for kind in layer_types),
+        "in_chunks": "chunked_attention" in layer_types,
         "ropes": tuple(
-            _rope(hf, kind, rules.head_dim or head_dim, rules, index) for index, kind in enumerate(layer_types)
+            _rope(hf, kind, rules.head_dim or (sizes[index].head_dim if sizes else head_dim), rules, index)
+            for index, kind in enumerate(layer_types)
         ),
         "attention_scale": head_dim**-0.5,
     }
     config = DecoderConfig(**(common | own))
     if config.qk_norm == "all":
-        sizes = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
-        config = replace(config, qk_norm_sizes=sizes)
+        of_all = (config.num_heads * head_dim, config.num_kv_heads * head_dim)
+        config = replace(config, qk_norm_sizes=of_all)
     return config
 
 
@@ -306,11 +370,9 @@ def quantization_config(hf: HfConfig) -> dict[str, Any] | None:
 
 def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    known = {"full_attention", "sliding_attention", "linear_attention"}
-    if hf.model_type == "llama4_text":  # a chunk is the whole context there
-        known.add("chunked_attention")
-    if unknown := set(kinds) - known:
-        raise ValueError(f"layer types {sorted(unknown)} are not supported")
+    known = {"full_attention", "linear_attention", *_WINDOW_SIZES}
+    if (unknown := set(kinds) - known) or _WINDOW_SIZES.keys() <= set(kinds):
+        raise ValueError(f"layer types {sorted(unknown or set(kinds))} are not supported")
     return list(kinds)
 
 
@@ -324,7 +386,7 @@ def _activation(hf: HfConfig) -> Literal["silu", "gelu_tanh"]:
 def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index: int) -> Rope:
     parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
-    part = parameters.pop("partial_rotary_factor", 1.0)
+    part = 1.0 if kind == "proportional" else parameters.pop("partial_rotary_factor", 1.0)
     if not rules.layers.get(index, True):
         return Rope(head_dim, theta, rotated=0)
     if part != 1.0 and not rules.is_partial:

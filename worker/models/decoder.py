@@ -31,6 +31,7 @@ from worker.models.experts import ExpertMLP
 from worker.models.forward_context import ForwardContext
 from worker.models.latent_attention import LatentAttention
 from worker.models.layer import DecoderLayer, SelfAttention
+from worker.models.layer_inputs import LayerInputs
 from worker.models.parameters import pop_layer
 from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import EMBEDDING_TURN, HalfBatchStream, OneTokenStream, ResidualStream
@@ -107,6 +108,7 @@ class Decoder:
         some = parameters["layers.0.out"]
         self.device = some.device if isinstance(some, BlockMatrix) else some[0].device
         self.embedding: torch.Tensor | BlockMatrix | None = parameters.pop("embedding", None)
+        self.layer_inputs, self._inputs_embedding = self._make_layer_inputs(parameters)
         if config.is_last:
             self.norm = parameters.pop("norm")
             head = self.embedding if config.tied_embeddings else parameters.pop("head")
@@ -123,6 +125,21 @@ class Decoder:
         self._has_one_token_path = (
             self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
         )
+
+    def _make_layer_inputs(self, parameters: dict[str, Any]) -> tuple[LayerInputs | None, torch.Tensor | None]:
+        """Maker of the inputs of all layers, and their embedding, on the first stage of a model that has any."""
+        config = self.config
+        if config.layer_inputs is None or not config.is_first:
+            return None, None
+        projection, norm = (parameters.pop(f"layer_inputs_{name}") for name in ("projection", "norm"))
+        inputs = LayerInputs(config.layer_inputs, Linear(projection), norm, config.norm_eps)
+        return inputs, parameters.pop("layer_inputs_embedding")
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether `piece` supports the model: all layers have the same sizes, attention, and no inputs of their own."""
+        config = self.config
+        return config.recurrent is None and config.own_sizes is None and config.layer_inputs is None
 
     def _make_expert_load(self) -> torch.Tensor | None:
         """Counts of the tokens of each layer and expert so far, int64 `[num_layers, experts]`, with expert
@@ -191,7 +208,10 @@ class Decoder:
         config = self.config
         for n in range(_WARM_UP_STRIDE, max_logits + 1, _WARM_UP_STRIDE) if config.is_last else ():
             x = torch.ones(n, config.hidden_size, dtype=self.dtype, device=self.device)
-            self.logits(self.finish(x, x.new_ones(n, self.layers[-1].attention.attended_size)))
+            own = config.layer_inputs
+            inputs = None if own is None else x.new_ones(n, own.layers, own.size)
+            attended = x.new_ones(n, self.layers[-1].attention.attended_size)
+            self.logits(self.finish(x, attended, layer_inputs=inputs))
 
     def forward(
         self,
@@ -205,25 +225,27 @@ class Decoder:
         """Runs all layers for the chunks that `attention` has planned, in their order, as have `states`, where the
         model has recurrent layers.
 
-        - `inputs`: token ids, int64 `[n]`. After another stage: its output, `[n, hidden_size]`, which is overwritten.
+        - `inputs`: token ids, int64 `[n]`. After another stage: its output, `[n, config.received_size]`, which is
+          overwritten.
         - `positions`: int64 `[n]`.
         - `logit_indices`: indices of the tokens whose output is returned, int64 `[m]`, in any order. None: all tokens.
         - `adapted`: layers with adapters, which run in place of the decoder's own (`worker.models.adapted_layers`).
 
-        Returns the last layer's output before the final norm, `[m, hidden_size]`.
+        Returns the last layer's output before the final norm, `[m, hidden_size]`; before another stage
+        `[m, config.sent_size]`.
         """
-        x = self._embed(inputs) if self.config.is_first else inputs
+        x, layer_inputs = self._begin(inputs)
         ropes = () if self.is_on_gpu else set(self.config.ropes)
         angles = {rope: rope.angles(positions, x.dtype) for rope in ropes}
         context = ForwardContext(positions, attention, None if self.is_on_gpu else angles, states)
         if adapted is not None:
-            x = self._forward_adapted(adapted, x, context)
-            return x if logit_indices is None else x[logit_indices]
+            x = self._forward_adapted(adapted, x, context, layer_inputs)
+            return self._end(x if logit_indices is None else x[logit_indices], layer_inputs)
         if self._has_one_token_path and len(x) == 1:
             x = self._forward_one_token(x, context)
             return x if logit_indices is None else x[logit_indices]
         *layers, last = self.layers
-        stream = self._stream(x)
+        stream = self._stream(x, layer_inputs)
         if self.communicator.size > 1 and len(x) >= HALVES_FROM_TOKENS and not self.config.sandwich_norms:
             # The last layer is not run in halves: after its attention few tokens are left.
             self._forward_in_halves(layers, x, context)
@@ -231,7 +253,8 @@ class Decoder:
             for layer in layers:
                 layer.forward(stream, context)
         qkv = last.attention.project(stream)
-        return self.finish(x, last.attention.forward(qkv, context), logit_indices)
+        x = self.finish(x, last.attention.forward(qkv, context), logit_indices, layer_inputs)
+        return self._end(x, layer_inputs)
 
     def piece(self, index: int, buffers: PieceBuffers) -> None:
         """The part of `forward` between two calls of attention, on a GPU: from layer `index - 1`'s to layer `index`'s.
@@ -249,13 +272,18 @@ class Decoder:
         attention.rotate_and_store(attention.project(stream), buffers.positions, buffers, buffers.queries)
 
     def finish(
-        self, x: torch.Tensor, attended: torch.Tensor, logit_indices: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        logit_indices: torch.Tensor | None = None,
+        layer_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The rest of `forward`, after the last layer's attention, which was given x and returned `attended`."""
         if logit_indices is not None:
             # The other tokens are needed only for their keys and values, which are in the pages now.
             x, attended = x[logit_indices], attended[logit_indices]
-        stream = self._stream(x)
+            layer_inputs = None if layer_inputs is None else layer_inputs[logit_indices]
+        stream = self._stream(x, layer_inputs)
         self.layers[-1].post_attention(stream, attended)
         return stream.complete()
 
@@ -279,29 +307,61 @@ class Decoder:
         """`forward`'s output after the final norm, float32 `[n, hidden_size]`."""
         return rms_norm(hidden, self.norm, self.config.norm_eps).float()
 
-    def _stream(self, x: torch.Tensor) -> ResidualStream:
-        return ResidualStream(x, self.communicator, self.config.norm_eps)
+    def _stream(self, x: torch.Tensor, layer_inputs: torch.Tensor | None = None) -> ResidualStream:
+        return ResidualStream(x, self.communicator, self.config.norm_eps, layer_inputs)
+
+    def _begin(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states before the first layer, and the inputs of all layers from there on, `[n, layers, size]`, if the
+        model has any. `inputs`: as in `forward`."""
+        own, hidden = self.config.layer_inputs, self.config.hidden_size
+        if not self.config.is_first:
+            return (
+                (inputs, None)
+                if own is None
+                else (
+                    inputs[:, :hidden].contiguous(),
+                    inputs[:, hidden:].unflatten(1, (own.layers, own.size)),
+                )
+            )
+        x = self._embed(inputs)
+        if self.layer_inputs is None:
+            return x, None
+        assert self._inputs_embedding is not None
+        rows, absent = self._own_rows(inputs, self._inputs_embedding)
+        if absent is not None:
+            rows = self.communicator.all_reduce(rows.masked_fill_(absent, 0))
+        return x, self.layer_inputs(rows, x)
+
+    def _end(self, x: torch.Tensor, layer_inputs: torch.Tensor | None) -> torch.Tensor:
+        """Result of `forward`: before another stage with the inputs of later layers."""
+        if layer_inputs is None or self.config.is_last:
+            return x
+        return torch.cat((x, layer_inputs[:, self.config.num_layers :].flatten(1)), dim=1)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Embeds tokens. Each rank looks up the tokens of its part of the vocabulary and takes zeros for the others;
         the parts are summed."""
         assert self.embedding is not None
-        if self.communicator.size == 1:
-            x = self._rows(token_ids)
-        else:
-            local_ids = token_ids - self.communicator.rank * self.config.vocab_rows
-            absent = (local_ids < 0) | (local_ids >= self.config.vocab_rows)
-            own = self._rows(local_ids.masked_fill(absent, 0)).masked_fill_(absent[:, None], 0)
+        x, absent = self._own_rows(token_ids, self.embedding)
+        if absent is not None:
+            own = x.masked_fill_(absent, 0)
             buffer = self.communicator.reduce_buffer(len(own), own.shape[1], own.dtype, EMBEDDING_TURN)
             x = self.communicator.all_reduce(own if buffer is None else buffer.copy_(own))
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
-    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's part of the embedding."""
-        assert self.embedding is not None
-        if isinstance(self.embedding, BlockMatrix):
-            return self.embedding.gather(ids).to(self.dtype)
-        return F.embedding(ids, self.embedding)
+    def _own_rows(
+        self, ids: torch.Tensor, embedding: torch.Tensor | BlockMatrix
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows of this rank's part of an embedding. With several ranks also which tokens are others', bool `[n, 1]`:
+        their rows are arbitrary."""
+        absent = None
+        if self.communicator.size > 1:
+            ids = ids - self.communicator.rank * self.config.vocab_rows
+            absent = (ids < 0) | (ids >= self.config.vocab_rows)
+            ids, absent = ids.masked_fill(absent, 0), absent[:, None]
+        if isinstance(embedding, BlockMatrix):
+            return embedding.gather(ids).to(self.dtype), absent
+        return F.embedding(ids, embedding), absent
 
     def _forward_in_halves(self, layers: list[DecoderLayer], x: torch.Tensor, context: ForwardContext) -> None:
         """Runs `layers`, in place in x, with the tokens cut into halves: while one half is summed over the ranks, the
@@ -321,10 +381,14 @@ class Decoder:
             stream.complete()
 
     def _forward_adapted(
-        self, layers: Sequence[DecoderLayer], x: torch.Tensor, context: ForwardContext
+        self,
+        layers: Sequence[DecoderLayer],
+        x: torch.Tensor,
+        context: ForwardContext,
+        layer_inputs: torch.Tensor | None,
     ) -> torch.Tensor:
         """Runs layers with adapters for all tokens: which adapter is whose is said once, for the whole batch."""
-        stream = self._stream(x)
+        stream = self._stream(x, layer_inputs)
         for layer in layers:
             layer.forward(stream, context)
         return stream.complete()

@@ -13,7 +13,8 @@ from kernels.linear.any_linear import AnyLinear
 from kernels.linear.fp8_linear import Fp8Weight
 from kernels.linear.linear import Linear
 from kernels.ops.activation import ClampedSwiGLU
-from worker.models.residual_stream import Activation, OneTokenStream, ResidualStream
+from kernels.ops.norm import rms_norm
+from worker.models.residual_stream import EMBEDDING_TURN, Activation, OneTokenStream, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ExpertsConfig:
     | `has_bias` | the router has a bias that counts for the choice of experts alone |
     | `has_product_biases` | the products of the router and of the experts have biases |
     | `activation` | the experts' own; None for that of the MLPs |
+    | `is_beside_mlp` | the layer has an MLP too, of `shared_size`, with norms of its own (`ExpertsBesideMLP`) |
     | `scales_inputs` | with one expert a token: its weight multiplies the expert's input, in place of its output |
     | `held` | with expert parallelism, the numbers of the experts that the rank holds, each whole; None: all experts |
 
@@ -45,6 +47,7 @@ class ExpertsConfig:
     has_bias: bool = False
     has_product_biases: bool = False
     activation: ClampedSwiGLU | None = None
+    is_beside_mlp: bool = False
     scales_inputs: bool = False
     held: range | None = None
 
@@ -63,9 +66,9 @@ class SharedExperts:
     activation: Activation
     gate: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Output for x, `[n, hidden_size]` both."""
-        out = self.down(self.activation(self.gate_up(x)))
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Output for x, `[n, hidden_size]` both, in `out` if given."""
+        out = self.down(self.activation(self.gate_up(x)), out)
         return out if self.gate is None else out.mul_((x @ self.gate.t()).sigmoid_())
 
 
@@ -136,6 +139,36 @@ class ExpertMLP:
         tiles = self.experts.tiles(1, self.experts_of_token)
         own = self.experts.weights
         return few_tokens.experts(own, x, chosen, shares, tiles, out, norm=self.norm, eps=eps, residual=residual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsBesideMLP(ExpertMLP):
+    """Experts next to the layer's MLP, which is `shared`. Both read the same hidden states, each through its norm, and
+    their outputs have norms before they are added up. The router reads through a norm too.
+
+    `scales`: float32 `[experts]`, factors of the experts' weights. Other fields: norms, `[hidden_size]`.
+    """
+
+    scales: torch.Tensor
+    router_norm: torch.Tensor
+    experts_norm: torch.Tensor
+    shared_out_norm: torch.Tensor
+    experts_out_norm: torch.Tensor
+
+    def forward(self, x: ResidualStream) -> None:
+        """Adds the output of MLP and experts."""
+        assert self.shared is not None and self.out_norm is not None
+        normalised, hidden, eps = x.normalised(self.norm), x.complete(), x.eps
+        chosen, weights = self._route(self.router.in_float32(rms_norm(hidden, self.router_norm, eps)))
+        weights = weights * self.scales[chosen]
+
+        def product(y: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            return self.experts(y, chosen, weights, out)
+
+        of_experts = x.summed(product, rms_norm(hidden, self.experts_norm, eps), EMBEDDING_TURN)
+        of_mlp = x.summed(self.shared, normalised)
+        both = rms_norm(of_mlp, self.shared_out_norm, eps) + rms_norm(of_experts, self.experts_out_norm, eps)
+        x.add_sum(rms_norm(both, self.out_norm, eps))
 
 
 class WithShared(NamedTuple):

@@ -16,6 +16,8 @@ from kernels.ops.rotary import yarn_temperature
 from kernels.recurrent.states import StateShape
 from worker.models.experts import ExpertsConfig
 from worker.models.gated_delta_net import DeltaNetConfig
+from worker.models.layer_inputs import LayerInputsConfig
+from worker.models.layer_sizes import LayerSizes
 from worker.models.mamba2 import Mamba2Config
 
 HfConfig = Any
@@ -76,6 +78,61 @@ def _gemma2(hf: HfConfig) -> dict[str, Any]:
 
 def _gemma3(hf: HfConfig) -> dict[str, Any]:
     return _gemma2(hf) | {"qk_norm": "head"}
+
+
+def _gemma4(hf: HfConfig) -> dict[str, Any]:
+    """Full attention has heads of another size than windows. Small models have inputs of each layer, and their last
+    layers read keys and values of earlier ones; large ones have values made of the keys' product, some have experts."""
+    layers, inputs = hf.num_hidden_layers, hf.hidden_size_per_layer_input or 0
+    if inputs and hf.vocab_size_per_layer_input != hf.vocab_size:
+        raise ValueError("gemma4 models whose layers' inputs have a vocabulary of their own are not supported")
+    experts = None
+    if hf.enable_moe_block:
+        routing = Routing(hf.top_k_experts)
+        every = (True,) * layers
+        experts = ExpertsConfig(
+            _expert_count(hf), hf.moe_intermediate_size, routing, every, hf.intermediate_size, is_beside_mlp=True
+        )
+    return {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "qk_norm": "head",
+        "value_norm": True,
+        "float32_norms": True,
+        "sandwich_norms": True,
+        "embedding_scale": hf.hidden_size**0.5,
+        "attention_scale": 1.0,
+        "logit_softcap": hf.final_logit_softcapping,
+        "own_sizes": _gemma4_sizes(hf),
+        "layer_inputs": LayerInputsConfig(inputs, layers) if inputs else None,
+        "layer_scales": True,
+        "experts": experts,
+    }
+
+
+def _gemma4_sizes(hf: HfConfig) -> tuple[LayerSizes, ...]:
+    kinds, first_shared = hf.layer_types, hf.num_hidden_layers - hf.num_kv_shared_layers
+    own = {int(index): said for index, said in hf.per_layer_config.items()}
+    if other := {name for said in own.values() for name in said} - {"head_dim", "num_key_value_heads"}:
+        raise ValueError(f"gemma4 models whose layers differ in {sorted(other)} are not supported")
+    sizes = []
+    for index, kind in enumerate(kinds):
+        said, shares = own.get(index, {}), index >= first_shared
+        source = first_shared - 1 - kinds[:first_shared][::-1].index(kind) if shares else index
+        sizes.append(
+            LayerSizes(
+                hf.num_attention_heads,
+                said.get("num_key_value_heads", hf.num_key_value_heads),
+                said.get("head_dim", hf.head_dim),
+                hf.intermediate_size * (2 if hf.use_double_wide_mlp and shares else 1),
+                kv_before=index - source,
+                keys_are_values=hf.attention_k_eq_v and kind == "full_attention",
+            )
+        )
+    heads = {(kind, each.num_kv_heads, each.head_dim) for kind, each in zip(kinds, sizes, strict=True)}
+    if len(heads) > len(set(kinds)):
+        raise ValueError("gemma4 models whose layers of one kind have heads of several sizes are not supported")
+    return tuple(sizes)
 
 
 def _smollm3(hf: HfConfig) -> dict[str, Any]:
@@ -309,8 +366,7 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
 
 
 def _llama4(hf: HfConfig) -> dict[str, Any]:
-    """Layers that rotate attend within chunks of `attention_chunk_size` tokens: contexts end where the first one does.
-    A token's one expert computes the hidden state times the score."""
+    """A token's one expert computes the hidden state times the score."""
     if hf.num_experts_per_tok != 1:
         raise ValueError(f"llama4 models with {hf.num_experts_per_tok} experts a token are not supported")
     layers = range(hf.num_hidden_layers)
@@ -331,7 +387,6 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
         "rope_rules": RopeRules(
             is_interleaved=True, layers={index: bool(hf.no_rope_layers[index]) for index in layers}
         ),
-        "context_length": min(hf.max_position_embeddings, hf.attention_chunk_size or hf.max_position_embeddings),
         "experts": experts if any(experts.layers) else None,
     }
 
@@ -419,6 +474,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "smollm3": _smollm3,
     "granite": _granite,
     "olmo2": _olmo2,

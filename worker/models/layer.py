@@ -6,7 +6,6 @@ layers in several orders.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,37 +17,37 @@ from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
-from worker.models.experts import ExpertMLP, ExpertsConfig, SharedExperts, with_shared
+from worker.models.experts import ExpertMLP, ExpertsBesideMLP, ExpertsConfig, SharedExperts, with_shared
 from worker.models.forward_context import ForwardContext
 from worker.models.latent_attention import LatentAttention
+from worker.models.layer_inputs import LayerInput
 from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import Activation, ResidualStream
 
 
 @dataclass
 class SelfAttention:
-    """Attention of layer `index`, over the KV cache. Parameters are named as in `parameter_shapes`.
+    """Attention of layer `index`, over the KV cache. Parameters are named as in `parameter_shapes`. `config`: with the
+    layer's own sizes (`DecoderConfig.of_layer`).
 
-    `rope_table` is the `Rope.table` of this layer, on a GPU. `sinks` are for the attention backend. `q_norm` and
-    `k_norm` are for each head by itself, `norms_of_all` for all heads together.
+    `kv_layer` is the number of the layer whose keys and values it reads, among those that have any. `rope_table` is the
+    `Rope.table` of this layer, on a GPU. `sinks` are for the attention backend. `q_norm`, `k_norm` and `v_norm` are for
+    each head by itself, `norms_of_all` for all heads together.
     """
 
     config: DecoderConfig
     index: int
+    kv_layer: int
     input_norm: torch.Tensor | None
     qkv: AnyLinear
     out: AnyLinear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    v_norm: torch.Tensor | None = None
     out_norm: torch.Tensor | None = None
     rope_table: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     norms_of_all: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @cached_property
-    def kv_layer(self) -> int:
-        """Number of the layer among those that have keys and values."""
-        return self.config.attention_layers.index(self.index)
 
     @property
     def projected_size(self) -> int:
@@ -76,14 +75,18 @@ class SelfAttention:
         return qkv if self.norms_of_all is None else self._normalise_all(qkv, x, *self.norms_of_all)
 
     def forward(self, qkv: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Concatenated outputs of the heads, `[n, num_heads * head_dim]`. Keys and values are in the KV cache
-        afterwards."""
+        """Concatenated outputs of the heads, `[n, num_heads * head_dim]`. Keys and values, if the layer has any of its
+        own, are in the KV cache afterwards."""
         if context.angles is None:
             queries = self.rotate_and_store(qkv, context.positions, context.attention)
             out = context.attention.attend(self.kv_layer, queries)
         else:
             queries, *kv = self._rotate(qkv, *context.angles[self.rope])
-            out = context.attention.run(self.kv_layer, self._tempered(queries, context.positions), *kv)
+            queries = self._tempered(queries, context.positions)
+            if kv:
+                out = context.attention.run(self.kv_layer, queries, *kv)
+            else:
+                out = context.attention.attend(self.kv_layer, queries)
         attended = out.flatten(1)
         return attended * qkv[:, -self.attended_size :].sigmoid() if self.config.output_gate else attended
 
@@ -109,6 +112,8 @@ class SelfAttention:
             self.k_norm,
             self.config.norm_eps,
             queries,
+            normalises_values=self.v_norm is not None,
+            has_kv=not self.config.kv_before,
         )
         return self._tempered(rotated, positions)
 
@@ -132,11 +137,13 @@ class SelfAttention:
             part.copy_(part * (sums / size + self.config.norm_eps).rsqrt()[:, None] * norm)
         return qkv
 
-    def _rotate(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values. Queries and keys are rotated, and normalised before if the model does that."""
+    def _rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries; keys and values too, if the layer has any of its own. Queries and keys are rotated, and normalised
+        before if the model does that."""
         heads, kv_heads, eps = self.config.num_heads, self.config.num_kv_heads, self.config.norm_eps
+        if self.config.kv_before:
+            q = qkv.unflatten(-1, (heads, self.config.head_dim))
+            return (rotate(q if self.q_norm is None else rms_norm(q, self.q_norm, eps), cos, sin),)
         qk, v, *_ = qkv.unflatten(-1, (-1, self.config.head_dim)).tensor_split(
             (heads + kv_heads, heads + 2 * kv_heads), 1
         )
@@ -144,7 +151,7 @@ class SelfAttention:
             q, k = qk.split((heads, kv_heads), dim=1)
             qk = torch.cat((rms_norm(q, self.q_norm, eps), rms_norm(k, self.k_norm, eps)), dim=1)
         q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)
-        return q, k, v
+        return q, k, v if self.v_norm is None else rms_norm(v, self.v_norm, eps)
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,8 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A layer: attention, then an MLP. Each reads the residual stream through a norm, and adds its output to it.
+    """A layer: attention, then an MLP. Each reads the residual stream through a norm, and adds its output to it. Some
+    models add an input of the layer then, or multiply the stream by `scale`, `[1]`.
 
     The parts are members, so that a layer of another kind has another member, such as attention with a state of its own
     in place of `attention`.
@@ -173,6 +181,8 @@ class DecoderLayer:
 
     attention: SelfAttention | LatentAttention | RecurrentLayer
     mlp: GatedMLP | ExpertMLP
+    input: LayerInput | None = None
+    scale: torch.Tensor | None = None
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
@@ -181,16 +191,22 @@ class DecoderLayer:
         attention = _attention(config, index, parameters)
         activation = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
         experts = config.experts_of(index)
+        mlp: GatedMLP | ExpertMLP
         if experts is not None:
-            return cls(attention, _expert_mlp(experts, activation, parameters))
-        mlp = GatedMLP(
-            parameters.get("mlp_norm"),
-            parameters["gate_up"],
-            parameters["down"],
-            activation,
-            parameters.get("mlp_out_norm"),
-        )
-        return cls(attention, mlp)
+            mlp = _expert_mlp(experts, activation, parameters)
+        else:
+            mlp = GatedMLP(
+                parameters.get("mlp_norm"),
+                parameters["gate_up"],
+                parameters["down"],
+                activation,
+                parameters.get("mlp_out_norm"),
+            )
+        own_input = None
+        if config.layer_inputs is not None:
+            gate, out = parameters["layer_input_gate"], parameters["layer_input_out"]
+            own_input = LayerInput(index, gate, out, parameters["layer_input_norm"], activation)
+        return cls(attention, mlp, own_input, parameters.get("scale"))
 
     @property
     def linears(self) -> list[tuple[AnyLinear, bool]]:
@@ -214,6 +230,10 @@ class DecoderLayer:
         hidden states."""
         self.attention.add_output(x, attended)
         self.mlp.forward(x)
+        if self.input is not None:
+            self.input.forward(x)
+        if self.scale is not None:
+            x.scale(self.scale)
 
 
 def _attention(
@@ -224,15 +244,18 @@ def _attention(
         return recurrent.layer(sum(recurrent.layers[:index]), config.norm_eps, parameters)
     if config.latent is not None:
         return LatentAttention.from_parameters(config, config.latent, index, parameters)
-    q_norm, k_norm = _head_norms(config, index, parameters)
+    own = config.of_layer(index)
+    q_norm, k_norm = _head_norms(own, index, parameters)
     return SelfAttention(
-        config,
+        own,
         index,
+        config.kv_layers.index(index - own.kv_before),
         parameters.get("input_norm"),
         parameters["qkv"],
         parameters["out"],
         q_norm,
         k_norm,
+        q_norm.new_ones(own.head_dim) if own.value_norm and q_norm is not None else None,
         parameters.get("attention_out_norm"),
         sinks=parameters.get("sinks"),
         norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
@@ -244,7 +267,7 @@ def _head_norms(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Weights of the norms of each head's query and key."""
     if config.qk_norm == "head":
-        return parameters["q_norm"], parameters["k_norm"]
+        return parameters["q_norm"], parameters.get("k_norm")
     if config.qk_norm == "rotated" and config.ropes[index].rotated != 0:
         ones = torch.ones_like(parameters["input_norm"][: config.head_dim])
         return ones, ones
@@ -260,6 +283,22 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
     if experts.has_product_biases:
         biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]
     router, always, is_gated = parameters["router"], 0, False
+    if experts.is_beside_mlp:
+        router_norm = parameters["router_norm"] * parameters["router_norm"].numel() ** -0.5
+        return ExpertsBesideMLP(
+            parameters["mlp_norm"],
+            router,
+            Experts(gate_up, down, activation, experts.own.start, None, experts.count),
+            experts.routing,
+            shared=shared,
+            out_norm=parameters["mlp_out_norm"],
+            load=parameters.get("expert_load"),
+            scales=parameters["expert_scales"],
+            router_norm=router_norm,
+            experts_norm=parameters["experts_norm"],
+            shared_out_norm=parameters["shared_out_norm"],
+            experts_out_norm=parameters["experts_out_norm"],
+        )
     can_join = router.weight.is_cuda and experts.activation is None and biases is None and not experts.scales_inputs
     if shared is not None and can_join and (whole := with_shared(gate_up, down, shared, router)) is not None:
         always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None

@@ -17,18 +17,31 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if config.has_embedding:
         shapes["embedding"] = (config.vocab_rows, config.hidden_size)
+    if config.is_first and (inputs := config.layer_inputs) is not None:
+        size = inputs.size * inputs.layers
+        shapes |= {
+            "layer_inputs_embedding": (config.vocab_rows, size),
+            "layer_inputs_projection": (size, config.hidden_size),
+            "layer_inputs_norm": (inputs.size,),
+        }
     if config.is_last:
         shapes["norm"] = (config.hidden_size,)
         if not config.tied_embeddings:
             shapes["head"] = (config.vocab_rows, config.hidden_size)
     for index in range(config.num_layers):
-        experts = config.experts_of(index)
-        mlp = _mlp_shapes(config) if experts is None else _expert_shapes(config, experts)
+        experts, own = config.experts_of(index), config.of_layer(index)
+        mlp = _mlp_shapes(own) if experts is None else _expert_shapes(config, experts)
         recurrent = config.recurrent
         if recurrent is not None and recurrent.layers[index]:
             layer = recurrent.parameter_shapes(config.hidden_size) | mlp
         else:
-            layer = _attention_shapes(config) | mlp
+            layer = _attention_shapes(own) | mlp
+        if config.layer_inputs is not None:
+            size, hidden = config.layer_inputs.size, config.hidden_size
+            layer |= {"layer_input_gate": (size, hidden), "layer_input_out": (hidden, size)}
+            layer["layer_input_norm"] = (hidden,)
+        if config.layer_scales:
+            layer["scale"] = (1,)
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
@@ -49,7 +62,9 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.out_bias:
         layer["out_bias"] = (hidden,)
     if config.qk_norm == "head":
-        layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+        layer["q_norm"] = (head_dim,)
+        if not config.kv_before:
+            layer["k_norm"] = (head_dim,)
     elif config.qk_norm == "all":
         layer |= {"q_norm": (q_size,), "k_norm": (kv_size,)}
     if config.has_sinks:
@@ -99,6 +114,9 @@ def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, t
         layer |= {"gate_up": (2 * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
     if experts.has_shared_gate:
         layer["shared_gate"] = (1, hidden)
+    if experts.is_beside_mlp:
+        layer["expert_scales"] = (experts.count,)
+        layer |= dict.fromkeys(("router_norm", "experts_norm", "shared_out_norm", "experts_out_norm"), (hidden,))
     return layer
 
 
@@ -112,7 +130,7 @@ def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dic
     become linear layers; `dtype` is that of the activations."""
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)}
-    for name in ("qkv", "q_b", "out", "gate_up", "down", "router"):
+    for name in ("qkv", "q_b", "out", "gate_up", "down", "router", "layer_input_gate", "layer_input_out"):
         if name not in own:
             continue
         weight, bias = own[name], own.pop(f"{name}_bias", None)

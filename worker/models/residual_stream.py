@@ -30,8 +30,9 @@ FusedPart = Callable[[torch.Tensor, float, torch.Tensor | None, torch.Tensor | N
 tensor to write to, if any."""
 
 EMBEDDING_TURN = 2
-"""Turn of `Communicator.reduce_buffer` for the sum of embeddings. The sums of a stream alternate between turns 0 and 1,
-and the last sum of a step has turn 1. So consecutive sums differ, also from one step to the next."""
+"""Turn of `Communicator.reduce_buffer` for the sum of embeddings, and for a sum between two of a stream. The sums of a
+stream alternate between turns 0 and 1, and the last sum of a step has turn 1. So consecutive sums differ, also from one
+step to the next."""
 
 
 class ResidualStream:
@@ -43,11 +44,13 @@ class ResidualStream:
     product itself adds to the hidden states where it can (`Linear.add_to`).
     """
 
-    def __init__(self, x: torch.Tensor, communicator: Communicator, eps: float) -> None:
+    def __init__(
+        self, x: torch.Tensor, communicator: Communicator, eps: float, layer_inputs: torch.Tensor | None = None
+    ) -> None:
         """x: `[n, hidden_size]`, contiguous, the same on all ranks of `communicator`. Overwritten. `eps` is that of all
-        norms."""
-        self.x = x
-        self._communicator, self._eps = communicator, eps
+        norms. `layer_inputs`: `[n, layers, size]`, for `worker.models.layer_inputs.LayerInput`."""
+        self.x, self.eps, self.layer_inputs = x, eps, layer_inputs
+        self._communicator = communicator
         self._turn = 0
         # Output of the last sublayer where x lacks it: this rank's part, or the sum of all ranks' parts.
         self._update: torch.Tensor | None = None
@@ -73,7 +76,22 @@ class ResidualStream:
         """`add` for any last operator of a sublayer."""
         self._update, self._is_summed = product(y, self._reduce_buffer()), False
         if norm is not None:
-            self._update, self._is_summed = rms_norm(self._communicator.all_reduce(self._update), norm, self._eps), True
+            self._update, self._is_summed = rms_norm(self._communicator.all_reduce(self._update), norm, self.eps), True
+
+    def add_sum(self, update: torch.Tensor) -> None:
+        """Adds an output that is the same on all ranks, `[n, hidden_size]`."""
+        self.complete()
+        self._update, self._is_summed = update, True
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiplies the hidden states, with everything that was added, by a number: `[1]`."""
+        self.complete().mul_(factor)
+
+    def summed(self, product: Part, y: torch.Tensor, turn: int | None = None) -> torch.Tensor:
+        """The sum of all ranks' `product(y)`, which is not added: `[n, hidden_size]`. `turn`: that of the sum, if the
+        stream's own sums before and after it shall have other ones; by default it is one of them."""
+        buffer = self._reduce_buffer(turn)
+        return self._communicator.all_reduce(product(y, buffer))
 
     def sum_of_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which may be overwritten."""
@@ -92,17 +110,18 @@ class ResidualStream:
             return self.complete()
         update = self._take_update()
         if update is None:
-            return rms_norm(self.x, norm, self._eps)
+            return rms_norm(self.x, norm, self.eps)
         add_and_norm = add_rms_norm if self._is_summed else self._communicator.add_rms_norm
-        return add_and_norm(update, self.x, norm, self._eps)
+        return add_and_norm(update, self.x, norm, self.eps)
 
     def _take_update(self) -> torch.Tensor | None:
         update, self._update = self._update, None
         return update
 
-    def _reduce_buffer(self) -> torch.Tensor | None:
+    def _reduce_buffer(self, turn: int | None = None) -> torch.Tensor | None:
         """Memory for this rank's part of the next sum (`Communicator.reduce_buffer`)."""
-        turn, self._turn = self._turn, 1 - self._turn
+        if turn is None:
+            turn, self._turn = self._turn, 1 - self._turn
         return self._communicator.reduce_buffer(len(self.x), self.x.shape[1], self.x.dtype, turn)
 
 
@@ -142,7 +161,7 @@ class OneTokenStream(ResidualStream):
             return super().project(norm, linear, out)
         from kernels.linear.gemv import gemv
 
-        return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, out=out)
+        return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, out=out)
 
     def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
         if not isinstance(linear, Linear | Fp8Linear):
@@ -150,7 +169,7 @@ class OneTokenStream(ResidualStream):
         from kernels.linear.gemv import gated_gemv
 
         gelu = activation is gelu_tanh_and_mul
-        return gated_gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self._eps, gelu=gelu)
+        return gated_gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, gelu=gelu)
 
     def add(self, linear: AnyLinear | AdaptedLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         if not isinstance(linear, Linear | Fp8Linear):
@@ -174,4 +193,4 @@ class OneTokenStream(ResidualStream):
     def add_fused(self, product: FusedPart) -> None:
         """Adds the product of the normalised hidden states, which also adds the hidden states."""
         residual = self.x if self._communicator.rank == 0 else None  # only one rank's part of the sum includes it
-        self.x = self._communicator.all_reduce(product(self.x, self._eps, residual, self._reduce_buffer()))
+        self.x = self._communicator.all_reduce(product(self.x, self.eps, residual, self._reduce_buffer()))

@@ -17,6 +17,7 @@ from functools import cached_property
 from pipeline.stages import contiguous, split_costs
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
+from worker.models.layer_sizes import LayerSizes
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Shard:
             raise ValueError(
                 f"tp={self.size} is more than the model's {self.whole.num_heads} attention heads: lower tp"
             )
-        if self.stages > self.whole.num_layers:
-            raise ValueError(f"pp={self.stages} is more than the model's {self.whole.num_layers} layers: lower pp")
+        if self.stages > (most := len(self._blocks)):
+            joined = "" if most == self.whole.num_layers else " that can be parted: others share keys and values"
+            raise ValueError(f"pp={self.stages} is more than the model's {most} layers{joined}: lower pp")
         if self.expert_parallel and self.whole.experts is None:
             raise ValueError(
                 f"enable_expert_parallel is set, and a {self.whole.model_type} model has no experts: leave it out"
@@ -61,6 +63,14 @@ class Shard:
         if self.cut is not None and sum(self.cut) != self.whole.num_layers:
             said = ",".join(map(str, self.cut))
             raise ValueError(f"stage_layers={said} are {sum(self.cut)} layers: the model has {self.whole.num_layers}")
+        if self.cut is not None and not {part.start for part in contiguous(self.cut)} <= {
+            block.start for block in self._blocks
+        }:
+            said = ",".join(map(str, self.cut))
+            raise ValueError(
+                f"stage_layers={said} parts layers that share keys and values: those from layer "
+                f"{self._blocks[-1].start} on belong to one stage"
+            )
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -68,12 +78,14 @@ class Shard:
         whole = self.whole
         if self.stages > 1:
             layers = slice(self.layers.start, self.layers.stop)
-            experts = whole.experts
+            experts, inputs = whole.experts, whole.layer_inputs
             whole = replace(
                 whole,
                 num_layers=len(self.layers),
                 windows=whole.windows[layers],
                 ropes=whole.ropes[layers],
+                own_sizes=None if whole.own_sizes is None else whole.own_sizes[layers],
+                layer_inputs=None if inputs is None else replace(inputs, layers=inputs.layers - layers.start),
                 experts=None if experts is None else replace(experts, layers=experts.layers[layers]),
                 recurrent=None if (own := whole.recurrent) is None else replace(own, layers=own.layers[layers]),
                 is_first=self.stage == 0,
@@ -86,6 +98,7 @@ class Shard:
             num_heads=self._heads_per_rank,
             num_kv_heads=self._kv_heads_per_rank,
             intermediate_size=_share(self.whole.intermediate_size, self.size),
+            own_sizes=None if whole.own_sizes is None else tuple(map(self._own_sizes, self.layers)),
             experts=None if whole.experts is None else self._own_experts(whole.experts),
             recurrent=None if whole.recurrent is None else whole.recurrent.of_rank(self.rank, self.size),
             qk_norm_sizes=(whole.qk_norm_sizes[0], whole.qk_norm_sizes[1] * self._copies),
@@ -96,11 +109,46 @@ class Shard:
     def layers(self) -> range:
         """Layers of this stage. The head's cost counts for the last stage. The embedding's does not count for the
         first, since a step reads next to nothing of it."""
-        whole = self.whole
+        return self._cuts[self.stage]
+
+    @cached_property
+    def _cuts(self) -> list[range]:
+        """Layers of each stage."""
         if self.cut is not None:
-            return contiguous(self.cut)[self.stage]
-        read, multiplied = layer_weights(whole)
-        return split_costs(read, multiplied, self.stages, float(whole.vocab_size))[self.stage]
+            return contiguous(self.cut)
+        blocks = self._blocks
+        read, multiplied = (
+            [sum(each[block.start : block.stop]) for block in blocks] for each in layer_weights(self.whole)
+        )
+        parts = split_costs(read, multiplied, self.stages, float(self.whole.vocab_size))
+        return [range(blocks[part.start].start, blocks[part.stop - 1].stop) for part in parts]
+
+    @cached_property
+    def _blocks(self) -> list[range]:
+        """Consecutive layers that belong to one stage: those that read keys and values of earlier ones, with these."""
+        whole = self.whole
+        own = whole.own_sizes or ()
+        joined = min((index - each.kv_before for index, each in enumerate(own) if each.kv_before), default=None)
+        if joined is None:
+            return [range(index, index + 1) for index in range(whole.num_layers)]
+        return [*(range(index, index + 1) for index in range(joined)), range(joined, whole.num_layers)]
+
+    def of_layer(self, index: int) -> "Shard":
+        """The same with the sizes of layer `index` of the model for all layers."""
+        if self.whole.own_sizes is None:
+            return self
+        cut = tuple(len(part) for part in self._cuts) if self.stages > 1 else None
+        return replace(self, whole=self.whole.of_layer(index), cut=cut)
+
+    def _own_sizes(self, index: int) -> LayerSizes:
+        own, config = self.whole.own_sizes, self.of_layer(index).config
+        assert own is not None
+        return replace(
+            own[index],
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            intermediate_size=config.intermediate_size,
+        )
 
     @property
     def heads(self) -> range:
@@ -205,12 +253,13 @@ def layer_weights(config: DecoderConfig) -> tuple[list[float], list[float]]:
     recurrent = config.recurrent
     read, multiplied = [], []
     for index in range(config.num_layers):
-        attention = config.attention_weights / config.hidden_size
+        own = config.of_layer(index)
+        attention = own.attention_weights / config.hidden_size
         if recurrent is not None and recurrent.layers[index]:
             attention = sum(recurrent.projected_sizes) + recurrent.attended_size
         experts = config.experts_of(index)
         if experts is None:
-            both = float(attention + 3 * config.intermediate_size)
+            both = float(attention + 3 * own.intermediate_size)
             read.append(both)
             multiplied.append(both)
         else:

@@ -156,9 +156,3 @@ def test_windows_alone_share_nothing() -> None:
     batch, _ = grouped(GROUPS, 4)
     shape = SHAPES["window"]
     assert TritonAttention(torch.empty(1, 2, 1, 1, 4, 12), shape, 40, 5000, 40).shared_prefixes(batch) is None
-
-
-def test_any_order_of_lengths_is_an_error() -> None:
-    batch = random_batch(np.random.default_rng(1), [(0, 2), (5, 1)], 4)
-    with pytest.raises(ValueError, match="must come first"):
-        TritonAttention(torch.empty(1, 2, 9, 1, 4, 64), SHAPES["plain"], 40, 5000, 40).plan(batch)

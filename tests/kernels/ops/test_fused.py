@@ -92,6 +92,28 @@ def test_rotate_and_store(
     assert not pages.transpose(2, 3)[:, ~written].any()
 
 
+def test_rotate_queries_alone_or_normalise_values_too() -> None:
+    heads, kv_heads, head_dim = 9, 2, 20
+    rope, norm = Rope(head_dim, 1e4), random(head_dim)
+    positions, rows = torch.tensor([3, 60], device=DEVICE), torch.tensor([1, 10], device=DEVICE)
+    qkv = random(2, (heads + 2 * kv_heads) * head_dim)
+    q, k, v = qkv.double().view(2, -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    angles = [part.double() for part in rope.angles(positions, torch.float32)]
+    wanted = rotate(F.rms_norm(q, (head_dim,), norm.double(), 1e-6), *angles)
+    pages = torch.zeros(2, 2, kv_heads, 4, head_dim, device=DEVICE)
+    table = rope.table(64, DEVICE)
+    got = fused.rotate_and_store(qkv, heads, table, positions, rows, pages, norm, norm, 1e-6, normalises_values=True)
+    close(got, wanted, 1e-5)
+    stored = pages.flatten(1, 3)[:, (rows[:, None] + torch.arange(kv_heads, device=DEVICE) * 4).flatten()]
+    close(stored[0].view_as(k), rotate(F.rms_norm(k, (head_dim,), norm.double(), 1e-6), *angles), 1e-5)
+    close(stored[1].view_as(v), F.rms_norm(v, (head_dim,), None, 1e-6), 1e-5)
+    queries = qkv[:, : heads * head_dim].contiguous()
+    untouched = torch.zeros_like(pages)
+    got = fused.rotate_and_store(queries, heads, table, positions, rows, untouched, norm, None, 1e-6, has_kv=False)
+    close(got, wanted, 1e-5)
+    assert not untouched.any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize(("rows", "columns", "read_as"), [(50, 64, 50), (37, 1500, 701), (75, 520, 4096)])

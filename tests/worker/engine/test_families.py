@@ -20,7 +20,7 @@ from worker.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-NAMES = [name for name in TINY if "moe" in name or name in ("mixtral", "gpt_oss", *HYBRIDS)]
+NAMES = [name for name in TINY if "moe" in name or name in ("mixtral", "gpt_oss", "gemma4", *HYBRIDS)]
 
 
 @torch.inference_mode()
@@ -91,6 +91,15 @@ def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> Non
     [
         ("qwen3_5", "qwen3_5", "model.language_model.", ["model.visual.pos_embed.weight", "mtp.norm.weight"]),
         ("gemma3", "gemma3", "language_model.model.", ["vision_tower.norm.weight", "multi_modal_projector.weight"]),
+        (
+            "gemma4",
+            "gemma4",
+            "model.language_model.",
+            [
+                *("model.vision_tower.norm.weight", "model.audio_tower.norm.weight", "model.embed_vision.norm.weight"),
+                "model.language_model.layers.4.self_attn.k_proj.weight",  # that layer reads another's keys
+            ],
+        ),
         ("llama4_moe", "llama4", "language_model.model.", ["vision_model.class_embedding"]),
     ],
 )

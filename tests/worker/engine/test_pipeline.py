@@ -275,6 +275,15 @@ def test_more_stages_than_layers(tiny_model: Callable[[str], Path]) -> None:
 def test_a_cut_that_does_not_fit(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="stage_layers=2,3 are 5 layers: the model has 4"):
         Shard(decoder_config(read_config(tiny_model("llama"))), stages=2, cut=(2, 3))
+
+
+def test_layers_that_share_keys_and_values_are_not_parted(tiny_model: Callable[[str], Path]) -> None:
+    whole = decoder_config(read_config(tiny_model("gemma4")))
+    assert [Shard(whole, stage=stage, stages=2).layers for stage in range(2)] == [range(1), range(1, 5)]
+    with pytest.raises(ValueError, match=r"stage_layers=3,2 parts layers that share .*: those from layer 1 on"):
+        Shard(whole, stages=2, cut=(3, 2))
+    with pytest.raises(ValueError, match="pp=3 is more than the model's 2 layers that can be parted"):
+        Shard(whole, stages=3)
     with pytest.raises(ValidationError, match="stage_layers=1,2,1 is of 3 stages, and pp=2"):
         WorkerConfig(pp=2, stage_layers="1,2,1")
     with pytest.raises(ValidationError, match="stage_layers=4,0 "):

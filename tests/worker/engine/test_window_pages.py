@@ -21,7 +21,8 @@ from worker.executor.model_runner import ModelRunner
 from worker.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
-NAMES = ["gemma2", "gemma3", "gpt_oss", "mistral_window"]  # windows of 9 tokens, in every second layer or in all
+# Windows of 9 tokens, in every second layer or in all, and chunks of 16.
+NAMES = ["gemma2", "gemma3", "gemma4", "gpt_oss", "mistral_window", "llama4_moe"]
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
@@ -49,13 +50,14 @@ def test_cold_warm_chunked_and_preempted(name: str, tiny_model: Callable[[str], 
     wanted = expected(folder, batch)
     with checked_engines(folder, page_size=4) as make:
         one = make(load, kv_tokens=512, overlap=True)
-        assert one.executor.window is not None and one.executor.window.window_tokens == 9
+        window = one.executor.window
+        assert window is not None and window[1:] == ((16, True) if name == "llama4_moe" else (9, False))
         assert tokens(one.generate(batch[:1], GREEDY)) == wanted[:1]
         assert tokens(one.generate(batch, GREEDY)) == wanted
         warm = one.generate(batch, GREEDY)
         assert tokens(warm) == wanted
         assert [done.cached_tokens for done in warm] == [(len(own) - 1) // 4 * 4 for own in batch]
-        full = make(load, kv_tokens=80, token_budget=13, window_kv_tokens=48)
+        full = make(load, kv_tokens=80, token_budget=13, window_kv_tokens=96 if window.in_chunks else 48)
         assert tokens(full.generate(batch, GREEDY)) == wanted
         assert full.load().preemptions > 0
         replies = [[*prompt, *output] for prompt, output in zip(batch, wanted, strict=True)]
@@ -64,9 +66,9 @@ def test_cold_warm_chunked_and_preempted(name: str, tiny_model: Callable[[str], 
         assert [done.cached_tokens for done in again] == [(len(own) - 1) // 4 * 4 for own in replies]
 
 
-@pytest.mark.parametrize("right", [0.5, 0.0])
-def test_drafts_that_are_wrong_change_nothing(right: float, tiny_model: Callable[[str], Path]) -> None:
-    with checked_engines(tiny_model("gemma3"), page_size=4, kv_tokens=512, num_speculative_tokens=6) as make:
+@pytest.mark.parametrize(("name", "right"), [("gemma3", 0.5), ("gemma3", 0.0), ("llama4_moe", 0.5)])
+def test_drafts_that_are_wrong_change_nothing(name: str, right: float, tiny_model: Callable[[str], Path]) -> None:
+    with checked_engines(tiny_model(name), page_size=4, kv_tokens=512, num_speculative_tokens=6) as make:
         whole = tokens(make(load, window_kv_tokens=0).generate(prompts(6), LONG))
         cheater = SmallCheater(whole, right, prompts=prompts(6))
         one = make(
@@ -78,7 +80,8 @@ def test_drafts_that_are_wrong_change_nothing(right: float, tiny_model: Callable
 
 
 @pytest.mark.parametrize(
-    ("name", "pp", "tp"), [("gemma3", 2, 1), ("gpt_oss", 1, 2), ("gpt_oss", 2, 2), ("mistral_window", 2, 1)]
+    ("name", "pp", "tp"),
+    [("gemma3", 2, 1), ("gpt_oss", 1, 2), ("gpt_oss", 2, 2), ("mistral_window", 2, 1), ("llama4_moe", 2, 2)],
 )
 def test_in_stages_and_on_ranks(name: str, pp: int, tp: int, tiny_model: Callable[[str], Path], crowded: None) -> None:
     wanted = expected(tiny_model(name), prompts(9))
@@ -97,16 +100,26 @@ def test_a_stage_of_one_kind_of_layers(tiny_model: Callable[[str], Path]) -> Non
         assert tokens(engine.generate(prompts(3), GREEDY)) == wanted
 
 
+def test_chunks_that_are_no_whole_pages_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    config = {"device": "cpu", "dtype": "float32", "kv_tokens": 240, "page_size": 6}
+    with pytest.raises(ValueError, match="page_size 6 does not divide the model's attention chunk, 16"):
+        ModelRunner(tiny_model("llama4_moe"), WorkerConfig.model_validate(config))
+    one = ModelRunner(tiny_model("llama4_moe"), WorkerConfig.model_validate(config | {"context_length": 16}))
+    assert one.window is None and not one.model_config.in_chunks, "no sequence leaves its first chunk"
+
+
 def test_settings(tiny_model: Callable[[str], Path]) -> None:
     config = {"device": "cpu", "dtype": "float32", "kv_tokens": 160, "page_size": 4, "token_budget": 16}
 
     def window(**settings: object) -> object:
         return ModelRunner(tiny_model("gemma3"), WorkerConfig.model_validate(config | settings)).window
 
-    assert window() == (4 + 9, 9) != window(token_budget=64) == (16 + 9, 9), "a chunk, and what one sequence needs"
-    assert window(kv_tokens=4096) == (256, 9), "a quarter"
+    assert window() == (4 + 9, 9, False) != window(token_budget=64) == (16 + 9, 9, False), (
+        "a chunk, and what one sequence needs"
+    )
+    assert window(kv_tokens=4096) == (256, 9, False), "a quarter"
     assert window(window_kv_tokens=0) is window(context_length=9) is None
-    assert window(window_kv_tokens=100) == (25, 9)
+    assert window(window_kv_tokens=100) == (25, 9, False)
     with pytest.raises(
         ValueError, match="window_kv_tokens 35 does not hold the windows of one sequence: set at least 36"
     ):

@@ -77,7 +77,7 @@ def test_wrong_tokens_that_end_a_text_are_named(said: str, tmp_path: Path) -> No
     assert "eos_token_id" not in said or "eos_token_id" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4"])
 def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Callable[[str], Path]) -> None:
     """The last layer computes what is wanted only, but all keys and values, which the second step reads."""
     runner = ModelRunner(
@@ -105,7 +105,7 @@ def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Call
             torch.testing.assert_close(got, wanted[: len(got)], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4"])
 def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

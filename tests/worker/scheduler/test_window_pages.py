@@ -140,11 +140,22 @@ def test_window_pages_of_a_sequence_that_ends_early_come_back(drive, end):
     assert d.tree.window_pool.num_free + d.tree.num_window_pages == 40
 
 
-@pytest.mark.parametrize("pp", [1, 3])
-def test_a_random_crowd(fake_executor, pp, crowded):
+def test_nothing_is_held_of_a_chunk_that_has_ended(drive):
+    d = driven(drive, token_budget=16, window=WindowPages(40, 16, in_chunks=True))
+    for name, tokens in (("a", prompt(33)), ("again", prompt(33)), ("later", [*prompt(33), *prompt(9, seed=1)])):
+        d.add(name, tokens, max_tokens=20)
+        d.run()
+        check(d, name, tokens, 20)
+    assert [cached(d, name) for name in ("a", "again", "later")] == [0, 32, 32]
+    assert d.scheduler.load().window_tokens_used == 0
+
+
+@pytest.mark.parametrize(("pp", "in_chunks"), [(1, False), (3, False), (1, True), (3, True)])
+def test_a_random_crowd(fake_executor, pp, in_chunks, crowded):
     """Shared prefixes, salts, priorities, aborts, few pages of both kinds."""
     rng = random.Random(pp)
-    fake = fake_executor(num_pages=40, page_size=4, window=WindowPages(18, WINDOW))
+    window = WindowPages(18, 12 if in_chunks else WINDOW, in_chunks)
+    fake = fake_executor(num_pages=40, page_size=4, window=window)
     d = Driver(fake, token_budget=24, pp=pp, checkpoint_interval=16)
     wanted = {}
     for i in range(60):
