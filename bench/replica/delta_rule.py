@@ -20,7 +20,8 @@ import torch
 from kernels.delta_rule.gates import TokenGates
 from kernels.delta_rule.rule import DeltaRule
 from kernels.experts.autotune import graph_times
-from kernels.recurrent.states import RecurrentStates, StateBatch, StateShape
+from kernels.recurrent.shape import StateShape
+from kernels.recurrent.states import RecurrentStates, StateBatch
 from kernels.recurrent.torch_states import TorchStates
 
 SHAPE = StateShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)

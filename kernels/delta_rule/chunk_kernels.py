@@ -18,7 +18,7 @@ from kernels.delta_rule.decode_kernels import log_decay_and_beta
 from kernels.delta_rule.gates import TokenGates
 from kernels.pdl import launch_dependents, wait_for_previous
 from kernels.recurrent.recurrence import BLOCK, ChunkBlocks
-from kernels.recurrent.states import StateShape
+from kernels.recurrent.shape import StateShape
 
 _VALUES = 32  # value rows that one program of `_scan` updates
 _LEAST_LENGTH = tl.constexpr(1e-6)  # as in `chunked.py`

@@ -15,8 +15,8 @@ from kernels import pdl
 from kernels.delta_rule.gates import TokenGates
 from kernels.pdl import launch_dependents, wait_for_previous
 from kernels.recurrent.recurrence import SingleTokens
+from kernels.recurrent.shape import StateShape
 from kernels.recurrent.softplus import softplus
-from kernels.recurrent.states import StateShape
 
 _VALUES = 32  # value rows that one program of `_step` updates
 _ELEMENTS = 1024  # elements that one program of `_gated_norm` normalises

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.recurrent.states import StateShape
+from kernels.recurrent.shape import StateShape
 
 BLOCK = 64  # tokens of a block
 
@@ -55,7 +55,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def sources(self) -> tuple[torch.Tensor, ...]:
-        """What `step` and `blocks` take of each token, `[num_tokens, ...]` each."""
+        """Arguments of `step` and `blocks` for all tokens, `[num_tokens, ...]` each."""
 
     @abstractmethod
     def step(self, sources: tuple[torch.Tensor, ...], state: torch.Tensor) -> torch.Tensor:

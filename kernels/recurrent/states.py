@@ -11,41 +11,13 @@ Both lie in rows: one for each sequence, and further ones for copies of states t
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kernels.host_device import to_device
-
-if TYPE_CHECKING:
-    from kernels.recurrent.recurrence import Recurrence
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """Sizes of the states of one layer on one rank. Key head `h // (value_heads // key_heads)` belongs to value head h.
-    In a Mamba2 layer, key heads are groups, and `key_dim` is the size of the state.
-
-    `width` is the number of tokens that the convolution sees.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
-
-    @property
-    def channels(self) -> int:
-        """Elements of queries, keys and values of a token, which the convolution mixes with those before."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    def row_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one row of one layer, `dtype` being that of the activations."""
-        recurrent = 4 * self.value_heads * self.value_dim * self.key_dim
-        return recurrent + self.channels * (self.width - 1) * dtype.itemsize
-
+from kernels.recurrent.recurrence import Recurrence
+from kernels.recurrent.shape import StateShape
 
 NO_COPIES = np.empty((0, 3), dtype=np.int32)
 
@@ -96,7 +68,7 @@ class RecurrentStates(ABC):
         contiguous."""
 
     @abstractmethod
-    def update(self, layer: int, recurrence: "Recurrence") -> torch.Tensor:
+    def update(self, layer: int, recurrence: Recurrence) -> torch.Tensor:
         """Updates the recurrent states token by token, and reads them, as `recurrence` says. Returns `[num_tokens,
         value_heads, value_dim]` in the dtype of what `convolve` returned."""
 

@@ -13,8 +13,8 @@ import triton.language as tl
 from kernels import pdl
 from kernels.pdl import launch_dependents, wait_for_previous
 from kernels.recurrent.recurrence import BLOCK, ChunkBlocks
+from kernels.recurrent.shape import StateShape
 from kernels.recurrent.softplus import softplus
-from kernels.recurrent.states import StateShape
 
 _VALUES = 32  # value rows that one program of `_scan` updates
 _PIPELINED_KEYS = 128  # largest states for which the reads of the next block have memory, too

@@ -14,8 +14,8 @@ import triton.language as tl
 from kernels import pdl
 from kernels.pdl import launch_dependents, wait_for_previous
 from kernels.recurrent.recurrence import SingleTokens
+from kernels.recurrent.shape import StateShape
 from kernels.recurrent.softplus import softplus
-from kernels.recurrent.states import StateShape
 
 _ELEMENTS = 4096  # of a head's state, that one program of `_step` updates
 

@@ -269,7 +269,8 @@ TINY: dict[str, tuple[str, dict]] = {
 
 # With recurrent states. Layers that normalise each head's output magnify what is rounded off: on such models float32
 # logits of transformers are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
-HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
+DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
 
 
 def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:

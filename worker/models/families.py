@@ -13,7 +13,7 @@ from kernels.attention.interface import LatentHeads
 from kernels.experts.choice import Routing
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.rotary import yarn_temperature
-from kernels.recurrent.states import StateShape
+from kernels.recurrent.shape import StateShape
 from worker.models.experts import ExpertsConfig
 from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.layer_inputs import LayerInputsConfig

@@ -1,5 +1,4 @@
-"""What layers with recurrent states have in common: a state of fixed size is their memory of a sequence, in place of
-keys and values."""
+"""Layers with recurrent states: a state of fixed size is their memory of a sequence, in place of keys and values."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -8,7 +7,8 @@ from typing import Any, Self
 import torch
 
 from kernels.linear.any_linear import AnyLinear
-from kernels.recurrent.states import RecurrentStates, StateShape
+from kernels.recurrent.shape import StateShape
+from kernels.recurrent.states import RecurrentStates
 from worker.models.forward_context import ForwardContext
 from worker.models.residual_stream import ResidualStream
 

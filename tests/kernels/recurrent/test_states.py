@@ -14,7 +14,8 @@ from kernels.delta_rule.gated_norm import gated_rms_norm
 from kernels.delta_rule.gates import TokenGates
 from kernels.delta_rule.rule import DeltaRule
 from kernels.recurrent.recurrence import Recurrence
-from kernels.recurrent.states import RecurrentStates, StateBatch, StateShape
+from kernels.recurrent.shape import StateShape
+from kernels.recurrent.states import RecurrentStates, StateBatch
 from kernels.recurrent.torch_states import TorchStates
 from kernels.ssd.recurrence import Ssd, SsdParameters
 

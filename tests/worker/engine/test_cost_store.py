@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from bench.replica import dummy_models
-from kernels.recurrent.states import StateShape
+from kernels.recurrent.shape import StateShape
 from pipeline.policy import Objective
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig

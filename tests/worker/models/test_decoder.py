@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
 
-from tests.worker.conftest import HYBRIDS, TINY, Sequences
+from tests.worker.conftest import DELTA_NETS, TINY, Sequences
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
 from worker.models.config import ARCHITECTURES, decoder_config, eos_token_ids, read_config
@@ -55,7 +55,7 @@ def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model:
     for slot, (tokens, logits) in zip(slots, wanted, strict=True):
         assert sequences.tokens[slot][: len(tokens)] == tokens
         got = torch.cat(sequences.logits[slot])[: len(logits)]
-        tolerance = 1e-3 if name in HYBRIDS else 1e-4
+        tolerance = 1e-3 if name in DELTA_NETS else 1e-4
         torch.testing.assert_close(got, logits, atol=tolerance, rtol=tolerance)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.ops.rotary import Rope
-from kernels.recurrent.states import StateShape
+from kernels.recurrent.shape import StateShape
 from worker.models.config import DecoderConfig
 from worker.models.mamba2 import Mamba2Config
 from worker.models.sharding import Shard
