@@ -267,8 +267,8 @@ TINY: dict[str, tuple[str, dict]] = {
     "bamba": ("bamba", MAMBA2 | {"mamba_n_groups": 4, "mamba_conv_bias": False, "attn_layer_indices": [1]}),
 }
 
-# Layers that normalise each head's output magnify what is rounded off: on such models float32 logits of transformers are
-# up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
+# Layers that normalise each head's output magnify what is rounded off: on such models float32 logits of transformers
+# are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 # With recurrent states.
 HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
