@@ -195,10 +195,42 @@ TINY: dict[str, tuple[str, dict]] = {
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "original_max_position_embeddings": 1,
+                "attention_factor": 1.2,
+                "short_factor": [1.0, 1.0, 1.0],
+                "long_factor": [1.1, 2.5, 7.0],
+            }
+        },
+    ),
     "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {"attention_bias": True, "rms_norm_eps": 1e-5}),
     "ernie4_5": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.6,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 256,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "short_factor": [1.0, 1.1, 1.3, 2.0, 3.0, 7.0],
+                "long_factor": [1.0] * 6,
+            },
+        },
+    ),
     "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe_sparse_step": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False}),

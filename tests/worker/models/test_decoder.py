@@ -135,14 +135,11 @@ def test_other_architecture_lists_what_is_supported() -> None:
         (
             {
                 "rope_parameters": {
-                    "rope_type": "longrope",
+                    "rope_type": "axial",
                     "rope_theta": 1e4,
-                    "short_factor": [1.0] * 64,
-                    "long_factor": [1.0] * 64,
-                    "original_max_position_embeddings": 64,
                 }
             },
-            "rope type 'longrope' is not supported; these are: default",
+            "rope type 'axial' is not supported; these are: default",
         ),
     ],
 )
