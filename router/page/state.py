@@ -25,16 +25,16 @@ class ReplicaState(msgspec.Struct, kw_only=True):
 
     | field | meaning |
     | --- | --- |
-    | `state` | ready; silent: connected, but not heard for too long; connecting: not connected, or without a load yet |
+    | `state` | ready; silent: connected, but not heard for too long; leaving: it is being taken away; connecting: not connected, or without a load yet |
     | `load` | the load that it told last |
     | `load_age_s` | seconds since then |
     | `queue_s` | predicted seconds until a prompt that comes now would begin |
     | `first_token`, `inter_token` | times to first tokens, and between tokens |
     | `attention`, `attention_problem` | the attention backend, and why it is not a faster one |
-    """
+    """  # noqa: E501
 
     name: str
-    state: Literal["ready", "silent", "connecting"]
+    state: Literal["ready", "silent", "leaving", "connecting"]
     load: ReplicaLoad | None = None
     load_age_s: float | None = None
     queue_s: float | None = None
@@ -49,7 +49,8 @@ class ModelState(msgspec.Struct, kw_only=True):
 
     | field | meaning |
     | --- | --- |
-    | `wanted` | how many replicas there should be; 0 if that is not known |
+    | `wanted` | how many replicas there should be; without autoscaling 0 if that is not known |
+    | `scaled_for` | why autoscaling changed that number last, as `shoal_replicas_wanted_because` has it; null without |
     | `hit_rate`, `hit_ceiling` | part of the prompts' tokens that was cached, and the most that it could be |
     | `ended` | sequences, by how they ended |
     | `resumed` | sequences that went on elsewhere, by reason |
@@ -58,6 +59,7 @@ class ModelState(msgspec.Struct, kw_only=True):
 
     name: str
     wanted: int
+    scaled_for: str | None
     hit_rate: float | None
     hit_ceiling: float | None
     ended: dict[str, int]
@@ -114,6 +116,7 @@ async def _model_state(models: Models, service: Service) -> ModelState:
     return ModelState(
         name=name,
         wanted=int(values(models.metrics.wanted).get((name,), 0)),
+        scaled_for=metrics.scaled_for,
         hit_rate=metrics.reuse.hit_rate,
         hit_ceiling=metrics.reuse.ceiling,
         ended=_of_model(values(models.metrics.sequences), name),
@@ -131,7 +134,12 @@ def _of_model(counts: dict[tuple[str, ...], float], model: str) -> dict[str, int
 async def _replica_states(service: Service) -> list[ReplicaState]:
     metrics, found = service.metrics, []
     queues = {view.replica_id: view.queue_s for view in service.views()}
-    ages, ready = metrics.load_ages(), metrics.ready
+    ages = metrics.load_ages()
+    states: dict[str, Literal["ready", "silent", "leaving"]] = {
+        **dict.fromkeys(metrics.ready, "ready"),
+        **dict.fromkeys(metrics.leaving, "leaving"),
+        **dict.fromkeys(metrics.silent, "silent"),
+    }
     for number, name in enumerate(sorted(service.replicas.known)):
         if number % REPLICAS_AT_ONCE == REPLICAS_AT_ONCE - 1:
             await asyncio.sleep(0)
@@ -140,7 +148,7 @@ async def _replica_states(service: Service) -> list[ReplicaState]:
         found.append(
             ReplicaState(
                 name=name,
-                state="ready" if name in ready else "silent" if name in metrics.silent else "connecting",
+                state=states.get(name, "connecting"),
                 load=None if load is None else msgspec.structs.replace(load, peers_seen={}),
                 load_age_s=ages.get(name),
                 queue_s=queues.get(name),

@@ -213,7 +213,7 @@ def services(
 ) -> list[Service]:
     """Those of a router's models, without Serve around it."""
     monkeypatch.setattr("cluster.app.listen", listen)
-    for name in ("ServePlacer", "watch_size"):
+    for name in ("ServePlacer", "watch_targets"):
         monkeypatch.setattr(f"cluster.app.{name}", lambda *its: None)
     config = load(overrides=settings)
     return _Router(config, {}, *(None for _ in config.deployments))._models.services  # type: ignore[arg-type]

@@ -93,6 +93,24 @@ async def test_it_goes_on_from_the_number_that_somebody_else_set(scaler: Autosca
     assert serve.told == [("a", 2)]
 
 
+async def test_a_request_that_comes_as_the_last_one_is_to_go_keeps_it(
+    scaler: Autoscaler, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[dict[str, Wanted]] = []
+
+    async def sleep(seconds: float) -> None:
+        """In place of the time in which routers hear of it."""
+        heard.append(dict(await scaler.tell("one", {"a": Demand(ready=1, load=0.1, is_idle=False)})))
+
+    await scaler.tell("one", {"a": IDLE})
+    monkeypatch.setattr(autoscaler_module.asyncio, "sleep", sleep)
+    for _ in range(3):
+        await scaler.look()
+    assert heard[0]["a"] == Wanted(0, "idle") and not serve.told
+    assert (await scaler.tell("one", {"a": IDLE}))["a"] == Wanted(1, "steady")
+    monkeypatch.undo()
+
+
 async def test_it_waits_for_serve_and_fails_its_health_check_without_a_loop(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,8 @@ def test_replicas_and_routers_come_and_go_under_load_and_no_request_fails(
         assert first < {*processes("ray::Rank"), *processes("shoal:Router")}, "nothing was started again"
         while httpx.get(f"{url}/ready").json()["models"] != {"tiny": 2}:
             time.sleep(0.1)
+        while 'shoal_replicas_wanted{model="tiny"} 2.0' not in httpx.get(f"{url}/metrics").text:
+            time.sleep(0.1)
         write(1)
         server.wait_for("Router: 2 become 1")
         until_there_are(1)

@@ -4,10 +4,13 @@ The one module of this room's tests that starts Ray in its own process; the clus
 """
 
 import asyncio
+import itertools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,8 @@ from worker.messages import (
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 WAIT_S = 60.0
+# Far below the queue of many long prompts here, and far above that of a short one alone.
+TARGET_WAIT_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -300,10 +305,17 @@ def test_another_number_of_replicas_reloads_nothing(served: Served, tiny_model: 
     assert replicas(deployment="Router").keys() == routers.keys()
 
 
-def test_the_last_replica_goes_and_a_request_brings_one_back(served: Served, tiny_model: Path) -> None:
-    """Autoscaling to zero and back; and a deployment of the same again does not fight it."""
-    scaling = {"max_replicas": 2, "min_replicas": 0, "downscale_delay_s": 2.0}
+def test_replicas_follow_the_load_to_two_and_to_none_and_back(served: Served, tiny_model: Path) -> None:
+    """Autoscaling under load fails no request; and a deployment of the same again does not fight it."""
+    scaling = {"max_replicas": 2, "min_replicas": 0, "target_wait_s": TARGET_WAIT_S, "downscale_delay_s": 2.0}
     deploy(tiny_model, num_replicas=1, **scaling)
+    until(lambda: served.metric("shoal_replicas_wanted_because", "reason") == {"steady": 1}, "routers are told")
+    with asking(served, clients=1, words=4), asking(served, clients=24, words=200):
+        until(lambda: len(served.metric("shoal_running_requests")) == 2, "another one came, and routers know it")
+        assert served.metric("shoal_replicas_wanted_because", "reason") == {"queue": 1}
+    with asking(served, clients=1, words=4):
+        until(lambda: targets()["Replica"] == 1 and len(replicas()) == 1, "it is gone")
+        until(lambda: served.metric("shoal_replicas_wanted_because", "reason") == {"idle": 1}, "routers are told")
     until(lambda: sleeps(served), "the last one is gone")
     deploy(tiny_model, num_replicas=1, **scaling)
     assert targets()["Replica"] == 0
@@ -312,6 +324,27 @@ def test_the_last_replica_goes_and_a_request_brings_one_back(served: Served, tin
     assert targets()["Replica"] == 1
     assert served.metric("shoal_replicas_wanted_because", "reason") == {"request": 1}
     until(lambda: sleeps(served), "it is gone again")
+
+
+@contextmanager
+def asking(served: Served, clients: int, words: int) -> Iterator[None]:
+    """Clients that ask one question after the other meanwhile, each another one. Raises the error of one that fails."""
+    ending = threading.Event()
+
+    def ask_often(client: int) -> None:
+        for number in itertools.count():
+            if ending.is_set():
+                return
+            served.complete(f"{client} {number} " + "word " * words, tokens=4)
+
+    with ThreadPoolExecutor(clients) as pool:
+        asked = [pool.submit(ask_often, client) for client in range(clients)]
+        try:
+            yield
+        finally:
+            ending.set()
+        for client in asked:
+            client.result()
 
 
 def sleeps(served: Served) -> bool:

@@ -68,6 +68,8 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
             drafted={"suffix": 9, "grammar": 4},
             accepted={"suffix": 5},
             stage_seconds=[{"compute": 7.5}, {"compute": 7.5, "host": 0.5}],
+            length_tau=-0.25,
+            length_ratio=1.5,
         )
     )
     stack.until(lambda: stack.service.metrics.loads["r1"].running == 3)
@@ -83,9 +85,12 @@ def test_replicas_report_themselves(make_stack: Make, make_replica: Make) -> Non
         "shoal_cached_tokens_total": 70,
         "shoal_prompt_tokens_total": 80,
         "shoal_output_tokens_total": 90,
+        "shoal_output_length_tau": -0.25,
+        "shoal_output_length_ratio": 1.5,
     }
     assert {name: got[name, (("model", "tiny"), ("replica", "r1"))] for name in expected} == expected
     assert got["shoal_running_requests", (("model", "tiny"), ("replica", "r0"))] == 0
+    assert ("shoal_output_length_tau", (("model", "tiny"), ("replica", "r0"))) not in got, "nothing is known of r0's"
     r1 = (("model", "tiny"), ("replica", "r1"))
     assert got["shoal_proposals_total", (("drafter", "suffix"), *r1)] == 3
     assert got["shoal_drafted_tokens_total", (("drafter", "suffix"), *r1)] == 9

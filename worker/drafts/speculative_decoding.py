@@ -26,6 +26,7 @@ from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.shape import BatchShape
 from worker.drafts.acceptance import Acceptance
 from worker.drafts.drafter import Draftable, Drafter
+from worker.messages import ReplicaLoad
 from worker.structured_output import GrammarState
 
 # Numbers of drafts in a step that are tried, each with those that fill its padding. Between two of them, tokens a
@@ -77,7 +78,7 @@ class SpeculativeDecoding:
         self._credit_s = 0.0  # time that looks may take; negative while they are put off
         self._steps_off = LEAST_STEPS_OFF  # for at most this many steps
         self._turn = 0  # the candidate at which the next look at some of them begins
-        self.proposals, self.drafted, self.accepted = Counter[str](), Counter[str](), Counter[str]()
+        self._proposals, self._drafted, self._accepted = Counter[str](), Counter[str](), Counter[str]()
 
     def add(
         self,
@@ -166,15 +167,20 @@ class SpeculativeDecoding:
         slot = seq.slot
         guess = self._in_flight.pop(slot)
         name = self._drafters[guess.drafter].name
-        self.proposals[name] += 1
-        self.drafted[name] += proposed
-        self.accepted[name] += accepted
+        self._proposals[name] += 1
+        self._drafted[name] += proposed
+        self._accepted[name] += accepted
         if guess.before:  # on a pending token
             if int(seq.token_ids(start, start + 1)[0]) == guess.before[-1]:
                 accepted += 1
             else:
                 proposed = accepted = 0
         self._acceptance[guess.drafter].observe(slot, guess.evidence, proposed + len(guess.before), accepted)
+
+    def describe(self, load: ReplicaLoad) -> None:
+        """Sets the counters of drafts, by drafter."""
+        load.proposals = dict(self._proposals)
+        load.drafted, load.accepted = dict(self._drafted), dict(self._accepted)
 
     def _may_look(self, step_s: float) -> bool:
         """Whether to look for drafts: the last ones paid, or a look costs little of the time of the steps."""

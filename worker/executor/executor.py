@@ -34,7 +34,7 @@ class ForwardOutput(NamedTuple):
 
 class WindowPages(NamedTuple):
     """Pages of a model's layers with a window: how many there are, and how many tokens a token sees, itself included.
-    With `in_chunks` it sees those of its chunk of so many tokens."""
+    With `in_chunks`, that is the length of a chunk, and a token sees those of its own."""
 
     num_pages: int
     window_tokens: int

@@ -39,7 +39,7 @@ class DecoderConfig:
     | `windows`, `ropes` | one entry a layer; a window of None means full attention |
     | `in_chunks` | windows are chunks (`kernels.attention.interface.AttentionShape`) |
     | `own_sizes` | one entry a layer, where layers differ in the sizes of heads or MLP, or share keys and values |
-    | `kv_before` | keys and values are those of the layer so many before; 0: the layer's own (`of_layer`) |
+    | `kv_before` | how many layers earlier the keys and values come from; 0: the layer's own (`of_layer`) |
     | `keys_are_values` | values are the keys before norm and rotation (`of_layer`) |
     | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
     | `float32_norms` | norms multiply in float32 |

@@ -131,7 +131,7 @@ class Decoder:
         )
 
     def _make_layer_inputs(self, parameters: dict[str, Any]) -> tuple[LayerInputs | None, torch.Tensor | None]:
-        """What makes the inputs of all layers, and their embedding, on the first stage of a model that has any."""
+        """Maker of the inputs of all layers, and their embedding, on the first stage of a model that has any."""
         config = self.config
         if config.layer_inputs is None or not config.is_first:
             return None, None
@@ -337,7 +337,7 @@ class Decoder:
         return x, self.layer_inputs(rows, x)
 
     def _end(self, x: torch.Tensor, layer_inputs: torch.Tensor | None) -> torch.Tensor:
-        """What `forward` returns: before another stage with the inputs of later layers."""
+        """Result of `forward`: before another stage with the inputs of later layers."""
         if layer_inputs is None or self.config.is_last:
             return x
         return torch.cat((x, layer_inputs[:, self.config.num_layers :].flatten(1)), dim=1)

@@ -6,6 +6,7 @@ import numpy as np
 
 from radix.node import NO_PAGES, PagedNode
 from radix.tree import Inserted, Tree
+from worker.messages import ReplicaLoad
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
 
@@ -107,6 +108,10 @@ class KVCacheManager:
         seq.num_shared = num_full
         return node
 
+    def give_back(self, rows: np.ndarray) -> None:
+        """Frees pages that sequences no longer need while they run. `rows`: int64, table rows of sequences of which a
+        step has ended."""
+
     def free(self, seq: Sequence, keep: bool) -> None:
         """Frees all pages of `seq`. `keep`: the whole pages that ended steps computed go to the tree first."""
         if keep:
@@ -117,6 +122,12 @@ class KVCacheManager:
         seq.node = None
         seq.clear_pages()
         seq.num_shared = seq.num_computed = seq.num_confirmed = 0
+
+    def describe(self, load: ReplicaLoad) -> None:
+        """Sets how many tokens the pages hold."""
+        load.kv_tokens_used = (self.pool.num_pages - self.num_available) * self.page_size
+        load.kv_tokens_cached = self.tree.num_evictable * self.page_size
+        load.kv_tokens_leased = self.tree.num_leased * self.page_size
 
     def _allocate_pages(self, num_pages: int) -> np.ndarray:
         if num_pages > self.pool.num_free:

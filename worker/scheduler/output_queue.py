@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from worker.messages import Failure, Output
+from worker.messages import Failure, Output, ReplicaLoad
 from worker.scheduler.scheduled_step import ScheduledStep
 from worker.scheduler.sequence import Sequence
 from worker.scheduler.sequence_table import SequenceTable
@@ -19,8 +19,8 @@ class OutputQueue:
         self._table = table
         self._stop_checker = stop_checker
         self._outputs: list[Output] = []
-        self.num_tokens = 0  # output tokens since the start
-        self.num_inserted = self.num_insertions = 0  # tokens that were not sampled; outputs that hold them
+        self._num_tokens = 0  # output tokens since the start
+        self._num_inserted = self._num_insertions = 0  # tokens that were not sampled; outputs that hold them
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -29,6 +29,14 @@ class OutputQueue:
         """Returns the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def describe(self, load: ReplicaLoad) -> None:
+        """Sets the counters of output tokens. Inserted tokens count as drafts of a drafter that is always right."""
+        load.output_tokens = self._num_tokens
+        if self._num_insertions:
+            load.proposals = load.proposals | {"inserted": self._num_insertions}
+            load.drafted = load.drafted | {"inserted": self._num_inserted}
+            load.accepted = load.accepted | {"inserted": self._num_inserted}
 
     def discard(self, request_ids: Collection[str]) -> None:
         """Removes the outputs of these requests."""
@@ -51,9 +59,9 @@ class OutputQueue:
     def add_inserted(self, seq: Sequence, token_ids: list[int]) -> None:
         """Adds an output of tokens that were inserted, without log probabilities."""
         count = len(token_ids)
-        self.num_tokens += count
-        self.num_inserted += count
-        self.num_insertions += 1
+        self._num_tokens += count
+        self._num_inserted += count
+        self._num_insertions += 1
         self.add(Output(request_id=seq.request_id, token_ids=token_ids, num_drafted=count, num_accepted=count))
 
     def add_tokens(
@@ -72,7 +80,7 @@ class OutputQueue:
         for seq, token_id in zip(sequences, token_ids.tolist(), strict=True):
             seq.new_token_ids.append(token_id)
             outputs.append(Output(request_id=seq.request_id, token_ids=[token_id]))
-        self.num_tokens += len(outputs)
+        self._num_tokens += len(outputs)
         table.num_pending[rows] -= 1
         table.last_token[rows] = token_ids.astype(np.int32)
         table.last_output_s[rows] = now_s
@@ -128,7 +136,7 @@ class OutputQueue:
             output.token_ids += token_ids[:taken]
             output.logprobs = output.logprobs[: 1 + taken]
             output.num_drafted, output.num_accepted = num_drafts, len(token_ids)
-            self.num_tokens += taken
+            self._num_tokens += taken
             lasts[n] = last
             known[n] += taken
         table.last_token[rows] = lasts

@@ -356,10 +356,11 @@ class Scheduler:
         """The current load in tokens, and the counters. The caller sets `incarnation` and `bookings_seen`."""
         self.leases.expire(self.clock())
         load = copy.copy(self.counters)
-        load.running = len(self.running)
-        self._count_drafts(load)
-        load.waiting = len(self._waiting)
-        load.output_tokens = self._outputs.num_tokens
+        load.running, load.waiting = len(self.running), len(self._waiting)
+        if self._speculation is not None:
+            self._speculation.describe(load)
+        self._outputs.describe(load)
+        self.kv_cache.describe(load)
         load.preemptions = self._preemption.num_preempted
         load.length_tau, load.length_ratio = self.lengths.accuracy()
         rows, waiting, table = self.running.rows, self._waiting.rows, self._table
@@ -370,30 +371,8 @@ class Scheduler:
         missing = np.maximum(table.num_prompt[both] - done, 0)
         load.waiting_tokens = int(missing.sum())
         load.waiting_products = int((missing * (done + missing // 2)).sum())
-        load.kv_tokens_cached = self.kv_cache.tree.num_evictable * self.page_size
-        load.kv_tokens_leased = self.kv_cache.tree.num_leased * self.page_size
-        if (known := self._checkpoints) is not None:
-            load.checkpoints_total, load.checkpoints = known.most_checkpoints, known.num_checkpoints
-            load.checkpoints_evicted = known.num_evicted
-        if (of_windows := self._windows) is not None:
-            load.window_tokens_total = of_windows.num_window_pages * self.page_size
-            load.window_tokens_used = load.window_tokens_total - of_windows.num_windows_available * self.page_size
         load.max_loras, load.adapter_loads = self.config.lora_slots, self.adapters.num_loads
-        load.kv_tokens_used = self.kv_tokens - self.kv_cache.num_available * self.page_size
         return load
-
-    def _count_drafts(self, load: ReplicaLoad) -> None:
-        """Sets the counters of drafts. Inserted tokens are a drafter's that is always right."""
-        load.proposals, load.drafted, load.accepted = {}, {}, {}
-        if (known := self._speculation) is not None:
-            load.proposals, load.drafted, load.accepted = (
-                dict(known.proposals),
-                dict(known.drafted),
-                dict(known.accepted),
-            )
-        if insertions := self._outputs.num_insertions:
-            load.proposals["inserted"] = insertions
-            load.drafted["inserted"] = load.accepted["inserted"] = self._outputs.num_inserted
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page has one owner and every sequence is in one place. Walks all pages and
@@ -612,8 +591,7 @@ class Scheduler:
             is_cached[plan.checkpoints[:, 0]] = is_kept[plan.checkpoints[:, 0]]
         for chunk in is_cached.nonzero()[0].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
-        if self._windows is not None:
-            self._windows.give_back(step.rows[is_kept])
+        self.kv_cache.give_back(step.rows[is_kept])
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:
         """Appends the tokens of a step to its sequences, and removes the sequences that failed or ended."""

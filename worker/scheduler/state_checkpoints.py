@@ -21,6 +21,7 @@ import numpy as np
 
 from radix.checkpoints import NO_ROW, CheckpointTree
 from radix.node import PagedNode
+from worker.messages import ReplicaLoad
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.sequence import Sequence, pages_for
 from worker.scheduler.sequence_checkpoints import SequenceCheckpoints
@@ -111,20 +112,13 @@ class CheckpointedKVCache(KVCacheManager):
         positions = [*(position for position, _ in own.saved[:1]), *own.targets[:1], due]
         return min((position for position in positions if position <= seq.num_tokens), default=None)
 
-    @property
-    def num_checkpoints(self) -> int:
-        """Checkpoints that the tree has."""
-        return len(self._checkpoints.checkpoints)
-
-    @property
-    def most_checkpoints(self) -> int:
-        """Rows for checkpoints."""
-        return self._checkpoints.rows.num_pages
-
-    @property
-    def num_evicted(self) -> int:
-        """Checkpoints that the tree has evicted since the start."""
-        return self._checkpoints.num_checkpoints_evicted
+    def describe(self, load: ReplicaLoad) -> None:
+        """As `KVCacheManager.describe`, with the checkpoints that there may be, that the tree has, and that it has
+        evicted since the start."""
+        super().describe(load)
+        load.checkpoints_total = self._checkpoints.rows.num_pages
+        load.checkpoints = len(self._checkpoints.checkpoints)
+        load.checkpoints_evicted = self._checkpoints.num_checkpoints_evicted
 
     def _positions(self, own: SequenceCheckpoints, start: int, end: int) -> list[int]:
         """Positions after `start` and up to `end` at which states are to be saved, ascending. Takes them off the

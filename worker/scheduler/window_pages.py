@@ -21,6 +21,7 @@ import numpy as np
 
 from radix.node import NO_PAGES, PagedNode
 from radix.windows import WindowTree
+from worker.messages import ReplicaLoad
 from worker.scheduler.kv_cache_manager import KVCacheManager
 from worker.scheduler.sequence import Sequence, SequenceWindow, pages_for
 from worker.scheduler.sequence_table import SequenceTable
@@ -116,8 +117,7 @@ class WindowedKVCache(KVCacheManager):
         return seq.node
 
     def give_back(self, rows: np.ndarray) -> None:
-        """Frees the pages before the windows of sequences' next tokens. `rows`: int64, table rows of sequences of which
-        a step has ended."""
+        """As `KVCacheManager.give_back`: the pages before the windows of sequences' next tokens."""
         table, size = self._table, self.page_size
         ends = table.num_confirmed[rows] // size * size
         firsts = self._windows.first_pages(ends)
@@ -141,6 +141,12 @@ class WindowedKVCache(KVCacheManager):
         seq.window = None
         seq.first_window_page = 0
         super().free(seq, keep=False)
+
+    def describe(self, load: ReplicaLoad) -> None:
+        """As `KVCacheManager.describe`, with the tokens that window pages hold."""
+        super().describe(load)
+        load.window_tokens_total = self.num_window_pages * self.page_size
+        load.window_tokens_used = load.window_tokens_total - self.num_windows_available * self.page_size
 
     def continue_where_parts(self, seq: Sequence, waiting: Sequence) -> None:
         """Lets `waiting`, whose prompt begins like that of `seq`, go on where they part, if no step has computed that

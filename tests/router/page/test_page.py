@@ -36,12 +36,12 @@ def browser() -> Iterator[Any]:
         yield made
 
 
-def opened(browser: Any, url: str, **options: Any) -> None:
+def opened(browser: Any, url: str, tiles: int = 8, **options: Any) -> None:
     browser.open("about:blank")  # the page of the test before goes on asking its router, which has ended
     browser.until("location.href === 'about:blank'")
     browser.logged.clear()
     browser.open(url, **options)
-    browser.until("document.querySelectorAll('.tile').length === 8")
+    browser.until(f"document.querySelectorAll('.tile').length === {tiles}")
 
 
 def text(browser: Any, selector: str) -> str:
@@ -130,6 +130,28 @@ def test_errors_are_shown_and_a_key_can_be_given(browser: Any, make_stack: Make,
     assert stack.fakes["r0"].requests()
     with contextlib.suppress(ValueError):  # the 401, which the browser logs by itself
         browser.logged.remove("Failed to load resource: the server responded with a status of 401 (Unauthorized)")
+    assert browser.logged == []
+
+
+def test_it_shows_what_autoscaling_wants(browser: Any, make_stack: Make, make_replica: Make) -> None:
+    stack = make_stack(make_replica(), make_replica())
+    stack.service.told_wanted(3, "queue")
+    opened(browser, stack.url, tiles=9)
+    assert text(browser, "#status") == "2 of 3 replicas ready"
+    assert browser.run("tiles.get('Replicas').innerText").split("\n")[1:] == [
+        "2 of 3",
+        "1 starting",
+        "requests waited too long",
+    ]
+    stack.service.metrics.leaving.add("r1")
+    stack.service.told_wanted(1, "idle")
+    browser.until("byId('status').textContent === '1 of 1 replicas ready'")
+    assert browser.run("tiles.get('Replicas').innerText").split("\n")[2:] == ["1 leaving", "the load fits on these"]
+    stack.service.metrics.leaving.clear()
+    stack.service.told_wanted(0, "idle")
+    stack.replicas.set_replicas({})
+    browser.until("byId('status').textContent === 'asleep'")
+    assert text(browser, "#none") == "Asleep: the next request starts a replica."
     assert browser.logged == []
 
 

@@ -57,6 +57,17 @@ def test_a_replica_that_is_silent_or_not_there_yet_is_told_as_such(make_stack: M
     silent, absent = state(stack)["models"][0]["replicas"]
     assert (silent["state"], absent["state"], absent["load"]) == ("silent", "connecting", None)
     stack.service.metrics.silent.clear()
+    stack.service.metrics.leaving.add("r0")
+    assert state(stack)["models"][0]["replicas"][0]["state"] == "leaving"
+    stack.service.metrics.leaving.clear()
+
+
+def test_what_autoscaling_wants_is_told_with_its_reason(stack: Any) -> None:
+    (model,) = state(stack)["models"]
+    assert (model["wanted"], model["scaled_for"]) == (0, None)
+    stack.service.told_wanted(2, "queue")
+    (model,) = state(stack)["models"]
+    assert (model["wanted"], model["scaled_for"]) == (2, "queue")
 
 
 def test_refusals_are_counted_by_reason(make_stack: Make, make_replica: Make) -> None:

@@ -274,7 +274,11 @@ def test_lengths_are_learned_from_what_ends(drive):
     """After some have ended, new ones wait for those with short ones."""
     d = drive(max_running=1, eos=(7,))
     lengths = d.scheduler.lengths
+    assert d.scheduler.load().length_tau is None
     teach(d)
+    load = d.scheduler.load()
+    assert load.length_tau is not None and load.length_tau > 0.6, "tau-b of two lengths is at most 0.71"
+    assert load.length_ratio == pytest.approx(1.0, abs=0.3)
     learned = lengths.num_learned
     d.add("long", [1, 5], max_tokens=60)
     d.add("short", [2, 5], max_tokens=60)
