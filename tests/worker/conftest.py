@@ -198,6 +198,7 @@ TINY: dict[str, tuple[str, dict]] = {
     "phi3_longrope": (
         "phi3",
         {
+            "original_max_position_embeddings": 1,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 1e4,
@@ -206,7 +207,7 @@ TINY: dict[str, tuple[str, dict]] = {
                 "attention_factor": 1.2,
                 "short_factor": [1.0, 1.0, 1.0],
                 "long_factor": [1.1, 2.5, 7.0],
-            }
+            },
         },
     ),
     "glm": ("glm", {"attention_bias": True}),

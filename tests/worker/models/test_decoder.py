@@ -148,6 +148,19 @@ def test_unsupported_variants(changes: dict, message: str) -> None:
         decoder_config(LlamaConfig(**changes))
 
 
+def test_the_longest_context_chooses_the_factors_of_longrope(tiny_model: Callable[[str], Path]) -> None:
+    whole = decoder_config(read_config(tiny_model("phi3_longrope")))
+    scaling = whole.ropes[0].scaling
+    plain = 1e4 ** -(torch.arange(3) / 3)
+    for length, factors in ((1, "short_factor"), (2, "long_factor")):
+        rope = whole.up_to(length).ropes[0]
+        torch.testing.assert_close(rope.frequencies()[:3], plain / torch.tensor(scaling[factors]))
+        cos, _ = rope.angles(torch.tensor([0]), torch.float32)
+        assert cos[0, 0, :6].tolist() == pytest.approx([1.2] * 3 + [1.0] * 3), "pairs that are not rotated stay"
+    mscales = decoder_config(read_config(tiny_model("phimoe")))
+    assert [mscales.up_to(length).ropes[0].amplitude for length in (256, 257)] == [1.2, 1.3]
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_configuration_is_kept_without_transformers(
     name: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
