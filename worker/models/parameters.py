@@ -77,7 +77,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _norm_shape(config: DecoderConfig) -> tuple[int, ...]:
-    """Of a norm of the hidden states: its weights, or weights and biases."""
+    """The shape of a norm of the hidden states: its weights, or weights and biases."""
     return (2, config.hidden_size) if config.layer_norms else (config.hidden_size,)
 
 
