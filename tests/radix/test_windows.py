@@ -17,7 +17,7 @@ from .conftest import Cache
 @pytest.fixture
 def windowed(new_cache: Callable) -> Callable[..., Cache]:
     """A cache with pages of a token, and windows of three: pages number n - 2 and n - 1 are before position n."""
-    return lambda num_windows=12, num_pages=20: new_cache(num_pages, 1, windows=(num_windows, 3))
+    return lambda num_windows=12, num_pages=20: new_cache(num_pages, 1, windows=(num_windows, 3, False))
 
 
 def insert(cache: Cache, tokens: list[int], shared: list[int] | None = None) -> Inserted:

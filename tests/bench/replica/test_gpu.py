@@ -178,7 +178,7 @@ def test_every_target_is_a_figure_of_a_known_model() -> None:
             "gpu": labels | {"idle_fraction", "http"},
             "pipeline": {*LINKS, "cost_model", "simulator", "meter"},
             "drafts": {"gpu", "cpu"},
-            "models": {"cpu"},
+            "models": labels | {"cpu", "lora"},
             "schemas": {
                 *("accepted", "invalid_accepted", "valid_refused", "generated_valid"),
                 *("compile", "mask_us_per_sequence", "rank_growth_mib"),

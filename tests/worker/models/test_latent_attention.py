@@ -37,7 +37,7 @@ def lite(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
 
 def test_a_token_takes_a_latent_and_a_key_in_each_layer(lite: DecoderConfig) -> None:
     assert token_bytes(lite, torch.bfloat16) == 27 * (512 + 64) * 2
-    small = allocate(lite, 3, 16, torch.device("cpu"), torch.bfloat16, 27)
+    small = allocate(lite.attention_shape, 3, 16, torch.device("cpu"), torch.bfloat16)
     assert small.numel() * small.itemsize == 3 * 16 * token_bytes(lite, torch.bfloat16)
 
 

@@ -42,7 +42,7 @@ def layer(
     qkv, out = Linear(random(3 * HIDDEN, HIDDEN)), Linear(random(HIDDEN, HIDDEN), bias)
     gate_up, down = Linear(random(2 * SIZE, HIDDEN)), Linear(random(HIDDEN, SIZE))
     return DecoderLayer(
-        SelfAttention(config, 0, random(HIDDEN), qkv, out, out_norm=out_norm),
+        SelfAttention(config, 0, 0, random(HIDDEN), qkv, out, out_norm=out_norm),
         GatedMLP(random(HIDDEN), gate_up, down, activation, out_norm),
     )
 
