@@ -55,7 +55,8 @@ class TensorPiece(NamedTuple):
 
 class Destination(NamedTuple):
     """Destination of a checkpoint's tensor of `shape`: its `pieces` along `dim` go to `parameter`. `expert` is the
-    index in the parameter's first dimension, which the tensor lacks; None if it has all dimensions."""
+    index in the parameter's first dimension, which the tensor lacks: that of an expert, or of a norm's weights or
+    biases; None if it has all dimensions."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -71,8 +72,9 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), shard.whole.hidden_size
     destinations = {
         "model.embed_tokens.weight": _whole("embedding", vocabulary, shard.vocabulary),
-        "model.norm.weight": _whole("norm", (hidden,)),
+        **_norm_destination("model.norm", "norm", shard.whole),
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
+        "lm_head.bias": _whole("head_bias", vocabulary[:1], shard.vocabulary),
     }
     if (inputs := shard.whole.layer_inputs) is not None:
         size = inputs.size * inputs.layers
@@ -300,7 +302,18 @@ def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
         names = _SANDWICH_NORMS
     else:
         names = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
-    return {f"{tensor}.weight": _whole(parameter, (config.hidden_size,)) for tensor, parameter in names.items()}
+    destinations: dict[str, Destination] = {}
+    for tensor, parameter in names.items():
+        destinations |= _norm_destination(tensor, parameter, config)
+    return destinations
+
+
+def _norm_destination(tensor: str, parameter: str, config: DecoderConfig) -> dict[str, Destination]:
+    """Destinations of a norm's weights, and of its biases if it has any."""
+    weights = _whole(parameter, (config.hidden_size,))
+    if not config.layer_norms:
+        return {f"{tensor}.weight": weights}
+    return {f"{tensor}.weight": weights._replace(expert=0), f"{tensor}.bias": weights._replace(expert=1)}
 
 
 def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> Destination:

@@ -67,4 +67,4 @@ def is_elsewhere(name: str, shard: Shard) -> bool:
         return not shard.config.has_embedding
     if name.startswith(("model.embed_tokens_per_layer.", "model.per_layer_")):
         return not shard.config.is_first
-    return name in ("model.norm.weight", "lm_head.weight") and not shard.config.is_last
+    return name.startswith(("model.norm.", "lm_head.")) and not shard.config.is_last

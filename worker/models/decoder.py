@@ -24,7 +24,7 @@ from kernels.linear.block_linear import BlockLinear
 from kernels.linear.block_weight import BlockMatrix
 from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
 from kernels.linear.linear import Linear
-from kernels.ops.norm import rms_norm
+from kernels.ops.norm import normalise
 from kernels.recurrent.states import RecurrentStates
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP
@@ -112,7 +112,9 @@ class Decoder:
         if config.is_last:
             self.norm = parameters.pop("norm")
             head = self.embedding if config.tied_embeddings else parameters.pop("head")
-            self.head = BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head)
+            self.head = (
+                BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head, parameters.pop("head_bias", None))
+            )
         self.expert_load = self._make_expert_load()
         self.layers = [
             DecoderLayer.from_parameters(config, index, self._pop_layer(parameters, index))
@@ -123,7 +125,9 @@ class Decoder:
         self.is_on_gpu = self.device.type == "cuda"
         # Float32 keeps to the products of large batches.
         self._has_one_token_path = (
-            self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
+            self.is_on_gpu
+            and not (config.sandwich_norms or config.layer_norms or config.head_bias)
+            and dtype in (torch.bfloat16, torch.float16)
         )
 
     def _make_layer_inputs(self, parameters: dict[str, Any]) -> tuple[LayerInputs | None, torch.Tensor | None]:
@@ -292,7 +296,7 @@ class Decoder:
         if self._has_one_token_path and len(hidden) == 1:
             scores = self._logits_of_one(hidden, out)
         else:
-            normalised = rms_norm(hidden, self.norm, self.config.norm_eps)
+            normalised = normalise(hidden, self.norm, self.config.norm_eps)
             scores = self.head.in_float32(normalised, out if self.communicator.size == 1 else None)
         if self.communicator.size > 1:
             scores = self.communicator.all_gather(scores)[:, : self.config.vocab_size]
@@ -305,7 +309,7 @@ class Decoder:
 
     def normalised(self, hidden: torch.Tensor) -> torch.Tensor:
         """`forward`'s output after the final norm, float32 `[n, hidden_size]`."""
-        return rms_norm(hidden, self.norm, self.config.norm_eps).float()
+        return normalise(hidden, self.norm, self.config.norm_eps).float()
 
     def _stream(self, x: torch.Tensor, layer_inputs: torch.Tensor | None = None) -> ResidualStream:
         return ResidualStream(x, self.communicator, self.config.norm_eps, layer_inputs)

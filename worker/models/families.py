@@ -206,6 +206,20 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _phimoe(hf: HfConfig) -> dict[str, Any]:
+    if hf.num_experts_per_tok != 2:
+        raise ValueError(f"phimoe models with {hf.num_experts_per_tok} experts a token are not supported")
+    routing = Routing(2, "sparsemixer", jitter=hf.router_jitter_noise)
+    every = (True,) * hf.num_hidden_layers
+    return _mistral(hf) | {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "layer_norms": True,
+        "head_bias": hf.lm_head_bias,
+        "experts": ExpertsConfig(_expert_count(hf), hf.intermediate_size, routing, every),
+    }
+
+
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     return _qwen3(hf) | {"windows": (hf.sliding_window,) * hf.num_hidden_layers, "experts": _qwen_experts(hf)}
 
@@ -484,6 +498,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "glm4": _glm4,
     "ernie4_5": _ernie,
     "mixtral": _mixtral,
+    "phimoe": _phimoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
