@@ -14,7 +14,7 @@ class Routing:
     | --- | --- |
     | `top_k` | number of experts of a token |
     | `scores` | how logits become scores. `sparsemixer`: one expert after the other, see `_sparse_mixer` |
-    | `jitter` | of `sparsemixer` |
+    | `jitter` | of `sparsemixer`: half the distance from the largest logit, as a part of it, up to which others count |
     | `is_normalised` | the scores of a token's experts are divided by their sum |
     | `scale` | factor of all weights, applied last |
     | `groups`, `groups_kept` | experts are in `groups` equal groups; a token's are in `groups_kept` of them |

@@ -123,12 +123,8 @@ class Rope:
         for name in ("long_mscale" if scaling.get("is_long") else "short_mscale", "attention_factor"):
             if (given := scaling.get(name)) is not None:
                 return float(given)
-        factor = scaling["factor"]
-        return (
-            1.0
-            if factor <= 1
-            else math.sqrt(1 + math.log(factor) / math.log(scaling["original_max_position_embeddings"]))
-        )
+        factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
     def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
         """Interpolates slow dimensions and leaves fast ones as they are, with a ramp between the two

@@ -1,23 +1,13 @@
 """Where the tensors of a gated delta net go: the parts of each that a rank has, and their places in its parameters."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from worker.checkpoint.recurrent_tensor import RecurrentTensor, moved, scaled
 from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.sharding import Shard
 
 
-class NetTensor(NamedTuple):
-    """A tensor of a checkpoint, of `shape`. Of its elements along `dim`, each range of `parts` goes to `parameter`,
-    with its first element at the index given with the range."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    dim: int
-    parts: tuple[tuple[int, range], ...]
-
-
-def net_tensors(shard: Shard, whole: DeltaNetConfig) -> dict[str, NetTensor]:
+def net_tensors(shard: Shard, whole: DeltaNetConfig) -> dict[str, RecurrentTensor]:
     """The tensors of a layer's gated delta net that this rank needs, by their names within the layer."""
     own = shard.config.recurrent
     assert own is not None
@@ -38,27 +28,27 @@ def net_tensors(shard: Shard, whole: DeltaNetConfig) -> dict[str, NetTensor]:
     channels = own.states.channels
     firsts = (channels, channels + own.projected_sizes[1], sum(own.projected_sizes[:3]))
     tensors = {
-        "conv1d.weight": NetTensor("conv", (states.channels, 1, states.width), 0, mixed),
-        "A_log": NetTensor("decay_log", (states.value_heads,), 0, ((0, values),)),
-        "dt_bias": NetTensor("decay_bias", (states.value_heads,), 0, ((0, values),)),
-        "norm.weight": NetTensor("head_scale", (states.value_dim,), 0, ((0, range(states.value_dim)),)),
-        "out_proj.weight": NetTensor("out", (hidden, all_values), 1, ((0, of_values),)),
+        "conv1d.weight": RecurrentTensor("conv", (states.channels, 1, states.width), 0, mixed),
+        "A_log": RecurrentTensor("decay_log", (states.value_heads,), 0, ((0, values),)),
+        "dt_bias": RecurrentTensor("decay_bias", (states.value_heads,), 0, ((0, values),)),
+        "norm.weight": RecurrentTensor("head_scale", (states.value_dim,), 0, ((0, range(states.value_dim)),)),
+        "out_proj.weight": RecurrentTensor("out", (hidden, all_values), 1, ((0, of_values),)),
     }
     if not whole.is_fused:
         gates, strengths, decays = firsts
         return tensors | {
-            "in_proj_qkv.weight": NetTensor("qkv", (states.channels, hidden), 0, mixed),
-            "in_proj_z.weight": NetTensor("qkv", (all_values, hidden), 0, ((gates, of_values),)),
-            "in_proj_b.weight": NetTensor("qkv", (states.value_heads, hidden), 0, ((strengths, values),)),
-            "in_proj_a.weight": NetTensor("qkv", (states.value_heads, hidden), 0, ((decays, values),)),
+            "in_proj_qkv.weight": RecurrentTensor("qkv", (states.channels, hidden), 0, mixed),
+            "in_proj_z.weight": RecurrentTensor("qkv", (all_values, hidden), 0, ((gates, of_values),)),
+            "in_proj_b.weight": RecurrentTensor("qkv", (states.value_heads, hidden), 0, ((strengths, values),)),
+            "in_proj_a.weight": RecurrentTensor("qkv", (states.value_heads, hidden), 0, ((decays, values),)),
         }
     large = ((0, key_size), (own_keys, key_size), (2 * own_keys, value_size), (firsts[0], value_size))
     small = ((firsts[1], group), (firsts[2], group))
     return tensors | {
-        "in_proj_qkvz.weight": NetTensor(
+        "in_proj_qkvz.weight": RecurrentTensor(
             "qkv", (states.channels + all_values, hidden), 0, tuple(_by_head(heads, large))
         ),
-        "in_proj_ba.weight": NetTensor("qkv", (2 * states.value_heads, hidden), 0, tuple(_by_head(heads, small))),
+        "in_proj_ba.weight": RecurrentTensor("qkv", (2 * states.value_heads, hidden), 0, tuple(_by_head(heads, small))),
     }
 
 
@@ -71,11 +61,3 @@ def _by_head(heads: range, kinds: tuple[tuple[int, int], ...]) -> Iterator[tuple
         for first, size in kinds:
             yield first + number * size, range(start, start + size)
             start += size
-
-
-def scaled(part: range, factor: int) -> range:
-    return range(part.start * factor, part.stop * factor)
-
-
-def moved(part: range, by: int) -> range:
-    return range(part.start + by, part.stop + by)

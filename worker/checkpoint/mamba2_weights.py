@@ -1,11 +1,11 @@
 """Where the tensors of a Mamba2 layer go: the parts of each that a rank has, and their places in its parameters."""
 
-from worker.checkpoint.delta_net_weights import NetTensor, moved, scaled
+from worker.checkpoint.recurrent_tensor import RecurrentTensor, moved, scaled
 from worker.models.mamba2 import Mamba2Config
 from worker.models.sharding import Shard
 
 
-def mamba2_tensors(shard: Shard, whole: Mamba2Config) -> dict[str, NetTensor]:
+def mamba2_tensors(shard: Shard, whole: Mamba2Config) -> dict[str, RecurrentTensor]:
     """The tensors of a layer's Mamba2 that this rank needs, by their names within the layer."""
     own = shard.config.recurrent
     assert own is not None
@@ -25,12 +25,12 @@ def mamba2_tensors(shard: Shard, whole: Mamba2Config) -> dict[str, NetTensor]:
     )
     rows = sum(whole.projected_sizes)
     return {
-        "in_proj.weight": NetTensor("qkv", (rows, hidden), 0, projected),
-        "conv1d.weight": NetTensor("conv", (states.channels, 1, states.width), 0, mixed),
-        "conv1d.bias": NetTensor("conv_bias", (states.channels,), 0, mixed),
-        "A_log": NetTensor("decay_log", (states.value_heads,), 0, ((0, heads),)),
-        "dt_bias": NetTensor("step_bias", (states.value_heads,), 0, ((0, heads),)),
-        "D": NetTensor("skip", (states.value_heads,), 0, ((0, heads),)),
-        "norm.weight": NetTensor("gated_norm", (size,), 0, ((0, of_heads),)),
-        "out_proj.weight": NetTensor("out", (hidden, size), 1, ((0, of_heads),)),
+        "in_proj.weight": RecurrentTensor("qkv", (rows, hidden), 0, projected),
+        "conv1d.weight": RecurrentTensor("conv", (states.channels, 1, states.width), 0, mixed),
+        "conv1d.bias": RecurrentTensor("conv_bias", (states.channels,), 0, mixed),
+        "A_log": RecurrentTensor("decay_log", (states.value_heads,), 0, ((0, heads),)),
+        "dt_bias": RecurrentTensor("step_bias", (states.value_heads,), 0, ((0, heads),)),
+        "D": RecurrentTensor("skip", (states.value_heads,), 0, ((0, heads),)),
+        "norm.weight": RecurrentTensor("gated_norm", (size,), 0, ((0, of_heads),)),
+        "out_proj.weight": RecurrentTensor("out", (hidden, size), 1, ((0, of_heads),)),
     }

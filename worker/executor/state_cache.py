@@ -1,6 +1,6 @@
-"""Memory of recurrent states. Row s is the state of the running sequence in slot s. The row after those
-of the slots is for padding of a batch to a CUDA graph's size. The rows after it are checkpoints: copies of states that
-later sequences go on from."""
+"""Memory of recurrent states. Row s is the state of the running sequence in slot s. The row after those of the slots is
+for padding of a batch to a CUDA graph's size. The rows after it are checkpoints: copies of states that later sequences
+go on from."""
 
 import torch
 
@@ -46,8 +46,8 @@ def first_checkpoint(slots: int) -> int:
 def allocate(
     config: DecoderConfig, slots: int, checkpoints: int, device: torch.device, dtype: torch.dtype
 ) -> RecurrentStates | None:
-    """Allocates the rows of slots, of padding and of checkpoints; None without recurrent layers. On a CPU, a
-    row takes memory only once it is written."""
+    """Allocates the rows of slots, of padding and of checkpoints; None without recurrent layers. On a CPU, a row takes
+    memory only once it is written."""
     if config.recurrent is None or not config.recurrent.num_layers:
         return None
     states, layers = config.recurrent.states, config.recurrent.num_layers

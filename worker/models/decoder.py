@@ -112,9 +112,8 @@ class Decoder:
         if config.is_last:
             self.norm = parameters.pop("norm")
             head = self.embedding if config.tied_embeddings else parameters.pop("head")
-            self.head = (
-                BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head, parameters.pop("head_bias", None))
-            )
+            bias = parameters.pop("head_bias", None)
+            self.head = BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head, bias)
         self.expert_load = self._make_expert_load()
         self.layers = [
             DecoderLayer.from_parameters(config, index, self._pop_layer(parameters, index))
@@ -319,14 +318,9 @@ class Decoder:
         model has any. `inputs`: as in `forward`."""
         own, hidden = self.config.layer_inputs, self.config.hidden_size
         if not self.config.is_first:
-            return (
-                (inputs, None)
-                if own is None
-                else (
-                    inputs[:, :hidden].contiguous(),
-                    inputs[:, hidden:].unflatten(1, (own.layers, own.size)),
-                )
-            )
+            if own is None:
+                return inputs, None
+            return inputs[:, :hidden].contiguous(), inputs[:, hidden:].unflatten(1, (own.layers, own.size))
         x = self._embed(inputs)
         if self.layer_inputs is None:
             return x, None

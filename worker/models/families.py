@@ -458,7 +458,7 @@ def _mamba2(hf: HfConfig, layers: tuple[bool, ...]) -> Mamba2Config | None:
         raise ValueError(f"{hf.model_type} models with activation {hf.hidden_act!r} are not supported")
     states = StateShape(hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_state, hf.mamba_d_head, hf.mamba_d_conv)
     group_size = states.value_heads * states.value_dim // states.key_heads
-    return Mamba2Config(states, layers, hf.rms_norm_eps, hf.mamba_conv_bias, group_size) if any(layers) else None
+    return Mamba2Config(states, layers, hf.mamba_conv_bias, group_size) if any(layers) else None
 
 
 def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:

@@ -40,12 +40,12 @@ class DeltaNetConfig(RecurrentConfig):
 
     def layer(self, index: int, eps: float, parameters: dict[str, Any]) -> "GatedDeltaNet":
         return GatedDeltaNet(
+            self,
             index,
+            eps,
             parameters["input_norm"],
             parameters["qkv"],
             parameters["out"],
-            self,
-            eps,
             parameters["conv"].squeeze(1),
             parameters["decay_log"],
             parameters["decay_bias"],
@@ -62,15 +62,10 @@ class GatedDeltaNet(RecurrentLayer):
     """
 
     config: DeltaNetConfig
-    eps: float
     conv: torch.Tensor
     decay_log: torch.Tensor
     decay_bias: torch.Tensor
     head_scale: torch.Tensor
-
-    @property
-    def _config(self) -> DeltaNetConfig:
-        return self.config
 
     def _attend(self, projected: torch.Tensor, states: RecurrentStates) -> torch.Tensor:
         qkv, gate, strength, decay = projected.split(self.config.projected_sizes, dim=1)

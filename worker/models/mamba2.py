@@ -19,13 +19,11 @@ class Mamba2Config(RecurrentConfig):
 
     | field | meaning |
     | --- | --- |
-    | `eps` | epsilon of the norm of a group's outputs |
     | `has_bias` | the convolution has a bias |
     | `group_size` | elements of a group's outputs, on all ranks that have some |
     | `shared_group` | where several ranks have heads of one group: its number, and how many groups there are |
     """
 
-    eps: float
     has_bias: bool
     group_size: int
     shared_group: tuple[int, int] | None = None
@@ -60,11 +58,12 @@ class Mamba2Config(RecurrentConfig):
 
     def layer(self, index: int, eps: float, parameters: dict[str, Any]) -> "Mamba2":
         return Mamba2(
+            self,
             index,
+            eps,
             parameters["input_norm"],
             parameters["qkv"],
             parameters["out"],
-            self,
             parameters["conv"].squeeze(1),
             parameters.get("conv_bias"),
             SsdParameters(parameters["decay_log"], parameters["step_bias"], parameters["skip"]),
@@ -83,10 +82,6 @@ class Mamba2(RecurrentLayer):
     ssd: SsdParameters
     gated_norm: torch.Tensor
 
-    @property
-    def _config(self) -> Mamba2Config:
-        return self.config
-
     def _attend(self, projected: torch.Tensor, states: RecurrentStates) -> torch.Tensor:
         inputs, gate, steps = projected.split(self.config.projected_sizes, dim=1)
         mixed = states.convolve(self.index, inputs, self.conv, self.conv_bias)
@@ -100,7 +95,7 @@ class Mamba2(RecurrentLayer):
         """The norm is here, and not in `forward`, because a group's sum may be that of several ranks."""
         config, shared = self.config, self.config.shared_group
         if shared is None and config.states.key_heads == 1:
-            return rms_norm(attended, self.gated_norm, config.eps)
+            return rms_norm(attended, self.gated_norm, self.eps)
         groups = attended.float().unflatten(1, (config.states.key_heads, -1))
         sums = groups.square().sum(2)
         if shared is not None:
@@ -108,5 +103,5 @@ class Mamba2(RecurrentLayer):
             of_all = sums.new_zeros(len(sums), count)
             of_all[:, number] = sums[:, 0]
             sums = x.sum_of_ranks(of_all)[:, number, None]
-        scaled = groups * (sums / config.group_size + config.eps).rsqrt()[..., None]
+        scaled = groups * (sums / config.group_size + self.eps).rsqrt()[..., None]
         return (scaled.flatten(1) * self.gated_norm).to(attended.dtype)

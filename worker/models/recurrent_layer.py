@@ -65,9 +65,11 @@ class RecurrentConfig(ABC):
 class RecurrentLayer(ABC):
     """The part of a layer that reads and updates the recurrent states number `index` of those that the rank has. It
     stands in the place of `worker.models.layer.SelfAttention`. `qkv` gives all that a token puts in
-    (`RecurrentConfig.projected_sizes`)."""
+    (`RecurrentConfig.projected_sizes`). `eps` is that of the norm of the outputs."""
 
+    config: RecurrentConfig
     index: int
+    eps: float
     input_norm: torch.Tensor
     qkv: AnyLinear
     out: AnyLinear
@@ -75,16 +77,12 @@ class RecurrentLayer(ABC):
     @property
     def projected_size(self) -> int:
         """Columns of the result of `project`."""
-        return sum(self._config.projected_sizes)
+        return sum(self.config.projected_sizes)
 
     @property
     def attended_size(self) -> int:
         """Columns of the result of `forward`."""
-        return self._config.attended_size
-
-    @property
-    @abstractmethod
-    def _config(self) -> RecurrentConfig: ...
+        return self.config.attended_size
 
     def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
         """The input product, `[n, projected_size]`, in `out` if given."""
