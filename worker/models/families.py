@@ -414,6 +414,7 @@ def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
         hf.linear_value_head_dim,
         hf.linear_conv_kernel_dim,
     )
+    layers = tuple(kind == "linear_attention" for kind in hf.layer_types)
     return {
         "qkv_bias": hf.attention_bias,
         "out_bias": hf.attention_bias,
@@ -421,7 +422,7 @@ def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
         "gemma_norms": True,
         "output_gate": True,
         "rope_rules": RopeRules(is_partial=True),
-        "recurrent": DeltaNetConfig(states, tuple(kind == "linear_attention" for kind in hf.layer_types), is_fused),
+        "recurrent": DeltaNetConfig(states, layers, hf.rms_norm_eps, is_fused),
     }
 
 
@@ -458,7 +459,7 @@ def _mamba2(hf: HfConfig, layers: tuple[bool, ...]) -> Mamba2Config | None:
         raise ValueError(f"{hf.model_type} models with activation {hf.hidden_act!r} are not supported")
     states = StateShape(hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_state, hf.mamba_d_head, hf.mamba_d_conv)
     group_size = states.value_heads * states.value_dim // states.key_heads
-    return Mamba2Config(states, layers, hf.mamba_conv_bias, group_size) if any(layers) else None
+    return Mamba2Config(states, layers, hf.rms_norm_eps, hf.mamba_conv_bias, group_size) if any(layers) else None
 
 
 def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:

@@ -38,11 +38,10 @@ class DeltaNetConfig(RecurrentConfig):
             "mlp_norm": (hidden_size,),
         }
 
-    def layer(self, index: int, eps: float, parameters: dict[str, Any]) -> "GatedDeltaNet":
+    def layer(self, index: int, parameters: dict[str, Any]) -> "GatedDeltaNet":
         return GatedDeltaNet(
             self,
             index,
-            eps,
             parameters["input_norm"],
             parameters["qkv"],
             parameters["out"],
@@ -72,4 +71,4 @@ class GatedDeltaNet(RecurrentLayer):
         mixed = states.convolve(self.index, qkv, self.conv)
         gates = TokenGates(decay, strength, self.decay_log, self.decay_bias)
         attended = states.update(self.index, DeltaRule(mixed, states.shape, gates))
-        return gated_rms_norm(attended, gate, self.head_scale, self.eps).flatten(1)
+        return gated_rms_norm(attended, gate, self.head_scale, self.config.eps).flatten(1)

@@ -241,7 +241,7 @@ def _attention(
 ) -> SelfAttention | LatentAttention | RecurrentLayer:
     recurrent = config.recurrent
     if recurrent is not None and recurrent.layers[index]:
-        return recurrent.layer(sum(recurrent.layers[:index]), config.norm_eps, parameters)
+        return recurrent.layer(sum(recurrent.layers[:index]), parameters)
     if config.latent is not None:
         return LatentAttention.from_parameters(config, config.latent, index, parameters)
     own = config.of_layer(index)

@@ -56,11 +56,10 @@ class Mamba2Config(RecurrentConfig):
         # A rank without heads adds zeros to the last group.
         return own if copies == 1 else replace(own, shared_group=(min(rank // copies, groups - 1), groups))
 
-    def layer(self, index: int, eps: float, parameters: dict[str, Any]) -> "Mamba2":
+    def layer(self, index: int, parameters: dict[str, Any]) -> "Mamba2":
         return Mamba2(
             self,
             index,
-            eps,
             parameters["input_norm"],
             parameters["qkv"],
             parameters["out"],
@@ -95,7 +94,7 @@ class Mamba2(RecurrentLayer):
         """The norm is here, and not in `forward`, because a group's sum may be that of several ranks."""
         config, shared = self.config, self.config.shared_group
         if shared is None and config.states.key_heads == 1:
-            return rms_norm(attended, self.gated_norm, self.eps)
+            return rms_norm(attended, self.gated_norm, config.eps)
         groups = attended.float().unflatten(1, (config.states.key_heads, -1))
         sums = groups.square().sum(2)
         if shared is not None:
@@ -103,5 +102,5 @@ class Mamba2(RecurrentLayer):
             of_all = sums.new_zeros(len(sums), count)
             of_all[:, number] = sums[:, 0]
             sums = x.sum_of_ranks(of_all)[:, number, None]
-        scaled = groups * (sums / config.group_size + self.eps).rsqrt()[..., None]
+        scaled = groups * (sums / config.group_size + config.eps).rsqrt()[..., None]
         return (scaled.flatten(1) * self.gated_norm).to(attended.dtype)

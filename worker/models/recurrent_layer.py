@@ -21,10 +21,12 @@ class RecurrentConfig(ABC):
     | --- | --- |
     | `states` | sizes of a layer's heads and of its convolution; with several ranks, those of one rank |
     | `layers` | for each layer whether it is recurrent; the others have attention |
+    | `eps` | epsilon of the norm of a layer's outputs, whatever the scale of the hidden states |
     """
 
     states: StateShape
     layers: tuple[bool, ...]
+    eps: float
 
     @property
     def num_layers(self) -> int:
@@ -46,7 +48,7 @@ class RecurrentConfig(ABC):
         """Shapes of a layer's parameters, as `worker.models.parameters` has those of attention."""
 
     @abstractmethod
-    def layer(self, index: int, eps: float, parameters: dict[str, Any]) -> "RecurrentLayer":
+    def layer(self, index: int, parameters: dict[str, Any]) -> "RecurrentLayer":
         """Recurrent layer number `index` of those that the rank has, from the layer's parameters."""
 
     def copies(self, size: int) -> int:
@@ -65,11 +67,10 @@ class RecurrentConfig(ABC):
 class RecurrentLayer(ABC):
     """The part of a layer that reads and updates the recurrent states number `index` of those that the rank has. It
     stands in the place of `worker.models.layer.SelfAttention`. `qkv` gives all that a token puts in
-    (`RecurrentConfig.projected_sizes`). `eps` is that of the norm of the outputs."""
+    (`RecurrentConfig.projected_sizes`)."""
 
     config: RecurrentConfig
     index: int
-    eps: float
     input_norm: torch.Tensor
     qkv: AnyLinear
     out: AnyLinear

@@ -48,7 +48,7 @@ def test_heads_of_mamba2_are_somewhere_once(groups: int, heads_of_group: int, si
     """Next to the keys of their group, which several ranks may hold."""
     size = min(size, groups * heads_of_group)
     states = StateShape(groups, groups * heads_of_group, 4, 4, 4)
-    net = Mamba2Config(states, (True,), has_bias=True, group_size=4 * heads_of_group)
+    net = Mamba2Config(states, (True,), 1e-5, has_bias=True, group_size=4 * heads_of_group)
     whole = replace(make(16, 16), recurrent=net)
     shards = [Shard(whole, rank, size) for rank in range(size)]
     assert [head for shard in shards for head in shard.value_heads] == list(range(states.value_heads))
