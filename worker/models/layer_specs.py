@@ -15,11 +15,11 @@ def layer_specs(config: DecoderConfig) -> tuple[LayerSpec, ...]:
 
 
 def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
-    own, experts, net = config.of_layer(index), config.experts_of(index), config.delta_net
+    own, experts, recurrent = config.of_layer(index), config.experts_of(index), config.recurrent
     hidden = config.hidden_size
-    if net is not None and net.layers[index]:
-        weights = hidden * (sum(net.projected_sizes) + net.projected_sizes[1])
-        layer = LayerSpec(weights, 0, 0, 0, 1, 0, state_bytes=net.states.row_bytes(torch.bfloat16))
+    if recurrent is not None and recurrent.layers[index]:
+        weights = hidden * (sum(recurrent.projected_sizes) + recurrent.attended_size)
+        layer = LayerSpec(weights, 0, 0, 0, 1, 0, state_bytes=recurrent.states.row_bytes(torch.bfloat16))
     else:
         kv = own.num_kv_heads * own.head_dim * (2 if config.latent is None else 1)
         attended = own.num_heads * ((own.query_size + own.output_size) // 2)

@@ -14,7 +14,7 @@ from tests.worker.conftest import TINY
 from worker.executor.kv_cache import layer_bytes, token_bytes
 from worker.models.config import DecoderConfig, decoder_config, read_config
 from worker.models.layer_specs import layer_specs, roofline_model
-from worker.models.parameters import parameter_shapes
+from worker.models.parameters import is_norm, parameter_shapes
 from worker.models.sharding import Shard
 
 H200 = DEVICES["h200"]
@@ -30,7 +30,9 @@ def test_each_layer_has_the_matrices_of_the_decoder(name: str, config_of: Callab
     config = config_of(name)
     expected = [0] * config.num_layers
     for parameter, shape in parameter_shapes(config).items():
-        is_matrix = len(shape) > 1 and not parameter.endswith((".conv", ".shared_gate", "_bias"))
+        is_matrix = (
+            len(shape) > 1 and not parameter.endswith((".conv", ".shared_gate", "_bias")) and not is_norm(parameter)
+        )
         if is_matrix and parameter.startswith("layers."):
             expected[int(parameter.split(".")[1])] += math.prod(shape)
         elif parameter == "layer_inputs_projection":
@@ -79,8 +81,8 @@ def test_a_window_limits_what_a_step_reads(config_of: Callable[[str], DecoderCon
 def test_a_step_reads_and_writes_states_whatever_the_context(config_of: Callable[[str], DecoderConfig]) -> None:
     config = config_of("qwen3_next")
     layers = layer_specs(config)
-    assert config.delta_net is not None
-    assert [layer.state_bytes > 0 for layer in layers] == list(config.delta_net.layers)
+    assert config.recurrent is not None
+    assert [layer.state_bytes > 0 for layer in layers] == list(config.recurrent.layers)
     assert all((layer.kv == 0) == (layer.state_bytes > 0) for layer in layers)
 
 
