@@ -5,7 +5,10 @@ of a matrix product is a smooth maximum of its memory time and its arithmetic ti
 2009: the corner is round on real devices).
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pipeline.padding import UNPADDED, PaddedSizes
 from pipeline.shape import BatchShape, unused_rows
@@ -57,6 +60,50 @@ class LinkSpec:
 
 
 @dataclass(frozen=True)
+class LayerSpec:
+    """Sizes of one layer, in elements.
+
+    | field | meaning |
+    | --- | --- |
+    | `weights` | of the matrices that each token is multiplied with |
+    | `inner` | a token's inner state of the MLP, or of its experts |
+    | `kv` | a token's keys and values that the layer keeps; 0 for none, as where it reads those of another layer |
+    | `read_kv` | a token's keys and values that its attention reads |
+    | `kv_heads` | into as many parts, at most, can ranks divide these |
+    | `attended` | a token's outputs of all heads. Queries may have another size: then it is the mean of both |
+    | `window` | tokens that attention reads at most; None for all |
+    | `experts`, `chosen`, `expert_weights` | experts, those of one token, and the weights of one |
+    | `state_bytes` | of a sequence's recurrent state, which a step reads and writes |
+    """
+
+    weights: int
+    inner: int
+    kv: int
+    read_kv: int
+    kv_heads: int
+    attended: int
+    window: int | None = None
+    experts: int = 0
+    chosen: int = 0
+    expert_weights: int = 0
+    state_bytes: int = 0
+
+    @property
+    def all_weights(self) -> int:
+        """Weights that a step of many decodes reads, which have all experts between them."""
+        return self.weights + self.experts * self.expert_weights
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that one token is multiplied with."""
+        return self.weights + self.chosen * self.expert_weights
+
+    def experts_used(self, tokens: float) -> float:
+        """Number of experts that some of `tokens` tokens use, if all are as likely."""
+        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Sizes of a transformer, from its public configuration. Two bytes per number.
 
@@ -65,6 +112,8 @@ class ModelSpec:
 
     A model with latent attention has `latent` elements of KV a token and layer, which every rank holds, and
     `latent_weights` matrix elements in a layer's attention. Its `head_dim` is the mean of a query's and a value's.
+
+    `own_layers`: the sizes of each layer, where they are not those that the other fields say.
     """
 
     name: str
@@ -84,11 +133,26 @@ class ModelSpec:
     dense_layers: int = 0
     latent: int = 0
     latent_weights: int = 0
+    own_layers: tuple[LayerSpec, ...] | None = None
 
-    @property
-    def sparse_layers(self) -> int:
-        """Number of layers with experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+    @cached_property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """The sizes of each layer."""
+        if self.own_layers is not None:
+            return self.own_layers
+        kv, attended = self.kv_bytes // self.element_bytes, self.heads * self.head_dim
+        dense = LayerSpec(self.layer_weights, self.inner, kv, kv, self.kv_heads, attended)
+        if not self.experts:
+            return (dense,) * self.layers
+        sparse = replace(
+            dense,
+            weights=round(self.sparse_weights(0)),
+            inner=self.chosen * self.expert_inner + self.shared_inner,
+            experts=self.experts,
+            chosen=self.chosen,
+            expert_weights=3 * self.hidden * self.expert_inner,
+        )
+        return (dense,) * self.dense_layers + (sparse,) * (self.layers - self.dense_layers)
 
     @property
     def layer_weights(self) -> int:
@@ -98,17 +162,12 @@ class ModelSpec:
     @property
     def all_weights(self) -> int:
         """Number of matrix elements in all layers."""
-        sparse = self.sparse_layers
-        return (self.layers - sparse) * self.layer_weights + sparse * round(self.sparse_weights(self.experts))
+        return sum(layer.all_weights for layer in self.layer_specs)
 
     def sparse_weights(self, experts: float) -> float:
         """Number of matrix elements in a layer with experts, of which only as many count."""
         always = self._attention_weights + self.hidden * (self.experts + 3 * self.shared_inner)
         return always + 3.0 * self.hidden * self.expert_inner * experts
-
-    def experts_used(self, tokens: float) -> float:
-        """Number of a layer's experts that some of `tokens` tokens use, if all are as likely."""
-        return self.experts * (1.0 - (1.0 - self.chosen / self.experts) ** tokens)
 
     @property
     def _attention_weights(self) -> int:
@@ -176,12 +235,11 @@ MODELS = {
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage: `layers` of a model on `ranks` devices.
+    """A stage: `layers` of a model on `ranks` devices, from layer `first` on.
 
     - `link` joins the ranks; None for a single rank.
     - `has_head`: whether the stage has the head.
     - `rows`: number of rows that the stage computes for a step.
-    - `sparse_layers`: of the layers, the number of those with experts.
 
     With more ranks than KV heads, several ranks hold the same KV.
     """
@@ -193,23 +251,23 @@ class StageSpec:
     ranks: int = 1
     link: LinkSpec | None = None
     rows: PaddedSizes = UNPADDED
-    sparse_layers: int = 0
+    first: int = 0
+
+    @cached_property
+    def _kinds(self) -> list[tuple[LayerSpec, int]]:
+        """The sizes of its layers, each with the number of layers that have them."""
+        return list(Counter(self.model.layer_specs[self.first : self.first + self.layers]).items())
 
     def seconds(self, shape: BatchShape) -> float:
         """Seconds of one step."""
         model, device = self.model, self.device
         n = self.rows.padded(shape)
         whole = n + unused_rows(n)
-        dense = self.layers - self.sparse_layers
-        seconds = dense * self._product_s(model.layer_weights, whole)
-        layer_s = device.mixed_layer_s if shape.chunks else device.layer_s
-        seconds += self.layers * (layer_s + self._attention_s(shape))
-        seconds += dense * self._small_s(n, model.inner)
-        if self.sparse_layers:
-            read, multiplied = model.sparse_weights(model.experts_used(n)), model.sparse_weights(model.chosen)
-            inner = model.chosen * model.expert_inner + model.shared_inner
-            sparse_s = self._product_s(read, whole, multiplied) + self._small_s(n, inner)
-            seconds += self.sparse_layers * sparse_s
+        seconds = self.layers * (device.mixed_layer_s if shape.chunks else device.layer_s)
+        for layer, count in self._kinds:
+            read = layer.weights + layer.experts_used(n) * layer.expert_weights
+            layer_s = self._product_s(read, whole, layer.multiplied) + self._small_s(n, layer.inner)
+            seconds += count * (layer_s + self._attention_s(layer, shape))
         if self.has_head:
             seconds += self._product_s(model.head_weights, shape.decodes + shape.chunks)
         if self.link is not None and self.ranks > 1:
@@ -217,18 +275,18 @@ class StageSpec:
         return seconds
 
     def kv_tokens(self, used: float = 0.9, reserved_bytes: float = 4e9) -> int:
-        """Tokens whose KV the stage can hold. `used`: fraction of the memory for weights, KV and `reserved_bytes`."""
+        """Tokens whose KV the stage can hold, if layers with windows keep all of them too. `used`: fraction of the
+        memory for weights, KV and `reserved_bytes`."""
         model = self.model
-        weights = (self.layers - self.sparse_layers) * model.layer_weights
-        weights += self.sparse_layers * round(model.sparse_weights(model.experts))
+        weights = sum(layer.all_weights * count for layer, count in self._kinds)
         weights += model.head_weights if self.has_head else 0
         free = self.device.memory_bytes * used - weights * model.element_bytes / self.ranks - reserved_bytes
-        return max(0, int(free * self._kv_parts / (self.layers * model.kv_bytes)))
+        token = sum(count * layer.kv * model.element_bytes / self._kv_parts(layer) for layer, count in self._kinds)
+        return max(0, int(free / (token or model.element_bytes)))
 
-    @property
-    def _kv_parts(self) -> int:
-        """Number of parts into which the ranks divide the KV."""
-        return min(self.ranks, self.model.kv_heads)
+    def _kv_parts(self, layer: LayerSpec) -> int:
+        """Number of parts into which the ranks divide the KV of a layer."""
+        return min(self.ranks, layer.kv_heads)
 
     def _small_s(self, tokens: int, inner: int) -> float:
         """Seconds of a layer's operators between its products."""
@@ -242,14 +300,21 @@ class StageSpec:
         arithmetic = 2.0 * (weights if multiplied is None else multiplied) * tokens / self.ranks / self.device.flops
         return (memory**ROUNDNESS + arithmetic**ROUNDNESS) ** (1 / ROUNDNESS)
 
-    def _attention_s(self, shape: BatchShape) -> float:
-        """Seconds of one layer's attention."""
-        model, device = self.model, self.device
-        seconds = shape.decode_context * model.kv_bytes / self._kv_parts / device.attention_bytes_per_s
+    def _attention_s(self, layer: LayerSpec, shape: BatchShape) -> float:
+        """Seconds of one layer's attention, or of its recurrent state. With a window, at most: what each sequence reads
+        of it follows only from the sums over all."""
+        device = self.device
+        context, prefixes, pairs = shape.decode_context, shape.prefixes, shape.prefix_products + shape.squares / 2
+        if layer.window is not None:
+            context = min(context, shape.decodes * layer.window)
+            prefixes = min(prefixes, shape.chunks * layer.window)
+            pairs = min(pairs, (shape.tokens - shape.decodes) * layer.window)
+        token_s = layer.read_kv * self.model.element_bytes / self._kv_parts(layer) / device.attention_bytes_per_s
+        seconds = context * token_s
         if shape.chunks:
-            pairs = shape.prefix_products + shape.squares / 2
-            seconds += 4.0 * pairs * model.heads * model.head_dim / self.ranks / device.attention_flops
-            seconds += shape.prefixes * model.kv_bytes / self._kv_parts / device.attention_bytes_per_s
+            seconds += 4.0 * pairs * layer.attended / self.ranks / device.attention_flops + prefixes * token_s
+        if layer.state_bytes:
+            seconds += 2.0 * (shape.decodes + shape.chunks) * layer.state_bytes / self.ranks / device.bytes_per_s
         return seconds
 
 
@@ -260,21 +325,12 @@ def make_stages(
     ranks: int = 1,
     link: LinkSpec | None = None,
     rows: PaddedSizes = UNPADDED,
+    cut: Sequence[range] | None = None,
 ) -> list[StageSpec]:
-    """All layers divided over `stages` stages of `ranks` devices each."""
-    is_sparse = [model.experts > 0 and index >= model.dense_layers for index in range(model.layers)]
-    read = [model.sparse_weights(model.experts) if sparse else float(model.layer_weights) for sparse in is_sparse]
-    multiplied = [model.sparse_weights(model.chosen) if sparse else float(model.layer_weights) for sparse in is_sparse]
+    """All layers divided over `stages` stages of `ranks` devices each. `cut`: the layers of each; None: by cost."""
+    read = [float(layer.all_weights) for layer in model.layer_specs]
+    multiplied = [float(layer.multiplied) for layer in model.layer_specs]
     return [
-        StageSpec(
-            model,
-            device,
-            len(layers),
-            layers.stop == model.layers,
-            ranks,
-            link,
-            rows,
-            sum(is_sparse[layers.start : layers.stop]),
-        )
-        for layers in split_costs(read, multiplied, stages, float(model.head_weights))
+        StageSpec(model, device, len(layers), layers.stop == model.layers, ranks, link, rows, layers.start)
+        for layers in cut or split_costs(read, multiplied, stages, float(model.head_weights))
     ]

@@ -18,7 +18,7 @@ from bench.load.options import count
 from bench.results import Figure
 from router.conversation import Tool
 from router.formats.families import HARMONY, TOOLS, named
-from router.formats.format import JsonCall, NamedCall, OutputFormat, PythonicCall, TaggedCall, ToolsFormat
+from router.formats.format import JsonCall, NamedCall, OutputFormat, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 from router.formats.lexer import Lexer
 from shoal.help import Parser
 
@@ -91,6 +91,8 @@ def _call(tools: ToolsFormat, text: str) -> str:
         case NamedCall():
             before, after = (f"{form.fence[0]}\n", f"\n{form.fence[1]}") if form.fence[0] else ("", "")
             return f"{form.begin}{form.prefix}write_file{form.name_ends[0]}{before}{_json(text)}{after}{form.end}"
+        case QuotedCall():
+            return f"{form.begin}{form.prefix}write_file{{text:{form.quote}{text}{form.quote}}}{form.end}"
         case TaggedCall():
             quote = '"' if form.begin.endswith(("name=", "tool=")) else ""
             said = ""

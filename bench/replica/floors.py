@@ -35,10 +35,11 @@ import torch
 
 from bench.replica import dummy_models
 from bench.replica.offline_workloads import JOBS, Job
-from pipeline.roofline import DEVICES, DeviceSpec
+from pipeline.roofline import DEVICES, DeviceSpec, LayerSpec
 from shoal.help import Parser
-from worker.executor import kv_cache, state_cache
+from worker.executor import state_cache
 from worker.models.config import DecoderConfig, decoder_config, read_config
+from worker.models.layer_specs import layer_specs
 from worker.models.parameters import parameter_shapes
 
 _BYTES = 2  # of a weight, a key's or a value's element
@@ -77,29 +78,23 @@ class Floor:
         memory_s = _BYTES * elements / self.device.bytes_per_s
         arithmetic_s = 2 * tokens * (self._layers(self._chosen()) + self._head()) / self.device.sustained_flops
         config = self.config
-        seen = sum(int(np.minimum(contexts, window or contexts).sum()) for window in self._windows())
-        keys_s = seen * self._token_bytes() / self.device.attention_bytes_per_s
+        keys = sum(int(np.minimum(contexts, layer.window or contexts).sum()) * layer.read_kv for layer in self._specs)
+        keys_s = _BYTES * keys / self.device.attention_bytes_per_s
         states_s = 2 * tokens * state_cache.row_bytes(config, torch.bfloat16) / self.device.bytes_per_s
         return max(memory_s, arithmetic_s) + keys_s + states_s
 
     def _prompts_s(self, lengths: np.ndarray) -> float:
         """Seconds of the products and the attention of prompts."""
-        config = self.config
-        pairs = 0.0
-        for window in self._windows():
-            first = lengths if window is None else np.minimum(lengths, window)
-            pairs += float((first * (first + 1) / 2 + (lengths - first) * first).sum())
-        sizes = config.query_size + config.output_size
-        attention_s = 2 * pairs * config.num_heads * sizes / self.device.attention_flops
+        products = 0.0
+        for layer in self._specs:
+            first = lengths if layer.window is None else np.minimum(lengths, layer.window)
+            products += float((first * (first + 1) / 2 + (lengths - first) * first).sum()) * layer.attended
+        attention_s = 4 * products / self.device.attention_flops
         return 2 * int(lengths.sum()) * self._layers(self._chosen()) / self.device.sustained_flops + attention_s
 
-    def _windows(self) -> list[int | None]:
-        """The window of each layer that has keys and values."""
-        return [self.config.windows[layer] for layer in self.config.attention_layers]
-
-    def _token_bytes(self) -> float:
-        """Bytes that a token has in the KV cache of a layer."""
-        return kv_cache.token_bytes(self.config, torch.bfloat16) / max(1, len(self.config.attention_layers))
+    @cached_property
+    def _specs(self) -> tuple[LayerSpec, ...]:
+        return layer_specs(self.config)
 
     def _layers(self, experts: float) -> float:
         """Elements of the layers' weights, with that part of the experts."""

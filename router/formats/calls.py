@@ -7,8 +7,9 @@ has begun but is wrongly written, the rest of it is passed on as its arguments.
 import json
 import re
 
-from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, TaggedCall, ToolsFormat
+from router.formats.format import CallSyntax, JsonCall, NamedCall, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 from router.formats.object_call import read_object
+from router.formats.quoted_call import read_quoted
 from router.formats.reader import AnswerReader
 from router.formats.source import Reading
 from router.formats.tagged_call import read_tagged
@@ -32,6 +33,8 @@ def read_call(reader: AnswerReader, tools: ToolsFormat, syntax: CallSyntax, know
         return (yield from _read_named(reader, syntax, _ends(reader, tools, syntax)))
     if isinstance(syntax, TaggedCall):
         return (yield from read_tagged(reader, syntax, _ends(reader, tools, syntax), known_only))
+    if isinstance(syntax, QuotedCall):
+        return (yield from read_quoted(reader, syntax, _ends(reader, tools, syntax)))
     return (yield from _read_pythonic(reader, syntax, _ends(reader, tools, syntax), known_only))
 
 

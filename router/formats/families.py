@@ -13,6 +13,7 @@ from router.formats.format import (
     NamedCall,
     OutputFormat,
     PythonicCall,
+    QuotedCall,
     TaggedCall,
     ThinkingFormat,
     ToolsFormat,
@@ -196,6 +197,11 @@ _TOOLS = (
             ),
         ),
     ),
+    ToolsFormat(
+        "gemma4",
+        calls=(QuotedCall(begin="<|tool_call>", end="<tool_call|>", prefix="call:", quote='<|"|>'),),
+        thinking="gemma4",
+    ),
 )
 _THINKING = (
     ThinkingFormat("deepseek_r1"),
@@ -204,6 +210,7 @@ _THINKING = (
     ThinkingFormat("granite", "<|start_of_thinking|>", "<|end_of_thinking|>"),
     ThinkingFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ThinkingFormat("kimi", "◁think▷", "◁/think▷"),
+    ThinkingFormat("gemma4", "<|channel>", "<channel|>", label="thought"),
     ThinkingFormat(
         "kimi_k3",
         "<|open|>think<|sep|>",
@@ -229,6 +236,7 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_start|>",), "llama4_pythonic"),
     (("<|tool_call|>", "<|start_of_role|>"), "granite"),
+    (("<|tool_call>", "<tool_call|>"), "gemma4"),
     (("<tool_call>",), "hermes"),
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),

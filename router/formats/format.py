@@ -15,12 +15,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ThinkingFormat:
-    """Thinking between two markers. `name`: as in vLLM's `--reasoning-parser`. `around`: markers around the text of the
-    answer, which are left out."""
+    """Thinking between two markers. `name`: as in vLLM's `--reasoning-parser`. `label`: may stand after `begin`, and is
+    left out. `around`: markers around the text of the answer, left out too."""
 
     name: str
     begin: str = "<think>"
     end: str = "</think>"
+    label: str = ""
     around: tuple[str, ...] = ()
 
     @property
@@ -151,7 +152,24 @@ class PythonicCall:
         return ()
 
 
-CallSyntax = JsonCall | NamedCall | TaggedCall | PythonicCall
+@dataclass(frozen=True)
+class QuotedCall:
+    """A call as its name after `prefix`, then an object. This is JSON, but keys stand as they are, and strings between
+    two of `quote`, without escapes."""
+
+    begin: str
+    end: str
+    prefix: str
+    quote: str
+    list_end: str = ""
+    separators: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin, self.end, self.quote)
+
+
+CallSyntax = JsonCall | NamedCall | TaggedCall | PythonicCall | QuotedCall
 
 
 @dataclass(frozen=True)
@@ -275,7 +293,8 @@ class OutputFormat:
 
     def opens_thinking(self, prompt: str) -> bool:
         """Whether a prompt ends inside thinking that it has opened itself."""
-        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.begin)
+        begin = None if self.thinking is None else (self.thinking.begin, self.thinking.begin + self.thinking.label)
+        return begin is not None and prompt.rstrip().endswith(begin)
 
     def closes_thinking(self, prompt: str) -> bool:
         """Whether a prompt ends with thinking that has ended, so that the answer has none."""

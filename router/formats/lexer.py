@@ -190,6 +190,8 @@ class Lexer:
         yield from source.newlines()
         if opened and (yield from source.accept(thinking.begin)):
             yield from source.newlines()
+        if (yield from source.accept(thinking.label)):
+            yield from source.newlines()
         begins = (self._tools.begin, *(call.begin for call in self._tools.calls))
         tokens = dict.fromkeys(mark for mark in begins if mark in reader.format.bound_markers)
         markers = reader.format.marker_set(thinking.end, *tokens)

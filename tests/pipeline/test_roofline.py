@@ -60,7 +60,7 @@ def test_a_step_reads_the_experts_that_its_tokens_use():
     """One sequence reads some 6 GB, and 256 read all 61 GB. A long prompt is bound by the arithmetic of 8 experts."""
     model = MODELS["qwen3-30b-a3b"]
     (stage,) = make_stages(model, H200, 1)
-    assert stage.sparse_layers == 48
+    assert {layer.experts for layer in model.layer_specs} == {128}
     one, many = (stage.seconds(BatchShape([(0, 1)] * n)) for n in (1, 256))
     small_s = 48 * H200.layer_s
     assert (one - small_s) * H200.bytes_per_s / 1e9 == pytest.approx(6.1, rel=0.05)
@@ -74,8 +74,9 @@ def test_layers_without_experts_come_first_and_cost_what_they_cost():
     model = replace(MODELS["qwen3-30b-a3b"], dense_layers=3)
     stages = make_stages(model, H200, 4)
     assert [stage.layers for stage in stages] != [12, 12, 12, 12]
-    assert [stage.layers - stage.sparse_layers for stage in stages] == [3, 0, 0, 0]
-    whole = StageSpec(model, H200, 48, True, sparse_layers=45)
+    assert [layer.experts > 0 for layer in model.layer_specs] == [False] * 3 + [True] * 45
+    assert [stage.first for stage in stages] == [sum(each.layers for each in stages[:n]) for n in range(4)]
+    whole = StageSpec(model, H200, 48, True)
     assert whole.kv_tokens() > make_stages(MODELS["qwen3-30b-a3b"], H200, 1)[0].kv_tokens()
 
 
@@ -93,7 +94,9 @@ def test_more_ranks_than_kv_heads_keep_the_same_several_times():
     weights = 126 * MODELS["llama-405b"].layer_weights * 2
     of_rank = 126 * MODELS["llama-405b"].kv_bytes / 8
     assert sixteen.kv_tokens() == int((141e9 * 0.9 - weights / 16 - 4e9) / of_rank)
-    read_s = [stage._attention_s(BatchShape([(5000, 1)] * 100)) for stage in (eight, sixteen)]
+    read_s = [
+        stage._attention_s(stage.model.layer_specs[0], BatchShape([(5000, 1)] * 100)) for stage in (eight, sixteen)
+    ]
     assert read_s[0] == read_s[1]
 
 

@@ -222,6 +222,34 @@ def test_a_text_of_a_form_between_markers(
     assert not vocabulary.accepts(grammar, text % "4") and not vocabulary.accepts(grammar, "42")
 
 
+@pytest.mark.parametrize("bound", [False, True], ids=["characters", "tokens"])
+def test_gemma_writes_bare_keys_and_strings_between_marks(bound: bool, walked: Callable[..., WalkedVocabulary]) -> None:
+    """As Gemma 4's chat template does, without spaces; a name that a bare key would not be read as is a string."""
+    vocabulary = walked(("<|tool_call>", "<tool_call|>", '<|"|>'), bound)
+    properties = {
+        "city": {"type": "string"},
+        "days": {"type": "array", "items": {"enum": [1, "all"]}},
+        "a:b": {"type": "string", "maxLength": 2},
+        "any": {"type": "object"},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["city"]}
+    wanted = {"format": "gemma4", "tools": [{"name": "f", "parameters": schema}], "mode": "required"}
+    grammar = vocabulary.compile(tool_calls_to_ebnf(json.dumps(wanted), vocabulary.vocabulary))
+    for inside, is_call in (
+        ('city:<|"|>Os"lo\n<|"|>', True),
+        ('city:<|"|><|"|>,days:[1,<|"|>all<|"|>],<|"|>a:b<|"|>:<|"|>xy<|"|>', True),
+        ('city:<|"|>x<|"|>,any:{a_1:[null,{}],b:<|"|>y<|"|>}', True),
+        ('city: <|"|>x<|"|>', False),
+        ('city:"x"', False),
+        ('<|"|>city<|"|>:<|"|>x<|"|>', False),
+        ('city:<|"|>x<|"|>,a:b:<|"|>y<|"|>', False),
+        ('city:<|"|>x<|"|>,<|"|>a:b<|"|>:<|"|>xyz<|"|>', False),
+        ('city:<|"|>x<|"|>,days:[2]', False),
+        ("", False),
+    ):
+        assert vocabulary.accepts(grammar, f"<|tool_call>call:f{{{inside}}}<tool_call|>") == is_call, inside
+
+
 def test_a_refusal_says_which_part_is_at_fault(walked: Callable[..., WalkedVocabulary]) -> None:
     vocabulary = walked((), True).vocabulary
     tools: list[Any] = [{"name": "f", "parameters": {"type": "object", "contains": {}}, "strict": True}]

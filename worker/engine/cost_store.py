@@ -21,10 +21,10 @@ from pipeline.schedule import make_policy, policy_class
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
 from worker.engine.step_costs import step_costs
-from worker.executor.gpu_defaults import roofline_model
 from worker.folders import replaced
 from worker.messages import StepCosts
 from worker.models.config import decoder_config, read_config
+from worker.models.layer_specs import roofline_model
 from worker.models.sharding import Shard
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,6 @@ def _load(model: CostModel, file: Path) -> None:
 def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: PaddedSizes) -> CostModel:
     known: DeviceSpec = next((found for key, found in DEVICES.items() if key in device.lower()), DEVICES["h200"])
     link = LINKS["nvlink"] if config.tp > 1 else None
-    experts = shard.config.experts
     stage = StageSpec(
         roofline_model(name, shard.whole),
         known,
@@ -188,7 +187,7 @@ def _guess(name: str, shard: Shard, config: WorkerConfig, device: str, rows: Pad
         config.tp,
         link,
         rows,
-        0 if experts is None else sum(experts.layers),
+        shard.layers.start,
     )
     whole = shard.whole
     identity: dict[str, Any] = {

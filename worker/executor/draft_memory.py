@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from worker.executor.gpu_defaults import roofline_model
 from worker.executor.kv_cache import GRAPHS_BYTES, token_bytes
 from worker.models.config import decoder_config, read_config
+from worker.models.layer_specs import roofline_model
 
 
 class DraftBytes(NamedTuple):

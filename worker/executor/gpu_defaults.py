@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from kernels.linear.fp8_linear import CAPABILITY
-from pipeline.roofline import DEVICES, ModelSpec, make_stages
+from pipeline.roofline import DEVICES, make_stages
 from worker.config import WorkerConfig
 from worker.executor.kv_cache import GPU_MEMORY_FRACTION
 from worker.executor.state_cache import row_bytes
 from worker.models.config import DecoderConfig, decoder_config, read_config
+from worker.models.layer_specs import roofline_model
+from worker.models.sharding import Shard
 
 GPU_TOKEN_BUDGET = 8192  # prefill is compute-bound from some 1,000 tokens on; longer steps only make attention cheaper
 # `max_running` is the number of sequences of this length that the KV cache holds. Most sequences of a chat are longer
@@ -72,37 +74,11 @@ def most_running(config: WorkerConfig, model: DecoderConfig, memory_bytes: int) 
     tokens = config.kv_tokens
     if tokens is None:
         device = replace(DEVICES["h200"], memory_bytes=float(memory_bytes))
-        stages = make_stages(roofline_model("", model), device, config.pp, config.tp)
+        cut = [Shard(model, stage=stage, stages=config.pp, cut=config.cut).layers for stage in range(config.pp)]
+        stages = make_stages(roofline_model("", model), device, config.pp, config.tp, cut=cut)
         fraction = config.kv_memory_fraction or GPU_MEMORY_FRACTION
         tokens = min(stage.kv_tokens(fraction, RESERVED_BYTES) for stage in stages)
     count = tokens // TOKENS_A_SEQUENCE // 16 * 16
     if (states := row_bytes(model, torch.bfloat16) / config.num_ranks) > 0:
         count = min(count, int(memory_bytes * STATES_FRACTION / states) // 16 * 16)
     return min(MOST_RUNNING, max(LEAST_RUNNING, count))
-
-
-def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:
-    """Returns the sizes of a model in the form that the roofline takes."""
-    experts = config.experts
-    model = ModelSpec(
-        name,
-        config.num_layers,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_heads,
-        config.num_kv_heads,
-        (config.query_size + config.output_size) // 2,
-        config.vocab_size,
-    )
-    if config.latent is not None:
-        model = replace(model, latent=config.latent.row, latent_weights=config.attention_weights)
-    if experts is None:
-        return model
-    return replace(
-        model,
-        experts=experts.count,
-        chosen=experts.routing.top_k,
-        expert_inner=experts.intermediate_size,
-        shared_inner=experts.shared_size,
-        dense_layers=experts.layers.count(False),
-    )

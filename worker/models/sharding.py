@@ -18,6 +18,7 @@ from pipeline.stages import contiguous, split_costs
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 from worker.models.layer_sizes import LayerSizes
+from worker.models.layer_specs import layer_specs
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,10 @@ class Shard:
         """Layers of each stage."""
         if self.cut is not None:
             return contiguous(self.cut)
-        blocks = self._blocks
-        read, multiplied = (
-            [sum(each[block.start : block.stop]) for block in blocks] for each in layer_weights(self.whole)
-        )
-        parts = split_costs(read, multiplied, self.stages, float(self.whole.vocab_size))
+        blocks, layers = self._blocks, layer_specs(self.whole)
+        read = [float(sum(layer.all_weights for layer in layers[block.start : block.stop])) for block in blocks]
+        multiplied = [float(sum(layer.multiplied for layer in layers[block.start : block.stop])) for block in blocks]
+        parts = split_costs(read, multiplied, self.stages, float(self.whole.vocab_size * self.whole.hidden_size))
         return [range(blocks[part.start].start, blocks[part.stop - 1].stop) for part in parts]
 
     @cached_property
@@ -245,25 +245,3 @@ def _share(total: int, parts: int) -> int:
 
 def _part(total: int, index: int, share: int) -> range:
     return range(min(total, index * share), min(total, (index + 1) * share))
-
-
-def layer_weights(config: DecoderConfig) -> tuple[list[float], list[float]]:
-    """Weights of each layer per element of a token's hidden state: those that a step of many decodes reads, which have
-    all experts between them, and those that each token is multiplied with."""
-    recurrent = config.recurrent
-    read, multiplied = [], []
-    for index in range(config.num_layers):
-        own = config.of_layer(index)
-        attention = own.attention_weights / config.hidden_size
-        if recurrent is not None and recurrent.layers[index]:
-            attention = sum(recurrent.projected_sizes) + recurrent.attended_size
-        experts = config.experts_of(index)
-        if experts is None:
-            both = float(attention + 3 * own.intermediate_size)
-            read.append(both)
-            multiplied.append(both)
-        else:
-            always = attention + experts.count + 3 * experts.shared_size
-            read.append(float(always + 3 * experts.count * experts.intermediate_size))
-            multiplied.append(float(always + 3 * experts.routing.top_k * experts.intermediate_size))
-    return read, multiplied

@@ -39,13 +39,21 @@ class Tags:
 
 
 @dataclass(frozen=True)
+class Quotes:
+    """Arguments as an object without spaces, with bare keys; strings stand between two of `mark`, without escapes. It
+    begins with its only `<`."""
+
+    mark: str
+
+
+@dataclass(frozen=True)
 class CallFormat:
     """An answer of calls: `opening`, calls with `separator` between them, `closing`. A call consists of `before`, the
     name, `between`, the arguments, `after`.
 
     | field | meaning |
     | --- | --- |
-    | `arguments` | how they are written: as a JSON object, as Python's keyword arguments, or between tags |
+    | `arguments` | how they are written: as a JSON object, as Python's keyword arguments, as `Tags` or `Quotes` say |
     | `bare` | an answer in which calls come without a marker begins like this, in free choice between calls and text |
     | `around` | before and after the text, which comes before calls. The prompt has the first, or begins thinking |
     | `last` | ends the answer |
@@ -57,7 +65,7 @@ class CallFormat:
     opening: Text = ()
     separator: Text = ()
     closing: Text = ()
-    arguments: Literal["json", "python"] | Tags = "json"
+    arguments: Literal["json", "python"] | Tags | Quotes = "json"
     bare: bool = False
     around: tuple[str, str] | None = None
     last: Text = ()
@@ -186,6 +194,7 @@ FORMATS: Mapping[str, CallFormat] = {
         separator=(", ",),
         closing=("]",),
     ),
+    "gemma4": CallFormat(before=("<|tool_call>call:",), between=(), after=("<tool_call|>",), arguments=Quotes('<|"|>')),
     "llama3_json": CallFormat(
         before=('{"name": "',), between=('", "parameters": ',), after=("}",), separator=("; ",), bare=True
     ),
@@ -223,5 +232,6 @@ MARKERS = (
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     *("<|open|>", "<|close|>", "<|sep|>"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
 )

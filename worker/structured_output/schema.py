@@ -218,7 +218,7 @@ class SchemaConverter:
             case "array":
                 return self._array(schema, at)
             case "string":
-                return self._one_way(values.string(schema, at, self._spelling))
+                return self._string(schema, at)
             case "boolean":
                 return Alt(tuple(map(Terminal, self._spelling.words[:2])))
             case "null":
@@ -227,6 +227,16 @@ class SchemaConverter:
             {"minimum": -(10**15), **schema} if self._distinct else schema, at, whole=type_ == "integer"
         )
         return values.distinct_number(number) if self._distinct else number
+
+    def _string(self, schema: Schema, at: str) -> Node:
+        return self._one_way(values.string(schema, at, self._spelling))
+
+    def _name(self, name: str) -> Node:
+        """The name of a member."""
+        return self._spelling.constant(name)
+
+    def _any_name(self) -> Node:
+        return self._one_way(Ref("string"))
 
     def _array(self, schema: Schema, at: str) -> Node:
         prefix = schema.get("prefixItems", [])
@@ -310,7 +320,7 @@ class SchemaConverter:
             self._keep_order(list(properties), at)
         extra = NEVER if self._distinct else self._extra(schema, properties, more, at)
         members = [
-            (seq(self._spelling.constant(name), COLON, self.value(sub, f"{at}/properties/{name}")), name in needed)
+            (seq(self._name(name), COLON, self.value(sub, f"{at}/properties/{name}")), name in needed)
             for name, sub in properties.items()
         ]
         least = int(schema.get("minProperties", 0))
@@ -445,7 +455,7 @@ class SchemaConverter:
         if "patternProperties" in schema:
             member = self._extra(schema, {}, more, at)
         else:
-            key: Node = self._one_way(Ref("string"))
+            key = self._any_name()
             if "propertyNames" in schema:
                 key = self.value({"allOf": [schema["propertyNames"], {"type": "string"}]}, f"{at}/propertyNames")
             member = seq(key, COLON, self.value(True if more is None else more, f"{at}/additionalProperties"))

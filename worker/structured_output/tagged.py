@@ -9,13 +9,12 @@ import json
 import re
 from typing import Any
 
-from worker.structured_output import regex
+from worker.structured_output import verbatim
 from worker.structured_output.call_formats import Tags
-from worker.structured_output.charset import Ranges, category, complement, intersection, pattern, union
+from worker.structured_output.charset import category, complement, intersection, pattern, union
 from worker.structured_output.conjunction import Schema
 from worker.structured_output.ebnf import NEVER, Node, Ref, Regex, Repeat, Terminal, alt, optional, seq
 from worker.structured_output.error import GrammarError
-from worker.structured_output.formats import FORMATS
 from worker.structured_output.keywords import generated_types
 from worker.structured_output.markers import Speller
 from worker.structured_output.schema import SchemaConverter
@@ -23,7 +22,6 @@ from worker.structured_output.unmarked import TEXT, may_break, without_bracket
 
 _NAME = re.compile(r"[^\s<>\"'=](?:[^<>\"'=\n]*[^\s<>\"'=])?")
 _ANY_NAME = Regex("[a-zA-Z_][a-zA-Z0-9_]*")
-_LIMITS = ("format", "pattern", "minLength", "maxLength")
 _WORDS = frozenset(("true", "false", "null", "none"))
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
@@ -105,39 +103,17 @@ class TaggedArguments:
         return not may_break(value, self._tags.ends) and "\0" not in value and not is_trimmed
 
     def _string(self, schema: Schema, types: set[str], at: str) -> Node:
-        if "not" in schema:
-            raise GrammarError(f"not at {at} is not supported for strings between tags")
-        limits = [key for key in _LIMITS if key in schema and (key != "format" or schema[key] in FORMATS)]
+        limits = verbatim.limits(schema)
         if not self._is_told(types) and not types <= {"string", "null"}:
             if limits:
                 raise GrammarError(
                     f"{limits[0]} at {at}: a string between tags may have limits only where no other type is allowed"
                 )
             return seq(Regex(_safe_start()), self._text)
-        if not limits:
-            return self._text
-        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
         characters = without_bracket(TEXT)
         if self._tags.trims:
             characters = intersection(characters, complement(((0x0A, 0x0A),)))
-        expression = schema.get("pattern", FORMATS.get(schema.get("format", "")))
-        if expression is None:
-            return self._of_length(least, None if most is None else int(most), characters)
-        if "pattern" in limits and "format" in limits:
-            raise GrammarError(f"pattern and format at {at} are not supported together")
-        try:
-            written = regex.of_characters(expression, least, most, characters)
-        except GrammarError as error:
-            raise GrammarError(f"pattern at {at}: {error}") from None
-        if written is None:
-            raise GrammarError(f"pattern at {at}: it needs characters that cannot stand between tags")
-        return Regex(written) if written else Terminal("")
-
-    def _of_length(self, least: int, most: int | None, characters: Ranges) -> Node:
-        one = Regex(pattern(characters))
-        if most is not None:
-            return Repeat(one, least, most) if least <= most else NEVER
-        return seq(Repeat(one, least, least), self._text) if least else self._text
+        return verbatim.string(schema, at, characters, self._text)
 
 
 def _types(schema: Schema) -> list[str]:

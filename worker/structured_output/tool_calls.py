@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from worker.structured_output import drafts, values
-from worker.structured_output.call_formats import ALIASES, FORMATS, HARMONY, MARKERS, CallFormat, Tags, Text
+from worker.structured_output.call_formats import ALIASES, FORMATS, HARMONY, MARKERS, CallFormat, Quotes, Tags, Text
 from worker.structured_output.conjunction import Schema
 from worker.structured_output.ebnf import (
     EMPTY,
@@ -35,6 +35,7 @@ from worker.structured_output.ebnf import (
 from worker.structured_output.error import GrammarError
 from worker.structured_output.markers import Speller, key
 from worker.structured_output.other_text import not_beginning
+from worker.structured_output.quoted import QuotedConverter, quoted_rules
 from worker.structured_output.schema import START, SchemaConverter, refusals
 from worker.structured_output.spelling import JSON, PYTHON, json_without
 from worker.structured_output.tagged import TaggedArguments
@@ -118,7 +119,11 @@ class _Answer:
             self._spelling = json_without(format.arguments.ends)
         else:
             self._spelling = PYTHON if format.arguments == "python" else JSON
-        self.rules = values.common_rules(self._spelling)
+        self.rules = (
+            quoted_rules(format.arguments, speller)
+            if isinstance(format.arguments, Quotes)
+            else values.common_rules(self._spelling)
+        )
         if isinstance(format.arguments, Tags):
             self.rules["text"] = FreeText(excludes=(*format.arguments.ends, APART))
         self.arguments = [self._arguments(i, tool) for i, tool in enumerate(wanted.tools)]
@@ -243,23 +248,27 @@ class _Answer:
 
     def _free(self) -> Node:
         """Any arguments."""
-        if self.format.arguments == "json":
+        if self.format.arguments == "json" or isinstance(self.format.arguments, Quotes):
             return Ref("object")
         if "free" not in self.rules:
             self.rules["free"] = self._of_schema("free", {"type": "object"})
         return Ref("free")
 
     def _of_schema(self, prefix: str, schema: Any) -> Node:
-        converter = SchemaConverter(schema, spelling=self._spelling, rules=self.rules, prefix=prefix)
+        form = self.format.arguments
+        if isinstance(form, Quotes):
+            converter: SchemaConverter = QuotedConverter(schema, form, self.speller, self.rules, prefix)
+        else:
+            converter = SchemaConverter(schema, spelling=self._spelling, rules=self.rules, prefix=prefix)
         schema = converter.root
         if not isinstance(schema, dict) or schema.get("type") != "object":
             schema = {"allOf": [schema, {"type": "object"}]}
-        if self.format.arguments == "json":
+        if form == "json" or isinstance(form, Quotes):
             node = converter.value(schema, "#")
-        elif self.format.arguments == "python":
+        elif form == "python":
             node = alt(self._keywords(converter, each) for each in converter.combinations.simple(schema, "#"))
         else:
-            tagged = TaggedArguments(self.format.arguments, self.speller, converter)
+            tagged = TaggedArguments(form, self.speller, converter)
             if schema == {"type": "object"}:
                 node = tagged.any()
             else:

@@ -19,7 +19,7 @@ from typing import Any
 from router.conversation import Tool
 from router.deltas import CallArguments, CallBegin, CallEnd, Delta, TextDelta, ThinkingDelta, joined
 from router.formats.families import HARMONY, TOOLS, named
-from router.formats.format import JsonCall, NamedCall, OutputFormat, PythonicCall, TaggedCall, ToolsFormat
+from router.formats.format import JsonCall, NamedCall, OutputFormat, PythonicCall, QuotedCall, TaggedCall, ToolsFormat
 from router.formats.lexer import Lexer
 
 FORMATS = (*TOOLS, HARMONY)
@@ -195,6 +195,8 @@ class _Tags(_Writer):
         self.thinks = self.rng.random() < 0.5
         text = self.prose() if self.rng.random() < 0.8 else ""
         self.written += ["" if self.thinks else self.space() + self.mark(thinking.begin), "\n" * self.rng.randint(0, 2)]
+        if thinking.label and self.rng.random() < 0.8:
+            self.written += [thinking.label, "\n" * self.rng.randint(0, 2)]
         self.written += [text, "\n" * self.rng.randint(0, 2), self.mark(thinking.end), "\n" * self.rng.randint(0, 2)]
         if text:
             self.expected.append(ThinkingDelta(text))
@@ -233,6 +235,10 @@ class _Tags(_Writer):
                 self.named(form, name, self.json(arguments))
             case TaggedCall():
                 self.tagged(form, name, arguments)
+            case QuotedCall():
+                shown = self.quoted(form, arguments)
+                self.written += [self.mark(form.begin), form.prefix, name, shown, self.space(), self.mark(form.end)]
+                self.expect_call(name, json.dumps(arguments))
             case PythonicCall():
                 self.written.append(
                     f"{name.replace('-', '_')}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
@@ -293,6 +299,20 @@ class _Tags(_Writer):
         self.expect_call(
             name, "{" + ", ".join(f"{json.dumps(k)}: {t}" for k, t in zip(arguments, texts, strict=True)) + "}"
         )
+
+    def quoted(self, form: QuotedCall, value: Any) -> str:
+        """A value with bare keys, where these can stand so, and strings between quotes of the format's own."""
+        match value:
+            case str():
+                free = form.quote not in self.format.bound_markers and form.quote in value
+                return json.dumps(value) if free else f"{self.mark(form.quote)}{value}{self.mark(form.quote)}"
+            case dict():
+                names = [key if key.isidentifier() else self.quoted(form, key) for key in value]
+                parts = [f"{n}:{self.quoted(form, v)}" for n, v in zip(names, value.values(), strict=True)]
+                return "{" + f",{self.space()}".join(parts) + "}"
+            case list():
+                return "[" + ",".join(self.quoted(form, each) for each in value) + "]"
+        return self.rng.choice(("None", "null")) if value is None else json.dumps(value)
 
 
 class _Channels(_Writer):

@@ -35,6 +35,7 @@ TEMPLATES = {
     "DeepSeek-V3.2": (f"<{BAR}DSML{BAR}function_calls> <think>", "deepseek_v32", "<think>"),
     "GLM-4.5": ("{% if tools %}<tool_call>{name}<arg_key>{key}</arg_key> <think>", "glm45", "<think>"),
     "Kimi-K3": ("{{ '<|open|>' ~ name ~ '<|sep|>' }}{{ '<|close|>' }}", "kimi_k3", "<|open|>think<|sep|>"),
+    "Gemma-4": ("{{- '<|channel>thought' -}}{%- if tools -%}{{- '<|tool_call>call:' + name + '{' -}}}<tool_call|>", "gemma4", "<|channel>"),
     "Kimi-K2": ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),
     "MiniMax-M2": ("{%- set begin = '<minimax:tool_call>' %}<invoke name= <think>", "minimax_m2", "<think>"),
     "no tools": ("{% for message in messages %}<|im_start|>{{ message.content }}", "hermes", None),
@@ -90,6 +91,8 @@ def test_a_prompt_that_opens_thinking() -> None:
     assert named(None, "qwen3").opens_thinking("<|im_start|>assistant\n<think>\n")
     assert not named(None, "qwen3").opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not named("hermes", None).opens_thinking("<think>")
+    assert named("gemma4", None).opens_thinking("<|turn>model\n<|channel>thought\n")
+    assert not named("gemma4", None).opens_thinking("<|turn>model\n<|channel>thought\n<channel|>")
 
 
 def test_an_instructed_model_calls_as_told() -> None:

@@ -20,12 +20,12 @@ from worker.drafts.model import ModelDrafter
 from worker.engine.cost_store import CostStore
 from worker.engine.engine import Components
 from worker.executor.draft_model import DraftModel
-from worker.executor.gpu_defaults import roofline_model
 from worker.executor.kv_cache import allocate, token_bytes
 from worker.executor.model_runner import ModelRunner
 from worker.messages import SamplingParams
 from worker.models.config import DecoderConfig, decoder_config, read_config
 from worker.models.latent_attention import LatentAttention
+from worker.models.layer_specs import roofline_model
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,77 @@
+"""Sizes of a model's layers in the form that costs are computed from: the cut into stages, predicted times, memory."""
+
+from dataclasses import replace
+
+import torch
+
+from pipeline.roofline import LayerSpec, ModelSpec
+from worker.models.config import DecoderConfig
+
+
+def layer_specs(config: DecoderConfig) -> tuple[LayerSpec, ...]:
+    """Returns the sizes of each layer. Those of the first one include the product that makes the inputs of all
+    layers."""
+    return tuple(_layer_spec(config, index) for index in range(config.num_layers))
+
+
+def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
+    own, experts, recurrent = config.of_layer(index), config.experts_of(index), config.recurrent
+    hidden = config.hidden_size
+    if recurrent is not None and recurrent.layers[index]:
+        weights = hidden * (sum(recurrent.projected_sizes) + recurrent.attended_size)
+        layer = LayerSpec(weights, 0, 0, 0, 1, 0, state_bytes=recurrent.states.row_bytes(torch.bfloat16))
+    else:
+        kv = own.num_kv_heads * own.head_dim * (2 if config.latent is None else 1)
+        attended = own.num_heads * ((own.query_size + own.output_size) // 2)
+        layer = LayerSpec(
+            own.attention_weights,
+            0,
+            0 if own.kv_before else kv,
+            kv,
+            own.num_kv_heads,
+            attended,
+            config.windows[index],
+        )
+    weights = layer.weights
+    if (inputs := config.layer_inputs) is not None:
+        weights += 2 * hidden * inputs.size
+        if index == 0 and config.is_first:
+            weights += hidden * inputs.size * inputs.layers
+    if experts is None:
+        return replace(layer, weights=weights + 3 * hidden * own.intermediate_size, inner=own.intermediate_size)
+    return replace(
+        layer,
+        weights=weights + hidden * (experts.count + 3 * experts.shared_size),
+        inner=experts.routing.top_k * experts.intermediate_size + experts.shared_size,
+        experts=experts.count,
+        chosen=experts.routing.top_k,
+        expert_weights=3 * hidden * experts.intermediate_size,
+    )
+
+
+def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:
+    """Returns the sizes of a model in the form that the roofline takes."""
+    experts = config.experts
+    model = ModelSpec(
+        name,
+        config.num_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        (config.query_size + config.output_size) // 2,
+        config.vocab_size,
+    )
+    if config.latent is not None:
+        model = replace(model, latent=config.latent.row, latent_weights=config.attention_weights)
+    if experts is not None:
+        model = replace(
+            model,
+            experts=experts.count,
+            chosen=experts.routing.top_k,
+            expert_inner=experts.intermediate_size,
+            shared_inner=experts.shared_size,
+            dense_layers=experts.layers.count(False),
+        )
+    own = layer_specs(config)
+    return model if model.layer_specs == own else replace(model, own_layers=own)
