@@ -306,7 +306,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
 
     layouts = args.layouts or [ParallelLayout(1, 2)]
     settings = {"load_format": "dummy", "context_length": max(1024, LONGEST // args.shrink)} | settings
-    device, dtype = resolve_device(WorkerConfig(**settings))
+    device, dtype = resolve_device(WorkerConfig(**settings, tp=layouts[0].tp, pp=layouts[0].pp))
     on_gpu = device.type == "cuda"
     traffics, jobs = _loads(args)
     if on_gpu and args.link == "sockets":

@@ -544,10 +544,9 @@ def test_all_of_it_on_a_tiny_model(
 ) -> None:
     monkeypatch.setattr(link_speed, "measure", lambda device: link_speed.Speed({1: 1e-4}, 1e-4, 2e9))
     monkeypatch.syspath_prepend(str(Path(command.__file__).parents[2]))
-    arguments = (
-        "--device cpu --model tiny --cpu-threads 1 --kv-tokens 8192 --layouts pp2 --schedules uniform,fixed_chunk"
-    )
-    arguments += " --shrink 64 --requests 6 --precision 0.9 --chunk-budgets 64 --objectives relaxed"
+    arguments = "--device cpu --model tiny --cpu-threads 1 --kv-tokens 8192 --layouts pp2 --stage-layers 1,1"
+    arguments += " --schedules uniform,fixed_chunk --shrink 64 --requests 6 --precision 0.9 --chunk-budgets 64"
+    arguments += " --objectives relaxed"
     found = run(tmp_path, *arguments.split())
     figures = {figure["name"]: figure["value"] for figure in found["figures"]}
     assert [row["schedule"] for row in found["capacities"]] == ["uniform", "fixed_chunk"]
