@@ -72,10 +72,12 @@ class WindowTree(ContinuableTree[np.ndarray]):
 
     def first_page(self, position: int) -> int:
         """The first page that the token at `position` sees in a layer with a window, by its number in a sequence."""
-        return int(self.first_pages(np.array(position)))
+        if self.in_chunks:
+            return (position - position % self.window_tokens) // self.page_size
+        return max(position - (self.window_tokens - 1), 0) // self.page_size
 
     def first_pages(self, positions: np.ndarray) -> np.ndarray:
-        """`first_page` of each position."""
+        """`first_page` of each position, int64 `[n]`."""
         if self.in_chunks:
             return (positions - positions % self.window_tokens) // self.page_size
         return np.maximum(positions - (self.window_tokens - 1), 0) // self.page_size

@@ -1,4 +1,4 @@
-"""What the power limit of the GPUs does to the capacities of a measured pipeline, and the energy of a token.
+"""The effect of the power limit of GPUs on the capacities of a measured pipeline, and the energy of a token.
 
     python -m bench.pipeline.power bench/results/pipeline.sockets.json
 

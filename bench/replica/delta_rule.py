@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.delta_rule.states import DeltaRuleStates, StateBatch, StateShape, TokenGates
-from kernels.delta_rule.torch_states import TorchStates
+from kernels.delta_rule.gates import TokenGates
+from kernels.delta_rule.rule import DeltaRule
 from kernels.experts.autotune import graph_times
+from kernels.recurrent.shape import StateShape
+from kernels.recurrent.states import RecurrentStates, StateBatch
+from kernels.recurrent.torch_states import TorchStates
 
 SHAPE = StateShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
 LAYERS = 4  # so that no run finds its states in the L2 cache
@@ -40,14 +43,14 @@ class Case:
     """A step with random states and inputs, in bfloat16 and, for the reference, in float32."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        from kernels.delta_rule.triton_states import TritonStates
+        from kernels.recurrent.triton_states import TritonStates
 
         count, tokens, shape = len(lengths), sum(lengths), SHAPE
         heads = (shape.value_heads, shape.value_dim, shape.key_dim)
         recurrent = torch.randn(LAYERS, count, *heads, device=device)
         inputs = torch.randn(LAYERS, count, shape.channels, shape.width - 1, device=device).bfloat16()
-        self.states: DeltaRuleStates = TritonStates(recurrent, inputs, shape)
-        self.reference: DeltaRuleStates = TorchStates(recurrent.clone(), inputs.float(), shape)
+        self.states: RecurrentStates = TritonStates(recurrent, inputs, shape)
+        self.reference: RecurrentStates = TorchStates(recurrent.clone(), inputs.float(), shape)
         rows = np.arange(count, dtype=np.int32)
         self.batch = StateBatch(rows, np.full(count, 7, np.int32), np.array(lengths, np.int32))
         width = shape.channels + 2 * shape.value_heads
@@ -55,11 +58,11 @@ class Case:
         self.weight = (0.5 * torch.randn(shape.channels, shape.width, device=device)).bfloat16()
         self.of_layer = torch.randn(shape.value_heads, device=device), torch.randn(shape.value_heads, device=device)
 
-    def run(self, states: DeltaRuleStates, layer: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def run(self, states: RecurrentStates, layer: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """A layer's convolution and rule."""
-        return states.attend(layer, self.convolve(states, layer, dtype), self._gates(dtype))
+        return states.update(layer, DeltaRule(self.convolve(states, layer, dtype), SHAPE, self._gates(dtype)))
 
-    def convolve(self, states: DeltaRuleStates, layer: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def convolve(self, states: RecurrentStates, layer: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         x = self.columns.to(dtype)[:, : SHAPE.channels]
         return states.convolve(layer, x, self.weight.to(dtype))
 

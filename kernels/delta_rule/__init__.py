@@ -1,6 +1,5 @@
-"""The gated delta rule, a linear attention, and the short convolution before it, over states that last from step to
-step.
+"""The gated delta rule, a linear attention over recurrent states.
 
-Owns the layout of the states (`states.py`) and their operators: `chunked.py` has the rule, `torch_states.py` the plain
-PyTorch way to run a step. Knows no model and no pages. Read `states.py` first.
+Owns the rule (`chunked.py` in PyTorch; `decode_kernels.py` and `chunk_kernels.py` in Triton) and the norm after it.
+Knows no model and no pages. Read `rule.py` first.
 """

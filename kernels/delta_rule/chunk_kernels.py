@@ -1,8 +1,7 @@
-"""The gated delta rule and its convolution for chunks of many tokens, as Triton kernels. `chunked.py` has the formulas.
+"""The gated delta rule for chunks of many tokens, as Triton kernels. `chunked.py` has the formulas.
 
-1. `_convolve` mixes the tokens of all blocks, and `_keep_inputs` keeps the last inputs of each chunk.
-2. `_prepare` solves the triangular system of every block, all blocks at once.
-3. `_scan` goes through the blocks of a chunk with the state in registers. Each program has some value rows of a head.
+1. `_prepare` solves the triangular system of every block, all blocks at once.
+2. `_scan` goes through the blocks of a chunk with the state in registers. Each program has some value rows of a head.
 
 The inverse of a unit triangular matrix is built from those of its diagonal blocks, which double in size: with X the
 inverse of the diagonal blocks and M what the doubled blocks have besides, X - X M X is the inverse of the doubled ones.
@@ -10,75 +9,19 @@ inverse of the diagonal blocks and M what the doubled blocks have besides, X - X
 Imported only where there is a GPU (or Triton's interpreter). Sums are in float32 whatever the tensors' dtypes.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.delta_rule.chunked import BLOCK
 from kernels.delta_rule.decode_kernels import log_decay_and_beta
-from kernels.delta_rule.states import StateShape, TokenGates
+from kernels.delta_rule.gates import TokenGates
 from kernels.pdl import launch_dependents, wait_for_previous
+from kernels.recurrent.recurrence import BLOCK, ChunkBlocks
+from kernels.recurrent.shape import StateShape
 
-_CHANNELS, _TOKENS = 256, 8  # channels, and tokens of a block at a time, that one program of `_convolve` mixes
-_KEPT_CHANNELS = 256  # channels that one program of `_keep_inputs` moves
 _VALUES = 32  # value rows that one program of `_scan` updates
 _LEAST_LENGTH = tl.constexpr(1e-6)  # as in `chunked.py`
-
-
-class ChunkBlocks(NamedTuple):
-    """Chunks cut into blocks of at most `BLOCK` tokens. All int64, on the device.
-
-    | field | shape | meaning |
-    | --- | --- | --- |
-    | `blocks` | `[num_blocks, 5]` | first token, number of tokens, tokens of the chunk before it, row of the chunk, row that gets a copy of the states after the block, or -1 |
-    | `chunks` | `[num_chunks, 3]` | row, first block, last block (exclusive) |
-    | `kept` | `[num_kept, 3]` | last inputs to keep: first token of the chunk, tokens of it, row to keep them in |
-    | `kept_chunks` | `[num_chunks, 3]` | row, first and last (exclusive) of the chunk's part of `kept`, whose last one is its own row |
-    """  # noqa: E501
-
-    blocks: torch.Tensor
-    chunks: torch.Tensor
-    kept: torch.Tensor
-    kept_chunks: torch.Tensor
-
-
-def convolve(
-    x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor, blocks: ChunkBlocks
-) -> None:
-    """Writes `DeltaRuleStates.convolve` of the blocks' tokens to `out`, and moves the last inputs on.
-
-    inputs: `[rows, channels, width - 1]`.
-    """
-    channels, width = weight.shape
-    _convolve[(len(blocks.blocks), triton.cdiv(channels, _CHANNELS), triton.cdiv(BLOCK, _TOKENS))](
-        x,
-        weight,
-        inputs,
-        out,
-        blocks.blocks,
-        x.stride(0),
-        channels,
-        width,
-        _TOKENS,
-        _CHANNELS,
-        num_warps=4,
-        **pdl.OPTIONS,
-    )
-    _keep_inputs[(len(blocks.kept_chunks), triton.cdiv(channels, _KEPT_CHANNELS))](
-        x,
-        inputs,
-        blocks.kept,
-        blocks.kept_chunks,
-        x.stride(0),
-        channels,
-        width,
-        _KEPT_CHANNELS,
-        num_warps=4,
-        **pdl.OPTIONS,
-    )
 
 
 def attend(
@@ -89,8 +32,7 @@ def attend(
     out: torch.Tensor,
     blocks: ChunkBlocks,
 ) -> None:
-    """Writes `DeltaRuleStates.attend` of the blocks' tokens to `out`, `[num_tokens, value_heads, value_dim]`, and
-    updates the states. recurrent: `[rows, value_heads, value_dim, key_dim]`."""
+    """`DeltaRule.launch_blocks`."""
     count, heads = len(blocks.blocks), shape.value_heads
     keys, values = (max(16, triton.next_power_of_2(size)) for size in (shape.key_dim, shape.value_dim))
     # By block: corrections without a state before, how they depend on that state, and products of queries and keys.
@@ -140,70 +82,6 @@ def attend(
         num_stages=2,
         **pdl.OPTIONS,
     )
-
-
-@triton.jit
-def _convolve(
-    x,
-    weight,
-    inputs,
-    out,
-    blocks,
-    stride,
-    channels,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    launch_dependents()
-    block = blocks + tl.program_id(0) * 5
-    first, count = tl.load(block), tl.load(block + 1)
-    before, row = tl.load(block + 2), tl.load(block + 3)
-    at = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
-    mask = (at < count)[:, None] & inside[None, :]
-    wait_for_previous()
-    total = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
-    for place in tl.static_range(WIDTH):
-        source = at + (place - (WIDTH - 1))  # counted from the block's first token
-        is_here = (before + source >= 0)[:, None]
-        seen = tl.load(x + (first + source)[:, None] * stride + channel[None, :], mask=mask & is_here, other=0.0)
-        old = inputs + (row * channels + channel)[None, :] * (WIDTH - 1) + (before + source + (WIDTH - 1))[:, None]
-        earlier = tl.load(old, mask=mask & ((before + source) < 0)[:, None], other=0.0)
-        factor = tl.load(weight + channel * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
-        total += (seen.to(tl.float32) + earlier.to(tl.float32)) * factor[None, :]
-    result = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
-    tl.store(out + (first + at)[:, None] * channels + channel[None, :], result, mask=mask)
-
-
-@triton.jit
-def _keep_inputs(
-    x,
-    inputs,
-    kept,
-    kept_chunks,
-    stride,
-    channels,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    launch_dependents()
-    chunk = kept_chunks + tl.program_id(0) * 3
-    row, begin, end = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
-    own = inputs + (row * channels + channel) * (WIDTH - 1)
-    wait_for_previous()
-    for number in range(begin, end):
-        first, count = tl.load(kept + number * 3), tl.load(kept + number * 3 + 1)
-        target = inputs + (tl.load(kept + number * 3 + 2) * channels + channel) * (WIDTH - 1)
-        # Each thread has channels of its own. What it reads of the chunk's row lies after what it has written there.
-        for place in tl.static_range(WIDTH - 1):
-            source = count - (WIDTH - 1) + place
-            new = tl.load(x + (first + source) * stride + channel, mask=inside & (source >= 0), other=0.0)
-            old = tl.load(own + source + (WIDTH - 1), mask=inside & (source < 0), other=0.0)
-            tl.store(target + place, tl.where(source >= 0, new, old), mask=inside)
 
 
 @triton.jit

@@ -14,7 +14,8 @@ matrix products in place of a loop over its tokens.
 import torch
 import torch.nn.functional as F
 
-BLOCK = 64  # tokens of a block
+from kernels.recurrent.recurrence import BLOCK
+
 _LEAST_LENGTH = 1e-6  # added to the squared length of keys and queries
 
 

@@ -12,45 +12,15 @@ import triton
 import triton.language as tl
 
 from kernels import pdl
-from kernels.delta_rule.states import StateShape, TokenGates
+from kernels.delta_rule.gates import TokenGates
 from kernels.pdl import launch_dependents, wait_for_previous
+from kernels.recurrent.recurrence import SingleTokens
+from kernels.recurrent.shape import StateShape
+from kernels.recurrent.softplus import softplus
 
-_CHANNELS = 512  # channels that one program of `_convolve` mixes
 _VALUES = 32  # value rows that one program of `_step` updates
 _ELEMENTS = 1024  # elements that one program of `_gated_norm` normalises
 _LEAST_LENGTH = tl.constexpr(1e-6)  # as in `chunked.py`
-
-
-def convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    inputs: torch.Tensor,
-    out: torch.Tensor,
-    tokens: torch.Tensor,
-    rows: torch.Tensor,
-    copies: torch.Tensor,
-) -> None:
-    """Writes `DeltaRuleStates.convolve` of the tokens at `tokens` to `out`, and moves the last inputs of `rows` on.
-
-    inputs: `[rows, channels, width - 1]`. tokens, rows, copies: int64 `[m]`; copies has the row that gets a copy of the
-    states afterwards, or -1 for none.
-    """
-    channels, width = weight.shape
-    _convolve[(len(tokens), triton.cdiv(channels, _CHANNELS))](
-        x,
-        weight,
-        inputs,
-        out,
-        tokens,
-        rows,
-        copies,
-        x.stride(0),
-        channels,
-        width,
-        _CHANNELS,
-        num_warps=4,
-        **pdl.OPTIONS,
-    )
 
 
 def step(
@@ -59,14 +29,11 @@ def step(
     recurrent: torch.Tensor,
     shape: StateShape,
     out: torch.Tensor,
-    tokens: torch.Tensor,
-    rows: torch.Tensor,
-    copies: torch.Tensor,
+    singles: SingleTokens,
 ) -> None:
-    """Writes `DeltaRuleStates.attend` of the tokens at `tokens` to `out`, `[num_tokens, value_heads, value_dim]`, and
-    updates the states of `rows`. recurrent: `[rows, value_heads, value_dim, key_dim]`. The others as for `convolve`."""
+    """`DeltaRule.launch_step`."""
     values = min(_VALUES, triton.next_power_of_2(shape.value_dim))
-    _step[(len(tokens), shape.value_heads, triton.cdiv(shape.value_dim, values))](
+    _step[(len(singles.tokens), shape.value_heads, triton.cdiv(shape.value_dim, values))](
         mixed,
         gates.decay,
         gates.strength,
@@ -74,9 +41,7 @@ def step(
         gates.decay_bias,
         recurrent,
         out,
-        tokens,
-        rows,
-        copies,
+        *singles,
         gates.decay.stride(0),
         gates.strength.stride(0),
         shape.key_heads,
@@ -103,48 +68,9 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
 
 
 @triton.jit
-def _convolve(
-    x,
-    weight,
-    inputs,
-    out,
-    tokens,
-    rows,
-    copies,
-    stride,
-    channels,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    launch_dependents()
-    number = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < channels
-    token, row, copy = tl.load(tokens + number), tl.load(rows + number), tl.load(copies + number)
-    own = inputs + (row * channels + channel) * (WIDTH - 1)
-    copied = inputs + (copy * channels + channel) * (WIDTH - 1)
-    wait_for_previous()
-    newest = tl.load(x + token * stride + channel, mask=inside, other=0.0)
-    total = newest.to(tl.float32) * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
-    # Each thread has channels of its own, and reads an input before it writes the place before.
-    for place in tl.static_range(WIDTH - 1):
-        seen = tl.load(own + place, mask=inside, other=0.0)
-        total += seen.to(tl.float32) * tl.load(weight + channel * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
-        if place > 0:
-            tl.store(own + place - 1, seen, mask=inside)
-            tl.store(copied + place - 1, seen, mask=inside & (copy >= 0))
-    tl.store(own + WIDTH - 2, newest, mask=inside)
-    tl.store(copied + WIDTH - 2, newest, mask=inside & (copy >= 0))
-    tl.store(out + token * channels + channel, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def log_decay_and_beta(decay, strength, decay_log, decay_bias):
     """`TokenGates.log_decay` and `beta` of float32 numbers."""
-    sum_ = decay + decay_bias
-    # The softplus; for large numbers, the number itself.
-    soft = tl.where(sum_ > 20.0, sum_, tl.log(1.0 + tl.exp(tl.minimum(sum_, 20.0))))
-    return -tl.exp(decay_log) * soft, tl.sigmoid(strength)
+    return -tl.exp(decay_log) * softplus(decay + decay_bias), tl.sigmoid(strength)
 
 
 @triton.jit

@@ -13,7 +13,8 @@ class Routing:
     | field | meaning |
     | --- | --- |
     | `top_k` | number of experts of a token |
-    | `scores` | how logits become scores |
+    | `scores` | how logits become scores. `sparsemixer`: one expert after the other, see `_sparse_mixer` |
+    | `jitter` | of `sparsemixer`: half the distance from the largest logit, as a part of it, up to which others count |
     | `is_normalised` | the scores of a token's experts are divided by their sum |
     | `scale` | factor of all weights, applied last |
     | `groups`, `groups_kept` | experts are in `groups` equal groups; a token's are in `groups_kept` of them |
@@ -25,19 +26,22 @@ class Routing:
     """
 
     top_k: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     is_normalised: bool = True
     scale: float = 1.0
     groups: int = 1
     groups_kept: int = 1
     least_sum: float = 0.0
     group_top: int = 2
+    jitter: float = 0.0
 
 
 def choose(
     logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`kernels.experts.routing.route` by PyTorch's operators: its definition."""
+    if routing.scores == "sparsemixer":
+        return _sparse_mixer(logits, routing)
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(-1)
     ranks = scores if bias is None else scores + bias
     if routing.groups > 1:
@@ -52,6 +56,19 @@ def choose(
     if routing.is_normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp_(min=routing.least_sum)
     return chosen.int(), weights * routing.scale
+
+
+def _sparse_mixer(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """SparseMixer-v2 without its noise (https://arxiv.org/abs/2409.12136): each expert is the one with the largest
+    logit that is left. Its weight is its share of a softmax over those left whose logits are near, by `jitter`."""
+    left, chosen, weights = logits, [], []
+    for _ in range(routing.top_k):
+        most, index = left.max(-1, keepdim=True)
+        is_far = (most - logits) / torch.maximum(logits.abs(), most) > 2 * routing.jitter
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(1, index))
+        chosen.append(index)
+        left = left.scatter(1, index, float("-inf"))
+    return torch.cat(chosen, 1).int(), torch.cat(weights, 1)
 
 
 def with_always(

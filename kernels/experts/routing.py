@@ -23,7 +23,7 @@ def route(
     (https://arxiv.org/abs/2412.19437, section 2.1.2), or the largest (https://arxiv.org/abs/2405.04434, section 2.2.2).
     load: int64 `[experts]`, to which the number of tokens of each expert is added.
     """
-    if logits.is_cuda:
+    if logits.is_cuda and routing.scores != "sparsemixer":
         from kernels.experts import routing_kernel
 
         return routing_kernel.route(logits, routing, bias, always, gated, load)

@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation (https://arxiv.org/abs/1910.07467)."""
+"""Normalisation: by the root of the mean square (https://arxiv.org/abs/1910.07467), or of layers
+(https://arxiv.org/abs/1607.06450)."""
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
         return fused.rms_norm(x, weight, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def normalise(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """The `rms_norm` of x, `[n, size]`, with the weights `norm`, `[size]`; or its layer norm, with the weights and
+    biases `norm`, `[2, size]`."""
+    if norm.ndim == 1:
+        return rms_norm(x, norm, eps)
+    return F.layer_norm(x, norm.shape[1:], norm[0], norm[1], eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864), and its scaling for long contexts."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Rope:
     they load, which changes no product of the two. Pairs that are not rotated turn by an angle of zero.
 
     The dynamic kind has no effect up to the model's own context length, and longer contexts are not served: beyond it,
-    a token's keys would depend on the lengths of other sequences in the batch.
+    a token's keys would depend on the lengths of other sequences in the batch. For the same reason longrope has one
+    list of factors for all sequences: that for long contexts if `up_to` was told of any.
     """
 
     head_dim: int
@@ -34,8 +35,13 @@ class Rope:
             raise ValueError(f"rope type {self.kind!r} is not supported; these are: {', '.join(KINDS)}")
         if self.rotated is not None and self.rotated % 2:
             raise ValueError(f"an odd number of dimensions, {self.rotated}, cannot be rotated in pairs")
-        if self._size < self.head_dim and self.amplitude != 1.0:
-            raise ValueError("yarn that changes the amplitude of a part of each head is not supported")
+
+    def up_to(self, length: int) -> "Rope":
+        """The same for contexts of at most `length` tokens."""
+        if self.kind != "longrope":
+            return self
+        is_long = length > self.scaling["original_max_position_embeddings"]
+        return replace(self, scaling=self.scaling | {"is_long": is_long})
 
     @property
     def order(self) -> tuple[int, ...] | None:
@@ -53,7 +59,10 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """The factor of cosines and sines: 1 except for yarn, where it takes the place of a softmax temperature."""
+        """The factor of cosines and sines of the dimensions that are rotated: 1 except for yarn and longrope, where it
+        takes the place of a softmax temperature."""
+        if self.kind == "longrope":
+            return self._longrope_amplitude()
         if self.kind != "yarn":
             return 1.0
         if (given := self.scaling.get("attention_factor")) is not None:
@@ -83,19 +92,39 @@ class Rope:
             return _llama3(plain, self.scaling)
         if self.kind == "yarn":
             return self._yarn(plain)
+        if self.kind == "longrope":
+            factors = self.scaling["long_factor" if self.scaling.get("is_long") else "short_factor"]
+            return plain / torch.tensor(factors, dtype=torch.float32)
         return plain
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The cosines and sines for `rotate`, `[n, 1, head_dim]` each, of int64 positions `[n]`. The sines of the first
         half are negated. Angles are computed in float32 for any dtype."""
         turns = (positions[:, None].float() * self.frequencies().to(positions.device))[:, None]
-        cos, sin = turns.cos() * self.amplitude, turns.sin() * self.amplitude
+        factors = self._amplitudes(positions.device)
+        cos, sin = turns.cos() * factors, turns.sin() * factors
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
     def table(self, length: int, device: torch.device) -> torch.Tensor:
         """The cosines, then the sines, of every position below `length`: float32 `[length, head_dim]`."""
         turns = torch.arange(length, dtype=torch.float32, device=device)[:, None] * self.frequencies().to(device)
-        return torch.cat((turns.cos(), turns.sin()), dim=-1) * self.amplitude
+        factors = self._amplitudes(device)
+        return torch.cat((turns.cos() * factors, turns.sin() * factors), dim=-1)
+
+    def _amplitudes(self, device: torch.device) -> torch.Tensor:
+        """`amplitude` of each pair of dimensions, 1 for those that are not rotated: float32 `[head_dim // 2]`."""
+        factors = torch.ones(self.head_dim // 2, device=device)
+        factors[: self._size // 2] = self.amplitude
+        return factors
+
+    def _longrope_amplitude(self) -> float:
+        """As https://arxiv.org/abs/2402.13753 has it, or the model's own."""
+        scaling = self.scaling
+        for name in ("long_mscale" if scaling.get("is_long") else "short_mscale", "attention_factor"):
+            if (given := scaling.get(name)) is not None:
+                return float(given)
+        factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
     def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
         """Interpolates slow dimensions and leaves fast ones as they are, with a ramp between the two

@@ -76,6 +76,9 @@ GRANITE = {
     "logits_scaling": 3.0,
 }
 
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_expand": 1, "mamba_d_state": 6, "mamba_chunk_size": 16}
+MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+
 LATENT = {
     "kv_lora_rank": 24,
     "q_lora_rank": 20,
@@ -195,10 +198,43 @@ TINY: dict[str, tuple[str, dict]] = {
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 1,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "original_max_position_embeddings": 1,
+                "attention_factor": 1.2,
+                "short_factor": [1.0, 1.0, 1.0],
+                "long_factor": [1.1, 2.5, 7.0],
+            },
+        },
+    ),
     "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {"attention_bias": True, "rms_norm_eps": 1e-5}),
     "ernie4_5": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "phimoe": (
+        "phimoe",
+        {
+            "num_local_experts": 5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.6,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 256,
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "short_factor": [1.0, 1.1, 1.3, 2.0, 3.0, 7.0],
+                "long_factor": [1.0] * 6,
+            },
+        },
+    ),
     "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_moe_sparse_step": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": False}),
@@ -249,11 +285,26 @@ TINY: dict[str, tuple[str, dict]] = {
     "qwen3_next": ("qwen3_next", EXPERTS | NETS | {"shared_expert_intermediate_size": 28}),
     "qwen3_5": ("qwen3_5_text", NETS | {"full_attention_interval": 2, "tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", EXPERTS | NETS | {"shared_expert_intermediate_size": 28}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        GRANITE
+        | MAMBA2
+        | {"layer_types": MIXED, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 24},
+    ),
+    "granitemoehybrid_dense": (
+        "granitemoehybrid",
+        GRANITE
+        | MAMBA2
+        | {"layer_types": MIXED, "num_local_experts": 0, "mamba_n_groups": 2, "position_embedding_type": "rope"},
+    ),
+    "bamba": ("bamba", MAMBA2 | {"mamba_n_groups": 4, "mamba_conv_bias": False, "attn_layer_indices": [1]}),
 }
 
-# With recurrent states. Layers that normalise each head's output magnify what is rounded off: on such models float32
-# logits of transformers are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
-HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+# Layers that normalise each head's output magnify what is rounded off: on such models float32 logits of transformers
+# are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
+DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+# With recurrent states.
+HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
 
 
 def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:

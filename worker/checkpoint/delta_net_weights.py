@@ -1,64 +1,54 @@
 """Where the tensors of a gated delta net go: the parts of each that a rank has, and their places in its parameters."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from worker.checkpoint.recurrent_tensor import RecurrentTensor, moved, scaled
+from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.sharding import Shard
 
 
-class NetTensor(NamedTuple):
-    """A tensor of a checkpoint, of `shape`. Of its elements along `dim`, each range of `parts` goes to `parameter`,
-    with its first element at the index given with the range."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    dim: int
-    parts: tuple[tuple[int, range], ...]
-
-
-def net_tensors(shard: Shard) -> dict[str, NetTensor]:
+def net_tensors(shard: Shard, whole: DeltaNetConfig) -> dict[str, RecurrentTensor]:
     """The tensors of a layer's gated delta net that this rank needs, by their names within the layer."""
-    whole, own = shard.whole.delta_net, shard.config.delta_net
-    assert whole is not None and own is not None
+    own = shard.config.recurrent
+    assert own is not None
     states, hidden = whole.states, shard.whole.hidden_size
-    heads, group = shard.key_heads, states.value_heads // states.key_heads
-    values = range(heads.start * group, heads.stop * group)
+    heads, values, group = shard.key_heads, shard.value_heads, states.value_heads // states.key_heads
     key_size, value_size = states.key_dim, group * states.value_dim  # elements of one key head
     all_keys, all_values = states.key_heads * key_size, states.key_heads * value_size
     own_keys = own.states.key_heads * key_size
-    of_keys, of_values = _scaled(heads, key_size), _scaled(heads, value_size)
+    of_keys, of_values = scaled(heads, key_size), scaled(heads, value_size)
 
     # Queries, keys and values stand in this order in the convolution, and in the product of a checkpoint with a tensor
     # for each.
     mixed = (
         (0, of_keys),
-        (own_keys, _moved(of_keys, all_keys)),
-        (2 * own_keys, _moved(of_values, 2 * all_keys)),
+        (own_keys, moved(of_keys, all_keys)),
+        (2 * own_keys, moved(of_values, 2 * all_keys)),
     )
-    channels, _, _, _ = own.projected_sizes
+    channels = own.states.channels
     firsts = (channels, channels + own.projected_sizes[1], sum(own.projected_sizes[:3]))
     tensors = {
-        "conv1d.weight": NetTensor("conv", (states.channels, 1, states.width), 0, mixed),
-        "A_log": NetTensor("decay_log", (states.value_heads,), 0, ((0, values),)),
-        "dt_bias": NetTensor("decay_bias", (states.value_heads,), 0, ((0, values),)),
-        "norm.weight": NetTensor("head_scale", (states.value_dim,), 0, ((0, range(states.value_dim)),)),
-        "out_proj.weight": NetTensor("out", (hidden, all_values), 1, ((0, of_values),)),
+        "conv1d.weight": RecurrentTensor("conv", (states.channels, 1, states.width), 0, mixed),
+        "A_log": RecurrentTensor("decay_log", (states.value_heads,), 0, ((0, values),)),
+        "dt_bias": RecurrentTensor("decay_bias", (states.value_heads,), 0, ((0, values),)),
+        "norm.weight": RecurrentTensor("head_scale", (states.value_dim,), 0, ((0, range(states.value_dim)),)),
+        "out_proj.weight": RecurrentTensor("out", (hidden, all_values), 1, ((0, of_values),)),
     }
     if not whole.is_fused:
         gates, strengths, decays = firsts
         return tensors | {
-            "in_proj_qkv.weight": NetTensor("qkv", (states.channels, hidden), 0, mixed),
-            "in_proj_z.weight": NetTensor("qkv", (all_values, hidden), 0, ((gates, of_values),)),
-            "in_proj_b.weight": NetTensor("qkv", (states.value_heads, hidden), 0, ((strengths, values),)),
-            "in_proj_a.weight": NetTensor("qkv", (states.value_heads, hidden), 0, ((decays, values),)),
+            "in_proj_qkv.weight": RecurrentTensor("qkv", (states.channels, hidden), 0, mixed),
+            "in_proj_z.weight": RecurrentTensor("qkv", (all_values, hidden), 0, ((gates, of_values),)),
+            "in_proj_b.weight": RecurrentTensor("qkv", (states.value_heads, hidden), 0, ((strengths, values),)),
+            "in_proj_a.weight": RecurrentTensor("qkv", (states.value_heads, hidden), 0, ((decays, values),)),
         }
     large = ((0, key_size), (own_keys, key_size), (2 * own_keys, value_size), (firsts[0], value_size))
     small = ((firsts[1], group), (firsts[2], group))
     return tensors | {
-        "in_proj_qkvz.weight": NetTensor(
+        "in_proj_qkvz.weight": RecurrentTensor(
             "qkv", (states.channels + all_values, hidden), 0, tuple(_by_head(heads, large))
         ),
-        "in_proj_ba.weight": NetTensor("qkv", (2 * states.value_heads, hidden), 0, tuple(_by_head(heads, small))),
+        "in_proj_ba.weight": RecurrentTensor("qkv", (2 * states.value_heads, hidden), 0, tuple(_by_head(heads, small))),
     }
 
 
@@ -71,11 +61,3 @@ def _by_head(heads: range, kinds: tuple[tuple[int, int], ...]) -> Iterator[tuple
         for first, size in kinds:
             yield first + number * size, range(start, start + size)
             start += size
-
-
-def _scaled(part: range, factor: int) -> range:
-    return range(part.start * factor, part.stop * factor)
-
-
-def _moved(part: range, by: int) -> range:
-    return range(part.start + by, part.stop + by)

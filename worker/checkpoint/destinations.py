@@ -5,13 +5,18 @@ from typing import NamedTuple
 import torch
 
 from worker.checkpoint.delta_net_weights import net_tensors
+from worker.checkpoint.mamba2_weights import mamba2_tensors
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
+from worker.models.gated_delta_net import DeltaNetConfig
+from worker.models.mamba2 import Mamba2Config
 from worker.models.parameters import parameter_shapes
+from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
-_FUSED_GATE_UP = ("phi3", "glm", "glm4", "granitemoeshared")  # and with one for gates and ups
+_FUSED_GATE_UP = ("phi3", "glm", "glm4", "granitemoeshared", "granitemoehybrid")  # and with one for gates and ups
+_MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {
     "input_layernorm": "input_norm",
     "post_attention_layernorm": "attention_out_norm",
@@ -50,7 +55,8 @@ class TensorPiece(NamedTuple):
 
 class Destination(NamedTuple):
     """Destination of a checkpoint's tensor of `shape`: its `pieces` along `dim` go to `parameter`. `expert` is the
-    index in the parameter's first dimension, which the tensor lacks; None if it has all dimensions."""
+    index in the parameter's first dimension, which the tensor lacks: that of an expert, or of a norm's weights or
+    biases; None if it has all dimensions."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -66,8 +72,9 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     vocabulary, hidden = (shard.whole.vocab_size, shard.whole.hidden_size), shard.whole.hidden_size
     destinations = {
         "model.embed_tokens.weight": _whole("embedding", vocabulary, shard.vocabulary),
-        "model.norm.weight": _whole("norm", (hidden,)),
+        **_norm_destination("model.norm", "norm", shard.whole),
         "lm_head.weight": _whole("head", vocabulary, shard.vocabulary),
+        "lm_head.bias": _whole("head_bias", vocabulary[:1], shard.vocabulary),
     }
     if (inputs := shard.whole.layer_inputs) is not None:
         size = inputs.size * inputs.layers
@@ -80,7 +87,8 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         layer = _attention_destinations(part, index) | _norm_destinations(shard.whole) | _further_destinations(shard)
         experts = shard.config.experts_of(own)
         if experts is None:
-            layer |= _mlp_destinations(part, "mlp", part.whole.intermediate_size, part.intermediate)
+            name = _MLPS.get(shard.whole.model_type, "mlp")
+            layer |= _mlp_destinations(part, name, part.whole.intermediate_size, part.intermediate)
         else:
             layer |= _expert_destinations(shard, stacked)
         for tensor, destination in layer.items():
@@ -92,9 +100,9 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
 
 def _attention_destinations(shard: Shard, index: int) -> dict[str, Destination]:
     """Destinations of the tensors of the attention of layer `index`, or of what it has in place of one."""
-    net, order = shard.whole.delta_net, shard.whole.ropes[index].order
-    if net is not None and net.layers[index]:
-        return _net_destinations(shard)
+    recurrent, order = shard.whole.recurrent, shard.whole.ropes[index].order
+    if recurrent is not None and recurrent.layers[index]:
+        return _recurrent_destinations(shard, recurrent)
     return _head_destinations(shard, order) if shard.whole.latent is None else _latent_destinations(shard, order)
 
 
@@ -171,13 +179,16 @@ def _behind(first: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None
     return None if order is None else (*range(first), *(first + place for place in order))
 
 
-def _net_destinations(shard: Shard) -> dict[str, Destination]:
-    """Destinations of the tensors of a layer's gated delta net."""
+def _recurrent_destinations(shard: Shard, whole: RecurrentConfig) -> dict[str, Destination]:
+    """`_attention_destinations` of a recurrent layer."""
+    if isinstance(whole, Mamba2Config):
+        prefix, tensors = "mamba", mamba2_tensors(shard, whole)
+    else:
+        assert isinstance(whole, DeltaNetConfig)
+        prefix, tensors = "linear_attn", net_tensors(shard, whole)
     return {
-        f"linear_attn.{name}": Destination(
-            to.parameter, to.shape, to.dim, tuple(TensorPiece(*part) for part in to.parts)
-        )
-        for name, to in net_tensors(shard).items()
+        f"{prefix}.{name}": Destination(to.parameter, to.shape, to.dim, tuple(TensorPiece(*part) for part in to.parts))
+        for name, to in tensors.items()
     }
 
 
@@ -283,13 +294,26 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
 def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
     if config.model_type == "glm4":
         names = _GLM4_NORMS
+    elif config.model_type == "bamba":
+        names = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     elif config.sandwich_norms:
         names = _SANDWICH_NORMS
     else:
         names = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
-    return {f"{tensor}.weight": _whole(parameter, (config.hidden_size,)) for tensor, parameter in names.items()}
+    destinations: dict[str, Destination] = {}
+    for tensor, parameter in names.items():
+        destinations |= _norm_destination(tensor, parameter, config)
+    return destinations
+
+
+def _norm_destination(tensor: str, parameter: str, config: DecoderConfig) -> dict[str, Destination]:
+    """Destinations of a norm's weights, and of its biases if it has any."""
+    weights = _whole(parameter, (config.hidden_size,))
+    if not config.layer_norms:
+        return {f"{tensor}.weight": weights}
+    return {f"{tensor}.weight": weights._replace(expert=0), f"{tensor}.bias": weights._replace(expert=1)}
 
 
 def _whole(parameter: str, shape: tuple[int, ...], kept: range | None = None) -> Destination:

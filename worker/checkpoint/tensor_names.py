@@ -37,13 +37,14 @@ def full_name(name: str) -> str:
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
+    name = re.sub(r"\bfinal_layernorm\.", "norm.", name)  # Bamba's
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def is_ignored(name: str, config: DecoderConfig) -> bool:
     """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
     model has for images and sounds, and a hybrid for drafts; keys and values of layers that read others'."""
-    if name.removeprefix("model.").startswith(_OF_MEDIA) or (config.delta_net is not None and name.startswith("mtp.")):
+    if name.removeprefix("model.").startswith(_OF_MEDIA) or (config.recurrent is not None and name.startswith("mtp.")):
         return True
     of_kv = re.match(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.", name)
     if of_kv is not None and config.own_sizes is not None and int(of_kv[1]) < config.num_layers:
@@ -66,4 +67,4 @@ def is_elsewhere(name: str, shard: Shard) -> bool:
         return not shard.config.has_embedding
     if name.startswith(("model.embed_tokens_per_layer.", "model.per_layer_")):
         return not shard.config.is_first
-    return name in ("model.norm.weight", "lm_head.weight") and not shard.config.is_last
+    return name.startswith(("model.norm.", "lm_head.")) and not shard.config.is_last

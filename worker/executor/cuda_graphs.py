@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kernels.attention.interface import AttentionBatch, GraphAttention, SharedPrefixes, token_positions
-from kernels.delta_rule.states import NO_COPIES, DeltaRuleStates, StateBatch
 from kernels.host_device import GraphInputs
+from kernels.recurrent.states import NO_COPIES, RecurrentStates, StateBatch
 from pipeline.padding import decode_sizes, token_sizes
 from worker.models.adapted_layers import AdaptedLayers
 from worker.models.decoder import Decoder
@@ -66,7 +66,7 @@ class CudaGraphRunner:
         logits: torch.Tensor,
         max_tokens: int,
         begin: Callable[[], torch.Tensor | None],
-        states: DeltaRuleStates | None = None,
+        states: RecurrentStates | None = None,
         adapted: AdaptedLayers | None = None,
     ) -> None:
         """Allocate the shared tensors. `capture` makes the graphs.
@@ -171,7 +171,7 @@ class CudaGraphRunner:
           logits of all tokens.
         - `logit_slots`: int64 `[m]`, the slots whose newest token the argmax of each of these logits becomes; -1 for
           none.
-        - `copies`: of recurrent states, as `kernels.delta_rule.states.StateBatch` has them.
+        - `copies`: of recurrent states, as `kernels.recurrent.states.StateBatch` has them.
         - `adapters`: integers `[n]`, the slot of each token's adapter, -1 for none. None: no token has one.
 
         Returns logits, `[m, vocab_size]`, and their argmax, int64 `[m]` (see `kernels.ops.argmax`). On a stage before
@@ -256,7 +256,7 @@ class CudaGraphRunner:
         """Sets the states with which sequences begin. Returns the row that gets a copy of each token's, -1 for none."""
         if self._states is None:
             return _NONE
-        from kernels.delta_rule.triton_states import copies_of_singles
+        from kernels.recurrent.triton_states import copies_of_singles
 
         own = StateBatch(batch.rows, batch.starts, batch.lengths, copies)
         self._states.begin(own)
@@ -264,7 +264,7 @@ class CudaGraphRunner:
 
     def _plan_states(self, slots: torch.Tensor) -> None:
         """Plans a step of decodes in these slots, with the copies that the inputs say."""
-        from kernels.delta_rule.triton_states import TritonStates
+        from kernels.recurrent.triton_states import TritonStates
 
         if self._states is not None:
             assert isinstance(self._states, TritonStates), "graphs are for states on a GPU"

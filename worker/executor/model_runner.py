@@ -19,8 +19,8 @@ from kernels.attention.interface import (
     GraphAttention,
     token_positions,
 )
-from kernels.delta_rule.states import DeltaRuleStates, StateBatch
 from kernels.host_device import all_to_device, reserve_pinned
+from kernels.recurrent.states import RecurrentStates, StateBatch
 from pipeline.padding import MOST_TOKENS, mixed_sizes
 from worker.config import WorkerConfig
 from worker.executor import kv_cache, state_cache, window_cache
@@ -81,7 +81,7 @@ class ModelRunner(Executor):
         hf = read_config(model)
         shard = self._own_shard(hf, config)
         _check_speculation(config, shard.whole)
-        self.has_states = shard.whole.delta_net is not None
+        self.has_states = shard.whole.recurrent is not None
         self.model_config, self.vocab_size = shard.config, shard.config.vocab_size
         self.attention_choice = self._choose_attention()
         self.eos_token_ids = eos_token_ids(model, hf.eos_token_id)
@@ -290,7 +290,7 @@ class ModelRunner(Executor):
         attention: AttentionBackend,
         begin: Callable[[], torch.Tensor | None],
         hidden_indices: np.ndarray | None = None,
-        states: DeltaRuleStates | None = None,
+        states: RecurrentStates | None = None,
         adapted: list[DecoderLayer] | None = None,
     ) -> ForwardOutput:
         """Runs a step without a CUDA graph of the whole step.
@@ -471,7 +471,7 @@ class ModelRunner(Executor):
         torch.cuda.empty_cache()
         return working_bytes
 
-    def _allocate_states(self, checkpoints: int = 0) -> DeltaRuleStates | None:
+    def _allocate_states(self, checkpoints: int = 0) -> RecurrentStates | None:
         """Allocates the recurrent states of all slots, and rows for checkpoints; None for layers without any."""
         return state_cache.allocate(self.model_config, self._max_running, checkpoints, self.device, self.dtype)
 
@@ -553,7 +553,7 @@ class ModelRunner(Executor):
 
 def _check_speculation(config: WorkerConfig, model: DecoderConfig) -> None:
     """Raises ValueError if drafts are to be verified by a model with recurrent states."""
-    if config.speculates and model.delta_net is not None:
+    if config.speculates and model.recurrent is not None:
         raise ValueError(
             f"speculation is {config.speculation}, which a {model.model_type} model does not support: drafts that turn "
             "out wrong would stay in its recurrent states. Set speculation to off, and no draft_model"

@@ -1,11 +1,11 @@
-"""Memory of the states of gated delta nets. Row s is the state of the running sequence in slot s. The row after those
-of the slots is for padding of a batch to a CUDA graph's size. The rows after it are checkpoints: copies of states that
-later sequences go on from."""
+"""Memory of recurrent states. Row s is the state of the running sequence in slot s. The row after those of the slots is
+for padding of a batch to a CUDA graph's size. The rows after it are checkpoints: copies of states that later sequences
+go on from."""
 
 import torch
 
-from kernels.delta_rule.states import DeltaRuleStates
-from kernels.delta_rule.torch_states import TorchStates
+from kernels.recurrent.states import RecurrentStates
+from kernels.recurrent.torch_states import TorchStates
 from worker.executor import kv_cache
 from worker.models.config import DecoderConfig
 
@@ -15,9 +15,9 @@ BYTES_PER_KV_BYTE = 1.0
 
 
 def row_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of one sequence's states in all layers of a rank; 0 without gated delta nets."""
-    net = config.delta_net
-    return 0 if net is None else net.num_layers * net.states.row_bytes(dtype)
+    """Returns the bytes of one sequence's states in all layers of a rank; 0 without recurrent layers."""
+    recurrent = config.recurrent
+    return 0 if recurrent is None else recurrent.num_layers * recurrent.states.row_bytes(dtype)
 
 
 def num_checkpoints(whole: DecoderConfig, dtype: torch.dtype, kv_tokens: int, configured: int | None) -> int:
@@ -45,20 +45,19 @@ def first_checkpoint(slots: int) -> int:
 
 def allocate(
     config: DecoderConfig, slots: int, checkpoints: int, device: torch.device, dtype: torch.dtype
-) -> DeltaRuleStates | None:
-    """Allocates the rows of slots, of padding and of checkpoints; None for layers without gated delta nets. On a CPU, a
-    row takes memory only once it is written."""
-    net = config.delta_net
-    if net is None or not net.num_layers:
+) -> RecurrentStates | None:
+    """Allocates the rows of slots, of padding and of checkpoints; None without recurrent layers. On a CPU, a row takes
+    memory only once it is written."""
+    if config.recurrent is None or not config.recurrent.num_layers:
         return None
-    states, layers = net.states, net.num_layers
+    states, layers = config.recurrent.states, config.recurrent.num_layers
     heads = (states.value_heads, states.value_dim, states.key_dim)
     rows = first_checkpoint(slots) + checkpoints
     recurrent = torch.empty(layers, rows, *heads, dtype=torch.float32, device=device)
     inputs = torch.empty(layers, rows, states.channels, states.width - 1, dtype=dtype, device=device)
     if device.type != "cuda":
         return TorchStates(recurrent, inputs, states)
-    from kernels.delta_rule.triton_states import TritonStates
+    from kernels.recurrent.triton_states import TritonStates
 
     recurrent[:, slots].zero_()  # padding has numbers, whatever it does to them
     inputs[:, slots].zero_()

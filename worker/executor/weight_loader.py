@@ -31,7 +31,7 @@ Parameters = dict[str, AnyWeight]
 Kept = Literal["numbers", "blocks", "fp8"]
 """How a parameter is in memory: in floating point, or as its format has it."""
 
-_FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".expert_scales")
+_FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip", ".expert_scales")
 _QUANTIZED = ("qkv", "q_b", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
 _EXPERTS = ("experts_gate_up", "experts_down")
 _EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 8 bits
@@ -80,8 +80,8 @@ def load_weights(
 def _check_quantization(quantization: str | None, config: DecoderConfig) -> None:
     if quantization is not None and config.experts is not None:
         raise ValueError(f"quantization {quantization} does not support models with experts: leave it out")
-    if quantization is not None and config.delta_net is not None:
-        raise ValueError(f"quantization {quantization} does not support gated delta nets: leave it out")
+    if quantization is not None and config.recurrent is not None:
+        raise ValueError(f"quantization {quantization} does not support recurrent layers: leave it out")
 
 
 def _matched(

@@ -29,7 +29,7 @@ def window_tokens(whole: DecoderConfig, longest: int, config: WorkerConfig) -> i
     """Returns the window of the layers that get pages of their own; None if there are none, or nothing is gained: the
     window is as long as sequences are. `whole`: the model without any cut. `longest`: the longest sequence."""
     windows = {window for window in whole.windows if window is not None}
-    if len(windows) != 1 or config.window_kv_tokens == 0 or whole.latent is not None or whole.delta_net is not None:
+    if len(windows) != 1 or config.window_kv_tokens == 0 or whole.latent is not None or whole.recurrent is not None:
         return None
     (window,) = windows
     return window if window < longest else None

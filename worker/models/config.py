@@ -17,10 +17,10 @@ from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
 from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
-from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.quantization import quantization
+from worker.models.recurrent_layer import RecurrentConfig
 
 
 class _EndTokens(msgspec.Struct):
@@ -43,6 +43,7 @@ class DecoderConfig:
     | `keys_are_values` | values are the keys before norm and rotation (`of_layer`) |
     | `gemma_norms` | norms multiply, in float32, by one plus the stored weight |
     | `float32_norms` | norms multiply in float32 |
+    | `layer_norms` | norms subtract the mean and have biases |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate |
@@ -53,10 +54,11 @@ class DecoderConfig:
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
     | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
-    | `delta_net` | of the layers that have a gated delta net in place of attention |
+    | `recurrent` | of the layers that have recurrent states in place of attention |
     | `layer_inputs` | inputs of each layer besides the hidden states |
     | `layer_scales` | the output of each layer is multiplied by a number |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
+    | `head_bias` | the head has biases |
     | `logit_scale` | factor of all logits |
     | `extra_layers` | layers that a checkpoint has after the model's own, for training or drafts; they are not loaded |
     | `ranks` | number of ranks that share the layers (`worker.models.sharding`) |
@@ -95,18 +97,20 @@ class DecoderConfig:
     value_norm: bool = False
     gemma_norms: bool = False
     float32_norms: bool = False
+    layer_norms: bool = False
     pre_norms: bool = True
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
     attention_softcap: float | None = None
     has_sinks: bool = False
+    head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     latent: LatentHeads | None = None
     q_lora_rank: int | None = None
     output_gate: bool = False
     experts: ExpertsConfig | None = None
-    delta_net: DeltaNetConfig | None = None
+    recurrent: RecurrentConfig | None = None
     layer_inputs: LayerInputsConfig | None = None
     layer_scales: bool = False
     extra_layers: int = 0
@@ -127,9 +131,10 @@ class DecoderConfig:
 
     def up_to(self, length: int) -> "DecoderConfig":
         """The same for sequences of at most `length` tokens: a chunk that none of them leaves is no window."""
+        ropes = tuple(rope.up_to(length) for rope in self.ropes)
         if self.in_chunks and all(window is None or window >= length for window in self.windows):
-            return replace(self, windows=(None,) * self.num_layers, in_chunks=False)
-        return self
+            return replace(self, windows=(None,) * self.num_layers, in_chunks=False, ropes=ropes)
+        return replace(self, ropes=ropes)
 
     def of_layer(self, index: int) -> "DecoderConfig":
         """The same with the sizes of layer `index` for all layers."""
@@ -144,8 +149,8 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention."""
-        nets = None if self.delta_net is None else self.delta_net.layers
-        return [index for index in range(self.num_layers) if nets is None or not nets[index]]
+        recurrent = None if self.recurrent is None else self.recurrent.layers
+        return [index for index in range(self.num_layers) if recurrent is None or not recurrent[index]]
 
     @property
     def kv_layers(self) -> list[int]:
@@ -387,6 +392,10 @@ def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index:
     parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
     part = 1.0 if kind == "proportional" else parameters.pop("partial_rotary_factor", 1.0)
+    if kind == "longrope":
+        original = parameters.get("original_max_position_embeddings") or hf.original_max_position_embeddings
+        parameters["original_max_position_embeddings"] = original
+        parameters["factor"] = parameters.get("factor") or hf.max_position_embeddings / original
     if not rules.layers.get(index, True):
         return Rope(head_dim, theta, rotated=0)
     if part != 1.0 and not rules.is_partial:

@@ -20,20 +20,20 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention.interface import AttentionBackend
-from kernels.delta_rule.states import DeltaRuleStates
 from kernels.linear.block_linear import BlockLinear
 from kernels.linear.block_weight import BlockMatrix
 from kernels.linear.gemm_autotune import Epilogue, TuneResult, autotune
 from kernels.linear.linear import Linear
-from kernels.ops.norm import rms_norm
+from kernels.ops.norm import normalise
+from kernels.recurrent.states import RecurrentStates
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP
 from worker.models.forward_context import ForwardContext
-from worker.models.gated_delta_net import GatedDeltaNet
 from worker.models.latent_attention import LatentAttention
 from worker.models.layer import DecoderLayer, SelfAttention
 from worker.models.layer_inputs import LayerInputs
 from worker.models.parameters import pop_layer
+from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import EMBEDDING_TURN, HalfBatchStream, OneTokenStream, ResidualStream
 from worker.parallel.communicator import Communicator
 
@@ -112,7 +112,8 @@ class Decoder:
         if config.is_last:
             self.norm = parameters.pop("norm")
             head = self.embedding if config.tied_embeddings else parameters.pop("head")
-            self.head = BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head)
+            bias = parameters.pop("head_bias", None)
+            self.head = BlockLinear(head) if isinstance(head, BlockMatrix) else Linear(head, bias)
         self.expert_load = self._make_expert_load()
         self.layers = [
             DecoderLayer.from_parameters(config, index, self._pop_layer(parameters, index))
@@ -123,7 +124,9 @@ class Decoder:
         self.is_on_gpu = self.device.type == "cuda"
         # Float32 keeps to the products of large batches.
         self._has_one_token_path = (
-            self.is_on_gpu and not config.sandwich_norms and dtype in (torch.bfloat16, torch.float16)
+            self.is_on_gpu
+            and not (config.sandwich_norms or config.layer_norms or config.head_bias)
+            and dtype in (torch.bfloat16, torch.float16)
         )
 
     def _make_layer_inputs(self, parameters: dict[str, Any]) -> tuple[LayerInputs | None, torch.Tensor | None]:
@@ -139,7 +142,7 @@ class Decoder:
     def has_pieces(self) -> bool:
         """Whether `piece` supports the model: all layers have the same sizes, attention, and no inputs of their own."""
         config = self.config
-        return config.delta_net is None and config.own_sizes is None and config.layer_inputs is None
+        return config.recurrent is None and config.own_sizes is None and config.layer_inputs is None
 
     def _make_expert_load(self) -> torch.Tensor | None:
         """Counts of the tokens of each layer and expert so far, int64 `[num_layers, experts]`, with expert
@@ -170,7 +173,7 @@ class Decoder:
         """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `forward`."""
         tables = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}
         for layer in self.layers:
-            if not isinstance(layer.attention, GatedDeltaNet):
+            if not isinstance(layer.attention, RecurrentLayer):
                 layer.attention.rope_table = tables[layer.attention.rope]
 
     @torch.inference_mode()
@@ -219,11 +222,11 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBackend,
         logit_indices: torch.Tensor | None = None,
-        states: DeltaRuleStates | None = None,
+        states: RecurrentStates | None = None,
         adapted: Sequence[DecoderLayer] | None = None,
     ) -> torch.Tensor:
         """Runs all layers for the chunks that `attention` has planned, in their order, as have `states`, where the
-        model has gated delta nets.
+        model has recurrent layers.
 
         - `inputs`: token ids, int64 `[n]`. After another stage: its output, `[n, config.received_size]`, which is
           overwritten.
@@ -268,7 +271,7 @@ class Decoder:
         if index > 0:
             self.layers[index - 1].post_attention(stream, buffers.attended.flatten(1))
         attention = self.layers[index].attention
-        assert not isinstance(attention, GatedDeltaNet), "models with gated delta nets are not run in pieces"
+        assert not isinstance(attention, RecurrentLayer), "models with recurrent layers are not run in pieces"
         attention.rotate_and_store(attention.project(stream), buffers.positions, buffers, buffers.queries)
 
     def finish(
@@ -292,7 +295,7 @@ class Decoder:
         if self._has_one_token_path and len(hidden) == 1:
             scores = self._logits_of_one(hidden, out)
         else:
-            normalised = rms_norm(hidden, self.norm, self.config.norm_eps)
+            normalised = normalise(hidden, self.norm, self.config.norm_eps)
             scores = self.head.in_float32(normalised, out if self.communicator.size == 1 else None)
         if self.communicator.size > 1:
             scores = self.communicator.all_gather(scores)[:, : self.config.vocab_size]
@@ -305,7 +308,7 @@ class Decoder:
 
     def normalised(self, hidden: torch.Tensor) -> torch.Tensor:
         """`forward`'s output after the final norm, float32 `[n, hidden_size]`."""
-        return rms_norm(hidden, self.norm, self.config.norm_eps).float()
+        return normalise(hidden, self.norm, self.config.norm_eps).float()
 
     def _stream(self, x: torch.Tensor, layer_inputs: torch.Tensor | None = None) -> ResidualStream:
         return ResidualStream(x, self.communicator, self.config.norm_eps, layer_inputs)
@@ -315,14 +318,9 @@ class Decoder:
         model has any. `inputs`: as in `forward`."""
         own, hidden = self.config.layer_inputs, self.config.hidden_size
         if not self.config.is_first:
-            return (
-                (inputs, None)
-                if own is None
-                else (
-                    inputs[:, :hidden].contiguous(),
-                    inputs[:, hidden:].unflatten(1, (own.layers, own.size)),
-                )
-            )
+            if own is None:
+                return inputs, None
+            return inputs[:, :hidden].contiguous(), inputs[:, hidden:].unflatten(1, (own.layers, own.size))
         x = self._embed(inputs)
         if self.layer_inputs is None:
             return x, None

@@ -4,19 +4,21 @@ A row says how a family differs from a plain Llama without biases, in fields of 
 to add one.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.attention.interface import LatentHeads
-from kernels.delta_rule.states import StateShape
 from kernels.experts.choice import Routing
 from kernels.ops.activation import ClampedSwiGLU
 from kernels.ops.rotary import yarn_temperature
+from kernels.recurrent.shape import StateShape
 from worker.models.experts import ExpertsConfig
 from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
+from worker.models.mamba2 import Mamba2Config
 
 HfConfig = Any
 """A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
@@ -201,6 +203,20 @@ def _mixtral(hf: HfConfig) -> dict[str, Any]:
             Routing(hf.num_experts_per_tok),
             (True,) * hf.num_hidden_layers,
         )
+    }
+
+
+def _phimoe(hf: HfConfig) -> dict[str, Any]:
+    if hf.num_experts_per_tok != 2:
+        raise ValueError(f"phimoe models with {hf.num_experts_per_tok} experts a token are not supported")
+    routing = Routing(2, "sparsemixer", jitter=hf.router_jitter_noise)
+    every = (True,) * hf.num_hidden_layers
+    return _mistral(hf) | {
+        "qkv_bias": hf.attention_bias,
+        "out_bias": hf.attention_bias,
+        "layer_norms": True,
+        "head_bias": hf.lm_head_bias,
+        "experts": ExpertsConfig(_expert_count(hf), hf.intermediate_size, routing, every),
     }
 
 
@@ -398,6 +414,7 @@ def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
         hf.linear_value_head_dim,
         hf.linear_conv_kernel_dim,
     )
+    layers = tuple(kind == "linear_attention" for kind in hf.layer_types)
     return {
         "qkv_bias": hf.attention_bias,
         "out_bias": hf.attention_bias,
@@ -405,7 +422,7 @@ def _delta_nets(hf: HfConfig, is_fused: bool) -> dict[str, Any]:
         "gemma_norms": True,
         "output_gate": True,
         "rope_rules": RopeRules(is_partial=True),
-        "delta_net": DeltaNetConfig(states, tuple(kind == "linear_attention" for kind in hf.layer_types), is_fused),
+        "recurrent": DeltaNetConfig(states, layers, hf.rms_norm_eps, is_fused),
     }
 
 
@@ -431,6 +448,38 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
     return _delta_nets(hf, is_fused=False) | {"experts": experts, "intermediate_size": hf.moe_intermediate_size}
 
 
+def _mamba2(hf: HfConfig, layers: tuple[bool, ...]) -> Mamba2Config | None:
+    """Layers with Mamba2, as Bamba names their sizes; None if there are none."""
+    if hf.mamba_proj_bias:
+        raise ValueError(f"{hf.model_type} models with mamba_proj_bias are not supported")
+    least, most = hf.time_step_limit or (0.0, math.inf)
+    if least > 0.0 or most < math.inf:
+        raise ValueError(f"{hf.model_type} models with time_step_limit {[least, most]} are not supported")
+    if hf.hidden_act != "silu":
+        raise ValueError(f"{hf.model_type} models with activation {hf.hidden_act!r} are not supported")
+    states = StateShape(hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_state, hf.mamba_d_head, hf.mamba_d_conv)
+    group_size = states.value_heads * states.value_dim // states.key_heads
+    return Mamba2Config(states, layers, hf.rms_norm_eps, hf.mamba_conv_bias, group_size) if any(layers) else None
+
+
+def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
+    """Granite 4. Without experts, each layer has what is the shared one elsewhere."""
+    rotates = hf.position_embedding_type == "rope"
+    return (_granite_moe(hf) if hf.num_local_experts else _granite(hf)) | {
+        "intermediate_size": hf.shared_intermediate_size,
+        "rope_rules": RopeRules(layers=dict.fromkeys(range(hf.num_hidden_layers), rotates)),
+        "recurrent": _mamba2(hf, tuple(kind == "linear_attention" for kind in hf.layer_types)),
+    }
+
+
+def _bamba(hf: HfConfig) -> dict[str, Any]:
+    with_attention = set(hf.attn_layer_indices or ())
+    return _llama(hf) | {
+        "rope_rules": RopeRules(is_partial=True),
+        "recurrent": _mamba2(hf, tuple(index not in with_attention for index in range(hf.num_hidden_layers))),
+    }
+
+
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
@@ -450,6 +499,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "glm4": _glm4,
     "ernie4_5": _ernie,
     "mixtral": _mixtral,
+    "phimoe": _phimoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
@@ -467,4 +517,6 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
+    "granitemoehybrid": _granite_hybrid,
+    "bamba": _bamba,
 }

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.interface import AttentionBackend
-from kernels.delta_rule.states import DeltaRuleStates
 from kernels.ops.rotary import Rope
+from kernels.recurrent.states import RecurrentStates
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class ForwardContext:
     - `attention`: the attention over the KV cache, which has planned the batch.
     - `angles`: on a CPU, cosines and sines of the positions for each rotary embedding of the model. None on a GPU:
       there the layers have tables.
-    - `states`: of gated delta nets, which have planned the batch; None for a model without.
+    - `states`: of recurrent layers, which have planned the batch; None for a model without.
     """
 
     positions: torch.Tensor
     attention: AttentionBackend
     angles: dict[Rope, tuple[torch.Tensor, torch.Tensor]] | None
-    states: DeltaRuleStates | None = None
+    states: RecurrentStates | None = None

@@ -19,9 +19,9 @@ from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertMLP, ExpertsBesideMLP, ExpertsConfig, SharedExperts, with_shared
 from worker.models.forward_context import ForwardContext
-from worker.models.gated_delta_net import GatedDeltaNet
 from worker.models.latent_attention import LatentAttention
 from worker.models.layer_inputs import LayerInput
+from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import Activation, ResidualStream
 
 
@@ -179,7 +179,7 @@ class DecoderLayer:
     in place of `attention`.
     """
 
-    attention: SelfAttention | LatentAttention | GatedDeltaNet
+    attention: SelfAttention | LatentAttention | RecurrentLayer
     mlp: GatedMLP | ExpertMLP
     input: LayerInput | None = None
     scale: torch.Tensor | None = None
@@ -238,21 +238,10 @@ class DecoderLayer:
 
 def _attention(
     config: DecoderConfig, index: int, parameters: dict[str, Any]
-) -> SelfAttention | LatentAttention | GatedDeltaNet:
-    net = config.delta_net
-    if net is not None and net.layers[index]:
-        return GatedDeltaNet(
-            net,
-            sum(net.layers[:index]),
-            config.norm_eps,
-            parameters["input_norm"],
-            parameters["qkv"],
-            parameters["out"],
-            parameters["conv"].squeeze(1),
-            parameters["decay_log"],
-            parameters["decay_bias"],
-            parameters["head_scale"],
-        )
+) -> SelfAttention | LatentAttention | RecurrentLayer:
+    recurrent = config.recurrent
+    if recurrent is not None and recurrent.layers[index]:
+        return recurrent.layer(sum(recurrent.layers[:index]), parameters)
     if config.latent is not None:
         return LatentAttention.from_parameters(config, config.latent, index, parameters)
     own = config.of_layer(index)

@@ -25,15 +25,17 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             "layer_inputs_norm": (inputs.size,),
         }
     if config.is_last:
-        shapes["norm"] = (config.hidden_size,)
+        shapes["norm"] = _norm_shape(config)
         if not config.tied_embeddings:
             shapes["head"] = (config.vocab_rows, config.hidden_size)
+        if config.head_bias:
+            shapes["head_bias"] = (config.vocab_rows,)
     for index in range(config.num_layers):
         experts, own = config.experts_of(index), config.of_layer(index)
         mlp = _mlp_shapes(own) if experts is None else _expert_shapes(config, experts)
-        net = config.delta_net
-        if net is not None and net.layers[index]:
-            layer = net.parameter_shapes(config.hidden_size) | mlp
+        recurrent = config.recurrent
+        if recurrent is not None and recurrent.layers[index]:
+            layer = recurrent.parameter_shapes(config.hidden_size) | mlp
         else:
             layer = _attention_shapes(own) | mlp
         if config.layer_inputs is not None:
@@ -56,7 +58,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.latent is not None:
         layer |= _latent_shapes(config, config.latent)
     if config.pre_norms:
-        layer |= {"input_norm": (hidden,), "mlp_norm": (hidden,)}
+        layer |= {"input_norm": _norm_shape(config), "mlp_norm": _norm_shape(config)}
     if config.qkv_bias:
         layer["qkv_bias"] = (config.qkv_size,)
     if config.out_bias:
@@ -72,6 +74,11 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.sandwich_norms:
         layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
     return layer
+
+
+def _norm_shape(config: DecoderConfig) -> tuple[int, ...]:
+    """The shape of a norm of the hidden states: its weights, or weights and biases."""
+    return (2, config.hidden_size) if config.layer_norms else (config.hidden_size,)
 
 
 def _latent_shapes(config: DecoderConfig, latent: LatentHeads) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from kernels.linear.any_linear import AnyLinear
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
 from kernels.ops.activation import gelu_tanh_and_mul
-from kernels.ops.norm import add_rms_norm, rms_norm
+from kernels.ops.norm import add_rms_norm, normalise, rms_norm
 from worker.models.adapted_linear import AdaptedLinear
 from worker.parallel.communicator import Communicator
 
@@ -57,8 +57,8 @@ class ResidualStream:
         self._is_summed = False
 
     def project(self, norm: torch.Tensor | None, linear: AnyLinear, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Product of the normalised hidden states, `[n, linear's outputs]`, in `out` if given. norm: `[hidden_size]`,
-        or None for the hidden states as they are."""
+        """Product of the normalised hidden states, `[n, linear's outputs]`, in `out` if given. norm: as for
+        `kernels.ops.norm.normalise`, or None for the hidden states as they are."""
         return linear(self.normalised(norm), out)
 
     def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
@@ -108,6 +108,8 @@ class ResidualStream:
         """The hidden states with everything that was added, normalised, `[n, hidden_size]`. norm: as for `project`."""
         if norm is None:
             return self.complete()
+        if norm.ndim == 2:
+            return normalise(self.complete(), norm, self.eps)
         update = self._take_update()
         if update is None:
             return rms_norm(self.x, norm, self.eps)

@@ -3,7 +3,8 @@
 - Attention is cut by heads, the MLP and each expert by its intermediate size, embedding and head by rows of the
   vocabulary. Every rank has all norms and routers.
 - With expert parallelism each rank has some experts of every layer, whole, in place of a part of each.
-- Gated delta nets are cut by key heads.
+- Recurrent layers are cut by key heads. With fewer groups of Mamba2 than ranks, several ranks hold the keys of a group
+  and some of its heads each.
 - Sizes that cannot be divided are padded with heads, rows and columns of zeros. These add exactly nothing, and all
   ranks have the same shapes.
 - With fewer KV heads than ranks, several ranks hold the same KV head. Latent attention has one: all ranks hold all
@@ -16,7 +17,6 @@ from functools import cached_property
 from pipeline.stages import contiguous, split_costs
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
-from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.layer_sizes import LayerSizes
 
 
@@ -87,7 +87,7 @@ class Shard:
                 own_sizes=None if whole.own_sizes is None else whole.own_sizes[layers],
                 layer_inputs=None if inputs is None else replace(inputs, layers=inputs.layers - layers.start),
                 experts=None if experts is None else replace(experts, layers=experts.layers[layers]),
-                delta_net=None if (net := whole.delta_net) is None else replace(net, layers=net.layers[layers]),
+                recurrent=None if (own := whole.recurrent) is None else replace(own, layers=own.layers[layers]),
                 is_first=self.stage == 0,
                 is_last=self.stage == self.stages - 1,
             )
@@ -100,7 +100,7 @@ class Shard:
             intermediate_size=_share(self.whole.intermediate_size, self.size),
             own_sizes=None if whole.own_sizes is None else tuple(map(self._own_sizes, self.layers)),
             experts=None if whole.experts is None else self._own_experts(whole.experts),
-            delta_net=None if whole.delta_net is None else self._own_delta_net(whole.delta_net),
+            recurrent=None if whole.recurrent is None else whole.recurrent.of_rank(self.rank, self.size),
             qk_norm_sizes=(whole.qk_norm_sizes[0], whole.qk_norm_sizes[1] * self._copies),
             ranks=self.size,
         )
@@ -187,16 +187,26 @@ class Shard:
 
     @property
     def key_heads(self) -> range:
-        """Key heads of the gated delta nets. Each has the value heads that belong to it. Empty without such layers."""
-        whole, own = self.whole.delta_net, self.config.delta_net
-        return (
-            range(0) if whole is None or own is None else _part(whole.states.key_heads, self.rank, own.states.key_heads)
-        )
+        """Key heads of the recurrent layers: this rank's own, or one that several ranks hold. Empty without such
+        layers."""
+        whole, own = self.whole.recurrent, self.config.recurrent
+        if whole is None or own is None:
+            return range(0)
+        return _part(whole.states.key_heads, self.rank // whole.copies(self.size), own.states.key_heads)
 
-    def _own_delta_net(self, net: DeltaNetConfig) -> DeltaNetConfig:
-        key_heads = _share(net.states.key_heads, self.size)
-        value_heads = key_heads * (net.states.value_heads // net.states.key_heads)
-        return replace(net, states=replace(net.states, key_heads=key_heads, value_heads=value_heads))
+    @property
+    def value_heads(self) -> range:
+        """Value heads of the recurrent layers: those that belong to `key_heads`, or this rank's share of them. Empty
+        without such layers."""
+        whole, own = self.whole.recurrent, self.config.recurrent
+        if whole is None or own is None:
+            return range(0)
+        copies, group = whole.copies(self.size), whole.states.value_heads // whole.states.key_heads
+        first = self.key_heads.start * group
+        if copies == 1:
+            return range(first, self.key_heads.stop * group)
+        part = _part(group, self.rank % copies, own.states.value_heads)
+        return range(first + part.start, first + part.stop) if self.key_heads else range(0)
 
     def _own_experts(self, experts: ExpertsConfig) -> ExpertsConfig:
         shared_size = _share(experts.shared_size, self.size)
@@ -240,13 +250,13 @@ def _part(total: int, index: int, share: int) -> range:
 def layer_weights(config: DecoderConfig) -> tuple[list[float], list[float]]:
     """Weights of each layer per element of a token's hidden state: those that a step of many decodes reads, which have
     all experts between them, and those that each token is multiplied with."""
-    net = config.delta_net
+    recurrent = config.recurrent
     read, multiplied = [], []
     for index in range(config.num_layers):
         own = config.of_layer(index)
         attention = own.attention_weights / config.hidden_size
-        if net is not None and net.layers[index]:
-            attention = sum(net.projected_sizes) + net.projected_sizes[1]
+        if recurrent is not None and recurrent.layers[index]:
+            attention = sum(recurrent.projected_sizes) + recurrent.attended_size
         experts = config.experts_of(index)
         if experts is None:
             both = float(attention + 3 * own.intermediate_size)

@@ -584,13 +584,14 @@ class Scheduler:
         if step.drafts:  # which drafts are right is not known here
             drafted = list(step.drafts)
             ends[drafted] = plan.starts[drafted] + 1
-        table.num_confirmed[step.rows[is_kept]] = ends[is_kept]
+        kept = step.rows[is_kept]
+        table.num_confirmed[kept] = ends[is_kept]
         is_cached = is_kept & ~is_past_prompt
         if self._checkpoints is not None:
             is_cached[plan.checkpoints[:, 0]] = is_kept[plan.checkpoints[:, 0]]
         for chunk in is_cached.nonzero()[0].tolist():
             self.kv_cache.cache_prefix(step.sequences[chunk])
-        self.kv_cache.give_back(step.rows[is_kept])
+        self.kv_cache.give_back(kept)
 
     def _append_tokens(self, step: ScheduledStep, chosen: np.ndarray, sampled: "SampledTokens", now_s: float) -> None:
         """Appends the tokens of a step to its sequences, and removes the sequences that failed or ended."""

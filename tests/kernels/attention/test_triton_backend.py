@@ -140,7 +140,9 @@ def test_shared_prefixes(shape: AttentionShape, dtype: torch.dtype, page_size: i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 64), (4, 128), (8, 128), (71, 64), (2, 96), (1, 256)])
+@pytest.mark.parametrize(
+    ("group", "head_dim"), [(1, 64), (3, 64), (4, 128), (8, 128), (71, 64), (2, 96), (1, 256), (8, 512)]
+)
 def test_tiles_fit(group: int, head_dim: int, dtype: torch.dtype) -> None:
     """One token at least, in numbers that a kernel may have, and two programs fit a multiprocessor's memory."""
     shape = AttentionShape(2 * group, 2, head_dim, 1.0, (None,))

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from bench.replica import dummy_models
-from kernels.delta_rule.states import StateShape
+from kernels.recurrent.shape import StateShape
 from pipeline.policy import Objective
 from pipeline.shape import BatchShape
 from worker.config import WorkerConfig
@@ -115,8 +115,8 @@ def test_what_a_gpu_settles(tmp_path: Path) -> None:
     assert gpu_defaults.LEAST_RUNNING < split < gpu_defaults.MOST_RUNNING, "the weights take a part of each GPU only"
     held = on_gpu(WorkerConfig(kv_tokens=100_000), model, 141 * 10**9).max_running
     assert held <= 100_000 / gpu_defaults.TOKENS_A_SEQUENCE < held + 16
-    nets = DeltaNetConfig(StateShape(16, 32, 128, 128, 4), (True,) * model.num_layers, is_fused=True)
-    with_states = on_gpu(WorkerConfig(), replace(model, delta_net=nets), 141 * 10**9).max_running
+    nets = DeltaNetConfig(StateShape(16, 32, 128, 128, 4), (True,) * model.num_layers, 1e-6, is_fused=True)
+    with_states = on_gpu(WorkerConfig(), replace(model, recurrent=nets), 141 * 10**9).max_running
     state_bytes = model.num_layers * nets.states.row_bytes(torch.bfloat16)
     assert gpu_defaults.LEAST_RUNNING < with_states <= 0.15 * 141e9 / state_bytes < with_states + 16
     said = {"schedule": "offline", "max_running": 64, "token_budget": 512}

@@ -381,13 +381,13 @@ def test_batched_chunked_cached_and_preempted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("name", "pp", "tp"), [("qwen3_next", 2, 1), ("qwen3_next", 1, 2), ("granitemoehybrid", 1, 2)])
 def test_recurrent_states_go_on_from_checkpoints(
-    pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
+    name: str, pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
 ) -> None:
-    expected = alone("qwen3_next")
+    expected = alone(name)
     crowd = {"token_budget": 24, "kv_tokens": 80, "page_size": 4, "state_checkpoints": 40, "checkpoint_interval": 8}
-    with pipeline(tiny_model("qwen3_next"), pp=pp, tp=tp, **crowd) as engine:
+    with pipeline(tiny_model(name), pp=pp, tp=tp, **crowd) as engine:
         assert said(engine) == expected
         assert engine.load().preemptions > 0
         assert said(engine) == expected

@@ -95,7 +95,7 @@ def uncaptured(runner: ModelRunner, config: WorkerConfig) -> Ran:
     logits = torch.empty(MAX_RUNNING, runner.vocab_size if runner.stage.is_last else 0)
     shared = runner.decoder, runner._attention, runner.last_tokens, logits
     if (states := runner._states) is not None:
-        from kernels.delta_rule.triton_states import TritonStates
+        from kernels.recurrent.triton_states import TritonStates
 
         runner._states = TritonStates(states.recurrent.fill_(float("nan")), states.inputs, states.shape)
     runner._graphs = Uncaptured(*shared, config.token_budget, runner._begin, runner._states)
@@ -168,9 +168,10 @@ def test_same_as_transformers(name: str, two_layers: Callable[[str], Path], trit
     assert name == "gemma2" or not any(shares for *_, shares in ran)
 
 
-def test_recurrent_states(two_layers: Callable[[str], Path], triton_engine) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+def test_recurrent_states(name: str, two_layers: Callable[[str], Path], triton_engine) -> None:
     """Decodes are graphs, and chunks are not. The second time all go on from checkpoints."""
-    folder = two_layers("qwen3_5")
+    folder = two_layers(name)
     engine, ran = triton_engine(folder, token_budget=16, overlap=True, state_checkpoints=12)
     shared, *own = prompts(21, 3, 9, 1, 14)
     check(folder, engine, [shared + tokens for tokens in own], times=2)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
 
-from tests.worker.conftest import HYBRIDS, TINY, Sequences
+from tests.worker.conftest import DELTA_NETS, TINY, Sequences
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
 from worker.models.config import ARCHITECTURES, decoder_config, eos_token_ids, read_config
@@ -55,7 +55,7 @@ def test_same_as_transformers(name: str, chunk: int, page_size: int, tiny_model:
     for slot, (tokens, logits) in zip(slots, wanted, strict=True):
         assert sequences.tokens[slot][: len(tokens)] == tokens
         got = torch.cat(sequences.logits[slot])[: len(logits)]
-        tolerance = 1e-3 if name in HYBRIDS else 1e-4
+        tolerance = 1e-3 if name in DELTA_NETS else 1e-4
         torch.testing.assert_close(got, logits, atol=tolerance, rtol=tolerance)
 
 
@@ -135,20 +135,38 @@ def test_other_architecture_lists_what_is_supported() -> None:
         (
             {
                 "rope_parameters": {
-                    "rope_type": "longrope",
+                    "rope_type": "axial",
                     "rope_theta": 1e4,
-                    "short_factor": [1.0] * 64,
-                    "long_factor": [1.0] * 64,
-                    "original_max_position_embeddings": 64,
                 }
             },
-            "rope type 'longrope' is not supported; these are: default",
+            "rope type 'axial' is not supported; these are: default",
         ),
     ],
 )
 def test_unsupported_variants(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decoder_config(LlamaConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mamba_proj_bias": True}, {"time_step_limit": (0.0, 0.1)}, {"hidden_act": "gelu"}]
+)
+def test_unsupported_variants_of_mamba2(changes: dict) -> None:
+    with pytest.raises(ValueError, match=r"bamba models with (mamba_proj_bias|time_step_limit|activation) .*not supp"):
+        decoder_config(BambaConfig(**changes))
+
+
+def test_the_longest_context_chooses_the_factors_of_longrope(tiny_model: Callable[[str], Path]) -> None:
+    whole = decoder_config(read_config(tiny_model("phi3_longrope")))
+    scaling = whole.ropes[0].scaling
+    plain = 1e4 ** -(torch.arange(3) / 3)
+    for length, factors in ((1, "short_factor"), (2, "long_factor")):
+        rope = whole.up_to(length).ropes[0]
+        torch.testing.assert_close(rope.frequencies()[:3], plain / torch.tensor(scaling[factors]))
+        cos, _ = rope.angles(torch.tensor([0]), torch.float32)
+        assert cos[0, 0, :6].tolist() == pytest.approx([1.2] * 3 + [1.0] * 3), "pairs that are not rotated stay"
+    mscales = decoder_config(read_config(tiny_model("phimoe")))
+    assert [mscales.up_to(length).ropes[0].amplitude for length in (256, 257)] == [1.2, 1.3]
 
 
 @pytest.mark.parametrize("name", TINY)

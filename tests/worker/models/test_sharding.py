@@ -1,5 +1,6 @@
 """How a model is cut: every head, column and row is on one rank, and a query head beside the KV head that it reads."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.ops.rotary import Rope
+from kernels.recurrent.shape import StateShape
 from worker.models.config import DecoderConfig
+from worker.models.mamba2 import Mamba2Config
 from worker.models.sharding import Shard
 
 
@@ -37,6 +40,29 @@ def cut(draw: st.DrawFn) -> list[Shard]:
     size = draw(st.integers(2, min(9, group * kv_heads)) if group * kv_heads > 1 else st.just(1))
     config = make(group * kv_heads, kv_heads, draw(st.integers(1, 300)), draw(st.integers(1, 700)))
     return [Shard(config, rank, size) for rank in range(size)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(2, 9))
+def test_heads_of_mamba2_are_somewhere_once(groups: int, heads_of_group: int, size: int) -> None:
+    """Next to the keys of their group, which several ranks may hold."""
+    size = min(size, groups * heads_of_group)
+    states = StateShape(groups, groups * heads_of_group, 4, 4, 4)
+    net = Mamba2Config(states, (True,), 1e-5, has_bias=True, group_size=4 * heads_of_group)
+    whole = replace(make(16, 16), recurrent=net)
+    shards = [Shard(whole, rank, size) for rank in range(size)]
+    assert [head for shard in shards for head in shard.value_heads] == list(range(states.value_heads))
+    for shard in shards:
+        own = shard.config.recurrent
+        assert isinstance(own, Mamba2Config)
+        assert len(shard.key_heads) <= own.states.key_heads and len(shard.value_heads) <= own.states.value_heads
+        assert {head // heads_of_group for head in shard.value_heads} <= set(shard.key_heads)
+        if own.shared_group is not None and len(shard.value_heads):
+            assert list(shard.key_heads) == [own.shared_group[0]]
+        if own.shared_group is None:  # the kernels find a head's group so
+            own_group = own.states.value_heads // own.states.key_heads
+            places = [(head - shard.value_heads.start) // own_group for head in shard.value_heads]
+            assert places == [head // heads_of_group - shard.key_heads.start for head in shard.value_heads]
 
 
 @settings(deadline=None, max_examples=300)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from kernels.comm import cuda_ipc
 from kernels.ops.norm import add_rms_norm
-from tests.worker.conftest import HYBRIDS, TINY, together
+from tests.worker.conftest import DELTA_NETS, TINY, together
 from tests.worker.executor.test_multi_rank import generated, settings
 from worker.executor.model_runner import ModelRunner
 from worker.parallel import custom_all_reduce
@@ -69,7 +69,7 @@ def test_a_decoder_says_the_same(name: str, tiny_model: Callable[[str], Path]) -
     for own_tokens, own_logits, count in together(2, work):
         assert own_tokens == tokens
         # States of delta rules carry differences of rounding from token to token: 3e-4 on some CPUs.
-        tolerance = 1e-3 if name in HYBRIDS else 1e-4
+        tolerance = 1e-3 if name in DELTA_NETS else 1e-4
         torch.testing.assert_close(own_logits, logits, atol=tolerance, rtol=tolerance)
         assert count > 50
 

@@ -1,4 +1,4 @@
-"""States of a gated delta rule in plain PyTorch, for any device. Faster ways are tested against it."""
+"""Recurrent states in plain PyTorch, for any device. Faster ways are tested against it."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels.delta_rule.chunked import delta_rule_blocks, delta_rule_step, unit_heads
-from kernels.delta_rule.states import DeltaRuleStates, StateBatch, TokenGates
+from kernels.recurrent.recurrence import Recurrence
+from kernels.recurrent.states import RecurrentStates, StateBatch
 
 
 class _Long(NamedTuple):
@@ -20,7 +20,7 @@ class _Long(NamedTuple):
     saves: tuple[tuple[int, int], ...]
 
 
-class TorchStates(DeltaRuleStates):
+class TorchStates(RecurrentStates):
     """All chunks of one token are computed as one batch; every longer chunk is computed alone."""
 
     def plan(self, batch: StateBatch) -> None:
@@ -51,7 +51,9 @@ class TorchStates(DeltaRuleStates):
         ]
         self.begin(batch)
 
-    def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def convolve(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         inputs, before = self.inputs[layer], weight.shape[1] - 1
         if self._num_singles:
@@ -60,28 +62,24 @@ class TorchStates(DeltaRuleStates):
             if self._copied is not None:
                 which, rows = self._copied
                 inputs[rows] = seen[which, :, 1:]
-            out[self._single_tokens] = F.silu((seen * weight).sum(2))
+            mixed = (seen * weight).sum(2)
+            out[self._single_tokens] = F.silu(mixed if bias is None else mixed + bias)
         for chunk in self._long:
             seen = torch.cat((inputs[chunk.row], x[chunk.first : chunk.last].t()), dim=1)
             inputs[chunk.row] = seen[:, -before:]
             for count, row in chunk.saves:
                 inputs[row] = seen[:, count : count + before]
-            mixed = F.conv1d(seen[None], weight[:, None], groups=len(weight))[0]
+            mixed = F.conv1d(seen[None], weight[:, None], bias, groups=len(weight))[0]
             out[chunk.first : chunk.last] = F.silu(mixed).t()
         return out
 
-    def attend(self, layer: int, mixed: torch.Tensor, gates: TokenGates) -> torch.Tensor:
-        q, k, v = self.split(mixed)
-        log_decay, beta = gates.log_decay, gates.beta
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        q, k = unit_heads(q, k, self.shape.value_heads)
-        v = v.float()
+    def update(self, layer: int, recurrence: Recurrence) -> torch.Tensor:
+        out, sources = recurrence.output(), recurrence.sources()
         states = self.recurrent[layer]
         if self._num_singles:
             tokens, place = self._single_tokens, self._single_range
             state = states[self._single_rows if place is None else place]
-            done = delta_rule_step(q[tokens], k[tokens], v[tokens], log_decay[tokens], beta[tokens], state)
-            out[tokens] = done.to(out.dtype)
+            out[tokens] = recurrence.step(tuple(source[tokens] for source in sources), state).to(out.dtype)
             if place is None:
                 states[self._single_rows] = state
             if self._copied is not None:
@@ -92,8 +90,8 @@ class TorchStates(DeltaRuleStates):
             for count, row in (*chunk.saves, (chunk.last - chunk.first, chunk.row)):
                 part = slice(first, chunk.first + count)
                 if part.start < part.stop:
-                    arguments = q[part], k[part], v[part], log_decay[part], beta[part]
-                    out[part] = delta_rule_blocks(*arguments, states[chunk.row]).to(out.dtype)
+                    own = tuple(source[part] for source in sources)
+                    out[part] = recurrence.blocks(own, states[chunk.row]).to(out.dtype)
                 if row != chunk.row:
                     states[row] = states[chunk.row]
                 first = part.stop

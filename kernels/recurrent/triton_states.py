@@ -1,33 +1,21 @@
-"""States of a gated delta rule with Triton kernels, for GPUs. Tested against the formula as `torch_states.py` is.
+"""Recurrent states with Triton kernels, for GPUs. Tested against the formulas as `torch_states.py` is.
 
 Imported only where there is a GPU (or Triton's interpreter).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
-from kernels.delta_rule import chunk_kernels, decode_kernels
-from kernels.delta_rule.chunk_kernels import ChunkBlocks
-from kernels.delta_rule.chunked import BLOCK
-from kernels.delta_rule.states import DeltaRuleStates, StateBatch, TokenGates
 from kernels.host_device import all_to_device
+from kernels.recurrent import convolution_kernels
+from kernels.recurrent.recurrence import BLOCK, ChunkBlocks, Recurrence, SingleTokens
+from kernels.recurrent.states import RecurrentStates, StateBatch
 
 
-class _Singles(NamedTuple):
-    """Chunks of one token: their places in the step, their rows, and the rows that get copies of the states afterwards,
-    -1 for none. int64, on the device."""
-
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    copies: torch.Tensor
-
-
-class TritonStates(DeltaRuleStates):
+class TritonStates(RecurrentStates):
     """Chunks of one token have kernels of their own. All longer chunks are computed together, in blocks."""
 
-    _singles: _Singles | None = None
+    _singles: SingleTokens | None = None
     _blocks: ChunkBlocks | None = None
 
     def plan(self, batch: StateBatch) -> None:
@@ -40,29 +28,31 @@ class TritonStates(DeltaRuleStates):
         if num_singles < len(is_single):
             arrays += cut(batch)
         there = all_to_device([np.ascontiguousarray(array, dtype=np.int64) for array in arrays], self.device)
-        self._singles = _Singles(*there[:3]) if num_singles else None
+        self._singles = SingleTokens(*there[:3]) if num_singles else None
         self._blocks = ChunkBlocks(*there[-4:]) if num_singles < len(is_single) else None
 
     def plan_decodes(self, tokens: torch.Tensor, rows: torch.Tensor, copies: torch.Tensor) -> None:
         """Plans a step of chunks of one token from tensors on the device, so that it may be in a CUDA graph. `begin`
         has run on its batch. tokens: the numbers from 0; rows, copies: as `StateBatch` has them, -1 for no copy. All
         int64 `[n]`."""
-        self._singles, self._blocks = _Singles(tokens, rows, copies), None
+        self._singles, self._blocks = SingleTokens(tokens, rows, copies), None
 
-    def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def convolve(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if self._singles is not None:
-            decode_kernels.convolve(x, weight, self.inputs[layer], out, *self._singles)
+            convolution_kernels.convolve_singles(x, weight, bias, self.inputs[layer], out, self._singles)
         if self._blocks is not None:
-            chunk_kernels.convolve(x, weight, self.inputs[layer], out, self._blocks)
+            convolution_kernels.convolve_blocks(x, weight, bias, self.inputs[layer], out, self._blocks)
         return out
 
-    def attend(self, layer: int, mixed: torch.Tensor, gates: TokenGates) -> torch.Tensor:
-        out = mixed.new_empty(len(mixed), self.shape.value_heads, self.shape.value_dim)
+    def update(self, layer: int, recurrence: Recurrence) -> torch.Tensor:
+        out = recurrence.output()
         if self._singles is not None:
-            decode_kernels.step(mixed, gates, self.recurrent[layer], self.shape, out, *self._singles)
+            recurrence.launch_step(self.recurrent[layer], out, self._singles)
         if self._blocks is not None:
-            chunk_kernels.attend(mixed, gates, self.recurrent[layer], self.shape, out, self._blocks)
+            recurrence.launch_blocks(self.recurrent[layer], out, self._blocks)
         return out
 
 
