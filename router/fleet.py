@@ -31,7 +31,7 @@ from router.demand import Demand, busy_parts
 from router.errors import NoReplica
 from router.known_replica import PEER_EXPIRES_S, Booked, Booking, KnownReplica, PeerBooking, pace_left
 from router.optimistic_prefixes import OptimisticPrefixes, marks, prefix_hashes
-from router.placement import CANDIDATE, Candidates, Placement, Weights, expected_output, least_load, rank, round_robin
+from router.placement import CANDIDATE, Candidates, Placement, Weights, least_load, rank, round_robin
 from router.popularity import Popularity
 from router.programs import Home
 from router.queue_wait import ShortestQueue, wait_s
@@ -210,7 +210,7 @@ class Fleet:
             best = int(self._rank(choices, num_tokens, SHARED_WEIGHTS if is_shared else WEIGHTS, self._turn)[0])
             self._turn += 1
             replica = self._replicas[self._names[rows[best]]]
-            booked = self._book(request_id, replica, num_tokens, int(cached[best]), expected_output(choices))
+            booked = self._book(request_id, replica, num_tokens, int(cached[best]))
             self._expected.add(replica.slot, hashes, self._clock())
         booking = booked.booking
         if self.on_booking is not None:
@@ -222,7 +222,6 @@ class Fleet:
                     num_tokens,
                     booking.cached_tokens,
                     list(hashes),
-                    booked.output_tokens,
                 )
             )
         return booking
@@ -378,13 +377,11 @@ class Fleet:
             replica.cache.index.drop(replica.cache)
             replica.cache = self._cache_slots = None
 
-    def _book(
-        self, request_id: str, replica: KnownReplica, prompt_tokens: int, cached_tokens: int, output_tokens: float
-    ) -> Booked:
+    def _book(self, request_id: str, replica: KnownReplica, prompt_tokens: int, cached_tokens: int) -> Booked:
         replica.last_number += 1
         replica.num_bookings += 1
         booking = Booking(request_id, replica.replica_id, replica.last_number, cached_tokens)
-        booked = Booked(booking, prompt_tokens, output_tokens)
+        booked = Booked(booking, prompt_tokens)
         self._booked[request_id] = booked
         replica.unseen[request_id] = booked
         self._stale.add(replica.replica_id)

@@ -36,11 +36,10 @@ class Booking:
 
 @dataclass(slots=True)
 class Booked:
-    """A booking with what the router knows of the request. `output_tokens`: as expected when it was placed."""
+    """A booking with what the router knows of the request."""
 
     booking: Booking
     prompt_tokens: int
-    output_tokens: float
     has_first_token: bool = False
 
 
@@ -88,7 +87,6 @@ class PeerBooking(msgspec.Struct, frozen=True, array_like=True, tag=True):
     | --- | --- |
     | `router`, `number` | name of the router, and number of the booking among its own at that replica |
     | `hashes` | the prompt's `prefix_hashes`: its prefixes will soon be cached there |
-    | `output_tokens` | its expected output; 0 from a router that does not tell |
     """
 
     router: str
@@ -97,7 +95,6 @@ class PeerBooking(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prompt_tokens: int
     cached_tokens: int
     hashes: list[int]
-    output_tokens: float = 0.0
 
 
 class PeerBookings:
@@ -164,16 +161,9 @@ class KnownReplica:
             load.context_tokens,
         )
         outputs = FIRST_OUTPUT_TOKENS * FIRST_OUTPUTS + load.output_tokens
-        output_tokens = outputs / (FIRST_OUTPUTS + load.finished)
-        to_come_tokens: float
-        if load.to_come_tokens is None:
-            to_come_tokens = output_tokens * (load.running / 2 + load.waiting)
-        else:
-            to_come_tokens = load.to_come_tokens
         decoding = 0
         for booked in self.unseen.values():
             prompt, cached = booked.prompt_tokens, booked.booking.cached_tokens
-            to_come_tokens += booked.output_tokens
             if booked.has_first_token:
                 decoding += 1
                 context_tokens += prompt
@@ -184,7 +174,6 @@ class KnownReplica:
         for peer in self.peers:
             waiting += 1
             prompt, cached = peer.prompt_tokens, peer.cached_tokens
-            to_come_tokens += peer.output_tokens
             waiting_tokens += prompt - cached
             waiting_products += (prompt - cached) * (prompt + cached) // 2
         return Candidate(
@@ -194,8 +183,7 @@ class KnownReplica:
             running=load.running + decoding,
             waiting=waiting,
             kv_tokens=load.kv_tokens_total,
-            output_tokens=output_tokens,
-            to_come_tokens=to_come_tokens,
+            output_tokens=outputs / (FIRST_OUTPUTS + load.finished),
             requests_s=self.pace.requests_s,
             tokens_s=self.pace.tokens_s,
             step_s=costs.step_s,

@@ -38,7 +38,6 @@ class Candidate:
     | `kv_tokens` | KV tokens that it has room for; 0: not known |
     | `output_tokens` | mean length of its outputs |
     | `output_limit` | most output tokens of this request |
-    | `to_come_tokens` | output tokens that all its requests are still expected to have |
     | `requests_s`, `tokens_s` | requests and uncached prompt tokens that it was lately given in a second |
     | others | as `StepCosts` has them |
     """
@@ -53,7 +52,6 @@ class Candidate:
     kv_tokens: float = 0
     output_tokens: float = 200
     output_limit: float = math.inf
-    to_come_tokens: float = 0
     requests_s: float = 0
     tokens_s: float = 0
     step_s: float = DEFAULT.step_s
@@ -139,7 +137,7 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     | room | until enough running requests have ended for its KV to fit in |
     | others that wait | its own computing for each |
     | later ones | its own computing w is work that a queue with V seconds of work has more. Arrivals at rate r to a replica that is busy for a part b of the time lose r w (V + w / 2) / (1 - b) by it: the value function of a queue with Poisson arrivals (Hyytiä, Penttinen, Aalto 2012, "Size- and state-aware dispatching problem with queue-specific job sizes") |
-    | decodes | its own prompt stops those that run; then each of its own steps is as long as the decodes next to it make it, and the others' are longer by its own. Of those there are on average the tokens to come, divided by its length, and at most all |
+    | decodes | its own prompt stops those that run; then each of its own steps is as long as all decodes make it, and the others' are longer by its own |
     """  # noqa: E501
     c = {name: candidates[name] for name in CANDIDATE.names or ()}
     output_tokens = candidates["output_tokens"].mean() if len(candidates) else 0.0
@@ -153,16 +151,12 @@ def cost_s(candidates: Candidates, cached: Floats, num_prompt_tokens: int, weigh
     first_s = running_s / 2 + np.maximum(decoding_s + waiting_s + own_s, ahead_s + work_s)
     own_tokens = expected_output(candidates)
     context = num_prompt_tokens + own_tokens / 2
-    requests = c["running"] + c["waiting"]
-    beside = np.minimum(requests, c["to_come_tokens"] / max(1.0, own_tokens))
-    generation_s = own_tokens * (
-        c["step_s"] + c["decode_s"] * beside + c["context_s"] * c["context_tokens"] * beside / np.maximum(1.0, requests)
-    )
+    generation_s = own_tokens * decoding_s
     over = np.maximum(0.0, c["context_tokens"] + c["waiting_tokens"] + context - c["kv_tokens"])
     room_s = np.where(c["kv_tokens"] > 0, over / np.maximum(1.0, c["context_tokens"]) * output_tokens * decoding_s, 0.0)
     busy = np.minimum(MOST_BUSY, c["tokens_s"] * c["token_s"] / share)
     later_s = c["requests_s"] / (1 - busy) * work_s * (ahead_s + work_s / 2)
-    slower_s = own_tokens * (c["decode_s"] + c["context_s"] * context) * (1 + beside)
+    slower_s = own_tokens * (c["decode_s"] + c["context_s"] * context) * (1 + c["running"])
     return (
         first_s
         + room_s

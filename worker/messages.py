@@ -426,7 +426,6 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     | `waiting_tokens` | prompt tokens of waiting and running requests that are neither computed nor cached |
     | `waiting_products` | for each of these tokens, the tokens before it in its prompt; their sum |
     | `context_tokens` | KV tokens that running requests hold |
-    | `to_come_tokens` | output tokens that its requests are still expected to have; None: it does not tell |
     | `proposals` | how often drafts of one sequence were verified in a step, by drafter |
     | `drafted`, `accepted` | drafts that were verified, and those that were right, by drafter |
     | `length_tau` | Kendall's tau between predicted and real lengths of the newest outputs; None while unknown |
@@ -453,7 +452,6 @@ class ReplicaLoad(msgspec.Struct, tag=True, kw_only=True):
     waiting_tokens: int = 0
     waiting_products: int = 0
     context_tokens: int = 0
-    to_come_tokens: int | None = None
     running: int = 0
     waiting: int = 0
     kv_tokens_total: int = 0

@@ -161,7 +161,6 @@ class FleetReplica:
             waiting_tokens=sum(missing for _, missing in rest),
             waiting_products=sum(missing * (done + missing // 2) for done, missing in rest),
             context_tokens=self._context + sum(seq.computed for seq in self._prefilling),
-            to_come_tokens=self._to_come(),
             running=len(self._prefilling) + len(self._decoding),
             waiting=len(self._waiting),
             kv_tokens_total=self.pool.num_pages * self.page_size,
@@ -172,17 +171,6 @@ class FleetReplica:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
         )
-
-    def _to_come(self) -> int:
-        """Output tokens that all requests are expected to have yet: of each, as many as newest outputs that were longer
-        than it is now had beyond that."""
-        newest = np.sort(self._outputs)
-        sums = np.append(np.cumsum(newest[::-1])[::-1], 0)
-        produced = [seq.produced + self._round - seq.began_round for _, _, seq in self._decoding]
-        produced += [seq.produced for seq in (*self._waiting, *self._prefilling)]
-        had = np.array(produced)
-        first = np.searchsorted(newest, had, side="right")
-        return int(np.maximum(1, sums[first] / np.maximum(1, len(newest) - first) - had).sum())
 
     # ------------------------------------------------------------ steps
 

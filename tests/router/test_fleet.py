@@ -16,7 +16,6 @@ from radix.snapshot import SnapshotWalk
 from radix.tree import Tree
 from router.errors import NoReplica
 from router.fleet import LENGTH_SAMPLES, Fleet
-from router.known_replica import PeerBooking
 from router.optimistic_prefixes import EXPIRES_S
 from router.programs import Home
 from worker.messages import CacheEvents, LengthSample, ReplicaLoad, decode_from_replica, encode
@@ -268,22 +267,6 @@ def test_a_load_that_does_not_count_the_youngest_bookings_leaves_them_added(flee
     assert view(fleet, "a").waiting_tokens == 30
     fleet.release("r3")
     assert view(fleet, "a").waiting_tokens == 20
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(None, 200.0), (1000, 200.0), (7, 7.0)])
-def test_a_booking_brings_the_expected_output(fleet, limit, expected):
-    """The mean of the replicas' outputs, or the request's limit. Routers tell each other."""
-    told: list[PeerBooking] = []
-    fleet.on_booking = told.append
-    fleet.place("r", PROMPT, "a", output_limit=limit)
-    assert [booking.output_tokens for booking in told] == [expected]
-
-
-def test_requests_go_where_fewer_tokens_are_to_come(fleet):
-    """With as many requests on each, and as much context."""
-    for name, to_come in (("a", 9000), ("b", 30), ("c", 9000)):
-        fleet.apply_load(name, load(running=20, context_tokens=20_000, to_come_tokens=to_come))
-    assert fleet.place("r", PROMPT, "abc").replica_id == "b"
 
 
 def test_the_newest_outputs_of_all_replicas_are_kept_for_one_that_comes(fleet):

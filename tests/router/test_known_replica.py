@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from router.known_replica import PACE_S, ArrivalPace, Booked, Booking, KnownReplica, PeerBooking, pace_left
+from router.known_replica import PACE_S, ArrivalPace, KnownReplica, pace_left
 from worker.messages import ReplicaLoad, StepCosts
 
 
@@ -52,13 +52,3 @@ def test_a_candidate_has_the_costs_and_output_lengths_that_the_replica_tells():
     )
     seen = replica.candidate()
     assert seen.output_tokens == pytest.approx(10, rel=0.01) and seen.token_s == 1.0
-
-
-@pytest.mark.parametrize(("told", "of_load"), [(70, 70), (None, 200 * (4 / 2 + 3))])
-def test_tokens_to_come_are_those_of_the_load_and_of_the_bookings_that_it_does_not_count(told, of_load):
-    """A replica that does not tell has half of an output to come from each request that runs."""
-    replica = KnownReplica("r", 0)
-    replica.take_load(ReplicaLoad(incarnation="a", running=4, waiting=3, to_come_tokens=told), 0)
-    replica.unseen["q"] = Booked(Booking("q", "r", 1, 0), 10, output_tokens=30.0)
-    replica.peers.add(PeerBooking("other", "r", 1, 10, 0, [], 5.0), 0.0)
-    assert replica.candidate().to_come_tokens == of_load + 35

@@ -65,7 +65,7 @@ def test_a_slow_replica_counts_as_what_it_is():
     work = {"waiting_tokens": 9000, "waiting": 3}
     assert order(slow, replace(IDLE, **work)) == [0, 1]
     assert order(replace(slow, **work), replace(IDLE, **work)) == [1, 0]
-    decodes = {"running": 100, "context_tokens": 200_000, "to_come_tokens": 20_000}
+    decodes = {"running": 100, "context_tokens": 200_000}
     assert seconds(replace(slow, **decodes)) > 1.9 * seconds(replace(IDLE, **decodes))
 
 
@@ -76,17 +76,9 @@ def test_prompts_take_longer_beside_decodes_and_a_step_is_never_all_decodes():
     assert np.isfinite(seconds(replace(decodes, context_tokens=10**9)))
 
 
-def test_outputs_that_are_about_to_end_slow_a_new_one_less():
-    running = Candidate(running=40, context_tokens=40_000)
-    ending, long = replace(running, to_come_tokens=400), replace(running, to_come_tokens=20_000)
-    assert order(long, ending) == [1, 0]
-    assert order(replace(long, cached_tokens=999), ending) == [0, 1]
-    assert seconds(replace(long, to_come_tokens=8000)) == seconds(long), "no more decodes than requests"
-
-
 def test_a_request_with_a_short_limit_does_not_mind_long_steps():
     """A long output would go where fewer decode; a short one goes where its prefix is."""
-    holder = Candidate(cached_tokens=900, running=50, context_tokens=100_000, to_come_tokens=10**6)
+    holder = Candidate(cached_tokens=900, running=50, context_tokens=100_000)
     idle = Candidate(output_tokens=5000)
     assert order(holder, idle) == [1, 0]
     assert order(*(replace(candidate, output_limit=1) for candidate in (holder, idle))) == [0, 1]
@@ -123,7 +115,6 @@ CANDIDATES = st.lists(
         context_tokens=st.integers(0, 10**6),
         running=st.integers(0, 300),
         waiting=st.integers(0, 300),
-        to_come_tokens=st.integers(0, 10**5),
         kv_tokens=st.sampled_from([0, 800_000]),
         requests_s=st.floats(0, 100),
         tokens_s=st.floats(0, 10**5),

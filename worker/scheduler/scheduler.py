@@ -366,7 +366,6 @@ class Scheduler:
         rows, waiting, table = self.running.rows, self._waiting.rows, self._table
         load.context_tokens = int(table.num_computed[rows].sum())
         both = np.concatenate([rows, waiting])
-        load.to_come_tokens = int(np.maximum(table.expected_tokens[both] - table.num_tokens[both], 1).sum())
         done = np.concatenate([table.num_computed[rows], table.cached_estimate[waiting]])
         missing = np.maximum(table.num_prompt[both] - done, 0)
         load.waiting_tokens = int(missing.sum())
