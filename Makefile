@@ -47,8 +47,8 @@ check-docs: env  ## the pages that are made from the code are as the code says
 unit: env
 	$(BIN)/shoal pull SmolLM2-135M-Instruct
 	$(BIN)/shoal pull --dequantize SmolLM2-135M-Instruct
-	$(BIN)/pytest --numprocesses auto -m "not ray and not slow and not gpu"
-	$(BIN)/pytest -m "ray or slow or gpu"
+	$(BIN)/pytest --numprocesses auto -m "not ray and not gpu and (not slow or compute)"
+	$(BIN)/pytest -m "ray or gpu or (slow and not compute)"
 
 helm-test: env  ## lint, render and validate the chart
 	$(BIN)/python helm/check.py

@@ -20,8 +20,18 @@ settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("fixed")
 
 
+# Slow tests of these rooms compute: they start no server and no Ray, so `make unit` runs several at once.
+COMPUTING = ("kernels", "pipeline", "radix", "worker")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run. Kernels of Triton run on the GPU or, without one, in the interpreter."""
+    """Marks slow tests that can run several at once, and skips what this machine cannot run. Kernels of Triton run on
+    the GPU or, without one, in the interpreter."""
+    for item in items:
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        if room in COMPUTING and item.get_closest_marker("slow"):
+            item.add_marker("compute")
     marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("gpu", "interpreter")}
     if not any(marked.values()):
         return
