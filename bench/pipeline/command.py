@@ -35,7 +35,6 @@ With --plan nothing is measured: the machines are simulated, with the real sched
 
 import argparse
 import hashlib
-import math
 import os
 import sys
 import tempfile
@@ -50,7 +49,7 @@ from bench.load.workload import Vocabulary
 from bench.pipeline.capacity import DELAY_S
 from bench.pipeline.capacity_search import OBJECTIVES, OURS, SIMULATED, CapacitySearch, Site
 from bench.pipeline.experiment_grid import LEAST, ExperimentGrid, print_rows
-from bench.pipeline.figures import Findings, Twin
+from bench.pipeline.figures import Findings, Twin, measured_link
 from bench.pipeline.layout import SCHEDULES, ParallelLayout, Setting
 from bench.pipeline.meter_report import draw_kept
 from bench.pipeline.result_store import ResultStore, say
@@ -62,7 +61,6 @@ from bench.replica.offline_workloads import HIGHEST_ID
 from bench.results import number
 from bench.targets import print_table
 from pipeline.padding import PaddedSizes
-from pipeline.roofline import LinkSpec
 from pipeline.shape import FEATURES
 from shoal import flags
 from shoal.help import Parser
@@ -333,9 +331,8 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
             learned = sweep.point("calibration", lambda: site.calibrate(layouts[0], ours, known))
-            between = LinkSpec("measured", speed["latency_s"], speed["bytes_per_s"], 0.0, math.inf)
             token_bytes = dummy_models.SHAPES[args.model].config["hidden_size"] * dtype.itemsize
-            twin = Twin.of(learned, between, token_bytes, config.max_running, rows_of(config, device))
+            twin = Twin.of(learned, measured_link(speed), token_bytes, config.max_running, rows_of(config, device))
             study.expected = twin.expected(study, layouts[0])
             survey = ExperimentGrid(study, layouts, args.schedules, traffics, jobs, args.objectives, LEAST, args.delay)
             survey.run()

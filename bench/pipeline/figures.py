@@ -1,5 +1,6 @@
 """Figures of a study of pipelines, and the reasons for figures that miss their targets."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,11 @@ ROUGHLY = 0.1  # precision of rates at which a search begins
 HEAVY = ("mini_1024", "prefill_half")
 
 
+def measured_link(speed: dict[str, Any]) -> LinkSpec:
+    """The link between stages that `bench.replica.link_speed` measured."""
+    return LinkSpec("measured", speed["latency_s"], speed["bytes_per_s"], 0.0, math.inf)
+
+
 @dataclass(frozen=True)
 class Twin:
     """The measured properties of a layout, for the simulator: stages, links, and the capacity of the KV cache in
@@ -41,17 +47,27 @@ class Twin:
 
     @classmethod
     def of(
-        cls, learned: dict[str, Any], link: LinkSpec, token_bytes: int, max_running: int, rows: PaddedSizes
+        cls,
+        learned: dict[str, Any],
+        link: LinkSpec,
+        token_bytes: int,
+        max_running: int,
+        rows: PaddedSizes,
+        arithmetic: float = 1.0,
     ) -> "Twin":
-        """From `RealSite.calibrate`'s result. `rows`: number of rows that a step computes."""
-        stages = [Coefficients(values, rows).predict for values in learned["coefficients"]]
+        """From `RealSite.calibrate`'s result. `rows`: number of rows that a step computes. `arithmetic`: factor on the
+        time that arithmetic takes."""
+        stages = [Coefficients(values, rows).at_clock(arithmetic).predict for values in learned["coefficients"]]
         return cls(Hardware(stages, link, token_bytes), learned["kv_tokens"], max_running, rows)
 
-    def study(self, like: CapacitySearch, hardware: Hardware | None = None) -> CapacitySearch:
-        """A study in the simulator of the same loads as `like`. `hardware` replaces the measured hardware."""
+    def site(self, hardware: Hardware | None = None) -> SimulatedSite:
+        """The simulator of the layout. `hardware` replaces the measured hardware."""
         simulated = hardware or self.hardware
-        site = SimulatedSite(lambda _: simulated, lambda _: self.kv_tokens, self.max_running, self.rows)
-        return replace(like, points=Points(), site=site, expected=unknown, progress=SIMULATED)
+        return SimulatedSite(lambda _: simulated, lambda _: self.kv_tokens, self.max_running, self.rows)
+
+    def study(self, like: CapacitySearch, hardware: Hardware | None = None) -> CapacitySearch:
+        """A study in the simulator of the same loads as `like`. `hardware`: as for `site`."""
+        return replace(like, points=Points(), site=self.site(hardware), expected=unknown, progress=SIMULATED)
 
     def expected(self, like: CapacitySearch, layout: ParallelLayout) -> Expected:
         """The capacities that the simulator predicts for the measured layout, roughly."""

@@ -18,7 +18,6 @@ what it missed. A schedule of which no rate was carried has no figures.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Iterator
@@ -28,17 +27,15 @@ from typing import Any
 
 from bench import results
 from bench.pipeline.capacity_search import OBJECTIVES, SIMULATED, CapacitySearch
+from bench.pipeline.figures import Twin, measured_link
 from bench.pipeline.layout import ParallelLayout
 from bench.pipeline.load_generator import ServiceObjective
 from bench.pipeline.result_store import Points
-from bench.pipeline.simulated_site import SimulatedSite
-from bench.pipeline.simulator import Hardware
 from bench.pipeline.traffic import published
 from bench.replica import dummy_models
 from bench.results import FOLDER, Figure, number
-from pipeline.cost import Coefficients
 from pipeline.padding import PaddedSizes
-from pipeline.roofline import DEVICES, DeviceSpec, LinkSpec
+from pipeline.roofline import DEVICES, DeviceSpec
 from shoal.help import Parser
 
 TRAFFIC, OBJECTIVE = "long", "strict"
@@ -101,15 +98,10 @@ def search(result: dict[str, Any], arithmetic: float = 1.0) -> CapacitySearch:
     points, settings = result["points"], result["settings"]
     running = settings["replica"]["max_running"]
     rows = PaddedSizes.of_graphs(running, BUDGET)
-    stages = [
-        Coefficients(values, rows).at_clock(arithmetic).predict for values in points["calibration"]["coefficients"]
-    ]
-    link = LinkSpec("measured", points["link"]["latency_s"], points["link"]["bytes_per_s"], 0.0, math.inf)
     token_bytes = 2 * dummy_models.SHAPES[settings["model"]].config["hidden_size"]
-    hardware, kv_tokens = Hardware(stages, link, token_bytes), points["calibration"]["kv_tokens"]
-    site = SimulatedSite(lambda _: hardware, lambda _: kv_tokens, running, rows)
+    twin = Twin.of(points["calibration"], measured_link(points["link"]), token_bytes, running, rows, arithmetic)
     return CapacitySearch(
-        Points(), site, BUDGET, [], running, settings["shrink"], 0.02, settings["seconds"], progress=SIMULATED
+        Points(), twin.site(), BUDGET, [], running, settings["shrink"], 0.02, settings["seconds"], progress=SIMULATED
     )
 
 

@@ -27,15 +27,9 @@ class DeltaNetConfig(RecurrentConfig):
 
     def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         states = self.states
-        return {
-            "qkv": (sum(self.projected_sizes), hidden_size),
-            "out": (hidden_size, self.attended_size),
-            "conv": (states.channels, 1, states.width),
-            "decay_log": (states.value_heads,),
+        return super().parameter_shapes(hidden_size) | {
             "decay_bias": (states.value_heads,),
             "head_scale": (states.value_dim,),
-            "input_norm": (hidden_size,),
-            "mlp_norm": (hidden_size,),
         }
 
     def layer(self, index: int, parameters: dict[str, Any]) -> "GatedDeltaNet":

@@ -35,16 +35,10 @@ class Mamba2Config(RecurrentConfig):
 
     def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         states = self.states
-        shapes: dict[str, tuple[int, ...]] = {
-            "qkv": (sum(self.projected_sizes), hidden_size),
-            "out": (hidden_size, self.attended_size),
-            "conv": (states.channels, 1, states.width),
-            "decay_log": (states.value_heads,),
+        shapes = super().parameter_shapes(hidden_size) | {
             "step_bias": (states.value_heads,),
             "skip": (states.value_heads,),
             "gated_norm": (self.attended_size,),
-            "input_norm": (hidden_size,),
-            "mlp_norm": (hidden_size,),
         }
         return shapes | ({"conv_bias": (states.channels,)} if self.has_bias else {})
 

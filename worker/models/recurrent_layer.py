@@ -43,9 +43,17 @@ class RecurrentConfig(ABC):
         """Elements of the outputs of all heads, which the output product reads."""
         return self.states.value_heads * self.states.value_dim
 
-    @abstractmethod
     def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of a layer's parameters, as `worker.models.parameters` has those of attention."""
+        """Shapes of a layer's parameters, as `worker.models.parameters` has those of attention. Each rule adds its
+        own."""
+        return {
+            "qkv": (sum(self.projected_sizes), hidden_size),
+            "out": (hidden_size, self.attended_size),
+            "conv": (self.states.channels, 1, self.states.width),
+            "decay_log": (self.states.value_heads,),
+            "input_norm": (hidden_size,),
+            "mlp_norm": (hidden_size,),
+        }
 
     @abstractmethod
     def layer(self, index: int, parameters: dict[str, Any]) -> "RecurrentLayer":
