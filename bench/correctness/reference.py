@@ -55,6 +55,7 @@ GAINS = {
     "q_proj": QUERY_KEY_GAIN,
     "k_proj": QUERY_KEY_GAIN,
     "qkv_proj": QUERY_KEY_GAIN,
+    "experts.down_proj": 0.5,
     "mlp.gate.": 2.0,
     "router": 2.0,
 }
