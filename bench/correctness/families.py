@@ -26,7 +26,7 @@ class Sizes:
     | `expert`, `shared`, `wide_shared` | columns of an expert, of a shared expert, and of a larger shared expert |
     | `llama4` | Llama 4: columns of an expert and of an MLP |
     | `latent` | elements of latents of keys and values, and of queries; of a head's rest, rotated part, and values |
-    | `wide_value` | GLM-4.7-Flash: elements of a head's values |
+    | `wide_value` | GLM-4.7-Flash: elements of a head, and of its values |
     | `delta` | gated delta nets: elements of a head's keys and values |
     | `mamba` | Mamba2: expansion, heads, elements of a head and of its state, tokens of a chunk in `transformers` |
     | `layer_input` | Gemma 4: elements of an input of a layer |
@@ -367,7 +367,13 @@ def _latent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "deepseek_v3_moe": ("deepseek_v3", latent | _sigmoid(sizes) | yarn),
         "glm4_moe_lite": (
             "glm4_moe_lite",
-            latent | _sigmoid(sizes) | {"v_head_dim": sizes.wide_value, "rms_norm_eps": 1e-5},
+            latent
+            | _sigmoid(sizes)
+            | {
+                "qk_nope_head_dim": sizes.wide_value - rotated,
+                "v_head_dim": sizes.wide_value,
+                "rms_norm_eps": 1e-5,
+            },
         ),
         "youtu": (
             "youtu",
