@@ -32,7 +32,8 @@ class Sizes:
     | `layer_input` | Gemma 4: elements of an input of a layer |
     | `query_scale` | Gemma 2 and 3: attention divides by its square root |
     | `attention_multiplier`, `logit_cap` | Granite's factor of attention; Gemma 4's soft cap of logits |
-    | `jitter` | Phi-3.5-MoE: `router_jitter_noise` |
+    | `jitter`, `swiglu_limit` | Phi-3.5-MoE's `router_jitter_noise`; gpt-oss's limit of SwiGLU |
+    | `mamba_groups` | Mamba2: heads of keys and queries, of Granite 4 and of Bamba |
     """
 
     vocabulary: int
@@ -59,6 +60,8 @@ class Sizes:
     attention_multiplier: float
     logit_cap: float
     jitter: float
+    swiglu_limit: float
+    mamba_groups: tuple[int, int]
 
 
 TINY = Sizes(
@@ -86,9 +89,12 @@ TINY = Sizes(
     attention_multiplier=0.2,
     logit_cap=3.0,
     jitter=0.6,
+    swiglu_limit=1.5,
+    mamba_groups=(2, 4),
 )
 # Large enough for the kernels that run in production on a GPU. Prompts of `bench.correctness.reference` are longer than
-# windows and chunks.
+# windows and chunks. Options are as published where older versions of `transformers` have no others: gpt-oss's limit, and
+# one group of Mamba2's heads, as their norms spanned all groups.
 SMALL = Sizes(
     vocabulary=4096,
     hidden=384,
@@ -114,6 +120,8 @@ SMALL = Sizes(
     attention_multiplier=0.125,
     logit_cap=30.0,
     jitter=0.01,
+    swiglu_limit=7.0,
+    mamba_groups=(1, 1),
 )
 
 
@@ -258,7 +266,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
                 "intermediate_size": sizes.expert,
                 "num_attention_heads": 6,
                 "head_dim": sizes.oss_head,
-                "swiglu_limit": 1.5,
+                "swiglu_limit": sizes.swiglu_limit,
                 "layer_types": SLIDING,
             }
             | _rope(
@@ -407,7 +415,11 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "granitemoehybrid": ("granitemoehybrid", granite | experts),
         "granitemoehybrid_dense": (
             "granitemoehybrid",
-            granite | {"num_local_experts": 0, "mamba_n_groups": 2, "position_embedding_type": "rope"},
+            granite
+            | {"num_local_experts": 0, "mamba_n_groups": sizes.mamba_groups[0], "position_embedding_type": "rope"},
         ),
-        "bamba": ("bamba", mamba | {"mamba_n_groups": 4, "mamba_conv_bias": False, "attn_layer_indices": [1]}),
+        "bamba": (
+            "bamba",
+            mamba | {"mamba_n_groups": sizes.mamba_groups[1], "mamba_conv_bias": False, "attn_layer_indices": [1]},
+        ),
     }
