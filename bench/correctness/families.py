@@ -92,9 +92,9 @@ TINY = Sizes(
     swiglu_limit=1.5,
     mamba_groups=(2, 4),
 )
-# Large enough for the kernels that run in production on a GPU. Prompts of `bench.correctness.reference` are longer than
-# windows and chunks. Options are as published where older versions of `transformers` have no others: gpt-oss's limit, and
-# one group of Mamba2's heads, as their norms spanned all groups.
+# Large enough for the kernels that run in production on a GPU. Many prompts of `bench.correctness.reference` are longer
+# than windows and chunks. gpt-oss's limit and Mamba2's one group are as published: older versions of `transformers`
+# compute nothing else right.
 SMALL = Sizes(
     vocabulary=4096,
     hidden=384,
