@@ -126,7 +126,7 @@ SMALL = Sizes(
 
 
 def common(sizes: Sizes) -> dict[str, Any]:
-    """What the configurations of all models have, unless they say otherwise."""
+    """Configuration of a model, but for what its family has in place of it."""
     return {
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.hidden,
@@ -144,7 +144,7 @@ def common(sizes: Sizes) -> dict[str, Any]:
 
 
 def models(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name: `model_type`, and what differs from `common`."""
+    """Models by name: `model_type`, and what differs from `common`."""
     return _dense(sizes) | _windowed(sizes) | _with_experts(sizes) | _latent(sizes) | _recurrent(sizes)
 
 
