@@ -4,6 +4,8 @@
     shoal bench exactness --device cuda --models llama,smollm2 --tp 1,2 --pp 2
     shoal bench exactness --device cuda --models llama --tp 2,4 --pp 1,2 --share-gpus
     shoal bench exactness --device cpu --models tiny
+    shoal bench exactness --device cuda --models all --cases whole
+    shoal bench exactness --device cuda --models gemma4,qwen3_next --dtypes bfloat16
     shoal bench exactness --device cuda --tp 2 --drafts 0.8,0.7,0.6
 
 In float32, every output is compared token for token with that of `generate`: alone and in batches, in chunks of several
@@ -13,6 +15,9 @@ position are closer than 1e-4. Ties are reported, and are no failures.
 
 In bfloat16, agreement is the share of positions at which the likeliest token is that of float32. It must not be
 significantly lower than that of `transformers` in bfloat16 on the same sequences.
+
+`all` is a model of every family that is served. A model whose architecture the installed `transformers` lacks is not
+compared, which is said. A model that fails is reported as wrong, and the others are compared.
 
 With --drafts, every step verifies guesses at the next tokens, some of them wrong, whether they pay or not. The outputs
 must be the same.
@@ -28,10 +33,12 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +63,7 @@ from worker.executor.launch import open_executor
 from worker.messages import SamplingParams
 
 TIE = 1e-4
+DTYPES = ("float32", "bfloat16")
 WORSE_BY_ERRORS = 3.0  # standard errors by which our agreement in bfloat16 may be below that of transformers
 BRIEF, BRIEF_ROUNDS = 4, 8  # longest brief output in tokens, and rounds of all brief outputs
 BASE = {"kv_tokens": 16384, "context_length": 512, "max_running": 32, "token_budget": 2048}
@@ -175,7 +183,7 @@ class Check:
         """`acceptance`: of the drafts, as in `RecordedOutputs`; empty for none."""
         self.name, self.device, self._share_gpus, self._acceptance = name, device, share_gpus, acceptance
         self.folder = reference.make(name, folder)
-        exact = Reference(self.folder, device, torch.float32)
+        self._exact = exact = Reference(self.folder, device, torch.float32)
         self.prompts = reference.prompts(reference.MODELS[name].vocabulary)
         self.said = exact.generate(self.prompts)
         self.whole = [prompt + said for prompt, said in zip(self.prompts, self.said, strict=True)]
@@ -184,9 +192,6 @@ class Check:
         # A stop token that never occurs: with a stop token, the scheduler must guess how long outputs get.
         never = min(set(range(reference.MODELS[name].vocabulary)).difference(*self.said))
         self.greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, stop_token_ids=(never,))
-        del exact
-        rough = Reference(self.folder, device, torch.bfloat16)
-        self.theirs = [rough.score(sequence) for sequence in self.whole]
 
     @contextmanager
     def replica(self, dtype: str, tp: int, pp: int, **settings: Any) -> Iterator["ExactReplica"]:
@@ -252,23 +257,23 @@ class Check:
         """Agreement in bfloat16, in two ways.
 
         - `prefill`: all positions of prompts and outputs, computed in large chunks.
-        - `decode`: the positions of outputs, each computed alone with all tokens before it in the cache.
+        - `decode`: the positions of the outputs that Shoal generates, each computed as one token of a batch.
         """
-        # With pages of one token, all tokens of a prompt but the last are found in the cache.
-        with self.replica("bfloat16", tp, pp, page_size=1) as replica, replica.engine({}) as engine:
+        with self.replica("bfloat16", tp, pp) as replica, replica.engine({}) as engine:
             asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
             read = [_scored(finished) for finished in engine.generate(self.whole, asked)]
-            cut = [
-                sequence[:end] for sequence in self.whole for end in range(len(sequence) - NEW_TOKENS, len(sequence))
-            ]
-            last = [output[0] for output in tokens(engine.generate(cut, SamplingParams(max_tokens=1, temperature=0.0)))]
-        exact, ours, theirs = (_joined(scores) for scores in (self.scored, read, self.theirs))
+            engine.reset_cache()
+            said = tokens(engine.generate(self.prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)))
+        rough = Reference(self.folder, self.device, torch.bfloat16)
+        exact, ours, theirs = (_joined(scores) for scores in (self.scored, read, map(rough.score, self.whole)))
         prefill = agreement(exact.likeliest, ours.likeliest, theirs.likeliest)
         found = asdict(prefill) | {"ours_rms": _rms(ours, exact), "theirs_rms": _rms(theirs, exact)}
-        exact, theirs = (_joined(scores, NEW_TOKENS) for scores in (self.scored, self.theirs))
+        # Outputs in bfloat16 part from those in float32 somewhere, so they are sequences of their own.
+        whole = [prompt + output for prompt, output in zip(self.prompts, said, strict=True)]
+        exact, theirs = (_joined(map(model.score, whole), NEW_TOKENS) for model in (self._exact, rough))
         return {
             "prefill": Agreement(**found),
-            "decode": agreement(exact.likeliest, torch.tensor(last), theirs.likeliest),
+            "decode": agreement(exact.likeliest, torch.tensor(said).flatten(), theirs.likeliest),
         }
 
 
@@ -316,9 +321,10 @@ def _scored(finished: Finished) -> Scored:
     return Scored(likeliest, torch.tensor([]), torch.tensor([row.logprob for row in rows]))
 
 
-def _joined(scores: Sequence[Scored], last: int = 0) -> Scored:
+def _joined(scores: Iterable[Scored], last: int = 0) -> Scored:
     """The scores of several sequences, concatenated. Only the `last` positions of each sequence, or all if 0."""
-    parts = ([getattr(one, name)[-last:] for one in scores] for name in ("likeliest", "margins", "logprobs"))
+    each = list(scores)
+    parts = ([getattr(one, name)[-last:] for one in each] for name in ("likeliest", "margins", "logprobs"))
     return Scored(*(torch.cat(part) for part in parts))
 
 
@@ -330,9 +336,19 @@ def parser() -> Parser:
     """The command line."""
     p = Parser("shoal bench exactness", __doc__)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default: %(default)s")
-    models = _among("model", reference.MODELS)
     p.add_argument(
-        "--models", type=models, default="llama,smollm2", metavar="A,B", help=f"among {', '.join(reference.MODELS)}"
+        "--models",
+        type=_models,
+        default="llama,smollm2",
+        metavar="A,B",
+        help=f"all, or some among {', '.join(reference.MODELS)}",
+    )
+    p.add_argument(
+        "--dtypes",
+        type=_among("dtype", DTYPES),
+        default=list(DTYPES),
+        metavar="A,B",
+        help="among float32, bfloat16 (default: both)",
     )
     p.add_argument("--tp", type=counts, default=[1], metavar="N,M", help="numbers of ranks per stage (default 1)")
     p.add_argument(
@@ -376,6 +392,11 @@ def _among(what: str, known: Collection[str]) -> Callable[[str], list[Any]]:
     return names
 
 
+def _models(text: str) -> list[str]:
+    every = {"all": list(reference.FAMILIES)}
+    return every.get(text) or _among("model", reference.MODELS)(text)
+
+
 def _cases(text: str) -> tuple[ExactnessCase, ...]:
     names = _among("case", [case.name for case in CASES])(text)
     return tuple(case for case in CASES if case.name in names)
@@ -387,26 +408,36 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser().error("PyTorch finds no GPU: --device cpu, which the tiny model is for (--models tiny)")
     report = ExactnessReport("gpu" if args.device == "cuda" else "cpu")
-    for name in args.models:
-        with tempfile.TemporaryDirectory(prefix="shoal-exact-") as scratch:
-            check = Check(name, Path(scratch) / name, args.device, args.share_gpus, args.drafts)
-            for tp, pp in itertools.product(args.tp, args.pp):
-                if tp not in reference.MODELS[name].tp or pp > reference.MODELS[name].layers:
-                    print(f"{name} cannot be shared out to {pp} stages of {tp} ranks", flush=True)
-                    continue
-                if args.device == "cuda" and tp * pp > torch.cuda.device_count() and not args.share_gpus:
-                    print(f"{pp} stages of {tp} ranks are more than there are GPUs", flush=True)
-                    continue
-                report.run(check, tp, pp, args.schedules, args.cases)
     ranks = "".join(
         f"{way}{'-'.join(map(str, each))}" for way, each in (("tp", args.tp), ("pp", args.pp)) if each != [1]
     )
-    drafts = ".drafts" if args.drafts else ""
-    path = results.write(
-        args.name or f"{report.kind}.exact.{ranks or 'tp1'}{drafts}", report.figures, report.raw, folder=args.out
-    )
+    result = args.name or f"{report.kind}.exact.{ranks or 'tp1'}{'.drafts' if args.drafts else ''}"
+    for name in args.models:
+        if not reference.is_known(name):
+            report.left_out(name)
+            continue
+        try:
+            _run(report, name, args)
+        except Exception as error:  # of any kind: the other models are compared all the same
+            traceback.print_exc()
+            report.failed(name, error)
+        path = results.write(result, report.figures, report.raw, folder=args.out)
     print(f"{'all right' if report.right else 'WRONG'}; written: {path.name}")
     return 0 if report.right else 1
+
+
+def _run(report: "ExactnessReport", name: str, args: argparse.Namespace) -> None:
+    """Compares the model `name` in all layouts that it can have."""
+    with tempfile.TemporaryDirectory(prefix="shoal-exact-") as scratch:
+        check = Check(name, Path(scratch) / name, args.device, args.share_gpus, args.drafts)
+        for tp, pp in itertools.product(args.tp, args.pp):
+            if tp not in reference.MODELS[name].tp or pp > reference.MODELS[name].layers:
+                print(f"{name} cannot be shared out to {pp} stages of {tp} ranks", flush=True)
+                continue
+            if args.device == "cuda" and tp * pp > torch.cuda.device_count() and not args.share_gpus:
+                print(f"{pp} stages of {tp} ranks are more than there are GPUs", flush=True)
+                continue
+            report.run(check, tp, pp, args.schedules, args.cases, args.dtypes)
 
 
 class ExactnessReport:
@@ -419,12 +450,45 @@ class ExactnessReport:
         self.right = True
         self._began_s = time.monotonic()
 
+    def left_out(self, name: str) -> None:
+        """Notes that the installed `transformers` has no such model."""
+        why = f"transformers {version('transformers')} has no {reference.MODELS[name].model_type}"
+        print(f"{name} is not compared: {why}", flush=True)
+        self.raw[name] = {"not_compared": why}
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Notes that a model could not be compared to the end."""
+        self._say(f"{self.kind}.exact.{name}", False, f"{type(error).__name__}: {error}")
+        self.raw[name] = {"failed": f"{type(error).__name__}: {error}"}
+
     def run(
-        self, check: Check, tp: int, pp: int, schedules: Sequence[str | None], cases: Sequence[ExactnessCase]
+        self,
+        check: Check,
+        tp: int,
+        pp: int,
+        schedules: Sequence[str | None],
+        cases: Sequence[ExactnessCase],
+        dtypes: Collection[str],
     ) -> None:
         """Runs the cases of a model in `pp` stages of `tp` ranks with each of the schedules. Prints a line per case."""
         ranks = f"tp{tp}" if pp == 1 else f"tp{tp}pp{pp}"
         label = f"{self.kind}.exact.{check.name}.{ranks}"
+        found: dict[str, Any] = {}
+        if "float32" in dtypes:
+            found["float32"] = self._float32(label, check, tp, pp, schedules, cases)
+        if "bfloat16" in dtypes:
+            found["bfloat16"] = self._bfloat16(label, check, tp, pp)
+        self.raw[f"{check.name}.{ranks}"] = found
+
+    def _float32(
+        self,
+        label: str,
+        check: Check,
+        tp: int,
+        pp: int,
+        schedules: Sequence[str | None],
+        cases: Sequence[ExactnessCase],
+    ) -> dict[str, Any]:
         verdicts = {}
         with check.replica("float32", tp, pp) as replica:
             for case in (case.scheduled(schedule) for schedule in schedules for case in cases):
@@ -433,6 +497,11 @@ class ExactnessReport:
                 self._say(f"{label} float32 {case.name}", verdict.right, same)
                 if verdict.ties or verdict.wrong or verdict.problem:
                     print(f"    ties {verdict.ties} wrong {verdict.wrong} {verdict.problem}")
+        identical, all_ = (sum(getattr(v, what) for v in verdicts.values()) for what in ("identical", "sequences"))
+        self.figures.append(Figure(f"{label}.float32.identical", identical / all_, "ratio", True))
+        return {name: asdict(verdict) for name, verdict in verdicts.items()}
+
+    def _bfloat16(self, label: str, check: Check, tp: int, pp: int) -> dict[str, Any]:
         agreements = check.bfloat16(tp, pp)
         for way, found in agreements.items():
             shares = f"{found.ours:.2%} as float32, transformers {found.theirs:.2%}, of {found.positions}"
@@ -443,12 +512,7 @@ class ExactnessReport:
             ]
             if found.ours_rms is not None and found.theirs_rms is not None:
                 print(f"    error of log probabilities {number(found.ours_rms)}, theirs {number(found.theirs_rms)}")
-        identical, all_ = (sum(getattr(v, what) for v in verdicts.values()) for what in ("identical", "sequences"))
-        self.figures.append(Figure(f"{label}.float32.identical", identical / all_, "ratio", True))
-        self.raw[f"{check.name}.{ranks}"] = {
-            "float32": {name: asdict(verdict) for name, verdict in verdicts.items()},
-            "bfloat16": {way: asdict(found) for way, found in agreements.items()},
-        }
+        return {way: asdict(found) for way, found in agreements.items()}
 
     def _say(self, what: str, right: bool, found: str) -> None:
         self.right &= right

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.correctness import families
 from bench.replica import dummy_models
 
 NEW_TOKENS = 48
@@ -47,71 +48,128 @@ LENGTHS = (
 )
 LOGIT_SPREAD = 3.0
 QUERY_KEY_GAIN = 1.5
+EMBEDDING_SHRINK = 12.0
+# Factors of a matrix's weights. A router's likeliest experts get most of the weight, as in a trained model, so that
+# little depends on the order of the last that are chosen.
+GAINS = {
+    "q_proj": QUERY_KEY_GAIN,
+    "k_proj": QUERY_KEY_GAIN,
+    "qkv_proj": QUERY_KEY_GAIN,
+    "experts.down_proj": 0.5,
+    "mlp.gate.": 2.0,
+    "router": 2.0,
+}
 
 
 @dataclass(frozen=True)
-class Small:
-    """The sizes of a model, and the tensor-parallel degrees that can split it."""
+class RandomModel:
+    """A model: its `model_type`, its configuration, and the tensor-parallel degrees that can split it."""
 
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
+    model_type: str
+    config: dict[str, Any]
     tp: tuple[int, ...]
 
+    @property
+    def vocabulary(self) -> int:
+        return self.config["vocab_size"]
 
-MODELS: dict[str, Small] = {
-    "llama": Small(8, 512, 1536, 8, 4, 64, 8192, False, (1, 2, 4)),
-    "smollm2": Small(30, 576, 1536, 9, 3, 64, 49152, True, (1, 2, 4)),
-    "tiny": Small(2, 64, 128, 4, 2, 16, 512, False, (1, 2)),
+    @property
+    def layers(self) -> int:
+        return self.config["num_hidden_layers"]
+
+
+def _llama(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+FAMILIES = families.models(families.SMALL)
+MODELS: dict[str, RandomModel] = {
+    name: RandomModel(model_type, families.common(families.SMALL) | own, (1, 2))
+    for name, (model_type, own) in FAMILIES.items()
+} | {
+    "llama": RandomModel("llama", _llama(8, 512, 1536, 8, 4, 64, 8192, False), (1, 2, 4)),
+    "smollm2": RandomModel("llama", _llama(30, 576, 1536, 9, 3, 64, 49152, True), (1, 2, 4)),
+    "tiny": RandomModel("llama", _llama(2, 64, 128, 4, 2, 16, 512, False), (1, 2)),
 }
+
+
+def is_known(name: str) -> bool:
+    """Whether the installed `transformers` has the architecture of the model `name`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = MODELS[name].model_type
+    return model_type in CONFIG_MAPPING_NAMES and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def make(name: str, folder: Path) -> Path:
     """Writes the random model `name` to a Hugging Face folder, in float32 and without an end token. Returns the
     folder."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = MODELS[name]
-    config = LlamaConfig(
-        num_hidden_layers=small.layers,
-        hidden_size=small.hidden,
-        intermediate_size=small.inner,
-        num_attention_heads=small.heads,
-        num_key_value_heads=small.kv_heads,
-        head_dim=small.head_dim,
-        vocab_size=small.vocabulary,
-        tie_word_embeddings=small.tied,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32",
-    )
+    random_model = MODELS[name]
+    config = AutoConfig.for_model(random_model.model_type, **random_model.config, dtype="float32")
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(config)
-    model = model.float()
+    model: Any = AutoModelForCausalLM.from_config(config).float()
+    # A family that divides its logits, or does not divide attention's products, has weights that make up for it.
+    spread = LOGIT_SPREAD * getattr(config, "logits_scaling", 1.0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            _randomise(key, parameter)
+            _randomise(key, parameter, spread)
+            if random_model.model_type == "gemma4_text" and key.endswith("q_norm.weight"):
+                parameter.mul_(QUERY_KEY_GAIN * len(parameter) ** -0.5)
+        for key, buffer in model.named_buffers():
+            if "e_score_correction_bias" in key:
+                buffer.normal_(0.0, 0.1)
+            if "layer_scalar" in key:
+                buffer.uniform_(0.6, 1.2)
+        if hasattr(model.get_input_embeddings(), "embed_scale"):
+            _shrink_embeddings(model)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    last = small.vocabulary - 1
-    dummy_models.tokenizer(small.vocabulary, (last - 1, last)).save(str(folder / "tokenizer.json"))
+    last = random_model.vocabulary - 1
+    dummy_models.tokenizer(random_model.vocabulary, (last - 1, last)).save(str(folder / "tokenizer.json"))
     return folder
 
 
-def _randomise(name: str, parameter: torch.Tensor) -> None:
-    if "norm" in name:
-        parameter.normal_(1.0, 0.2)
-    elif "embed_tokens" in name or "lm_head" in name:
+def _shrink_embeddings(model: Any) -> None:
+    """Makes embeddings smaller that are multiplied by a factor and are the head too, and the last norm larger by as
+    much. Hidden states would be hardly more than the embedding otherwise, and the likeliest token would be the last."""
+    model.get_input_embeddings().weight.div_(EMBEDDING_SHRINK)
+    norm = model.model.norm.weight
+    offset = 1.0 - norm.mean().round()  # some norms multiply by one more than their weight
+    norm.copy_((norm + offset) * EMBEDDING_SHRINK - offset)
+
+
+def _randomise(name: str, parameter: torch.Tensor, spread: float) -> None:
+    """Norms, biases and other vectors stay near the values that they begin training with, which differ by family."""
+    if "A_log" in name:
+        parameter.normal_(-2.0, 1.0)  # states that remember some ten tokens, and some heads a hundred
+    elif "dt_bias" in name:
+        parameter.normal_(0.0, 0.5)
+    elif parameter.ndim == 1:
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    elif "lm_head" in name:
+        parameter.normal_(0.0, spread * parameter.shape[1] ** -0.5)
+    elif "embed_tokens" in name:
         parameter.normal_(0.0, LOGIT_SPREAD * parameter.shape[1] ** -0.5)
     else:
-        gain = QUERY_KEY_GAIN if "q_proj" in name or "k_proj" in name else 1.0
-        parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
+        gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
+        parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -152,7 +210,13 @@ class Reference:
         self.model = model.to(device).eval()
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """NEW_TOKENS greedy output tokens for each prompt, computed in one batch, padded on the left."""
+        """NEW_TOKENS greedy output tokens for each prompt."""
+        if self.model.config.model_type == "llama4_text":  # its queries grow with positions that count padding too
+            return [self._generate([prompt])[0] for prompt in prompts]
+        return self._generate(prompts)
+
+    def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Output tokens computed in one batch, padded on the left."""
         from transformers import GenerationConfig
 
         greedy = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)

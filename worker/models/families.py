@@ -323,6 +323,8 @@ def _latent(hf: HfConfig) -> dict[str, Any]:
     if hf.attention_bias:
         raise ValueError(f"{hf.model_type} models with attention_bias are not supported")
     heads = LatentHeads(hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
+    if heads.v_head_dim > heads.query:
+        raise ValueError(f"{hf.model_type} models whose values have more elements than queries are not supported")
     scale, rope = heads.query**-0.5, hf.rope_parameters
     if rope.get("rope_type", "default") != "default" and (over := rope.get("mscale_all_dim")):
         scale *= yarn_temperature(rope["factor"], over) ** 2

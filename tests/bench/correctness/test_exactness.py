@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from bench.correctness import exactness, reference
+from bench.correctness import exactness, families, reference
 from bench.correctness.exactness import ExactnessCase, agreement, compare
+from bench.correctness.reference import RandomModel
+from worker.models.config import decoder_config
 from worker.models.decoder import Decoder
 
 
@@ -55,6 +58,41 @@ def test_cases_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         exactness.parser().parse_args(["--cases", "preempted,chunks of 65"])
     assert "no case chunks of 65: there are whole, preempted" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_family_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that transformers lacks is named and is no failure; one that cannot run is one."""
+    common, tiny = families.common(families.TINY) | {"max_position_embeddings": 512}, families.models(families.TINY)
+    models = {
+        "unheard": RandomModel("unheard_of", common, (1,)),
+        "refused": RandomModel("olmoe", common | tiny["olmoe"][1] | {"clip_qkv": 8.0}, (1,)),
+        "hybrid": RandomModel("bamba", common | tiny["bamba"][1], (1,)),
+    }
+    monkeypatch.setattr(reference, "MODELS", models)
+    monkeypatch.setattr(reference, "LENGTHS", (1, 7, 33))
+    asked = ["--device", "cpu", "--dtypes", "bfloat16", "--out", str(tmp_path), "--name", "found"]
+    assert exactness.main([*asked, "--models", "unheard,refused,hybrid"]) == 1
+    said = capsys.readouterr().out
+    assert "unheard is not compared: transformers" in said and said.count("WRONG") == 2  # and the last line
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["unheard"]["not_compared"].endswith("has no unheard_of")
+    assert "clip_qkv" in found["refused"]["failed"]
+    assert found["hybrid.tp1"].keys() == {"bfloat16"}
+    assert found["hybrid.tp1"]["bfloat16"]["decode"]["positions"] == 3 * reference.NEW_TOKENS
+    assert exactness.main([*asked, "--models", "unheard,hybrid"]) == 0
+
+
+def test_all_is_a_model_of_every_family() -> None:
+    names = exactness.parser().parse_args(["--models", "all"]).models
+    for name in names:
+        own = reference.MODELS[name]
+        config = decoder_config(AutoConfig.for_model(own.model_type, **own.config))
+        assert len(config.windows) == own.layers
+        windows = [window for window in config.windows if window is not None]
+        assert all(window < max(reference.LENGTHS) for window in windows)
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.worker.conftest import COMMON, GPT_OSS, make_tiny
+from tests.worker.conftest import COMMON, TINY, make_tiny
 from tests.worker.executor.test_weight_loader import load
 from worker.checkpoint.gpt_oss_experts import dequantized
 
+GPT_OSS = TINY["gpt_oss"][1]
 EXPERTS, HIDDEN, SIZE = GPT_OSS["num_local_experts"], 64, 96
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 
