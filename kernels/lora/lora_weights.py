@@ -1,5 +1,6 @@
 """The adapters of one linear layer (LoRA, https://arxiv.org/abs/2106.09685): two low-rank matrices for each slot."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,7 +51,10 @@ class LoraWeights:
             for part, columns in self.parts
             for first in range(columns.start, columns.stop, BLOCK_COLUMNS)
         ]
+        # Columns are told in units, so that the kernel knows that it may read several at once.
+        self.column_unit = math.gcd(BLOCK_COLUMNS, *(end for _, *ends in blocks for end in ends))
         table = np.array(blocks, dtype=np.int32).reshape(-1, 3)
+        table[:, 1:] //= self.column_unit
         self.blocks = torch.from_numpy(table).to(used.device)  # part, first column, end
 
     def write(self, slot: int, a: torch.Tensor | None, b: torch.Tensor | None) -> None:

@@ -263,10 +263,7 @@ def test_pipeline(device: str, tiny_model: Callable[[str], Path], monkeypatch: p
 
 class UncapturedPieces(PiecewiseGraphs):
     def _captured(self, size: int, pool: object) -> list[Callable[[], None]]:
-        return [
-            partial(self._decoder.piece, index, self._buffers.first(size))
-            for index in range(self._decoder.config.num_layers)
-        ]
+        return self._pieces(size)
 
 
 @pytest.fixture
