@@ -41,10 +41,12 @@ class SlotMatrices(Protocol):
     num_parts: int
 
 
-def add_segmented(weights: SlotMatrices, x: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
+def add_segmented(
+    weights: SlotMatrices, x: torch.Tensor, y: torch.Tensor, segments: Segments, replaces: bool = False
+) -> None:
     """`LoraWeights.add` on a GPU. x and y: rows with contiguous columns."""
     if segments.num_tiles and len(weights.blocks):
-        expand(weights, shrink(weights, x, segments), y, segments)
+        expand(weights, shrink(weights, x, segments), y, segments, replaces)
 
 
 def shrink(weights: SlotMatrices, x: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -79,8 +81,10 @@ def shrink(weights: SlotMatrices, x: torch.Tensor, segments: Segments) -> torch.
     return low
 
 
-def expand(weights: SlotMatrices, low: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
-    """Adds the products of `shrink` with B to y `[n, out]`."""
+def expand(
+    weights: SlotMatrices, low: torch.Tensor, y: torch.Tensor, segments: Segments, replaces: bool = False
+) -> None:
+    """Adds the products of `shrink` with B to y `[n, out]`, or replaces y by them."""
     splits, n, rows = low.shape
     _expand[(segments.num_tiles, len(weights.blocks))](
         low,
@@ -98,6 +102,7 @@ def expand(weights: SlotMatrices, low: torch.Tensor, y: torch.Tensor, segments: 
         BLOCK_COLUMNS,
         weights.column_unit,
         splits,
+        replaces,
         _precision(weights.b),
         num_warps=4,
         **pdl.OPTIONS,
@@ -115,8 +120,9 @@ def _precision(matrix: torch.Tensor) -> str:
 
 @triton.jit
 def _has_adapter(slot, count, used):
-    """Whether a tile has tokens, and their adapter changes the layer."""
-    return (count > 0) & (tl.load(used + slot) != 0)
+    """Whether a tile has tokens, and they have an adapter that changes the layer."""
+    is_any = (count > 0) & (slot >= 0)
+    return is_any & (tl.load(used + slot, mask=is_any, other=0) != 0)
 
 
 @triton.jit
@@ -211,6 +217,7 @@ def _expand(
     BLOCK_COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    REPLACES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     launch_dependents()
@@ -221,7 +228,7 @@ def _expand(
     is_in = columns < tl.load(blocks + 3 * block + 2) * UNIT
     changes, slot = _has_adapter(slot, count, used), slot.to(tl.int64)
     places = first + tl.arange(0, TILE)
-    is_there = (tl.arange(0, TILE) < count) & changes
+    is_there = tl.arange(0, TILE) < count
     tokens = tl.load(order + places, mask=is_there, other=0).to(tl.int64)
     ranks = tl.arange(0, PADDED_RANK)
     is_rank = (ranks < RANK)[None, :]
@@ -230,12 +237,17 @@ def _expand(
         mask=is_in[:, None] & is_rank & changes,
         other=0.0,
     )
-    wait_for_previous()
-    if changes == 0:
-        return
     target = y + tokens[:, None] * y_stride + columns[None, :]
     mask = is_there[:, None] & is_in[None, :]
-    known = tl.load(target, mask=mask, other=0.0)
+    wait_for_previous()
+    if changes == 0:
+        if REPLACES:
+            tl.store(target, tl.zeros((TILE, BLOCK_COLUMNS), dtype=y.dtype.element_ty), mask=mask)
+        return
+    if not REPLACES:
+        known = tl.load(target, mask=mask, other=0.0).to(tl.float32)
     some = _summed(low, places, part * RANK, n, is_there[:, None] & is_rank, ROWS, SPLITS, PADDED_RANK)
     product = tl.dot(some.to(matrix.dtype), tl.trans(matrix), input_precision=PRECISION)
-    tl.store(target, (known.to(tl.float32) + product).to(known.dtype), mask=mask)
+    if not REPLACES:
+        product += known
+    tl.store(target, product.to(y.dtype.element_ty), mask=mask)
