@@ -170,6 +170,15 @@ def test_a_sum_and_float32(linears: list[Linear]) -> None:
     assert len(library.ran) == 1
 
 
+def test_a_sum_by_the_algorithm_of_the_product(linears: list[Linear]) -> None:
+    library = FakeLibrary([FAST])
+    chosen(linears, library)
+    x, residual = rows_of(8), torch.ones(8, OUT_SIZE, dtype=torch.bfloat16)
+    linears[0].add_to(residual, x)
+    torch.testing.assert_close(residual.float(), 1 + x.float() @ linears[0].weight.float().T, rtol=1e-2, atol=1e-2)
+    assert [(name, problem.adds) for name, problem in library.ran] == [(FAST, True)]
+
+
 @pytest.mark.parametrize("algorithms", [[], [REFUSED], [WRONG], [b"as fast"]])
 def test_nothing_better_than_pytorch(linears: list[Linear], algorithms: list[Algorithm]) -> None:
     library = FakeLibrary(algorithms)
