@@ -20,11 +20,10 @@ from kernels import pdl
 from kernels.lora.segments import BLOCK_COLUMNS, TILE, Segments
 from kernels.pdl import launch_dependents, wait_for_previous
 
-_FEW_TILES = 96  # up to this number of tiles, the inner dimension is cut
-_BLOCK_IN = 128  # inputs that a turn of the first product's loop takes for more tiles
-# For few tiles a program reads this many numbers of A at once, of at most an eighth of the inputs. On the layers above
-# half and twice as many are up to a quarter slower, and so are more parts.
-_NUMBERS, _LEAST_SPLITS = 16384, 8
+# A program of the first product reads this many numbers of A at once, of at most an eighth of the inputs. On the layers
+# above half and twice as many are up to a quarter slower, and so are more parts.
+_NUMBERS, _LEAST_BLOCKS = 16384, 8
+_PROGRAMS = 1024  # programs of the first product, about: with more tiles each takes several blocks of inputs
 _SPLITS_AT_ONCE = tl.constexpr(8)  # parts of the first product that are read together
 
 
@@ -55,11 +54,10 @@ def shrink(weights: SlotMatrices, x: torch.Tensor, segments: Segments) -> torch.
     n, in_size = x.shape
     rows = weights.num_parts * weights.rank
     padded = max(16, triton.next_power_of_2(rows))
-    is_cut = segments.num_tiles <= _FEW_TILES
-    block, splits = _BLOCK_IN, 1
-    if is_cut:
-        block = max(64, min(_NUMBERS // padded, triton.next_power_of_2(triton.cdiv(in_size, _LEAST_SPLITS))))
-        splits = triton.cdiv(in_size, block)
+    block = max(64, min(_NUMBERS // padded, triton.next_power_of_2(triton.cdiv(in_size, _LEAST_BLOCKS))))
+    blocks = triton.cdiv(in_size, block)
+    turns = triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // segments.num_tiles)))
+    splits = triton.cdiv(blocks, turns)
     low = torch.empty(splits, n, rows, dtype=torch.float32, device=x.device)
     _shrink[(segments.num_tiles, splits)](
         x,
@@ -73,7 +71,7 @@ def shrink(weights: SlotMatrices, x: torch.Tensor, segments: Segments) -> torch.
         padded,
         TILE,
         block,
-        is_cut,
+        turns,
         _precision(x),
         num_warps=4,
         **pdl.OPTIONS,
@@ -155,7 +153,7 @@ def _shrink(
     PADDED_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    CUT: tl.constexpr,
+    TURNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     launch_dependents()
@@ -168,30 +166,20 @@ def _shrink(
     rows = tl.arange(0, PADDED_ROWS)
     lines = a + slot * ROWS * in_size + rows[:, None] * in_size
     is_row = (rows < ROWS)[:, None] & changes
-    total = tl.zeros((TILE, PADDED_ROWS), dtype=tl.float32)
-    if CUT:
-        columns = split * BLOCK_IN + tl.arange(0, BLOCK_IN)
-        is_in = columns < in_size
-        some_a = tl.load(lines + columns[None, :], mask=is_row & is_in[None, :], other=0.0)
-        wait_for_previous()
-        if changes == 0:
-            return
-        some_x = tl.load(
-            x + tokens[:, None] * x_stride + columns[None, :], mask=is_there[:, None] & is_in[None, :], other=0.0
-        )
+    inputs = x + tokens[:, None] * x_stride
+    columns = split * TURNS * BLOCK_IN + tl.arange(0, BLOCK_IN)
+    some_a = tl.load(lines + columns[None, :], mask=is_row & (columns < in_size)[None, :], other=0.0)
+    wait_for_previous()
+    if changes == 0:
+        return
+    some_x = tl.load(inputs + columns[None, :], mask=is_there[:, None] & (columns < in_size)[None, :], other=0.0)
+    total = tl.dot(some_x, tl.trans(some_a), input_precision=PRECISION)
+    for _ in range(1, TURNS):
+        columns += BLOCK_IN
+        is_in = (columns < in_size)[None, :]
+        some_x = tl.load(inputs + columns[None, :], mask=is_there[:, None] & is_in, other=0.0)
+        some_a = tl.load(lines + columns[None, :], mask=is_row & is_in, other=0.0)
         total = tl.dot(some_x, tl.trans(some_a), total, input_precision=PRECISION)
-    else:
-        wait_for_previous()
-        if changes == 0:
-            return
-        for begin in range(0, in_size, BLOCK_IN):
-            columns = begin + tl.arange(0, BLOCK_IN)
-            is_in = columns < in_size
-            some_x = tl.load(
-                x + tokens[:, None] * x_stride + columns[None, :], mask=is_there[:, None] & is_in[None, :], other=0.0
-            )
-            some_a = tl.load(lines + columns[None, :], mask=is_row & is_in[None, :], other=0.0)
-            total = tl.dot(some_x, tl.trans(some_a), total, input_precision=PRECISION)
     target = low + (split * n + places[:, None]).to(tl.int64) * ROWS + rows[None, :]
     tl.store(target, total, mask=is_there[:, None] & (rows < ROWS)[None, :])
 

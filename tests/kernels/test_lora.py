@@ -41,8 +41,10 @@ def by_token(weights: LoraWeights, x: torch.Tensor, slots: np.ndarray) -> torch.
 
 @pytest.mark.parametrize("parts", [PARTS, GATED])
 @pytest.mark.parametrize("slots", [[2], [0] * 5, [-1, 2, 0, 2, 1, -1, 0], [0] * 17 + [2] * 16 + [-1] * 3, [-1, 1]])
-@pytest.mark.parametrize("way", ["reference", "kernels", "replacing kernels"])
-def test_each_token_has_its_own_adapter(parts: list[ColumnPart], slots: list[int], way: str) -> None:
+@pytest.mark.parametrize("way", ["reference", "kernels", "replacing kernels", "few programs"])
+def test_each_token_has_its_own_adapter(
+    parts: list[ColumnPart], slots: list[int], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, owners = filled(parts), np.array(slots)
     x = torch.randn(len(slots), IN, generator=torch.Generator().manual_seed(1)).to(weights.a.device)
     y = torch.full((len(slots), OUT), 0.0 if way != "replacing kernels" else torch.nan, device=x.device)
@@ -50,9 +52,13 @@ def test_each_token_has_its_own_adapter(parts: list[ColumnPart], slots: list[int
         for slot in {0, 2} & set(slots):
             weights._add_group(x, y, slot, torch.from_numpy(np.flatnonzero(owners == slot)).to(x.device))
     else:
-        from kernels.lora.segmented_kernels import add_segmented
+        from kernels.lora import segmented_kernels
 
-        add_segmented(weights, x, y, HostSegments(owners, x.device), replaces=way == "replacing kernels")
+        if way == "few programs":
+            monkeypatch.setattr(segmented_kernels, "_PROGRAMS", 2 * len(slots))
+        segmented_kernels.add_segmented(
+            weights, x, y, HostSegments(owners, x.device), replaces=way == "replacing kernels"
+        )
     torch.testing.assert_close(y.cpu().double(), by_token(weights, x, owners), atol=1e-4, rtol=1e-4)
 
 
