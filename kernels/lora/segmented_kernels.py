@@ -24,6 +24,7 @@ from kernels.pdl import launch_dependents, wait_for_previous
 # above half and twice as many are up to a quarter slower, and so are more parts.
 _NUMBERS, _LEAST_BLOCKS = 16384, 8
 _PROGRAMS = 1024  # programs of the first product, about: with more tiles each takes several blocks of inputs
+_MOST_ROWS = 64  # rows of A that a program of the first product takes, and ranks that one of the second takes at once
 _SPLITS_AT_ONCE = tl.constexpr(8)  # parts of the first product that are read together
 
 
@@ -53,13 +54,13 @@ def shrink(weights: SlotMatrices, x: torch.Tensor, segments: Segments) -> torch.
     order of `Tiles.order`."""
     n, in_size = x.shape
     rows = weights.num_parts * weights.rank
-    padded = max(16, triton.next_power_of_2(rows))
-    block = max(64, min(_NUMBERS // padded, triton.next_power_of_2(triton.cdiv(in_size, _LEAST_BLOCKS))))
+    own_rows = _padded(rows)
+    block = max(64, min(_NUMBERS // own_rows, triton.next_power_of_2(triton.cdiv(in_size, _LEAST_BLOCKS))))
     blocks = triton.cdiv(in_size, block)
     turns = triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // segments.num_tiles)))
     splits = triton.cdiv(blocks, turns)
     low = torch.empty(splits, n, rows, dtype=torch.float32, device=x.device)
-    _shrink[(segments.num_tiles, splits)](
+    _shrink[(segments.num_tiles, splits, triton.cdiv(rows, own_rows))](
         x,
         weights.a,
         low,
@@ -68,7 +69,7 @@ def shrink(weights: SlotMatrices, x: torch.Tensor, segments: Segments) -> torch.
         in_size,
         x.stride(0),
         rows,
-        padded,
+        own_rows,
         TILE,
         block,
         turns,
@@ -95,7 +96,7 @@ def expand(
         y.stride(0),
         rows,
         weights.rank,
-        max(16, triton.next_power_of_2(weights.rank)),
+        _padded(weights.rank),
         TILE,
         BLOCK_COLUMNS,
         weights.column_unit,
@@ -111,6 +112,11 @@ def _tiles(weights: SlotMatrices, segments: Segments) -> tuple[torch.Tensor, ...
     return segments["order"], segments["slots"], segments["firsts"], segments["counts"], weights.used
 
 
+def _padded(rows: int) -> int:
+    """Rows of a matrix that are multiplied at once: a power of two, at least the least that tensor cores take."""
+    return min(max(16, triton.next_power_of_2(rows)), _MOST_ROWS)
+
+
 def _precision(matrix: torch.Tensor) -> str:
     """How float32 is multiplied: not rounded to 10 bits."""
     return "ieee" if matrix.dtype == torch.float32 else "tf32"
@@ -124,14 +130,12 @@ def _has_adapter(slot, count, used):
 
 
 @triton.jit
-def _summed(low, places, first, n, mask, ROWS: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr):
-    """The sum of `low` over its splits, `[tokens, RANKS]`, of the rows from `first` on. mask: `[tokens, RANKS]`."""
-    ranks = tl.arange(0, RANKS)
-    source = low + places.to(tl.int64)[:, None] * ROWS + first + ranks[None, :]
-    total = tl.zeros((places.shape[0], RANKS), dtype=tl.float32)
+def _summed(sources, stride, mask, SPLITS: tl.constexpr):
+    """The sums over splits of the numbers at `sources`, which are those of the first split, and `stride` apart."""
+    total = tl.zeros(sources.shape, dtype=tl.float32)
     for begin in tl.static_range(0, SPLITS, _SPLITS_AT_ONCE):
         split = begin + tl.arange(0, _SPLITS_AT_ONCE)
-        some = source[None, :, :] + split.to(tl.int64)[:, None, None] * n * ROWS
+        some = sources[None, :, :] + split.to(tl.int64)[:, None, None] * stride
         total += tl.sum(tl.load(some, mask=mask[None, :, :] & (split < SPLITS)[:, None, None], other=0.0), 0)
     return total
 
@@ -150,7 +154,7 @@ def _shrink(
     in_size,
     x_stride,
     ROWS: tl.constexpr,
-    PADDED_ROWS: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     TURNS: tl.constexpr,
@@ -163,7 +167,7 @@ def _shrink(
     places = first + tl.arange(0, TILE)
     is_there = (tl.arange(0, TILE) < count) & changes
     tokens = tl.load(order + places, mask=is_there, other=0).to(tl.int64)
-    rows = tl.arange(0, PADDED_ROWS)
+    rows = tl.program_id(2) * OWN_ROWS + tl.arange(0, OWN_ROWS)
     lines = a + slot * ROWS * in_size + rows[:, None] * in_size
     is_row = (rows < ROWS)[:, None] & changes
     inputs = x + tokens[:, None] * x_stride
@@ -200,7 +204,7 @@ def _expand(
     y_stride,
     ROWS: tl.constexpr,
     RANK: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
+    RANKS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -218,13 +222,9 @@ def _expand(
     places = first + tl.arange(0, TILE)
     is_there = tl.arange(0, TILE) < count
     tokens = tl.load(order + places, mask=is_there, other=0).to(tl.int64)
-    ranks = tl.arange(0, PADDED_RANK)
-    is_rank = (ranks < RANK)[None, :]
-    matrix = tl.load(
-        b + slot * out_size * RANK + columns[:, None] * RANK + ranks[None, :],
-        mask=is_in[:, None] & is_rank & changes,
-        other=0.0,
-    )
+    ranks = tl.arange(0, RANKS)[None, :]
+    lines = b + slot * out_size * RANK + columns[:, None] * RANK
+    matrix = tl.load(lines + ranks, mask=is_in[:, None] & (ranks < RANK) & changes, other=0.0)
     target = y + tokens[:, None] * y_stride + columns[None, :]
     mask = is_there[:, None] & is_in[None, :]
     wait_for_previous()
@@ -234,8 +234,14 @@ def _expand(
         return
     if not REPLACES:
         known = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    some = _summed(low, places, part * RANK, n, is_there[:, None] & is_rank, ROWS, SPLITS, PADDED_RANK)
+    sources = low + places.to(tl.int64)[:, None] * ROWS + part * RANK
+    some = _summed(sources + ranks, n * ROWS, is_there[:, None] & (ranks < RANK), SPLITS)
     product = tl.dot(some.to(matrix.dtype), tl.trans(matrix), input_precision=PRECISION)
+    for _ in range(RANKS, RANK, RANKS):
+        ranks += RANKS
+        matrix = tl.load(lines + ranks, mask=is_in[:, None] & (ranks < RANK), other=0.0)
+        some = _summed(sources + ranks, n * ROWS, is_there[:, None] & (ranks < RANK), SPLITS)
+        product = tl.dot(some.to(matrix.dtype), tl.trans(matrix), product, input_precision=PRECISION)
     if not REPLACES:
         product += known
     tl.store(target, product.to(y.dtype.element_ty), mask=mask)

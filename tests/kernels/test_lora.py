@@ -10,11 +10,11 @@ from kernels.lora.segments import TILE, Segments, Tiles, most_tiles
 
 PARTS = [ColumnPart(0, range(24)), ColumnPart(1, range(24, 40)), ColumnPart(2, range(40, 56))]
 GATED = [ColumnPart(0, range(16)), ColumnPart(0, range(40, 56)), ColumnPart(1, range(16, 40))]
-SLOTS, RANK, IN, OUT = 3, 6, 200, 56
+SLOTS, RANK, IN, OUT = 3, 20, 200, 56
 
 
 def filled(parts: list[ColumnPart]) -> LoraWeights:
-    """Weights with adapters of ranks 6 and 4 in slots 0 and 2, the last written over a larger one."""
+    """Weights with adapters of ranks 20 and 4 in slots 0 and 2, the last written over a larger one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     used = torch.zeros(SLOTS, dtype=torch.int32, device=device)
     weights = LoraWeights(parts, SLOTS, RANK, IN, OUT, torch.float32, used)
@@ -56,6 +56,7 @@ def test_each_token_has_its_own_adapter(
 
         if way == "few programs":
             monkeypatch.setattr(segmented_kernels, "_PROGRAMS", 2 * len(slots))
+            monkeypatch.setattr(segmented_kernels, "_MOST_ROWS", 16)
         segmented_kernels.add_segmented(
             weights, x, y, HostSegments(owners, x.device), replaces=way == "replacing kernels"
         )
