@@ -31,7 +31,7 @@ from kernels.pdl import launch_dependents, wait_for_previous
 # A program of the first product reads this many numbers of A at once, of at most an eighth of the inputs. On the layers
 # above half and twice as many are up to a quarter slower, and so are more parts.
 _NUMBERS, _LEAST_BLOCKS = 16384, 8
-_PROGRAMS = 1024  # programs of the first product, about: with more tiles each takes several blocks of inputs
+_PROGRAMS = 640  # programs of the first product, about: with more tiles each takes several blocks of inputs
 _MOST_ROWS = 64  # rows of A that a program of the first product takes, and ranks that one of the second takes at once
 _SPLITS_AT_ONCE = tl.constexpr(8)  # parts of the first product that are read together
 
