@@ -173,7 +173,9 @@ class OneTokenStream(ResidualStream):
 
         return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, out=out)
 
-    def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
+    def project_gated(
+        self, norm: torch.Tensor | None, linear: AnyLinear | AdaptedLinear, activation: Activation
+    ) -> torch.Tensor:
         if not isinstance(linear, Linear | Fp8Linear):
             return super().project_gated(norm, linear, activation)
         from kernels.linear.gemv import gated_gemv
