@@ -9,13 +9,27 @@ from kernels.linear.linear import Linear
 from kernels.lora.lora_weights import LoraWeights
 from kernels.lora.segments import Segments
 
+_MOST_BESIDE = 256
+"""Most tokens whose products with A and B are computed beside the base weight's."""
+
 
 class AdaptedLinear:
     """A linear layer and its adapters. Takes the place of an `AnyLinear`, and shares its weight.
 
     The kernels that take a `Linear` apart (`OneTokenStream`) do not know this class, and leave it to its calls. On a
-    GPU the products of the adapters are computed on a stream of their own, next to that of the base weight, and the
-    operator that reads the sum next may add them (`apart`, `add_to`).
+    GPU there are two orders. Microseconds of a layer of Llama-3.1-8B without attention, with 32 adapters of rank 16 in
+    all its linear layers, on one H200:
+
+    | tokens | without adapters | beside | one after the other |
+    | --- | --- | --- | --- |
+    | 64 | 129 | 173 | 180 |
+    | 256 | 195 | 260 | 270 |
+    | 1,024 | 668 | 819 | 791 |
+
+    - Few tokens: the products of the adapters run on a stream of their own, beside that of the base weight. The
+      operator that reads the result next adds them (`apart`, `add_to`).
+    - Many tokens: they come first, and the product of the base weight is added to them. Their kernels follow the one
+      that gives x, and read A and B while that one still runs, which behind a kernel of cuBLAS they could not.
     """
 
     def __init__(self, base: AnyLinear, weights: LoraWeights, segments: Segments) -> None:
@@ -31,34 +45,41 @@ class AdaptedLinear:
         return y if added is None else y.add_(added)
 
     def apart(self, x: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[n, out]` twice: the result is the sum of both, or the first alone where the second is None."""
-        if self._beside is None:
+        """Two parts of the result, `[n, out]`, which is their sum; or all of it, and None."""
+        if self._beside is None or (len(x) > _MOST_BESIDE and not self.adds):
             y = self._base(x, out)
             self.weights.add(x, y, self._segments)
             return y, None
-        added = self._products_beside(x)
+        if len(x) > _MOST_BESIDE:
+            y = x.new_empty(len(x), self.weights.b.shape[1]) if out is None else out
+            self.weights.add(x, y, self._segments, replaces=True)
+            self._add_base(y, x)
+            return y, None
+        added = self._products(x, self._beside)
         y = self._base(x, out)
         torch.cuda.current_stream().wait_stream(self._beside)
         return y, added
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """As `Linear.add_to`; only if `adds`. Returns what the caller has to add still, `[n, out]`, if anything."""
-        assert isinstance(self._base, Linear)
-        if self._beside is None:
-            self._base.add_to(residual, x)
+        """As `Linear.add_to`; only if `adds`. Returns what the caller has to add besides, `[n, out]`, or None."""
+        if self._beside is None or len(x) > _MOST_BESIDE:
             self.weights.add(x, residual, self._segments)
+            self._add_base(residual, x)
             return None
-        added = self._products_beside(x)
-        self._base.add_to(residual, x)
+        added = self._products(x, self._beside)
+        self._add_base(residual, x)
         torch.cuda.current_stream().wait_stream(self._beside)
         return added
 
-    def _products_beside(self, x: torch.Tensor) -> torch.Tensor:
-        """Launches the products of the adapters. What they allocate is the other stream's memory, which it writes again
-        only after a later fork, and so after what reads it."""
-        assert self._beside is not None
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
+    def _add_base(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        assert isinstance(self._base, Linear)
+        self._base.add_to(y, x)
+
+    def _products(self, x: torch.Tensor, beside: torch.cuda.Stream) -> torch.Tensor:
+        """The products of the adapters, launched on the stream `beside`. The memory is that stream's, which writes it
+        again only after another call has made it wait, and thus after all that reads the result."""
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
             added = x.new_empty(len(x), self.weights.b.shape[1])
             self.weights.add(x, added, self._segments, replaces=True)
         return added

@@ -1,4 +1,4 @@
-"""A linear layer with adapters on a GPU, in bfloat16, before and after the base weight's product: against float64."""
+"""A linear layer with adapters on a GPU, in bfloat16, in both orders: against float64."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,13 @@ SLOTS, RANK, IN, OUT = 3, 8, 512, 768
 
 @pytest.mark.gpu
 @torch.inference_mode()
+@pytest.mark.parametrize("most_beside", [0, 16])
 @pytest.mark.parametrize(("has_bias", "size"), [(False, 8), (False, None), (True, 8)])
-def test_products_are_summed(has_bias: bool, size: int | None) -> None:
+def test_products_are_summed(
+    has_bias: bool, size: int | None, most_beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last tokens have no adapter, and in a graph there may be more of them than in the step."""
+    monkeypatch.setattr("worker.models.adapted_linear._MOST_BESIDE", most_beside)
     device, slots = torch.device("cuda"), np.array([2, 0, 2, -1, 1, -1])
     torch.manual_seed(0)
     base = Linear(torch.randn(OUT, IN, device=device).bfloat16(), torch.ones(OUT, device=device).bfloat16())
@@ -42,5 +46,7 @@ def test_products_are_summed(has_bias: bool, size: int | None) -> None:
     for found in (layer(x), layer(x, out)):
         torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2.0)
     if layer.adds:
-        layer.add_to(residual := x.new_ones(len(x), OUT), x)
+        added = layer.add_to(residual := x.new_ones(len(x), OUT), x)
+        assert (added is None) == (most_beside == 0)
+        residual += 0 if added is None else added
         torch.testing.assert_close(residual.double(), wanted + 1, rtol=2e-2, atol=2.0)
