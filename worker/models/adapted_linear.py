@@ -10,7 +10,7 @@ from kernels.lora.lora_weights import LoraWeights
 from kernels.lora.segments import Segments
 
 _MOST_BESIDE = 256
-"""Most tokens whose products with A and B are computed beside the base weight's."""
+"""Most tokens whose products with A and B are computed at the same time as that of the base weight."""
 
 
 class AdaptedLinear:
@@ -20,14 +20,14 @@ class AdaptedLinear:
     GPU there are two orders. Microseconds of a layer of Llama-3.1-8B without attention, with 32 adapters of rank 16 in
     all its linear layers, on one H200:
 
-    | tokens | without adapters | beside | one after the other |
+    | tokens | without adapters | at the same time | one after the other |
     | --- | --- | --- | --- |
     | 64 | 129 | 173 | 180 |
     | 256 | 195 | 260 | 270 |
     | 1,024 | 668 | 819 | 791 |
 
-    - Few tokens: the products of the adapters run on a stream of their own, beside that of the base weight. The
-      operator that reads the result next adds them (`apart`, `add_to`).
+    - Few tokens: the products of the adapters run on a stream of their own, at the same time as that of the base
+      weight. The operator that reads the result next adds them (`apart`, `add_to`).
     - Many tokens: they come first, and the product of the base weight is added to them. Their kernels follow the one
       that gives x, and read A and B while that one still runs, which behind a kernel of cuBLAS they could not.
     """
@@ -61,7 +61,7 @@ class AdaptedLinear:
         return y, added
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """As `Linear.add_to`; only if `adds`. Returns what the caller has to add besides, `[n, out]`, or None."""
+        """As `Linear.add_to`; only if `adds`. Returns what the caller has to add too, `[n, out]`, or None."""
         if self._beside is None or len(x) > _MOST_BESIDE:
             self.weights.add(x, residual, self._segments)
             self._add_base(residual, x)
@@ -75,11 +75,11 @@ class AdaptedLinear:
         assert isinstance(self._base, Linear)
         self._base.add_to(y, x)
 
-    def _products(self, x: torch.Tensor, beside: torch.cuda.Stream) -> torch.Tensor:
-        """The products of the adapters, launched on the stream `beside`. The memory is that stream's, which writes it
+    def _products(self, x: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+        """The products of the adapters, launched on the stream given. The memory is that stream's, which writes it
         again only after another call has made it wait, and thus after all that reads the result."""
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             added = x.new_empty(len(x), self.weights.b.shape[1])
             self.weights.add(x, added, self._segments, replaces=True)
         return added
