@@ -10,7 +10,8 @@ kernel writes, cost no time of their own. Every kernel that is launched with `OP
 
 Why no kernel reads memory too early, or overwrites memory too early:
 
-1. `wait_for_previous` returns when the kernel before has ended and its writes are visible.
+1. `wait_for_previous` returns when the kernel before has ended and its writes are visible. Where streams meet, in a
+   CUDA graph or by an event, that holds of the last kernel of each.
 2. That kernel had waited itself before it ended, and so had those before it, back to the last plain kernel. Hence all
    earlier kernels have ended, and memory that any of them read may be written again.
 3. A plain kernel (PyTorch's, cuBLAS's, NCCL's, FlashInfer's FlashAttention 3) starts when the kernel before it has

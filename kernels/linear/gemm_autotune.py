@@ -81,32 +81,37 @@ class TunedGemm:
         self._library, self._shape, self._dtype = library, weight.shape, weight.dtype
         self._sizes: list[int] = []
         self._algorithms: dict[int, Algorithm | None] = {}
-        self._products: dict[int, Product | None] = {}
+        self._products: dict[tuple[int, Epilogue], Product | None] = {}
 
-    def problem(self, rows: int) -> GemmProblem:
-        out_dtype = torch.float32 if self.use is Epilogue.FLOAT32 else self._dtype
+    def problem(self, rows: int, use: Epilogue | None = None) -> GemmProblem:
+        """The product that is timed for `rows` rows, or that of another use."""
+        use = use or self.use
+        out_dtype = torch.float32 if use is Epilogue.FLOAT32 else self._dtype
         out_size, in_size = self._shape
-        return GemmProblem(rows, out_size, in_size, self._dtype, out_dtype, self.use is Epilogue.ADDED)
+        return GemmProblem(rows, out_size, in_size, self._dtype, out_dtype, use is Epilogue.ADDED)
 
     def choose(self, rows: int, algorithm: Algorithm | None) -> None:
         """Sets the algorithm for `rows` rows; None is PyTorch's own. To be called before the first `find`."""
         bisect.insort(self._sizes, rows)
         self._algorithms[rows] = algorithm
 
-    def find(self, rows: int) -> Product | None:
-        """The product for `rows` rows; None if PyTorch's own should be used."""
+    def find(self, rows: int, use: Epilogue) -> Product | None:
+        """The product for `rows` rows; None if PyTorch's own should be used. An algorithm that was chosen for `PLAIN`
+        serves `ADDED` too: it differs in a factor alone. No other use is served but the one that was timed."""
         try:
-            return self._products[rows]
+            return self._products[rows, use]
         except KeyError:
-            found = self._products[rows] = self._found(rows)
+            found = self._products[rows, use] = self._found(rows, use)
             return found
 
-    def _found(self, rows: int) -> Product | None:
+    def _found(self, rows: int, use: Epilogue) -> Product | None:
+        if use is not self.use and (self.use, use) != (Epilogue.PLAIN, Epilogue.ADDED):
+            return None
         index = bisect.bisect_left(self._sizes, rows)
         if index == len(self._sizes) or rows < _REACH * self._sizes[index]:
             return None
         algorithm = self._algorithms[self._sizes[index]]
-        return None if algorithm is None else self._library.product(self.problem(rows), algorithm)
+        return None if algorithm is None else self._library.product(self.problem(rows, use), algorithm)
 
 
 class TunableLinear(Protocol):

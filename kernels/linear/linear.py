@@ -81,5 +81,4 @@ class Linear:
 
     def _chosen(self, use: Epilogue, x: torch.Tensor) -> Product | None:
         """The tuned product for `use` and x's number of rows; None if PyTorch's own should be used."""
-        choices = self.tuned
-        return choices.find(len(x)) if choices is not None and choices.use is use else None
+        return None if self.tuned is None else self.tuned.find(len(x), use)

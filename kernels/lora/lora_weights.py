@@ -1,5 +1,6 @@
 """The adapters of one linear layer (LoRA, https://arxiv.org/abs/2106.09685): two low-rank matrices for each slot."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,7 +51,12 @@ class LoraWeights:
             for part, columns in self.parts
             for first in range(columns.start, columns.stop, BLOCK_COLUMNS)
         ]
+        # Columns are told in units, so that the kernel knows that it may read several at once.
+        self.column_unit = math.gcd(BLOCK_COLUMNS, *(end for _, *ends in blocks for end in ends))
+        # Whether every column belongs to a part.
+        self.is_complete = sum(len(part.columns) for part in self.parts) == out_size
         table = np.array(blocks, dtype=np.int32).reshape(-1, 3)
+        table[:, 1:] //= self.column_unit
         self.blocks = torch.from_numpy(table).to(used.device)  # part, first column, end
 
     def write(self, slot: int, a: torch.Tensor | None, b: torch.Tensor | None) -> None:
@@ -68,14 +74,16 @@ class LoraWeights:
             rows[:, own:].zero_()
             self.b[slot, :, own:].zero_()
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, segments: Segments) -> None:
+    def add(self, x: torch.Tensor, y: torch.Tensor, segments: Segments, replaces: bool = False) -> None:
         """Adds each token's adapter's product of x `[n, in]` to y `[n, out]`, whose columns are contiguous. `segments`
-        has taken the same n tokens."""
+        has taken the same n tokens. With `replaces`, on a GPU only and only if the layer `is_complete`, the products
+        replace y, and zeros do where a token has none."""
         if x.is_cuda:
             from kernels.lora.segmented_kernels import add_segmented
 
-            add_segmented(self, x, y, segments)
+            add_segmented(self, x, y, segments, replaces)
             return
+        assert not replaces
         for slot, tokens in segments.groups:
             if self._is_used[slot]:
                 self._add_group(x, y, slot, tokens)

@@ -6,24 +6,25 @@ import torch
 import torch.nn.functional as F
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Returns `silu(gate) * up`, `[..., n]`, for gate and up in one tensor `[..., 2 * n]`, the gate first."""
+def silu_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `silu(gate) * up`, `[..., n]`, for gate and up in one tensor `[..., 2 * n]`, the gate first. With `added`
+    they are in the sum of both tensors."""
     if gate_up.is_cuda:
         from kernels.ops import fused
 
-        return fused.silu_and_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
+        return fused.silu_and_mul(gate_up, added)
+    gate, up = (gate_up if added is None else gate_up + added).chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_tanh_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """Returns `gelu(gate) * up`, `[..., n]`, with the tanh form of gelu, for gate and up in one tensor `[..., 2 * n]`,
-    the gate first."""
+    the gate first. With `added` they are in the sum of both tensors."""
     if gate_up.is_cuda:
         from kernels.ops import fused
 
-        return fused.gelu_tanh_and_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
+        return fused.gelu_tanh_and_mul(gate_up, added)
+    gate, up = (gate_up if added is None else gate_up + added).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 

@@ -40,14 +40,14 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return out
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.ops.activation.silu_and_mul` for contiguous `[n, 2 * size]`."""
-    return _gate(gate_up, False)
+    return _gate(gate_up, added, False)
 
 
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_tanh_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.ops.activation.gelu_tanh_and_mul` for contiguous `[n, 2 * size]`."""
-    return _gate(gate_up, True)
+    return _gate(gate_up, added, True)
 
 
 def rotate_and_store(
@@ -112,10 +112,20 @@ def rotate_and_store(
     return q
 
 
-def _gate(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+def _gate(gate_up: torch.Tensor, added: torch.Tensor | None, gelu: bool) -> torch.Tensor:
     n, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(n, size)
-    _gated[(triton.cdiv(size, _GATED_COLUMNS), n)](gate_up, out, size, gelu, _GATED_COLUMNS, num_warps=4, **pdl.OPTIONS)
+    _gated[(triton.cdiv(size, _GATED_COLUMNS), n)](
+        gate_up,
+        gate_up if added is None else added,
+        out,
+        size,
+        added is not None,
+        gelu,
+        _GATED_COLUMNS,
+        num_warps=4,
+        **pdl.OPTIONS,
+    )
     return out
 
 
@@ -165,7 +175,7 @@ def gated(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr
 
 
 @triton.jit
-def _gated(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(gate_up, added, out, size, ADDED: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
     launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -173,6 +183,9 @@ def _gated(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     wait_for_previous()
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        gate += tl.load(added + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(added + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + at, (activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
 
 

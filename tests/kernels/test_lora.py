@@ -10,11 +10,11 @@ from kernels.lora.segments import TILE, Segments, Tiles, most_tiles
 
 PARTS = [ColumnPart(0, range(24)), ColumnPart(1, range(24, 40)), ColumnPart(2, range(40, 56))]
 GATED = [ColumnPart(0, range(16)), ColumnPart(0, range(40, 56)), ColumnPart(1, range(16, 40))]
-SLOTS, RANK, IN, OUT = 3, 6, 200, 56
+SLOTS, RANK, IN, OUT = 3, 20, 200, 56
 
 
 def filled(parts: list[ColumnPart]) -> LoraWeights:
-    """Weights with adapters of ranks 6 and 4 in slots 0 and 2, the last written over a larger one."""
+    """Weights with adapters of ranks 20 and 4 in slots 0 and 2, the last written over a larger one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     used = torch.zeros(SLOTS, dtype=torch.int32, device=device)
     weights = LoraWeights(parts, SLOTS, RANK, IN, OUT, torch.float32, used)
@@ -41,18 +41,25 @@ def by_token(weights: LoraWeights, x: torch.Tensor, slots: np.ndarray) -> torch.
 
 @pytest.mark.parametrize("parts", [PARTS, GATED])
 @pytest.mark.parametrize("slots", [[2], [0] * 5, [-1, 2, 0, 2, 1, -1, 0], [0] * 17 + [2] * 16 + [-1] * 3, [-1, 1]])
-@pytest.mark.parametrize("way", ["reference", "kernels"])
-def test_each_token_has_its_own_adapter(parts: list[ColumnPart], slots: list[int], way: str) -> None:
+@pytest.mark.parametrize("way", ["reference", "kernels", "replacing kernels", "few programs"])
+def test_each_token_has_its_own_adapter(
+    parts: list[ColumnPart], slots: list[int], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, owners = filled(parts), np.array(slots)
     x = torch.randn(len(slots), IN, generator=torch.Generator().manual_seed(1)).to(weights.a.device)
-    y = torch.zeros(len(slots), OUT, device=x.device)
+    y = torch.full((len(slots), OUT), 0.0 if way != "replacing kernels" else torch.nan, device=x.device)
     if way == "reference":
         for slot in {0, 2} & set(slots):
             weights._add_group(x, y, slot, torch.from_numpy(np.flatnonzero(owners == slot)).to(x.device))
     else:
-        from kernels.lora.segmented_kernels import add_segmented
+        from kernels.lora import segmented_kernels
 
-        add_segmented(weights, x, y, HostSegments(owners, x.device))
+        if way == "few programs":
+            monkeypatch.setattr(segmented_kernels, "_PROGRAMS", 2 * len(slots))
+            monkeypatch.setattr(segmented_kernels, "_MOST_ROWS", 16)
+        segmented_kernels.add_segmented(
+            weights, x, y, HostSegments(owners, x.device), replaces=way == "replacing kernels"
+        )
     torch.testing.assert_close(y.cpu().double(), by_token(weights, x, owners), atol=1e-4, rtol=1e-4)
 
 
@@ -72,7 +79,7 @@ class HostSegments(Segments):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_tiles_have_every_token_with_an_adapter_once(seed: int) -> None:
+def test_tiles_have_every_token_once(seed: int) -> None:
     random = np.random.default_rng(seed)
     slots = random.integers(-1, SLOTS, size=random.integers(1, 100))
     tiles = Tiles.of(slots)
@@ -83,4 +90,4 @@ def test_tiles_have_every_token_with_an_adapter_once(seed: int) -> None:
         assert 0 < count <= TILE
         assert (slots[own] == slot).all()
         found += own.tolist()
-    assert sorted(found) == np.flatnonzero(slots >= 0).tolist()
+    assert sorted(found) == list(range(len(slots)))

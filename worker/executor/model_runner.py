@@ -35,9 +35,9 @@ from worker.executor.page_table import PageTable
 from worker.executor.piecewise_graphs import PiecewiseGraphs, ProbeBatch
 from worker.executor.step_timer import StepTimer
 from worker.executor.weight_loader import Progress, load_weights
+from worker.models.adapted_layers import AdaptedLayers
 from worker.models.config import DecoderConfig, HfConfig, decoder_config, eos_token_ids, read_config
 from worker.models.decoder import Decoder
-from worker.models.layer import DecoderLayer
 from worker.models.sharding import Shard
 from worker.parallel.pipeline_stage import PipelineStage
 from worker.progress import NewestSteps
@@ -96,6 +96,7 @@ class ModelRunner(Executor):
         self.last_tokens = torch.zeros(self._max_running + 1, dtype=torch.int64, device=self.device)
         self._has_pending_tokens = False  # whether this step has tokens that only the device knows
         self._piecewise_graphs: PiecewiseGraphs | None = None
+        self._adapted_pieces: PiecewiseGraphs | None = None  # of steps with adapters
         self._graphs: CudaGraphRunner | None = None
 
         if self.device.type == "cuda":
@@ -127,6 +128,8 @@ class ModelRunner(Executor):
             self._graphs = self._capture_graphs(self._attention)
             if self.decoder.has_pieces:
                 self._piecewise_graphs = self._capture_pieces(self._attention)
+                if self._adapters is not None:
+                    self._adapted_pieces = self._capture_pieces(self._attention, self._adapters.adapted)
         if self.device.type == "cuda":
             self._reserve(pages_per_sequence)
         if self._samples and self.decoder.expert_load is not None:
@@ -199,8 +202,9 @@ class ModelRunner(Executor):
         """Free the CUDA graphs and leave the other ranks. Nothing can run afterwards."""
         if self._graphs is not None:
             self._graphs.close()
-        if self._piecewise_graphs is not None:
-            self._piecewise_graphs.close()
+        for pieces in (self._piecewise_graphs, self._adapted_pieces):
+            if pieces is not None:
+                pieces.close()
         if self._adapters is not None:
             self._adapters.close()
         self.stage.close()
@@ -235,12 +239,9 @@ class ModelRunner(Executor):
             return ForwardOutput(*self._graphs.run(batch, token_ids, logit_indices, logit_slots, adapters=own))
         if self._states is not None:
             self._states.plan(StateBatch(batch.rows, batch.starts, batch.lengths, self._copies(plan, order)))
-        layers = None
-        if adapters is not None and self._adapters is not None:
-            self._adapters.adapted.fill(np.repeat(adapters[order], batch.lengths))
-            layers = self._adapters.adapted.layers
+        own = None if adapters is None else np.repeat(adapters[order], batch.lengths)
         token_ids, begin = token_ids.astype(np.int64), self._begin
-        return self._step(batch, token_ids, logit_indices, self._attention, begin, hidden_indices, self._states, layers)
+        return self._step(batch, token_ids, logit_indices, self._attention, begin, hidden_indices, self._states, own)
 
     def _place_adapters(self, plan: Plan) -> np.ndarray | None:
         """Copies a plan's adapters to their slots. Returns the slot of each chunk, -1 for the base model; None if no
@@ -291,14 +292,15 @@ class ModelRunner(Executor):
         begin: Callable[[], torch.Tensor | None],
         hidden_indices: np.ndarray | None = None,
         states: RecurrentStates | None = None,
-        adapted: list[DecoderLayer] | None = None,
+        adapters: np.ndarray | None = None,
     ) -> ForwardOutput:
         """Runs a step without a CUDA graph of the whole step.
 
         Returns the logits of the tokens at `logit_indices`, int64 indices into the batch's tokens, and the hidden
         states of those at `hidden_indices`. A stage before the last one returns the hidden states of all tokens in
         place of logits. `begin` returns the hidden states to start from, or None on the first stage. `states` have
-        planned the step. `adapted`: as in `Decoder.forward`.
+        planned the step. `adapters`: integers `[n]`, the slot of each token's adapter, -1 for none; None: no token has
+        one.
         """
         attention.plan(batch)
         num_logits = len(logit_indices)
@@ -311,12 +313,17 @@ class ModelRunner(Executor):
             inputs = received
         elif self._has_pending_tokens:
             inputs = torch.where(inputs < 0, self.last_tokens[slots[0]], inputs)
-        if not self.stage.is_last:
-            return ForwardOutput(self.decoder.forward(inputs, positions, attention, states=states, adapted=adapted))
-        if self._piecewise_graphs is None or adapted is not None:
-            out = self.decoder.forward(inputs, positions, attention, indices, states, adapted)
+        pieces = self._piecewise_graphs if adapters is None else self._adapted_pieces
+        if pieces is not None:
+            out = pieces.forward(inputs, positions, attention, indices, adapters)
         else:
-            out = self._piecewise_graphs.forward(inputs, positions, attention, indices)
+            adapted = None
+            if adapters is not None and self._adapters is not None:
+                self._adapters.adapted.fill(adapters)
+                adapted = self._adapters.adapted.layers
+            if not self.stage.is_last:
+                return ForwardOutput(self.decoder.forward(inputs, positions, attention, states=states, adapted=adapted))
+            out = self.decoder.forward(inputs, positions, attention, indices, states, adapted)
         if hidden_indices is None:
             return ForwardOutput(self.decoder.logits(out))
         hidden = self.decoder.normalised(out[num_logits:])
@@ -517,13 +524,16 @@ class ModelRunner(Executor):
         return graphs
 
     @torch.inference_mode()
-    def _capture_pieces(self, attention: GraphAttention) -> PiecewiseGraphs | None:
-        """Captures piecewise CUDA graphs for long steps, if they make steps faster. None in a pipeline."""
+    def _capture_pieces(
+        self, attention: GraphAttention, adapted: AdaptedLayers | None = None
+    ) -> PiecewiseGraphs | None:
+        """Captures piecewise CUDA graphs for long steps, if they make steps faster. None in a pipeline. `adapted`: the
+        layers of steps with adapters."""
         if self.stage.count > 1:
             return None
         max_tokens = min(self._token_budget, self.num_pages * self.page_size)
         sizes = mixed_sizes(self._max_graph_tokens, max_tokens)
-        return PiecewiseGraphs.if_faster(self.decoder, attention, sizes, self._probe)
+        return PiecewiseGraphs.if_faster(self.decoder, attention, sizes, self._probe, adapted)
 
     def _probe(self, tokens: int) -> ProbeBatch:
         """Returns a step of `tokens` tokens, in arbitrary pages."""

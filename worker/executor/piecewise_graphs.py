@@ -11,11 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from kernels.attention.interface import AttentionBackend, AttentionBatch, GraphAttention
+from worker.models.adapted_layers import AdaptedLayers
 from worker.models.decoder import Decoder, PieceBuffers
 
 log = logging.getLogger(__name__)
@@ -36,11 +39,13 @@ class PiecewiseGraphs:
     """Runs `Decoder.forward` with graphs, without pipeline parallelism. Graphs of all sizes share their input and
     output tensors."""
 
-    def __init__(self, decoder: Decoder, attention: GraphAttention, max_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, attention: GraphAttention, max_tokens: int, adapted: AdaptedLayers | None = None
+    ) -> None:
         """Allocate the shared tensors for up to `max_tokens` tokens. Until graphs are captured, `forward` calls the
-        decoder's."""
+        decoder's. `adapted`: the layers of steps with adapters, in place of the decoder's own."""
         self.max_tokens = max_tokens
-        self._decoder, self._attention = decoder, attention
+        self._decoder, self._attention, self._adapted = decoder, attention, adapted
         config, device = decoder.config, decoder.device
         pools = attention.pools
         self._padding_slots = [math.prod(pool.kv.shape[2:5]) - math.prod(pool.kv.shape[3:5]) for pool in pools]
@@ -59,7 +64,12 @@ class PiecewiseGraphs:
 
     @classmethod
     def if_faster(
-        cls, decoder: Decoder, attention: GraphAttention, sizes: list[int], make_probe: Callable[[int], ProbeBatch]
+        cls,
+        decoder: Decoder,
+        attention: GraphAttention,
+        sizes: list[int],
+        make_probe: Callable[[int], ProbeBatch],
+        adapted: AdaptedLayers | None = None,
     ) -> "PiecewiseGraphs | None":
         """Capture the graphs of those sizes, in tokens, with which steps are measured to be faster; None if there are
         none.
@@ -71,12 +81,13 @@ class PiecewiseGraphs:
         began_s = time.monotonic()
         max_tokens = 0
         for size in (*sizes[3:-1:4], *sizes[-1:]):
-            if not decoder.communicator.all_reduce_min(int(cls(decoder, attention, size).is_faster(make_probe(size)))):
+            pieces = cls(decoder, attention, size, adapted)
+            if not decoder.communicator.all_reduce_min(int(pieces.is_faster(make_probe(size)))):
                 break  # at least one rank is not faster
             max_tokens = size
         if not max_tokens:
             return None
-        pieces = cls(decoder, attention, max_tokens)
+        pieces = cls(decoder, attention, max_tokens, adapted)
         pieces.capture([size for size in sizes if size <= max_tokens])
         log.info("Captured steps of up to %d tokens in pieces in %.1f s", max_tokens, time.monotonic() - began_s)
         return pieces
@@ -86,9 +97,10 @@ class PiecewiseGraphs:
         batch, token_ids, positions = probe
         self._attention.plan(batch)
         step = token_ids, positions, self._attention, token_ids[:1]
-        without_s = self._seconds(lambda: self._decoder.forward(*step))
+        adapters = None if self._adapted is None else np.zeros(len(token_ids), dtype=np.int64)
+        without_s = self._seconds(lambda: self._without_graphs(*step, adapters))
         self.capture([self.max_tokens])
-        with_s = self._seconds(lambda: self.forward(*step))
+        with_s = self._seconds(lambda: self.forward(*step, adapters))
         return with_s < (1 - LEAST_GAIN) * without_s
 
     def capture(self, sizes: list[int]) -> None:
@@ -107,30 +119,64 @@ class PiecewiseGraphs:
         positions: torch.Tensor,
         attention: AttentionBackend,
         logit_indices: torch.Tensor | None = None,
+        adapters: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Like `Decoder.forward`. `attention` must be the backend that was given to `__init__`, and have planned the
-        batch. Steps longer than the largest graph run without graphs."""
+        batch. Steps longer than the largest graph run without graphs. `adapters`: integers `[n]`, the slot of each
+        token's adapter, -1 for none; for adapted layers only."""
         n = len(token_ids)
         size = min((size for size in self._graphs if size >= n), default=0)
         if not size:
-            return self._decoder.forward(token_ids, positions, attention, logit_indices)
+            return self._without_graphs(token_ids, positions, attention, logit_indices, adapters)
+        if self._adapted is not None and adapters is not None:
+            self._adapted.fill(adapters, size)
         buffers = self._buffers
         buffers.token_ids[:n].copy_(token_ids)
         buffers.positions[:n].copy_(positions)
         for slots, pool, padding in zip(buffers.slots, attention.pools, self._padding_slots, strict=True):
             slots[:n].copy_(pool.slots)
             slots[n:size].fill_(padding)  # in the last page, which no sequence uses
-        for layer, replay in enumerate(self._graphs[size]):
-            replay()
+        replays = iter(self._graphs[size])
+        for layer in range(self._decoder.config.num_layers):
+            next(replays)()
             self._attention.attend_into(layer, buffers.queries[:n], buffers.attended[:n])
-        return self._decoder.finish(buffers.hidden[:n], buffers.attended[:n].flatten(1), logit_indices)
+        if self._adapted is None:
+            return self._decoder.finish(buffers.hidden[:n], buffers.attended[:n].flatten(1), logit_indices)
+        # Which adapter is whose has been said for all tokens, so the last piece computes all of them.
+        next(replays)()
+        return buffers.hidden[:n] if logit_indices is None else buffers.hidden[logit_indices]
+
+    def _without_graphs(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        logit_indices: torch.Tensor | None,
+        adapters: np.ndarray | None,
+    ) -> torch.Tensor:
+        adapted = None
+        if self._adapted is not None and adapters is not None:
+            self._adapted.fill(adapters)
+            adapted = self._adapted.layers
+        return self._decoder.forward(token_ids, positions, attention, logit_indices, adapted=adapted)
+
+    def _pieces(self, size: int) -> list[Callable[[], None]]:
+        """The work of each graph of a size."""
+        count, adapted = self._decoder.config.num_layers, None
+        if self._adapted is not None:
+            self._adapted.fill(np.full(1, -1), size)
+            count, adapted = count + 1, self._adapted.layers
+        return [partial(self._decoder.piece, index, self._buffers.first(size), adapted) for index in range(count)]
 
     def _captured(self, size: int, pool: Any) -> list[Callable[[], None]]:
-        replays = []
-        for index in range(self._decoder.config.num_layers):
+        replays, pieces = [], self._pieces(size)
+        if self._adapted is not None:
+            for piece in pieces:
+                piece()  # what adapters' kernels compile and load is not to happen in a capture
+        for piece in pieces:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._decoder.piece(index, self._buffers.first(size))
+                piece()
             replays.append(graph.replay)
         return replays
 

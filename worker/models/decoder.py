@@ -259,18 +259,23 @@ class Decoder:
         x = self.finish(x, last.attention.forward(qkv, context), logit_indices, layer_inputs)
         return self._end(x, layer_inputs)
 
-    def piece(self, index: int, buffers: PieceBuffers) -> None:
+    def piece(self, index: int, buffers: PieceBuffers, adapted: Sequence[DecoderLayer] | None = None) -> None:
         """The part of `forward` between two calls of attention, on a GPU: from layer `index - 1`'s to layer `index`'s.
+        With `index` equal to the number of layers, the part after the last one's. `adapted`: as for `forward`.
 
         Reads `buffers.attended`, the first piece `token_ids` instead. Updates `hidden`, writes `queries` and the keys
         and values of layer `index`. In a CUDA graph, a piece is launched at once (`worker.executor.piecewise_graphs`).
         """
+        layers = self.layers if adapted is None else adapted
         if index == 0:
             buffers.hidden.copy_(self._embed(buffers.token_ids))
         stream = self._stream(buffers.hidden)
         if index > 0:
-            self.layers[index - 1].post_attention(stream, buffers.attended.flatten(1))
-        attention = self.layers[index].attention
+            layers[index - 1].post_attention(stream, buffers.attended.flatten(1))
+        if index == len(layers):
+            stream.complete()
+            return
+        attention = layers[index].attention
         assert not isinstance(attention, RecurrentLayer), "models with recurrent layers are not run in pieces"
         attention.rotate_and_store(attention.project(stream), buffers.positions, buffers, buffers.queries)
 

@@ -18,8 +18,8 @@ from kernels.ops.norm import add_rms_norm, normalise, rms_norm
 from worker.models.adapted_linear import AdaptedLinear
 from worker.parallel.communicator import Communicator
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
-"""Gated activation, `[n, 2 * size]` to `[n, size]`."""
+Activation = Callable[..., torch.Tensor]
+"""Gated activation, `[n, 2 * size]` to `[n, size]`, of a tensor or of the sum of two."""
 
 Part = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Last operator of a sublayer, `[n, size]` to this rank's part of the output, `[n, hidden_size]`, in the second tensor
@@ -61,16 +61,24 @@ class ResidualStream:
         `kernels.ops.norm.normalise`, or None for the hidden states as they are."""
         return linear(self.normalised(norm), out)
 
-    def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
+    def project_gated(
+        self, norm: torch.Tensor | None, linear: AnyLinear | AdaptedLinear, activation: Activation
+    ) -> torch.Tensor:
         """`project`, followed by the activation: `[n, linear's outputs / 2]`."""
+        if isinstance(linear, AdaptedLinear):
+            return activation(*linear.apart(self.normalised(norm)))
         return activation(linear(self.normalised(norm)))
 
     def add(self, linear: AnyLinear | AdaptedLinear, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """Adds the sum of all ranks' `linear(y)`, normalised if there is a `norm`. y: `[n, linear's inputs]`."""
-        if norm is None and self._communicator.size == 1 and isinstance(linear, Linear | AdaptedLinear) and linear.adds:
+        if norm is not None or self._communicator.size > 1:
+            self.add_product(linear, y, norm)
+        elif isinstance(linear, AdaptedLinear) and linear.adds:
+            self._update, self._is_summed = linear.add_to(self.x, y), True
+        elif isinstance(linear, Linear) and linear.adds:
             linear.add_to(self.x, y)
-            return
-        self.add_product(linear, y, norm)
+        else:
+            self.add_product(linear, y)
 
     def add_product(self, product: Part, y: torch.Tensor, norm: torch.Tensor | None = None) -> None:
         """`add` for any last operator of a sublayer."""
@@ -165,7 +173,9 @@ class OneTokenStream(ResidualStream):
 
         return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, out=out)
 
-    def project_gated(self, norm: torch.Tensor | None, linear: AnyLinear, activation: Activation) -> torch.Tensor:
+    def project_gated(
+        self, norm: torch.Tensor | None, linear: AnyLinear | AdaptedLinear, activation: Activation
+    ) -> torch.Tensor:
         if not isinstance(linear, Linear | Fp8Linear):
             return super().project_gated(norm, linear, activation)
         from kernels.linear.gemv import gated_gemv

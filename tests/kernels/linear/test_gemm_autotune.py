@@ -170,6 +170,15 @@ def test_a_sum_and_float32(linears: list[Linear]) -> None:
     assert len(library.ran) == 1
 
 
+def test_a_sum_by_the_algorithm_of_the_product(linears: list[Linear]) -> None:
+    library = FakeLibrary([FAST])
+    chosen(linears, library)
+    x, residual = rows_of(8), torch.ones(8, OUT_SIZE, dtype=torch.bfloat16)
+    linears[0].add_to(residual, x)
+    torch.testing.assert_close(residual.float(), 1 + x.float() @ linears[0].weight.float().T, rtol=1e-2, atol=1e-2)
+    assert [(name, problem.adds) for name, problem in library.ran] == [(FAST, True)]
+
+
 @pytest.mark.parametrize("algorithms", [[], [REFUSED], [WRONG], [b"as fast"]])
 def test_nothing_better_than_pytorch(linears: list[Linear], algorithms: list[Algorithm]) -> None:
     library = FakeLibrary(algorithms)
@@ -183,7 +192,7 @@ def test_rows_that_were_not_timed(linears: list[Linear]) -> None:
     library = FakeLibrary([FAST], lambda problem: problem.rows != 14)
     chosen(linears, library, sizes=(1, 8, 16), most_rows=1000)
     assert linears[0].tuned is not None
-    taken = [rows for rows in range(1100) if linears[0].tuned.find(rows) is not None]
+    taken = [rows for rows in range(1100) if linears[0].tuned.find(rows, Epilogue.PLAIN) is not None]
     assert taken == [6, 7, 8, 12, 13, 15, 16, *range(384, 513), *range(750, 1001)]
 
 
@@ -204,8 +213,8 @@ def test_it_takes_too_long(linears: list[Linear], caplog: pytest.LogCaptureFixtu
     assert [each.rows for each in timed] == [24, 64]
     assert "products of 40, 56 rows are not timed" in caplog.text
     assert linears[0].tuned is not None
-    assert linears[0].tuned.find(50) is not None
-    assert linears[0].tuned.find(40) is None
+    assert linears[0].tuned.find(50, Epilogue.PLAIN) is not None
+    assert linears[0].tuned.find(40, Epilogue.PLAIN) is None
 
 
 def test_no_library(linears: list[Linear], caplog: pytest.LogCaptureFixture) -> None:

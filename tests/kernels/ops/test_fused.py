@@ -57,9 +57,10 @@ def test_norm_of_some_rows() -> None:
 @pytest.mark.parametrize("size", [48, 1500])
 def test_activations(size: int, dtype: torch.dtype, tolerance: float) -> None:
     gate_up = random(3, 2 * size, dtype=dtype)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    close(fused.silu_and_mul(gate_up), F.silu(gate) * up, tolerance)
-    close(fused.gelu_tanh_and_mul(gate_up), F.gelu(gate, approximate="tanh") * up, tolerance)
+    for added in (None, random(3, 2 * size + 1, dtype=dtype)[:, 1:].contiguous()):
+        gate, up = (gate_up.double() + (0 if added is None else added)).chunk(2, dim=-1)
+        close(fused.silu_and_mul(gate_up, added), F.silu(gate) * up, tolerance)
+        close(fused.gelu_tanh_and_mul(gate_up, added), F.gelu(gate, approximate="tanh") * up, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)

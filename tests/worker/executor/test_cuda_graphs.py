@@ -7,6 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kernels.attention.interface import AttentionShape
 from pipeline.padding import mixed_sizes, token_sizes
+from tests.worker.adapters import merged, write_adapter
 from tests.worker.conftest import make_tiny, without_grammars
 from worker.config import WorkerConfig
 from worker.engine.engine import Components, Engine
@@ -22,9 +24,10 @@ from worker.executor.cuda_graphs import CudaGraphRunner, GraphKind, Progress
 from worker.executor.model_runner import ModelRunner
 from worker.executor.multi_rank import Follower, MultiRankExecutor, find_store, open_store
 from worker.executor.piecewise_graphs import PiecewiseGraphs
-from worker.messages import SamplingParams
+from worker.messages import Adapter, SamplingParams
 
 NEW_TOKENS = 4
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 MAX_RUNNING = 6
 INTERPRETER = pytest.param("cpu", marks=[pytest.mark.interpreter, pytest.mark.slow])
 Ran = list[tuple[GraphKind, int, bool]]
@@ -138,16 +141,18 @@ def configured(device: str, **settings) -> WorkerConfig:
 
 def check(folder: Path, engine: Engine, batch: list[list[int]], times: int = 1, **wants) -> None:
     """Greedy tokens are those of transformers, whatever else is wanted."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, **wants)
+    sampling = msgspec.structs.replace(GREEDY, **wants)
     for _ in range(times):
         said = [finished.token_ids for finished in engine.generate(batch, sampling)]
-    for prompt, tokens in zip(batch, said, strict=True):
-        wanted = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert prompt + tokens == wanted[0].tolist()
+    assert said == greedy(folder, batch)
     engine.check_integrity()
+
+
+def greedy(folder: Path, batch: list[list[int]]) -> list[list[int]]:
+    """The tokens of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    how = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [model.generate(torch.tensor([prompt]), **how)[0, len(prompt) :].tolist() for prompt in batch]
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -263,10 +268,7 @@ def test_pipeline(device: str, tiny_model: Callable[[str], Path], monkeypatch: p
 
 class UncapturedPieces(PiecewiseGraphs):
     def _captured(self, size: int, pool: object) -> list[Callable[[], None]]:
-        return [
-            partial(self._decoder.piece, index, self._buffers.first(size))
-            for index in range(self._decoder.config.num_layers)
-        ]
+        return self._pieces(size)
 
 
 @pytest.fixture
@@ -299,6 +301,27 @@ def test_pieces(name: str, two_layers: Callable[[str], Path], triton_engine, pie
     # The longest step is longer than all pieces.
     check(folder, engine, prompts(21, 3, 9, 1, 14), times=2)
     assert {5, 8} <= ran <= set(sizes)
+
+
+@torch.inference_mode()
+def test_pieces_with_adapters(two_layers: Callable[[str], Path], triton_engine, pieces, tmp_path: Path) -> None:
+    """Two adapters and the base model in steps of a graph's size, less, and more than all graphs have."""
+    folder, (noted_pieces, ran) = two_layers("qwen3"), pieces
+    paths = [write_adapter(tmp_path / str(seed), folder, seed, rank=4) for seed in (0, 1)]
+    models = [folder, *(merged(tmp_path / f"merged-{path.name}", folder, path) for path in paths)]
+    adapters = [None, *(Adapter(path.name, str(path)) for path in paths)]
+    engine, _ = triton_engine(folder, token_budget=24, overlap=True, max_loras=2)
+    runner = engine.executor
+    runner.decoder.build_rope_tables(runner.context_length)
+    adapted = runner._adapters.adapted
+    adapted.layers = [adapted._adapted(*numbered) for numbered in enumerate(runner.decoder.layers)]  # with the tables
+    runner._graphs, runner._adapted_pieces = None, noted_pieces(runner.decoder, runner._attention, 16, adapted)
+    runner._adapted_pieces.capture(sizes := mixed_sizes(4, 16))
+    batch = [prompt for prompt in prompts(21, 3, 9) for _ in models]
+    said = engine.generate(batch, GREEDY, adapters=adapters * 3)
+    wanted = [greedy(model, batch[index :: len(models)]) for index, model in enumerate(models)]
+    assert [done.token_ids for done in said] == [answers[i] for i in range(3) for answers in wanted]
+    assert len(ran) > 1 and ran <= set(sizes)
 
 
 @pytest.mark.parametrize(("seconds", "most"), [([1.0, 0.5, 1.0, 0.85, 1.0, 0.95], 16), ([1.0, 0.95], 0)])
