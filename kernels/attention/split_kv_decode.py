@@ -1,0 +1,307 @@
+"""Decode attention of few sequences as one Triton kernel a layer, for CUDA graphs: bound by latency, not by reading.
+
+The keys of each sequence are cut into ranges (`kernels.attention.split_kv_plan`), and each program attends to one range
+for one KV head. What takes time with few sequences is waiting, so each wait is taken once or hidden:
+
+- A program reads its first keys and values before the kernel before it has ended (`kernels.pdl`). All but the newest
+  token of a sequence were written in earlier steps.
+- Of the programs that share a sequence and a KV head, the one that ends last merges their parts, in the order of keys.
+  So the result does not depend on which one that is, and no second kernel starts.
+
+Imported only where there is a GPU (or Triton's interpreter). Sums are in float32.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kernels import pdl
+from kernels.attention import split_kv_plan
+from kernels.attention.interface import AttentionBatch, AttentionShape, SharedPrefixes
+from kernels.attention.split_kv_kernel import seen_scores, with_sink, with_values
+from kernels.attention.split_kv_plan import FIELDS
+from kernels.host_device import GraphInputs
+from kernels.pdl import launch_dependents, wait_for_previous
+
+# Rows of queries: the height of a tensor core product. A query has a row for each of its heads that read the KV head.
+_ROWS = 16
+# Bytes of a tile of keys, and of one of values: a program has two of each in registers.
+_TILE_BYTES = 16 << 10
+# Programs a multiprocessor that the keys are cut for: each leaves a part to be merged.
+_PROGRAMS = 1
+_WARPS = 4
+# Numbers of parts that a thread has in registers while it merges.
+_MERGED = 64
+
+
+def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
+    """Whether the kernel supports the model: 16-bit pages, a head dimension of 64, 128 or 256, up to 16 query heads a
+    KV head."""
+    narrow = shape.num_heads <= _ROWS * shape.num_kv_heads and shape.head_dim in (64, 128, 256)
+    return narrow and dtype in (torch.bfloat16, torch.float16)
+
+
+class SplitKVDecode:
+    """Decode attention over the pages `kv` (see `kernels.attention.interface`) in CUDA graphs of up to `max_sequences`
+    sequences, which read up to `max_pages` pages. sinks: as for `AttentionBackend`."""
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        shape: AttentionShape,
+        max_sequences: int,
+        max_pages: int,
+        multiprocessors: int,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self._kv, self._shape, self._sinks = kv, shape, sinks
+        self._page_size, self._scratch = kv.shape[4], kv.shape[2] - 1
+        self._keys = _TILE_BYTES // (shape.head_dim * kv.element_size())
+        self._most = max(_PROGRAMS * multiprocessors // shape.num_kv_heads, 1)
+        self._windows = list(dict.fromkeys(shape.windows))
+        parts, device = 2 * self._most, kv.device
+        self._part_out = torch.empty(parts, shape.num_heads, shape.head_dim, dtype=torch.float32, device=device)
+        self._part_lse = torch.empty(parts, shape.num_heads, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(max_sequences, shape.num_kv_heads, dtype=torch.int32, device=device)
+        layout = {"rows": (torch.int64, max_sequences)}
+        for window in self._windows:
+            sizes = FIELDS * (self._most + max_sequences), max_sequences, max_sequences
+            layout |= {name: (torch.int32, size) for name, size in zip(_names(window), sizes, strict=True)}
+        self._static = GraphInputs(device, layout | {"pages": (torch.int32, max_pages + 1)})
+        self.slots = self._static["rows"]
+        self._size = 0
+
+    def plan_graph(self, batch: AttentionBatch, size: int) -> None:
+        """As `GraphAttention.plan_graph` for the plain graph of `size` tokens."""
+        padding, none = size - len(batch.rows), SharedPrefixes.none()
+        tables = split_kv_plan.tables(batch, none, self._page_size, repeat=True, spare=1)
+        tables.pages[-1] = self._scratch  # what padding tokens see
+        heads, page_size = self._shape.num_kv_heads, self._page_size
+        arrays = {"rows": split_kv_plan.token_rows(batch, heads, page_size, padding, self._scratch)}
+        seen, groups = np.zeros(len(batch.rows), dtype=np.int64), split_kv_plan.of_groups(none, tables.groups, 1, 1)
+        for window in self._windows:
+            work = split_kv_plan.work(
+                batch,
+                none,
+                groups,
+                tables.chunks,
+                seen,
+                window,
+                tile_tokens=1,
+                most=self._most,
+                step=self._keys,
+                padding=padding,
+                scratch=len(tables.pages) - 1,
+            )
+            arrays |= zip(_names(window), (work.items.ravel(), work.slots, work.counts), strict=True)
+        self._static.fill(arrays | {"pages": tables.pages})
+        self.slots, self._size = self._static["rows"][:size], size
+
+    def attend_into(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """As `GraphAttention.attend_into`."""
+        shape, (keys, values) = self._shape, self._kv[layer]
+        items, slots, counts = (self._static[name] for name in _names(shape.windows[layer]))
+        group = triton.next_power_of_2(shape.num_heads // shape.num_kv_heads)
+        # The grid has room for every plan. Unused items have no queries.
+        _attend[(shape.num_kv_heads * (self._most + self._size),)](
+            q,
+            keys,
+            values,
+            out,
+            self._part_out,
+            self._part_lse,
+            self._arrived,
+            items,
+            slots,
+            counts,
+            self._static["pages"],
+            self._part_lse if self._sinks is None else self._sinks[layer],
+            shape.scale,
+            shape.softcap or 0.0,
+            q.stride(0),
+            shape.num_heads,
+            shape.num_kv_heads,
+            self._page_size,
+            shape.head_dim,
+            _ROWS,
+            self._keys,
+            group,
+            max(_MERGED * 32 * _WARPS // (group * shape.head_dim), 1),
+            FIELDS,
+            shape.softcap is not None,
+            self._sinks is not None,
+            num_warps=_WARPS,
+            num_stages=1,
+            **pdl.OPTIONS,
+        )
+
+
+def _names(window: int | None) -> tuple[str, str, str]:
+    """Names of the tensors that hold the items, slots and counts of the layers of a window."""
+    return f"items {window}", f"slots {window}", f"counts {window}"
+
+
+@triton.jit
+def _attend(
+    q,
+    keys,
+    values,
+    out,
+    part_out,
+    part_lse,
+    arrived,
+    items,
+    slots,
+    counts,
+    pages,
+    sinks,
+    scale,
+    softcap,
+    q_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    launch_dependents()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    item = items + tl.program_id(0) // KV_HEADS * FIELDS
+    token, is_used = tl.load(item).to(tl.int64), tl.load(item + 1)
+    pages += tl.load(item + 2)
+    first_key, last_key = tl.load(item + 3), tl.load(item + 4)
+    position, part = tl.load(item + 5), tl.load(item + 6)
+    if is_used == 0:
+        wait_for_previous()
+        return
+    slot, count = tl.load(slots + token), tl.load(counts + token)
+    at = tl.arange(0, HEAD_DIM)
+    k, v = _tile(keys, values, pages, first_key, last_key, head, KV_HEADS, PAGE_SIZE, HEAD_DIM, KEYS)
+    newest = _place(tl.load(pages + (last_key - 1) // PAGE_SIZE), last_key - 1, head, KV_HEADS, PAGE_SIZE) * HEAD_DIM
+    wait_for_previous()
+    row = tl.arange(0, ROWS)
+    is_row = row < GROUP
+    query_head = head * GROUP + row
+    target = (token * HEADS + query_head)[:, None] * HEAD_DIM + at[None, :]
+    source = (token * q_stride + query_head * HEAD_DIM)[:, None] + at[None, :]
+    query = tl.load(q + source, mask=is_row[:, None], other=0.0)
+    # The range's last key: the token's own, if it has that.
+    newest_key, newest_value = tl.load(keys + newest + at), tl.load(values + newest + at)
+    limit = tl.zeros([ROWS], tl.int32) + (last_key - 1)
+    # Finite: the difference of two infinities would be a NaN.
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for start in tl.range(first_key, last_key, KEYS, num_stages=1):
+        next_k, next_v = _tile(
+            keys, values, pages, start + KEYS, last_key, head, KV_HEADS, PAGE_SIZE, HEAD_DIM, KEYS
+        )
+        key = start + tl.arange(0, KEYS)
+        is_old = (key < last_key - 1)[:, None]
+        k = tl.where(is_old, k, newest_key[None, :])
+        v = tl.where(is_old, v, newest_value[None, :])
+        scores = tl.dot(query, tl.trans(k)) * scale
+        scores = seen_scores(scores, key, limit, limit, softcap, 0, False, CAPPED)
+        top, total, sums = with_values(scores, v, top, total, sums)
+        k, v = next_k, next_v
+    if part < 0:
+        if SINKS:
+            total = with_sink(top, total, tl.load(sinks + query_head, mask=is_row, other=0.0))
+        tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+    else:
+        place = (slot + part) * HEADS + query_head
+        tl.store(part_out + place[:, None] * HEAD_DIM + at[None, :], sums / total[:, None], mask=is_row[:, None])
+        tl.store(part_lse + place, top + tl.log2(total), mask=is_row)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + token * KV_HEADS + head, 1, sem="acq_rel")
+        # The program that ends last finds all parts there.
+        if before == count - 1:
+            tl.store(arrived + token * KV_HEADS + head, 0)
+            _merge(
+                out, part_out, part_lse, sinks, token, head, slot, count, HEADS, GROUP, HEAD_DIM, MERGE_ROWS,
+                MERGE_PARTS, SINKS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _place(page, position, head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The row of a layer's keys that a page has for a position."""
+    return (page.to(tl.int64) * KV_HEADS + head) * PAGE_SIZE + position % PAGE_SIZE
+
+
+@triton.jit
+def _tile(
+    keys,
+    values,
+    pages,
+    start,
+    last_key,
+    head,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Keys and values from `start` on, up to `last_key` (exclusive). Places beyond read nothing."""
+    at = tl.arange(0, HEAD_DIM)[None, :]
+    position = start + tl.arange(0, KEYS)
+    # The last one is read after the wait.
+    there = position < last_key - 1
+    page = tl.load(pages + position // PAGE_SIZE, mask=there, other=0)
+    where = (_place(page, position, head, KV_HEADS, PAGE_SIZE) * HEAD_DIM)[:, None] + at
+    k = tl.load(keys + where, mask=there[:, None], other=0.0)
+    v = tl.load(values + where, mask=there[:, None], other=0.0)
+    return k, v
+
+
+@triton.jit
+def _merge(
+    out,
+    part_out,
+    part_lse,
+    sinks,
+    token,
+    head,
+    slot,
+    count,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Merges the `count` parts of a token from `slot` on, for the query heads of one KV head, into `out`.
+
+    Loads bypass the L1 cache, since programs on other multiprocessors wrote the parts.
+    """
+    row, at = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    is_row = row < GROUP
+    query_head = head * GROUP + row
+    top = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for start in tl.range(0, count, PARTS, num_stages=1):
+        index = start + tl.arange(0, PARTS)
+        there = (index < count)[:, None] & is_row[None, :]
+        place = (slot + index)[:, None] * HEADS + query_head[None, :]
+        lse = tl.load(part_lse + place, mask=there, other=-1e30, cache_modifier=".cg")
+        where = part_out + place[:, :, None] * HEAD_DIM + at[None, None, :]
+        part = tl.load(where, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
+        sums = sums * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        top = new_top
+    if SINKS:
+        total = with_sink(top, total, tl.load(sinks + query_head, mask=is_row, other=0.0))
+    target = (token * HEADS + query_head)[:, None] * HEAD_DIM + at[None, :]
+    tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
