@@ -33,6 +33,7 @@ _PROGRAMS = 1
 _WARPS = 4
 # Numbers of parts that a thread has in registers while it merges.
 _MERGED = 64
+_FUSED, _READS_EARLY = True, True
 
 
 def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
@@ -131,10 +132,18 @@ class SplitKVDecode:
             FIELDS,
             shape.softcap is not None,
             self._sinks is not None,
+            _FUSED,
+            _READS_EARLY,
             num_warps=_WARPS,
             num_stages=1,
             **pdl.OPTIONS,
         )
+        if not _FUSED:
+            _merge_kernel[(self._size, shape.num_heads)](
+                out, self._part_out, self._part_lse, self._part_lse if self._sinks is None else self._sinks[layer],
+                slots, counts, shape.num_heads, shape.head_dim, min(64, triton.next_power_of_2(self._most + 1)),
+                self._sinks is not None, num_warps=4, num_stages=1, **pdl.OPTIONS,
+            )
 
 
 def _names(window: int | None) -> tuple[str, str, str]:
@@ -170,6 +179,8 @@ def _attend(
     FIELDS: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    FUSED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -184,6 +195,8 @@ def _attend(
         return
     slot, count = tl.load(slots + token), tl.load(counts + token)
     at = tl.arange(0, HEAD_DIM)
+    if not EARLY:
+        wait_for_previous()
     k, v = _tile(keys, values, pages, first_key, last_key, head, KV_HEADS, PAGE_SIZE, HEAD_DIM, KEYS)
     newest = _place(tl.load(pages + (last_key - 1) // PAGE_SIZE), last_key - 1, head, KV_HEADS, PAGE_SIZE) * HEAD_DIM
     wait_for_previous()
@@ -220,15 +233,16 @@ def _attend(
         place = (slot + part) * HEADS + query_head
         tl.store(part_out + place[:, None] * HEAD_DIM + at[None, :], sums / total[:, None], mask=is_row[:, None])
         tl.store(part_lse + place, top + tl.log2(total), mask=is_row)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived + token * KV_HEADS + head, 1, sem="acq_rel")
-        # The program that ends last finds all parts there.
-        if before == count - 1:
-            tl.store(arrived + token * KV_HEADS + head, 0)
-            _merge(
-                out, part_out, part_lse, sinks, token, head, slot, count, HEADS, GROUP, HEAD_DIM, MERGE_ROWS,
-                MERGE_PARTS, SINKS,
-            )  # fmt: skip
+        if FUSED:
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + token * KV_HEADS + head, 1, sem="acq_rel")
+            # The program that ends last finds all parts there.
+            if before == count - 1:
+                tl.store(arrived + token * KV_HEADS + head, 0)
+                _merge(
+                    out, part_out, part_lse, sinks, token, head, slot, count, HEADS, GROUP, HEAD_DIM, MERGE_ROWS,
+                    MERGE_PARTS, SINKS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -305,3 +319,16 @@ def _merge(
         total = with_sink(top, total, tl.load(sinks + query_head, mask=is_row, other=0.0))
     target = (token * HEADS + query_head)[:, None] * HEAD_DIM + at[None, :]
     tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit
+def _merge_kernel(
+    out, part_out, part_lse, sinks, slots, counts,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+):
+    launch_dependents()
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, count = tl.load(slots + token), tl.load(counts + token)
+    wait_for_previous()
+    if count > 0:
+        _merge(out, part_out, part_lse, sinks, token, head, slot, count, HEADS, 1, HEAD_DIM, 1, PARTS, SINKS)

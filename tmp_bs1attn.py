@@ -1,0 +1,58 @@
+import json, os, sys, time
+import torch
+from bench.replica import decode_attention as bench
+from kernels.attention import split_kv_decode as sd
+from kernels.attention.triton_backend import multiprocessors
+CPU = not torch.cuda.is_available()
+dev = torch.device("cpu" if CPU else "cuda")
+VARIANTS = {
+ "k64w4p1": dict(_TILE_BYTES=16<<10,_WARPS=4,_PROGRAMS=1),
+ "k64w4p2": dict(_TILE_BYTES=16<<10,_WARPS=4,_PROGRAMS=2),
+ "k128w8p1": dict(_TILE_BYTES=32<<10,_WARPS=8,_PROGRAMS=1),
+ "k32w4p2": dict(_TILE_BYTES=8<<10,_WARPS=4,_PROGRAMS=2),
+ "k32w2p2": dict(_TILE_BYTES=8<<10,_WARPS=2,_PROGRAMS=2),
+ "k64w8p1": dict(_TILE_BYTES=16<<10,_WARPS=8,_PROGRAMS=1),
+ "k64w4p1sep": dict(_TILE_BYTES=16<<10,_WARPS=4,_PROGRAMS=1,_FUSED=False),
+ "k64w4p2sep": dict(_TILE_BYTES=16<<10,_WARPS=4,_PROGRAMS=2,_FUSED=False),
+ "k64w4p1late": dict(_TILE_BYTES=16<<10,_WARPS=4,_PROGRAMS=1,_READS_EARLY=False),
+ "k64w4p1m128": dict(_TILE_BYTES=16<<10,_WARPS=4,_PROGRAMS=1,_MERGED=128),
+}
+class V(sd.SplitKVDecode):
+    def __init__(self, settings, *a):
+        self.settings = settings; self.set(); super().__init__(*a)
+    def set(self):
+        for k, v in (dict(_FUSED=True,_READS_EARLY=True,_MERGED=64) | self.settings).items(): setattr(sd, k, v)
+    def attend_into(self, *a):
+        self.set(); super().attend_into(*a)
+t0 = time.time(); rows = []
+layers = 2 if CPU else 48
+order = [(m,b) for b in [(1,1300),(1,300),(1,8000),(4,1300),(8,1300)] for m in bench.MODELS]
+order = [(m,b) for m in bench.MODELS for b in [(1,1300),(1,300),(1,8000),(4,1300),(8,1300)]]
+for model, (n, tokens) in order:
+    if CPU: tokens = min(tokens, 300)
+    if time.time()-t0 > float(os.environ.get("LIMIT","105")): print("stopped for time"); break
+    heads = bench.MODELS[model]
+    if CPU: heads = bench.Heads(heads.query//2, heads.kv//2, 64, (None,))
+    case = bench.Case(heads, n, tokens, layers, dev)
+    kernels = {} if CPU else case.kernels()
+    kernels.pop("split_kv", None)
+    for name, settings in VARIANTS.items():
+        if model != "qwen3-30b-a3b" and name in ("k64w8p1","k64w4p1m128","k32w2p2","k64w4p1late"): continue
+        v = V(settings, case.kv, case.shape, 16, case.num_pages+16, multiprocessors(dev) , case.sinks)
+        v.plan_graph(case.batch, n); kernels[name] = v
+    if CPU:
+        for name, v in kernels.items():
+            print(model, n, tokens, name, case.error(*case.chain(v)()), flush=True)
+        continue
+    (without, *times), errors = case.measure(kernels)
+    print(f"{model} {n}x{tokens}: without {without:.2f}, {time.time()-t0:.0f} s")
+    for (name, us), e in zip(zip(kernels, times), errors): print(f"   {name:14s} {us-without:7.2f}  err {e:.2g}", flush=True)
+    rows.append(dict(model=model,n=n,tokens=tokens,without=without,us=dict(zip(kernels,times)),err=dict(zip(kernels,errors))))
+    json.dump(rows, open(os.environ.get("OUT",".")+"/bs1attn.json","w"), indent=1)
+    del case, kernels, v
+if not CPU:
+    from triton.runtime.jit import JITFunction
+    for name in ("_attend", "_merge_kernel"):
+        for cache in getattr(sd, name).device_caches.values():
+            for k in cache[0].values():
+                print(name, k.metadata.num_warps, "regs", k.n_regs, "spills", k.n_spills, "shared", k.metadata.shared)
