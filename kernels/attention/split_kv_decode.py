@@ -197,8 +197,12 @@ def _attend(
     at = tl.arange(0, HEAD_DIM)
     if not EARLY:
         wait_for_previous()
-    k, v = _tile(keys, values, pages, first_key, last_key, head, KV_HEADS, PAGE_SIZE, HEAD_DIM, KEYS)
-    newest = _place(tl.load(pages + (last_key - 1) // PAGE_SIZE), last_key - 1, head, KV_HEADS, PAGE_SIZE) * HEAD_DIM
+    # The range's last key may be of this step: it is read after the wait.
+    key = first_key + tl.arange(0, KEYS)
+    where = _places(pages, key, last_key, head, KV_HEADS, PAGE_SIZE)[:, None] * HEAD_DIM + at[None, :]
+    is_old, is_last = (key < last_key - 1)[:, None], (key == last_key - 1)[:, None]
+    k = tl.load(keys + where, mask=is_old, other=0.0)
+    v = tl.load(values + where, mask=is_old, other=0.0)
     wait_for_previous()
     row = tl.arange(0, ROWS)
     is_row = row < GROUP
@@ -206,23 +210,21 @@ def _attend(
     target = (token * HEADS + query_head)[:, None] * HEAD_DIM + at[None, :]
     source = (token * q_stride + query_head * HEAD_DIM)[:, None] + at[None, :]
     query = tl.load(q + source, mask=is_row[:, None], other=0.0)
-    # The range's last key: the token's own, if it has that.
-    newest_key, newest_value = tl.load(keys + newest + at), tl.load(values + newest + at)
+    k = tl.load(keys + where, mask=is_last, other=k)
+    v = tl.load(values + where, mask=is_last, other=v)
     limit = tl.zeros([ROWS], tl.int32) + (last_key - 1)
     # Finite: the difference of two infinities would be a NaN.
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for start in tl.range(first_key, last_key, KEYS, num_stages=1):
-        next_k, next_v = _tile(
-            keys, values, pages, start + KEYS, last_key, head, KV_HEADS, PAGE_SIZE, HEAD_DIM, KEYS
-        )
-        key = start + tl.arange(0, KEYS)
-        is_old = (key < last_key - 1)[:, None]
-        k = tl.where(is_old, k, newest_key[None, :])
-        v = tl.where(is_old, v, newest_value[None, :])
+        next_k, next_v = k, v
+        if start + KEYS < last_key:
+            next_key = start + KEYS + tl.arange(0, KEYS)
+            next_where = _places(pages, next_key, last_key, head, KV_HEADS, PAGE_SIZE)[:, None] * HEAD_DIM + at[None, :]
+            next_k, next_v = tl.load(keys + next_where), tl.load(values + next_where)
         scores = tl.dot(query, tl.trans(k)) * scale
-        scores = seen_scores(scores, key, limit, limit, softcap, 0, False, CAPPED)
+        scores = seen_scores(scores, start + tl.arange(0, KEYS), limit, limit, softcap, 0, False, CAPPED)
         top, total, sums = with_values(scores, v, top, total, sums)
         k, v = next_k, next_v
     if part < 0:
@@ -246,34 +248,12 @@ def _attend(
 
 
 @triton.jit
-def _place(page, position, head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The row of a layer's keys that a page has for a position."""
-    return (page.to(tl.int64) * KV_HEADS + head) * PAGE_SIZE + position % PAGE_SIZE
-
-
-@triton.jit
-def _tile(
-    keys,
-    values,
-    pages,
-    start,
-    last_key,
-    head,
-    KV_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Keys and values from `start` on, up to `last_key` (exclusive). Places beyond read nothing."""
-    at = tl.arange(0, HEAD_DIM)[None, :]
-    position = start + tl.arange(0, KEYS)
-    # The last one is read after the wait.
-    there = position < last_key - 1
-    page = tl.load(pages + position // PAGE_SIZE, mask=there, other=0)
-    where = (_place(page, position, head, KV_HEADS, PAGE_SIZE) * HEAD_DIM)[:, None] + at
-    k = tl.load(keys + where, mask=there[:, None], other=0.0)
-    v = tl.load(values + where, mask=there[:, None], other=0.0)
-    return k, v
+def _places(pages, key, last_key, head, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The rows of a layer's keys that have these positions. Positions beyond the range have that of its last key: a
+    stale key there could hold a NaN."""
+    key = tl.minimum(key, last_key - 1)
+    page = tl.load(pages + key // PAGE_SIZE).to(tl.int64)
+    return (page * KV_HEADS + head) * PAGE_SIZE + key % PAGE_SIZE
 
 
 @triton.jit
