@@ -47,6 +47,8 @@ class Heads(NamedTuple):
 MODELS = {
     "qwen3-30b-a3b": Heads(32, 4, 128, (None,)),
     "llama-8b": Heads(32, 8, 128, (None,)),
+    "gpt-oss-20b": Heads(64, 8, 64, (128, None), has_sinks=True),
+    "gemma3-12b": Heads(16, 8, 256, (1024, 1024, 1024, 1024, 1024, None)),
 }
 
 
@@ -158,6 +160,7 @@ class Case:
 
         n, sizes = self.sequences, (16, self.num_pages + 16)
         flashinfer = flashinfer_backend.FlashInferAttention(self.kv, self.shape, *sizes, 16, self.sinks)
+        flashinfer._few = None  # FlashInfer's kernel whatever the backend would choose
         flashinfer.plan_graph(self.batch, n, None)
         ranges = TritonAttention(self.kv, self.shape, *sizes, 16, self.sinks)
         ranges.plan_graph(self.batch, n, SharedPrefixes.none())
@@ -169,6 +172,7 @@ class Case:
 def main(arguments: list[str] | None = None) -> int:
     """Compares, measures, prints a table. Returns the exit code."""
     p = argparse.ArgumentParser(prog="python -m bench.replica.decode_attention", description=__doc__.split("\n\n")[0])
+    p.add_argument("--models", default=",".join(MODELS), help="whose heads; default: %(default)s")
     p.add_argument("--layers", type=int, default=48, help="layers, each with KV of its own; default: %(default)s")
     p.add_argument("--out", type=Path, help="file for the results, as JSON")
     args = p.parse_args(arguments)
@@ -176,9 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("decode_attention: needs a GPU", file=sys.stderr)
         return 1
     rows: list[dict[str, Any]] = []
-    for model, heads in MODELS.items():
+    for model in args.models.split(","):
         for sequences, tokens in BATCHES:
-            case = Case(heads, sequences, tokens, args.layers, torch.device("cuda"))
+            case = Case(MODELS[model], sequences, tokens, args.layers, torch.device("cuda"))
             kernels = case.kernels()
             (without, *times), errors = case.measure(kernels)
             added = {name: us - without for name, us in zip(kernels, times, strict=True)}
