@@ -1,12 +1,10 @@
-"""Decode attention of few sequences as one Triton kernel a layer, for CUDA graphs: bound by latency, not by reading.
+"""Decode attention of few sequences as Triton kernels, for CUDA graphs: bound by latency, not by reading.
 
 The keys of each sequence are cut into ranges (`kernels.attention.split_kv_plan`), and each program attends to one range
-for one KV head. What takes time with few sequences is waiting, so each wait is taken once or hidden:
+for one KV head. A second kernel merges the parts of each head.
 
-- A program reads its first keys and values before the kernel before it has ended (`kernels.pdl`). All but the newest
-  token of a sequence were written in earlier steps.
-- Of the programs that share a sequence and a KV head, the one that ends last merges their parts, in the order of keys.
-  So the result does not depend on which one that is, and no second kernel starts.
+A program reads its first tile before the kernel before it has ended (`kernels.pdl`): all keys and values but those of
+the newest token were written in earlier steps. That token's are read over them afterwards.
 
 Imported only where there is a GPU (or Triton's interpreter). Sums are in float32.
 """
@@ -26,14 +24,16 @@ from kernels.pdl import launch_dependents, wait_for_previous
 
 # Rows of queries: the height of a tensor core product. A query has a row for each of its heads that read the KV head.
 _ROWS = 16
-# Bytes of a tile of keys, and of one of values: a program has two of each in registers.
+# Bytes of a tile of keys; a tile of values has as many.
 _TILE_BYTES = 16 << 10
-# Programs a multiprocessor that the keys are cut for: each leaves a part to be merged.
-_PROGRAMS = 1
+# Programs a multiprocessor that the keys are cut for: as many as fit at once.
+_PROGRAMS = 2
 _WARPS = 4
-# Numbers of parts that a thread has in registers while it merges.
-_MERGED = 64
-_FUSED, _READS_EARLY = True, True
+# Pipeline stages of the loop over all tiles but the first.
+_STAGES = 3
+_READS_EARLY = True
+# Parts that a program merges at a time, and its warps.
+_MERGED, _MERGE_WARPS = 64, 4
 
 
 def can_run(shape: AttentionShape, dtype: torch.dtype) -> bool:
@@ -64,7 +64,6 @@ class SplitKVDecode:
         parts, device = 2 * self._most, kv.device
         self._part_out = torch.empty(parts, shape.num_heads, shape.head_dim, dtype=torch.float32, device=device)
         self._part_lse = torch.empty(parts, shape.num_heads, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(max_sequences, shape.num_kv_heads, dtype=torch.int32, device=device)
         layout = {"rows": (torch.int64, max_sequences)}
         for window in self._windows:
             sizes = FIELDS * (self._most + max_sequences), max_sequences, max_sequences
@@ -103,7 +102,7 @@ class SplitKVDecode:
         """As `GraphAttention.attend_into`."""
         shape, (keys, values) = self._shape, self._kv[layer]
         items, slots, counts = (self._static[name] for name in _names(shape.windows[layer]))
-        group = triton.next_power_of_2(shape.num_heads // shape.num_kv_heads)
+        sinks = self._part_lse if self._sinks is None else self._sinks[layer]
         # The grid has room for every plan. Unused items have no queries.
         _attend[(shape.num_kv_heads * (self._most + self._size),)](
             q,
@@ -112,12 +111,10 @@ class SplitKVDecode:
             out,
             self._part_out,
             self._part_lse,
-            self._arrived,
             items,
             slots,
-            counts,
             self._static["pages"],
-            self._part_lse if self._sinks is None else self._sinks[layer],
+            sinks,
             shape.scale,
             shape.softcap or 0.0,
             q.stride(0),
@@ -127,23 +124,28 @@ class SplitKVDecode:
             shape.head_dim,
             _ROWS,
             self._keys,
-            group,
-            max(_MERGED * 32 * _WARPS // (group * shape.head_dim), 1),
+            _STAGES,
             FIELDS,
             shape.softcap is not None,
             self._sinks is not None,
-            _FUSED,
             _READS_EARLY,
             num_warps=_WARPS,
-            num_stages=1,
             **pdl.OPTIONS,
         )
-        if not _FUSED:
-            _merge_kernel[(self._size, shape.num_heads)](
-                out, self._part_out, self._part_lse, self._part_lse if self._sinks is None else self._sinks[layer],
-                slots, counts, shape.num_heads, shape.head_dim, min(64, triton.next_power_of_2(self._most + 1)),
-                self._sinks is not None, num_warps=4, num_stages=1, **pdl.OPTIONS,
-            )
+        _merge[(self._size, shape.num_heads)](
+            out,
+            self._part_out,
+            self._part_lse,
+            slots,
+            counts,
+            sinks,
+            shape.num_heads,
+            shape.head_dim,
+            _MERGED,
+            self._sinks is not None,
+            num_warps=_MERGE_WARPS,
+            **pdl.OPTIONS,
+        )
 
 
 def _names(window: int | None) -> tuple[str, str, str]:
@@ -159,10 +161,8 @@ def _attend(
     out,
     part_out,
     part_lse,
-    arrived,
     items,
     slots,
-    counts,
     pages,
     sinks,
     scale,
@@ -174,12 +174,10 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
-    FUSED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     launch_dependents()
@@ -193,7 +191,7 @@ def _attend(
     if is_used == 0:
         wait_for_previous()
         return
-    slot, count = tl.load(slots + token), tl.load(counts + token)
+    slot = tl.load(slots + token)
     at = tl.arange(0, HEAD_DIM)
     if not EARLY:
         wait_for_previous()
@@ -217,16 +215,15 @@ def _attend(
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for start in tl.range(first_key, last_key, KEYS, num_stages=1):
-        next_k, next_v = k, v
-        if start + KEYS < last_key:
-            next_key = start + KEYS + tl.arange(0, KEYS)
-            next_where = _places(pages, next_key, last_key, head, KV_HEADS, PAGE_SIZE)[:, None] * HEAD_DIM + at[None, :]
-            next_k, next_v = tl.load(keys + next_where), tl.load(values + next_where)
-        scores = tl.dot(query, tl.trans(k)) * scale
-        scores = seen_scores(scores, start + tl.arange(0, KEYS), limit, limit, softcap, 0, False, CAPPED)
-        top, total, sums = with_values(scores, v, top, total, sums)
-        k, v = next_k, next_v
+    for start in tl.range(first_key + KEYS, last_key, KEYS, num_stages=STAGES):
+        next_key = start + tl.arange(0, KEYS)
+        next_where = _places(pages, next_key, last_key, head, KV_HEADS, PAGE_SIZE)[:, None] * HEAD_DIM + at[None, :]
+        next_k, next_v = tl.load(keys + next_where), tl.load(values + next_where)
+        scores = tl.dot(query, tl.trans(next_k)) * scale
+        scores = seen_scores(scores, next_key, limit, limit, softcap, 0, False, CAPPED)
+        top, total, sums = with_values(scores, next_v, top, total, sums)
+    scores = seen_scores(tl.dot(query, tl.trans(k)) * scale, key, limit, limit, softcap, 0, False, CAPPED)
+    top, total, sums = with_values(scores, v, top, total, sums)
     if part < 0:
         if SINKS:
             total = with_sink(top, total, tl.load(sinks + query_head, mask=is_row, other=0.0))
@@ -235,16 +232,6 @@ def _attend(
         place = (slot + part) * HEADS + query_head
         tl.store(part_out + place[:, None] * HEAD_DIM + at[None, :], sums / total[:, None], mask=is_row[:, None])
         tl.store(part_lse + place, top + tl.log2(total), mask=is_row)
-        if FUSED:
-            tl.debug_barrier()
-            before = tl.atomic_add(arrived + token * KV_HEADS + head, 1, sem="acq_rel")
-            # The program that ends last finds all parts there.
-            if before == count - 1:
-                tl.store(arrived + token * KV_HEADS + head, 0)
-                _merge(
-                    out, part_out, part_lse, sinks, token, head, slot, count, HEADS, GROUP, HEAD_DIM, MERGE_ROWS,
-                    MERGE_PARTS, SINKS,
-                )  # fmt: skip
 
 
 @triton.jit
@@ -261,54 +248,35 @@ def _merge(
     out,
     part_out,
     part_lse,
+    slots,
+    counts,
     sinks,
-    token,
-    head,
-    slot,
-    count,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Merges the `count` parts of a token from `slot` on, for the query heads of one KV head, into `out`.
-
-    Loads bypass the L1 cache, since programs on other multiprocessors wrote the parts.
-    """
-    row, at = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
-    is_row = row < GROUP
-    query_head = head * GROUP + row
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for start in tl.range(0, count, PARTS, num_stages=1):
-        index = start + tl.arange(0, PARTS)
-        there = (index < count)[:, None] & is_row[None, :]
-        place = (slot + index)[:, None] * HEADS + query_head[None, :]
-        lse = tl.load(part_lse + place, mask=there, other=-1e30, cache_modifier=".cg")
-        where = part_out + place[:, :, None] * HEAD_DIM + at[None, None, :]
-        part = tl.load(where, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
-        sums = sums * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        total = total * shrink + tl.sum(weight, 0)
-        top = new_top
-    if SINKS:
-        total = with_sink(top, total, tl.load(sinks + query_head, mask=is_row, other=0.0))
-    target = (token * HEADS + query_head)[:, None] * HEAD_DIM + at[None, :]
-    tl.store(out + target, (sums / total[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
-
-
-@triton.jit
-def _merge_kernel(
-    out, part_out, part_lse, sinks, slots, counts,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
-):
+    """Merges the parts of one head of one token, if it has any, into `out`."""
     launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, count = tl.load(slots + token), tl.load(counts + token)
     wait_for_previous()
-    if count > 0:
-        _merge(out, part_out, part_lse, sinks, token, head, slot, count, HEADS, 1, HEAD_DIM, 1, PARTS, SINKS)
+    if count == 0:
+        return
+    at = tl.arange(0, HEAD_DIM)
+    top = -1e30
+    total = 0.0
+    sums = tl.zeros([HEAD_DIM], tl.float32)
+    for start in tl.range(0, count, PARTS, num_stages=1):
+        index = start + tl.arange(0, PARTS)
+        place = (slot + index) * HEADS + head
+        lse = tl.load(part_lse + place, mask=index < count, other=-1e30)
+        part = tl.load(part_out + place[:, None] * HEAD_DIM + at[None, :], mask=(index < count)[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        shrink, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+        sums = sums * shrink + tl.sum(part * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight, 0)
+        top = new_top
+    if SINKS:
+        total = with_sink(top, total, tl.load(sinks + head))
+    tl.store(out + (token * HEADS + head) * HEAD_DIM + at, (sums / total).to(out.dtype.element_ty))
