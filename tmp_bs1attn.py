@@ -47,6 +47,15 @@ for model, (n, tokens) in order:
         for name, v in kernels.items():
             print(model, n, tokens, name, case.error(*case.chain(v)()), flush=True)
         continue
+    if n == 1 and tokens == 1300:
+        from kernels.linear.gemv import gemv
+        from kernels.experts.autotune import graph_times
+        width = heads.query * heads.dim
+        def call():
+            for up, down in case.weights:
+                qkv = gemv(case.x, up, norm=case.norm, eps=1e-6)
+                gemv(qkv[:, :width], down, residual=case.x, out=case.x)
+        print("products alone", graph_times([[call]], 40)[0] / layers)
     (without, *times), errors = case.measure(kernels)
     print(f"{model} {n}x{tokens}: {case.shape.windows[:2]} without {without:.2f}, {time.time()-t0:.0f} s")
     for (name, us), e in zip(zip(kernels, times), errors): print(f"   {name:14s} {us-without:7.2f}  err {e:.2g}", flush=True)
