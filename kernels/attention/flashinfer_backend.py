@@ -58,9 +58,10 @@ _SMALLEST_TILE = 16
 # - shared prefixes: 235 us where split-KV ranges take 294, and 105 where they take 134.
 _STREAM_FROM, _STREAM_GROUP = 16, 4
 
-# Most single tokens of a plain graph for which `split_kv_decode` is faster. Measured on an H200:
-# TODO
-_SPLIT_UP_TO = 8
+# Most single tokens of a plain graph for which `split_kv_decode` attends. Tuned on an H200 for 32 query heads and 4 or
+# 8 KV heads: it saves 4 to 6 us of a layer with one sequence of 300 to 8,000 tokens, 3 to 4 with four of 1,300, and 2
+# to 3 with eight, which is little of their layers. A graph does not depend on how long the contexts are.
+_SPLIT_UP_TO = 4
 
 # Most operations of a step's attention to chunks for which a graph with our kernel is faster. Our kernel does 289
 # TFLOP/s, FlashAttention 3 does 550: with more operations ours loses over 0.3 ms, which is more than starting the
