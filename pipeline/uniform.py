@@ -41,7 +41,8 @@ class Uniform(Policy):
     Below these limits:
 
     - While requests wait for pages, the time shrinks. Shorter rounds end sequences sooner; longer ones would only
-      alternate with rounds that have no prompt to compute. The time grows again while much waits that could start.
+      alternate with rounds that have no prompt to compute. The time grows again while much waits that could start, and
+      while nothing waits: what comes after a shortage of pages would begin with short micro-batches.
     - While little waits, it is spread over `ROUNDS` rounds of the pipeline, so that sizes follow the load instead of
       jumping with each arrival. Chunks stay large enough that a stage does not mostly read its weights (`FAR`).
 
@@ -147,6 +148,8 @@ class Uniform(Policy):
             self._filled_in_flight = self._holding_a_wave(view)
         if view.blocked_tokens:
             self._part = max(self.LEAST_PART, self._part * (1 - self.SHRINK))
+        elif not view.waiting_tokens:
+            self._grow()
         if view.waiting_tokens:
             return self._fill(view)
         settings = self.settings
@@ -203,8 +206,11 @@ class Uniform(Policy):
         if size >= most:
             size = room
             if not view.blocked_tokens:
-                self._part = min(1.0, self._part * (1 + self.GROW))
+                self._grow()
         return self._timed(self._whole(size + average.tokens), target_s)
+
+    def _grow(self) -> None:
+        self._part = min(1.0, self._part * (1 + self.GROW))
 
     def _holding_a_wave(self, view: SchedulerView) -> int:
         """`most_in_flight`, or one less where only that leaves each micro-batch the time for a `WAVE` of tokens. Always

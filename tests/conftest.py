@@ -21,7 +21,7 @@ settings.load_profile("fixed")
 
 
 # Slow tests of these rooms compute: they start no server and no Ray, so `make unit` runs several at once.
-COMPUTING = ("kernels", "pipeline", "radix", "worker")
+COMPUTING = ("kernels", "pipeline", "radix", "worker", "bench/correctness", "bench/pipeline", "bench/schemas", "helm")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks slow tests that can run several at once, and skips what this machine cannot run. Kernels of Triton run on
     the GPU or, without one, in the interpreter."""
     for item in items:
-        room = item.path.relative_to(Path(__file__).parent).parts[0]
-        if room in COMPUTING and item.get_closest_marker("slow"):
+        rooms = {folder.as_posix() for folder in item.path.relative_to(Path(__file__).parent).parents}
+        if rooms & set(COMPUTING) and item.get_closest_marker("slow") and not item.get_closest_marker("ray"):
             item.add_marker("compute")
     marked = {name: [item for item in items if item.get_closest_marker(name)] for name in ("gpu", "interpreter")}
     if not any(marked.values()):

@@ -330,7 +330,7 @@ def measure(args: argparse.Namespace, settings: dict[str, Any]) -> int:
             study = _study(args, sweep, site, config.token_budget, config.max_running)
             known = published("long", min(args.requests, LEARNED), args.seed + 1, args.shrink).at_once()
             ours = Setting(OURS, config.token_budget)
-            learned = sweep.point("calibration", lambda: site.calibrate(layouts[0], ours, known))
+            learned = sweep.point(f"{layouts[0]}/calibration", lambda: site.calibrate(layouts[0], ours, known))
             token_bytes = dummy_models.SHAPES[args.model].config["hidden_size"] * dtype.itemsize
             twin = Twin.of(learned, measured_link(speed), token_bytes, config.max_running, rows_of(config, device))
             study.expected = twin.expected(study, layouts[0])

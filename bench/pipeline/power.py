@@ -90,8 +90,8 @@ def joules_per_token(point: dict[str, Any]) -> float:
     return float(sum(point["joules"]) / tokens)
 
 
-def search(result: dict[str, Any], arithmetic: float = 1.0) -> CapacitySearch:
-    """Searches in the simulator for capacities of the pipeline of `result`, with its learned costs and measured links.
+def search(result: dict[str, Any], layout: ParallelLayout, arithmetic: float = 1.0) -> CapacitySearch:
+    """Searches in the simulator for capacities of `layout`, with the learned costs and the measured links of `result`.
 
     `arithmetic`: factor on the time that arithmetic takes.
     """
@@ -99,7 +99,8 @@ def search(result: dict[str, Any], arithmetic: float = 1.0) -> CapacitySearch:
     running = settings["replica"]["max_running"]
     rows = PaddedSizes.of_graphs(running, BUDGET)
     token_bytes = 2 * dummy_models.SHAPES[settings["model"]].config["hidden_size"]
-    twin = Twin.of(points["calibration"], measured_link(points["link"]), token_bytes, running, rows, arithmetic)
+    learned, link = points[f"{layout}/calibration"], measured_link(points["link"])
+    twin = Twin.of(learned, link, token_bytes, running, rows, arithmetic)
     return CapacitySearch(
         Points(), twin.site(), BUDGET, [], running, settings["shrink"], 0.02, settings["seconds"], progress=SIMULATED
     )
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         ]
         row = [name, number(rate), _missed(load), number(joules_per_token(point)), f"{drawn:.0%}"]
         for kind, arithmetic in (("simulated", 1.0), ("simulated_unlimited", unlimited)):
-            simulated = replace(search(result, arithmetic), chunk_budgets=sorted(set(load.budgets)))
+            simulated = replace(search(result, layout, arithmetic), chunk_budgets=sorted(set(load.budgets)))
             found = simulated.carried(layout, name, traffic, objective).rate
             figures.append(_figure(f"{name}.capacity.{kind}", found, "requests/s"))
             row.append(number(found))

@@ -68,7 +68,7 @@ class RealSite:
     def calibrate(self, layout: ParallelLayout, setting: Setting, sessions: list[Session]) -> dict[str, Any]:
         """The layout's properties for the simulator: offers a load, and returns the learned coefficients of each stage
         and the capacity of the KV cache in tokens."""
-        self.offer(layout, setting, OfferedLoad("calibration", sessions))
+        self.offer(layout, setting, OfferedLoad(f"{layout}/calibration", sessions))
         target, _ = self.targets.under(layout, setting)
         _, models = target.observed()
         return {"coefficients": [model.coefficients.values for model in models], "kv_tokens": target.kv_tokens}

@@ -294,7 +294,8 @@ def test_late_tokens_shorten_the_time_until_one_in_a_hundred_is_late():
     assert 0.005 < late / 30_000 < 0.02
 
 
-def test_rounds_shrink_while_requests_wait_for_pages_and_grow_again():
+@pytest.mark.parametrize("waiting", [[100_000], []], ids=["while much waits", "while nothing waits"])
+def test_rounds_shrink_while_requests_wait_for_pages_and_grow_again(waiting):
     uniform = policy("uniform", token_budget=8192, slo_s=0.25)
 
     def size():
@@ -306,7 +307,7 @@ def test_rounds_shrink_while_requests_wait_for_pages_and_grow_again():
     small = size()
     assert small < 0.6 * full
     for _ in range(400):
-        size()
+        uniform.begin(view([500] * 64, waiting))
     assert size() == full
 
 

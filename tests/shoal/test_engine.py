@@ -352,8 +352,16 @@ def test_a_replica_that_is_killed_is_an_error_and_no_wait(tiny_model: Path) -> N
         asyncio.run(doomed.generate_async("Once upon"))
 
 
-def test_an_engine_that_is_closed_or_dropped_leaves_nothing(tiny_model: Path) -> None:
+def test_an_engine_of_two_ranks_keeps_to_schemas_and_leaves_nothing(llm: Engine, tiny_model: Path) -> None:
     engine = shoal.Engine(tiny_model, tp=2, **SETTINGS)
+    properties = {"name": {"type": "string", "pattern": "^[a-z]{3,6}$"}, "ok": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "ok"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    formed = [one.generate(PROMPTS, response_format=form, max_tokens=60, seed=5) for one in (engine, llm)]
+    assert [answer.token_ids for answer in formed[0]] == [answer.token_ids for answer in formed[1]]
+    for answer in formed[0]:
+        said = json.loads(answer.text)
+        assert re.fullmatch("[a-z]{3,6}", said["name"]) and said["ok"] in (True, False) and len(said) == 2
     replica = child(engine)
     family = [replica, *replica.children()]
     stream = engine.stream("Once upon", **ENDLESS)

@@ -3,14 +3,14 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from bench import results
 from bench.load.workload import Session, Vocabulary
-from bench.pipeline import command
+from bench.pipeline import command, real_site
 from bench.pipeline.capacity_search import CapacitySearch, Carried, together
 from bench.pipeline.experiment_grid import ExperimentGrid, print_rows
 from bench.pipeline.figures import Findings, Twin, meter_overhead
@@ -558,6 +558,35 @@ def test_all_of_it_on_a_tiny_model(
     flood = next(point for key, point in found["points"].items() if key.endswith("/flood"))
     assert flood["micro_batches"] > 0 and sum(flood["parts"].values()) == pytest.approx(1.0, abs=1e-5)  # of six digits
     assert "cpu.pipeline.simulator.throughput_error" in capfd.readouterr().out
+
+
+class Calibrated(Counting):
+    """A site on which nothing runs, in place of `RealSite`. A layout's costs are those of as many stages."""
+
+    calibrated: ClassVar[list[str]] = []
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__(CARRIES)
+
+    def calibrate(self, layout: ParallelLayout, *_: Any) -> dict[str, Any]:
+        self.calibrated.append(str(layout))
+        stages = make_stages(MODELS["llama-8b"], DEVICES["h200"], layout.pp)
+        return {"coefficients": [CostModel(s.seconds).coefficients.values for s in stages], "kv_tokens": 1 << 16}
+
+
+def test_layouts_of_one_file_are_simulated_with_the_costs_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_speed, "measure", lambda device: link_speed.Speed({1: 1e-4}, 1e-4, 2e9))
+    monkeypatch.setattr(real_site, "RealSite", Calibrated)
+    monkeypatch.setattr(Calibrated, "calibrated", [])
+    alike = ["--device", "cpu", "--model", "tiny", "--traffic", "", "--jobs", "mini_half", "--shrink", "64"]
+    for layouts in ("pp2", "tp2", "pp2,tp2"):
+        found = run(tmp_path, *alike, "--layouts", layouts)
+    assert Calibrated.calibrated == ["pp2", "tp2"]
+    stages = {key: len(point["coefficients"]) for key, point in found["points"].items() if "calibration" in key}
+    assert stages == {"pp2/calibration": 2, "tp2/calibration": 1}
+    assert "cpu.pipeline.mini_half.vs_tp2" in {figure["name"] for figure in found["figures"]}
 
 
 @pytest.mark.parametrize("flag", ["--shrink", "--requests", "--seconds", "--precision"])

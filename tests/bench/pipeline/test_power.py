@@ -33,7 +33,7 @@ def result() -> dict[str, Any]:
     points |= {
         "tp2/long/uniform/8192@200ms/strict@200ms/9": point(None),
         "pp2/decode_iteration": {"tbt_s": {"p50": 0.04}},
-        "calibration": {"coefficients": [learned, learned], "kv_tokens": 200_000},
+        "pp2/calibration": {"coefficients": [learned, learned], "kv_tokens": 200_000},
         "link": {"latency_s": 1e-4, "bytes_per_s": 1e10},
     }
     settings = {"model": "llama-70b", "replica": {"max_running": 64}, "requests": 4, "seconds": 2.0, "seed": 0}
