@@ -27,7 +27,7 @@ PAGE_SIZE = 16
 HIDDEN = 2048
 ROUNDS = 40
 TOLERANCE = 0.02  # relative error of bfloat16 against float32
-BATCHES = (1, 300), (1, 1300), (1, 8000), (4, 1300), (8, 1300)  # sequences, and tokens of each
+BATCHES = (1, 300), (1, 1300), (1, 8000), (1, 32000), (4, 1300), (4, 8000), (8, 1300)  # sequences, and tokens of each
 
 
 class Heads(NamedTuple):
