@@ -52,7 +52,7 @@ MODELS = {
 }
 
 
-class Case:
+class DecodeCase:
     """A step of decodes over random pages."""
 
     def __init__(self, heads: Heads, sequences: int, tokens: int, layers: int, device: torch.device) -> None:
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for model in args.models.split(","):
         for sequences, tokens in BATCHES:
-            case = Case(MODELS[model], sequences, tokens, args.layers, torch.device("cuda"))
+            case = DecodeCase(MODELS[model], sequences, tokens, args.layers, torch.device("cuda"))
             kernels = case.kernels()
             (without, *times), errors = case.measure(kernels)
             added = {name: us - without for name, us in zip(kernels, times, strict=True)}
