@@ -5,7 +5,7 @@ kernel writes, cost no time of their own. Every kernel that is launched with `OP
 
 - All its programs call `wait_for_previous` before they read what another kernel wrote, and before they write anything.
 - Before that call they read only data that was on the device when the step's first plain kernel began: weights, tables
-  of angles, and the arrays that the host sent for the step.
+  of angles, the arrays that the host sent for the step, and the keys and values of earlier steps.
 - Once all its programs have called `launch_dependents`, the next kernel may start, if that is launched with `OPTIONS`.
 
 Why no kernel reads memory too early, or overwrites memory too early:

@@ -3,7 +3,8 @@
 | chunks | kernel |
 | --- | --- |
 | longer than one token | FlashAttention 3 on Hopper, FlashInfer's FlashAttention 2 elsewhere |
-| single tokens | FlashInfer's FlashAttention 2, on tensor cores |
+| few single tokens, in plain graphs | `kernels.attention.split_kv_decode` |
+| other single tokens | FlashInfer's FlashAttention 2, on tensor cores |
 | many single tokens that share prefixes, or with few query heads a KV head | `kernels.attention.stream_k_decode` |
 | few single tokens that share prefixes | `kernels.attention.triton_backend` |
 | any, in graphs of chunks | `kernels.attention.triton_backend`; many single tokens as above |
@@ -38,7 +39,8 @@ from kernels.attention.interface import (
 )
 from kernels.host_device import GraphInputs, PinnedRing, all_to_device
 
-if TYPE_CHECKING:  # the module imports Triton, which is installed only where there is a GPU
+if TYPE_CHECKING:  # modules that import Triton, which is installed only where there is a GPU
+    from kernels.attention.split_kv_decode import SplitKVDecode
     from kernels.attention.stream_k_decode import StreamKAttention
 
 # Bytes of a step's plan: FlashInfer's planners write some arrays of 4 bytes for each tile of queries and head.
@@ -55,6 +57,11 @@ _SMALLEST_TILE = 16
 #   nothing with 8;
 # - shared prefixes: 235 us where split-KV ranges take 294, and 105 where they take 134.
 _STREAM_FROM, _STREAM_GROUP = 16, 4
+
+# Most single tokens of a plain graph for which `split_kv_decode` attends. Tuned on an H200 for 32 query heads and 4 or
+# 8 KV heads: it saves 4 to 6 us of a layer with one sequence of 300 to 8,000 tokens, 3 to 4 with four of 1,300, and 2
+# to 3 with eight, which is little of their layers. A graph does not depend on how long the contexts are.
+_SPLIT_UP_TO = 4
 
 # Most operations of a step's attention to chunks for which a graph with our kernel is faster. Our kernel does 289
 # TFLOP/s, FlashAttention 3 does 550: with more operations ours loses over 0.3 ms, which is more than starting the
@@ -152,7 +159,7 @@ class FlashInferAttention(GraphAttention):
     ) -> None:
         from flashinfer.utils import is_sm90a_supported
 
-        from kernels.attention import stream_k_decode
+        from kernels.attention import split_kv_decode, stream_k_decode
         from kernels.attention.sinks import add_sinks
         from kernels.attention.triton_backend import TritonAttention, multiprocessors
 
@@ -194,6 +201,10 @@ class FlashInferAttention(GraphAttention):
             sizes = max_sequences, max_pages, multiprocessors(self.device)
             self._stream = stream_k_decode.StreamKAttention(kv, shape, *sizes)
         self._streams_plain = group <= _STREAM_GROUP
+        self._few: SplitKVDecode | None = None
+        if split_kv_decode.can_run(shape, kv.dtype):
+            sizes = min(max_sequences, _SPLIT_UP_TO), max_pages, multiprocessors(self.device)
+            self._few = split_kv_decode.SplitKVDecode(kv, shape, *sizes, sinks)
 
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
         return self._ranges.shared_prefixes(batch)
@@ -256,6 +267,10 @@ class FlashInferAttention(GraphAttention):
         if stream is None and shared is not None:
             self._ranges.plan_graph(batch, size, shared)
             self.slots, self._ours = self._ranges.slots, [(size, self._ranges.attend_into)]
+            return
+        if stream is None and self._few is not None and size <= _SPLIT_UP_TO:
+            self._few.plan_graph(batch, size)
+            self.slots, self._ours = self._few.slots, [(size, self._few.attend_into)]
             return
         rows = np.full(size, scratch * num_kv_heads * self.page_size)
         rows[:own] = slot_mapping(batch, np.arange(own), batch.starts, num_kv_heads, self.page_size)

@@ -282,7 +282,7 @@ def _attend_rows(
             k = tl.load(keys + where[None, :] + at[:, None], mask=in_head[:, None], other=0.0)
             v = tl.load(values + where[:, None] + at[None, :], mask=in_head[None, :], other=0.0)
         scores = tl.dot(query, k, input_precision="ieee") * scale
-        scores = _seen_scores(scores, key, position, limit, softcap, window, WINDOW, CAPPED)
+        scores = seen_scores(scores, key, position, limit, softcap, window, WINDOW, CAPPED)
         top, total, sums = with_values(scores, v, top, total, sums)
     if SINKS:
         with_it = with_sink(top, total, tl.load(sinks + query_head))
@@ -329,7 +329,7 @@ def _tokens(first_query, index, members, mask):
 
 
 @triton.jit
-def _seen_scores(scores, key, position, limit, softcap, window, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
+def seen_scores(scores, key, position, limit, softcap, window, WINDOW: tl.constexpr, CAPPED: tl.constexpr):
     """Scores to base 2, capped if the model caps them, of rows at `position` that see keys up to `limit`; minus
     infinity where a row does not see a key."""
     LOG2_E: tl.constexpr = 1.4426950408889634

@@ -40,12 +40,19 @@ def made(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("size", [None, len(SINGLES), 40])
-@pytest.mark.parametrize("stream_from", [1, 1000])
+@pytest.mark.parametrize(("stream_from", "split_up_to"), [(1, 0), (1000, 0), (1000, 64)])
 def test_same_as_reference(
-    shape: AttentionShape, page_size: int, size: int | None, stream_from: int, monkeypatch: pytest.MonkeyPatch
+    shape: AttentionShape,
+    page_size: int,
+    size: int | None,
+    stream_from: int,
+    split_up_to: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A size is a graph's; without one it is a mixed step. Single tokens are all ours, or all FlashInfer's."""
+    """A size is a graph's; without one it is a mixed step. Single tokens are all of one kernel of ours, or all
+    FlashInfer's."""
     monkeypatch.setattr(flashinfer_backend, "_STREAM_FROM", stream_from)
+    monkeypatch.setattr(flashinfer_backend, "_SPLIT_UP_TO", split_up_to)
     chunks = SINGLES if size else sorted(MIXED, key=lambda chunk: chunk[1] > 1)
     batch = random_batch(np.random.default_rng(1), chunks, page_size)
     pages = sum(-(-(start + length) // page_size) for start, length in chunks)
