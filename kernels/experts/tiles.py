@@ -28,7 +28,7 @@ class ExpertTiles(NamedTuple):
 # By the most (token, expert) pairs per expert, on average, for which they are used. For the shape of Qwen3-30B-A3B on
 # an H200, a layer's experts take up to 29% longer with them than with the tiles that `kernels.experts.autotune` finds.
 _DEFAULTS = (
-    (0.1, ExpertTiles(EACH_PAIR, ProductTile(4, 1024, 4, 1), ProductTile(4, 1024, 4, 1))),
+    (0.1, ExpertTiles(EACH_PAIR, ProductTile(6, 2048, 4, 1), ProductTile(1, 256, 1, 12))),
     (24.0, ExpertTiles(16, ProductTile(64, 128, 4, 3), ProductTile(64, 128, 4, 4))),
     (48.0, ExpertTiles(32, ProductTile(64, 128, 4, 3), ProductTile(128, 64, 4, 4))),
     (160.0, ExpertTiles(64, ProductTile(128, 64, 8, 3), ProductTile(128, 64, 4, 4))),

@@ -20,6 +20,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 HIDDEN, SIZE, COUNT = 40, 24, 6
 TILES = ExpertTiles(16, ProductTile(16, 16, 4, 2), ProductTile(32, 32, 4, 2))
 ALONE = ExpertTiles(EACH_PAIR, ProductTile(4, 32, 4, 1), ProductTile(8, 16, 4, 1))
+# Several tiles of whole rows a program, of which the last ends beyond the weight, and all weights read ahead.
+LOOPED = ExpertTiles(EACH_PAIR, ProductTile(9, 64, 1, 1), ProductTile(1, 32, 1, 9))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -98,7 +100,7 @@ def test_sorting(tokens: int, first: int, count: int) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
 @pytest.mark.parametrize(("first", "count"), [(0, COUNT), (2, 3)])
-@pytest.mark.parametrize(("tokens", "tiles"), [(1, TILES), (50, TILES), (1, ALONE), (3, ALONE)])
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, TILES), (50, TILES), (1, ALONE), (3, ALONE), (2, LOOPED)])
 def test_products(tokens: int, tiles: ExpertTiles, first: int, count: int, activation) -> None:
     gate_up, down = 0.2 * random(COUNT, 2 * SIZE, HIDDEN), 0.2 * random(COUNT, HIDDEN, SIZE)
     own = slice(first, first + count)
