@@ -206,7 +206,8 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.device = device
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        # Eager, since some versions leave out soft caps in other implementations, and say nothing.
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.model = model.to(device).eval()
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:

@@ -58,10 +58,12 @@ _SMALLEST_TILE = 16
 # - shared prefixes: 235 us where split-KV ranges take 294, and 105 where they take 134.
 _STREAM_FROM, _STREAM_GROUP = 16, 4
 
-# Most single tokens of a plain graph for which `split_kv_decode` attends. Tuned on an H200 for 32 query heads and 4 or
-# 8 KV heads: it saves 4 to 6 us of a layer with one sequence of 300 to 8,000 tokens, 3 to 4 with four of 1,300, and 2
-# to 3 with eight, which is little of their layers. A graph does not depend on how long the contexts are.
-_SPLIT_UP_TO = 4
+# Most single tokens of a plain graph, times KV heads, for which `split_kv_decode` attends: beyond, each of its programs
+# has so many keys that long contexts take longer than with FlashInfer. Tuned on an H200 for 32 query heads, 4 or 8 KV
+# heads. One sequence of 300 to 8,000 tokens: it saves 4 to 5 us of a layer; of 32,000: 2 us with 4 KV heads, while
+# with 8 it takes 4 us of 56 longer. Four with 4 KV heads: 4 us at 1,300 tokens, nothing at 8,000. Four with 8 KV heads
+# would save 3 us at 1,300 and lose 25 of 41 at 8,000.
+_SPLIT_UP_TO = 16
 
 # Most operations of a step's attention to chunks for which a graph with our kernel is faster. Our kernel does 289
 # TFLOP/s, FlashAttention 3 does 550: with more operations ours loses over 0.3 ms, which is more than starting the
@@ -202,8 +204,9 @@ class FlashInferAttention(GraphAttention):
             self._stream = stream_k_decode.StreamKAttention(kv, shape, *sizes)
         self._streams_plain = group <= _STREAM_GROUP
         self._few: SplitKVDecode | None = None
-        if split_kv_decode.can_run(shape, kv.dtype):
-            sizes = min(max_sequences, _SPLIT_UP_TO), max_pages, multiprocessors(self.device)
+        self._few_tokens = _SPLIT_UP_TO // shape.num_kv_heads
+        if self._few_tokens and split_kv_decode.can_run(shape, kv.dtype):
+            sizes = min(max_sequences, self._few_tokens), max_pages, multiprocessors(self.device)
             self._few = split_kv_decode.SplitKVDecode(kv, shape, *sizes, sinks)
 
     def shared_prefixes(self, batch: AttentionBatch) -> SharedPrefixes | None:
@@ -268,7 +271,7 @@ class FlashInferAttention(GraphAttention):
             self._ranges.plan_graph(batch, size, shared)
             self.slots, self._ours = self._ranges.slots, [(size, self._ranges.attend_into)]
             return
-        if stream is None and self._few is not None and size <= _SPLIT_UP_TO:
+        if stream is None and self._few is not None and size <= self._few_tokens:
             self._few.plan_graph(batch, size)
             self.slots, self._ours = self._few.slots, [(size, self._few.attend_into)]
             return
