@@ -59,7 +59,7 @@ _SMALLEST_TILE = 16
 _STREAM_FROM, _STREAM_GROUP = 16, 4
 
 # Most single tokens of a plain graph, times KV heads, for which `split_kv_decode` attends: beyond, each of its programs
-# has so many keys that long contexts take longer than with FlashInfer. Tuned on an H200 for 32 query heads, 4 or 8 KV
+# has too many keys, and long contexts take longer than with FlashInfer. Tuned on an H200 for 32 query heads, 4 or 8 KV
 # heads. One sequence of 300 to 8,000 tokens: it saves 4 to 5 us of a layer; of 32,000: 2 us with 4 KV heads, while
 # with 8 it takes 4 us of 56 longer. Four with 4 KV heads: 4 us at 1,300 tokens, nothing at 8,000. Four with 8 KV heads
 # would save 3 us at 1,300 and lose 25 of 41 at 8,000.
