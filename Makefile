@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Of tests that run several at once: with threads for all cores in each, their products wait for each other, and take
+# twice as long.
+ONE_THREAD := OMP_NUM_THREADS=1
 
 .PHONY: serve test quick fuzz env lint types check-docs unit helm-test lock clean
 
@@ -12,7 +15,7 @@ serve: env  ## a chat server on this machine: model, Ray, router, two replicas
 test: env lint types check-docs unit  ## everything that CI runs
 
 quick: env  ## the tests that are quick, for the inner loop: neither Ray nor real processes, models and GPUs
-	$(BIN)/pytest --numprocesses auto -m "not ray and not slow and not gpu"
+	$(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not slow and not gpu"
 
 fuzz: env  ## 1,000 damaged requests at each endpoint of a whole server, 100,000 generated answers, and more
 	SHOAL_FUZZ=1000 SHOAL_FUZZ_ANSWERS=100000 $(BIN)/pytest tests/server/test_fuzz.py tests/router/formats/test_lexer.py
@@ -47,7 +50,7 @@ check-docs: env  ## the pages that are made from the code are as the code says
 unit: env
 	$(BIN)/shoal pull SmolLM2-135M-Instruct
 	$(BIN)/shoal pull --dequantize SmolLM2-135M-Instruct
-	$(BIN)/pytest --numprocesses auto -m "not ray and not gpu and (not slow or compute)"
+	$(ONE_THREAD) $(BIN)/pytest --numprocesses auto -m "not ray and not gpu and (not slow or compute)"
 	$(BIN)/pytest -m "ray or gpu or (slow and not compute)"
 
 helm-test: env  ## lint, render and validate the chart

@@ -2,6 +2,8 @@
 and one of a few hundred kilobytes.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -112,6 +114,7 @@ class Reference:
     24 short ones, then one for each of `chats`."""
 
     folder: Path
+    kept: Path | None = None  # folder of what has been said, for other processes and later runs
     chats = CHATS
     first_chat = len(SHORT)
 
@@ -129,7 +132,24 @@ class Reference:
 
     @cached_property
     def said(self) -> list[list[int]]:
-        """At most NEW_TOKENS each; the last may be the end of the turn."""
+        """At most NEW_TOKENS each; the last may be the end of the turn. Computing it takes most of a minute, so of
+        several processes one does, and the others wait for it."""
+        if self.kept is None:
+            return self._generated()
+        from importlib.metadata import version
+
+        weights = (self.folder / "model.safetensors").stat()
+        depends_on = [self.prompts, NEW_TOKENS, weights.st_size, weights.st_mtime_ns, version("torch")]
+        name = hashlib.sha256(json.dumps([*depends_on, version("transformers")]).encode()).hexdigest()
+        with (self.kept / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            file = self.kept / f"{name}.json"
+            if not file.exists():
+                file.write_text(json.dumps(self._generated()))
+        said: list[list[int]] = json.loads(file.read_text())
+        return said
+
+    def _generated(self) -> list[list[int]]:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -144,11 +164,11 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference() -> Reference:
+def reference(pytestconfig: pytest.Config) -> Reference:
     base = os.environ.get("SHOAL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
     folder = Path(base) / "models" / NAME
     assert (folder / "model.safetensors").exists(), f"{folder} is not there: run `shoal pull --dequantize {NAME}` first"
-    return Reference(folder)
+    return Reference(folder, None if pytestconfig.cache is None else pytestconfig.cache.mkdir("reference"))
 
 
 # ---------------------------------------------------------------- a tiny one
