@@ -12,11 +12,13 @@ kernels and with these, for sequences x tokens and 32 query heads of dimension 1
 
 | | 4 KV heads | 8 KV heads |
 | --- | --- | --- |
-| 1 x 300 | 10.2 and 4.1 | 10.6 and 4.3 |
-| 1 x 1,300 | 10.9 and 4.6 | 11.5 and 5.3 |
-| 1 x 8,000 | 14.6 and 9.4 | 18.0 and 14.4 |
-| 4 x 1,300 | 13.1 and 8.9 | 16.0 and 12.9 |
-| 8 x 1,300 | 16.0 and 13.2 | 21.3 and 19.4 |
+| 1 x 300 | 7.9 and 4.1 | 8.4 and 4.1 |
+| 1 x 1,300 | 9.8 and 4.5 | 10.5 and 5.2 |
+| 1 x 8,000 | 13.7 and 8.6 | 17.0 and 13.0 |
+| 1 x 32,000 | 26.1 and 24.2 | 39.6 and 43.2 |
+| 4 x 1,300 | 13.1 and 9.2 | 15.9 and 12.9 |
+| 4 x 8,000 | 26.8 and 27.3 | 40.9 and 65.5 |
+| 8 x 1,300 | 16.0 and 13.3 | 21.3 and 19.4 |
 
 With the merge in the program of a KV head that ends last, by a counter, 1 x 1,300 took 18.2: one multiprocessor read
 all parts. With a loop over further tiles through shared memory it took 6.9.
