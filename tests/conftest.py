@@ -145,7 +145,9 @@ class Reference:
             fcntl.flock(lock, fcntl.LOCK_EX)
             file = self.kept / f"{name}.json"
             if not file.exists():
-                file.write_text(json.dumps(self._generated()))
+                part = file.with_suffix(".part")
+                part.write_text(json.dumps(self._generated()))
+                part.replace(file)
         said: list[list[int]] = json.loads(file.read_text())
         return said
 
@@ -168,7 +170,8 @@ def reference(pytestconfig: pytest.Config) -> Reference:
     base = os.environ.get("SHOAL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
     folder = Path(base) / "models" / NAME
     assert (folder / "model.safetensors").exists(), f"{folder} is not there: run `shoal pull --dequantize {NAME}` first"
-    return Reference(folder, None if pytestconfig.cache is None else pytestconfig.cache.mkdir("reference"))
+    cache = getattr(pytestconfig, "cache", None)  # there is none with `-p no:cacheprovider`
+    return Reference(folder, None if cache is None else cache.mkdir("reference"))
 
 
 # ---------------------------------------------------------------- a tiny one

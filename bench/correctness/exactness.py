@@ -37,7 +37,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,15 @@ class Check:
             verdict.problem = "no draft was accepted"
         return verdict
 
+    @cached_property
+    def _rough(self) -> Reference:
+        return Reference(self.folder, self.device, torch.bfloat16)
+
+    @cached_property
+    def _theirs(self) -> list[Scored]:
+        """Scores of `whole` in bfloat16."""
+        return [self._rough.score(sequence) for sequence in self.whole]
+
     def _drafters(self) -> Sequence[Drafter]:
         if not self._acceptance:
             return ()
@@ -264,13 +273,12 @@ class Check:
             read = [_scored(finished) for finished in engine.generate(self.whole, asked)]
             engine.reset_cache()
             said = tokens(engine.generate(self.prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)))
-        rough = Reference(self.folder, self.device, torch.bfloat16)
-        exact, ours, theirs = (_joined(scores) for scores in (self.scored, read, map(rough.score, self.whole)))
+        exact, ours, theirs = (_joined(scores) for scores in (self.scored, read, self._theirs))
         prefill = agreement(exact.likeliest, ours.likeliest, theirs.likeliest)
         found = asdict(prefill) | {"ours_rms": _rms(ours, exact), "theirs_rms": _rms(theirs, exact)}
         # Outputs in bfloat16 part from those in float32 somewhere, so they are sequences of their own.
         whole = [prompt + output for prompt, output in zip(self.prompts, said, strict=True)]
-        exact, theirs = (_joined(map(model.score, whole), NEW_TOKENS) for model in (self._exact, rough))
+        exact, theirs = (_joined(map(model.score, whole), NEW_TOKENS) for model in (self._exact, self._rough))
         return {
             "prefill": Agreement(**found),
             "decode": agreement(exact.likeliest, torch.tensor(said).flatten(), theirs.likeliest),
@@ -413,11 +421,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     result = args.name or f"{report.kind}.exact.{ranks or 'tp1'}{'.drafts' if args.drafts else ''}"
     for name in args.models:
-        if not reference.is_known(name):
-            report.left_out(name)
-            continue
         try:
-            _run(report, name, args)
+            if reference.is_known(name):
+                _run(report, name, args)
+            else:
+                report.left_out(name)
         except Exception as error:  # of any kind: the other models are compared all the same
             traceback.print_exc()
             report.failed(name, error)

@@ -317,10 +317,8 @@ class ModelRunner(Executor):
         if pieces is not None:
             out = pieces.forward(inputs, positions, attention, indices, adapters)
         else:
-            adapted = None
-            if adapters is not None and self._adapters is not None:
-                self._adapters.adapted.fill(adapters)
-                adapted = self._adapters.adapted.layers
+            store = self._adapters
+            adapted = None if adapters is None or store is None else store.adapted.filled(adapters)
             if not self.stage.is_last:
                 return ForwardOutput(self.decoder.forward(inputs, positions, attention, states=states, adapted=adapted))
             out = self.decoder.forward(inputs, positions, attention, indices, states, adapted)

@@ -154,10 +154,7 @@ class PiecewiseGraphs:
         logit_indices: torch.Tensor | None,
         adapters: np.ndarray | None,
     ) -> torch.Tensor:
-        adapted = None
-        if self._adapted is not None and adapters is not None:
-            self._adapted.fill(adapters)
-            adapted = self._adapted.layers
+        adapted = None if self._adapted is None or adapters is None else self._adapted.filled(adapters)
         return self._decoder.forward(token_ids, positions, attention, logit_indices, adapted=adapted)
 
     def _pieces(self, size: int) -> list[Callable[[], None]]:

@@ -55,6 +55,11 @@ class AdaptedLayers:
         """Takes the adapters of a step's tokens, as `Segments.fill` does."""
         self.segments.fill(slots, size)
 
+    def filled(self, slots: np.ndarray) -> list[DecoderLayer]:
+        """Does the same for a step without a CUDA graph, and returns the layers that run it."""
+        self.fill(slots)
+        return self.layers
+
     def _adapted(self, index: int, layer: DecoderLayer) -> DecoderLayer:
         def linears(part: Any, *names: str) -> dict[str, Any]:
             own = ((name, self._weights.get(f"layers.{index}.{name}")) for name in names)

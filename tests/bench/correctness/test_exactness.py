@@ -83,6 +83,7 @@ def test_one_family_does_not_stop_the_others(
     assert found["hybrid.tp1"].keys() == {"bfloat16"}
     assert found["hybrid.tp1"]["bfloat16"]["decode"]["positions"] == 3 * reference.NEW_TOKENS
     assert exactness.main([*asked, "--models", "unheard,hybrid"]) == 0
+    assert exactness.main([*asked, "--models", "unheard"]) == 0  # the last of the models, and all of them
 
 
 def test_all_is_a_model_of_every_family() -> None:
