@@ -155,14 +155,14 @@ class Branch:
         """Details of a variable's generation (`Generated.meta`), as `get`."""
         return (await self._variable(name, to_the_end)).meta
 
-    async def drained(self) -> None:
-        """Waits until all expressions so far have run, or one has failed."""
-        while not self.is_idle:
+    async def drained(self, to_the_end: bool = False) -> None:
+        """Waits until `has_run`."""
+        while not self.has_run(to_the_end):
             await self._changed()
 
-    async def synced(self) -> "Branch":
+    async def synced(self, to_the_end: bool = False) -> "Branch":
         """As `drained`, and raises the error of this branch."""
-        await self.drained()
+        await self.drained(to_the_end)
         if self.error is not None:
             raise self.error
         return self
@@ -173,14 +173,14 @@ class Branch:
         while True:
             variable = self.variables.get(name) if name is not None else None
             text = self.text if name is None else (variable.value if variable is not None else "")
-            over = (variable is not None and variable.done) if name is not None else self._is_over()
+            over = (variable is not None and variable.done) if name is not None else self.has_run(to_the_end=True)
             if isinstance(text, str) and len(text) > sent:
                 new, sent = text[sent:], len(text)
                 yield new, variable.meta if variable is not None else None
                 continue  # the branch went on meanwhile
             if over or self.error is not None:
                 break
-            if name is not None and self._is_over():
+            if name is not None and self.has_run(to_the_end=True):
                 if name not in self.variables:
                     raise KeyError(self._unknown(name))
                 break
@@ -242,13 +242,10 @@ class Branch:
         self._waiters.append(waiter)
         await waiter
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether everything so far has run, or something has failed."""
-        return self.error is not None or (self._begun and not self.pending and self._task is None)
-
-    def _is_over(self) -> bool:
-        return self._closed and self.is_idle
+    def has_run(self, to_the_end: bool = False) -> bool:
+        """Whether everything so far has run, or something has failed. `to_the_end`: and nothing more will come."""
+        is_idle = self._begun and not self.pending and self._task is None
+        return self.error is not None or (is_idle and (self._closed or not to_the_end))
 
     async def _variable(self, name: str, to_the_end: bool) -> Variable:
         while True:
@@ -257,7 +254,7 @@ class Branch:
                 return variable
             if self.error is not None:
                 raise self.error
-            if variable is None and (self._is_over() if to_the_end else self.is_idle):
+            if variable is None and self.has_run(to_the_end):
                 raise KeyError(self._unknown(name))
             await self._changed()
 

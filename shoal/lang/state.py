@@ -16,8 +16,10 @@ from shoal.lang.timeline import CallRecord
 class ProgramState:
     """A line of text that a program extends.
 
-    `s += text + gen("x")` appends, and returns at once. `s["x"]` waits until the variable is there. Everything that
-    waits raises ProgramError if a statement of this state has failed. In a coroutine, `await s.get("x")`.
+    `s += text + gen("x")` appends, and returns at once. `s["x"]` waits until the variable is there. `s.text()` and what
+    reads all of it waits until everything so far has run; on the state that `run` returns, until the program has ended.
+    Everything that waits raises ProgramError if a statement of this state has failed. In a coroutine,
+    `await s.get("x")`.
     """
 
     def __init__(self, branch: Branch, is_outside: bool = False) -> None:
@@ -142,8 +144,8 @@ class ProgramState:
 
     def error(self) -> BaseException | None:
         """The first failure, once everything so far has run; None if nothing has."""
-        if not self._branch.is_idle:
-            self._wait(self._branch.drained())
+        if not self._branch.has_run(self._is_outside):
+            self._wait(self._branch.drained(self._is_outside))
         return self._branch.error or self._branch.run.error
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
@@ -199,9 +201,9 @@ class ProgramState:
         return Text.assemble(*((part.text, "green" if part.generated else "") for part in self._branch.segments))
 
     def _synced(self) -> Branch:
-        if self._branch.is_idle and self._branch.error is None:
+        if self._branch.has_run(self._is_outside) and self._branch.error is None:
             return self._branch
-        return self._wait(self._branch.synced())
+        return self._wait(self._branch.synced(self._is_outside))
 
     def _wait(self, awaitable: Any) -> Any:
         return loop.wait(awaitable, self._branch.run.loop)

@@ -263,6 +263,37 @@ def test_a_reader_waits_for_what_the_program_has_yet_to_do():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_whole_text_is_there_when_the_program_has_ended(fails):
+    """Not when it has run all that it has appended so far."""
+    may_go_on = asyncio.Event()
+
+    @shoal.function
+    async def program(s):
+        s += "a"
+        await may_go_on.wait()
+        if fails:
+            raise ValueError("no more")
+        s += "b"
+
+    async def main():
+        state = await program.run_async(backend=ScriptedBackend(), stream=True)
+        while state._branch.text != "a":
+            await asyncio.sleep(0)
+        reading = asyncio.create_task(asyncio.to_thread(state.text))
+        while not (state._branch._waiters or reading.done()):
+            await asyncio.sleep(0)
+        assert not reading.done()
+        may_go_on.set()
+        return await reading
+
+    if fails:
+        with pytest.raises(shoal.ProgramError, match="no more"):
+            asyncio.run(main())
+    else:
+        assert asyncio.run(main()) == "ab"
+
+
 def test_stop_regex():
     state, _ = run(
         lambda s: s.append("a" + shoal.gen("x", stop_regex=r"\d{2}") + "b"), ScriptedBackend(lambda call: "q1w23e45")
