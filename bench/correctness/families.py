@@ -179,8 +179,22 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "llama_llama3": ("llama", _LLAMA3),
         "llama_yarn": ("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
         "mistral": ("mistral", {"sliding_window": None}),
+        "ministral3": (
+            "ministral3",
+            _rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.4,
+            ),
+        ),
         "qwen2": ("qwen2", {}),
         "qwen3": ("qwen3", {}),
+        "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+        "internlm3": ("internlm3", _rope("dynamic", factor=6.0)),
+        "iquestcoder": ("iquestcoder", {}),
         "gemma": ("gemma", {"tie_word_embeddings": True}),
         "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
         "granite": ("granite", _granite(sizes) | {"attention_bias": True}),
@@ -257,6 +271,30 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             },
         ),
         "olmo3": ("olmo3", window),
+        "cwm": ("cwm", window | {"layer_types": SLIDING} | _LLAMA3),
+        "exaone4": ("exaone4", window | {"layer_types": SLIDING}),
+        "exaone_moe": (
+            "exaone_moe",
+            window | {"layer_types": SLIDING} | _experts(sizes) | {"num_shared_experts": 2, "first_k_dense_replace": 1},
+        ),
+        "mellum_moe": (
+            "mellum",
+            window
+            | _experts(sizes)
+            | {
+                "layer_types": SLIDING,
+                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "rope_theta": 1e5,
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 64,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+        ),
         "gpt_oss": (
             "gpt_oss",
             window
@@ -338,6 +376,10 @@ def _with_experts(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen3_moe": ("qwen3_moe", _experts(sizes) | {"norm_topk_prob": True}),
         "qwen3_moe_sparse_step": ("qwen3_moe", _experts(sizes) | sparse_step),
         "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": sizes.expert}),
+        "flex_olmo_moe": (
+            "flex_olmo",
+            {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": sizes.expert, "attention_bias": True},
+        ),
         "granitemoe": ("granitemoe", granite),
         "granitemoeshared": ("granitemoeshared", granite | {"shared_intermediate_size": sizes.shared}),
         "glm4_moe": (
@@ -345,6 +387,18 @@ def _with_experts(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             _sigmoid(sizes) | {"use_qk_norm": True, "attention_bias": True, "head_dim": sizes.wide_head},
         ),
         "dots1": ("dots1", _sigmoid(sizes) | {"sliding_window": None}),
+        "solar_open_moe": ("solar_open", _sigmoid(sizes) | {"first_k_dense_replace": 0, "attention_bias": True}),
+        "minimax_m2_moe": (
+            "minimax_m2",
+            {
+                "num_local_experts": 8,
+                "num_experts_per_tok": 3,
+                "intermediate_size": sizes.expert,
+                "rotary_dim": sizes.wide_head // 2,
+                "head_dim": sizes.wide_head,
+            },
+        ),
+        "hy_v3_moe": ("hy_v3", _experts(sizes) | {"num_shared_experts": 2, "router_scaling_factor": 1.8}),
         "ernie4_5_moe": (
             "ernie4_5_moe",
             {

@@ -15,10 +15,11 @@ _EXPERT_NAMES = (
     (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),
     (re.compile(r"\.mlp\.input_linear\.weight$"), ".mlp.experts.gate_up_proj"),
     (re.compile(r"\.mlp\.output_linear\.weight$"), ".mlp.experts.down_proj"),
-    (re.compile(r"\.mlp\.router(\.layer)?\.(weight|bias)$"), r".mlp.gate.\2"),
+    (re.compile(r"\.mlp\.router(\.layer|\.gate)?\.(weight|bias)$"), r".mlp.gate.\2"),
     (re.compile(r"\.shared_mlp\.input_linear\."), ".mlp.shared_experts.gate_up_proj."),
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
-    (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
+    (re.compile(r"\.mlp\.shared_(expert|mlp)\."), ".mlp.shared_experts."),
+    (re.compile(r"\.mlp\.(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
 )
 
@@ -43,8 +44,8 @@ def full_name(name: str) -> str:
 
 def is_ignored(name: str, config: DecoderConfig) -> bool:
     """Whether a tensor is not needed: rotary frequencies, in old checkpoints; a second copy of tied embeddings; what a
-    model has for images and sounds, and a hybrid for drafts; keys and values of layers that read others'."""
-    if name.removeprefix("model.").startswith(_OF_MEDIA) or (config.recurrent is not None and name.startswith("mtp.")):
+    model has for images, sounds and drafts; keys and values of layers that read others'."""
+    if name.removeprefix("model.").startswith(_OF_MEDIA) or name.startswith("mtp."):
         return True
     of_kv = re.match(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.", name)
     if of_kv is not None and config.own_sizes is not None and int(of_kv[1]) < config.num_layers:

@@ -20,6 +20,7 @@ from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.quantization import quantization
+from worker.models.query_temperature import QueryTemperature
 from worker.models.recurrent_layer import RecurrentConfig
 
 
@@ -48,7 +49,7 @@ class DecoderConfig:
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate |
     | `value_norm` | values are normalised, each head by itself and without weights |
-    | `query_temperature` | (tokens t, factor f): a query at position p is multiplied by 1 + f log(1 + floor((p + 1) / t)), in layers that do not rotate (https://arxiv.org/abs/2501.19399) |
+    | `query_temperature` | factor of queries that grows with the position |
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
     | `latent` | heads of multi-head latent attention; then there is one KV head, of `latent.row` elements |
     | `q_lora_rank` | with latent attention: rank of the queries' matrix if it is a product of two, or None |
@@ -88,7 +89,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["head", "all", "rotated"] | None = None
-    query_temperature: tuple[float, float] | None = None
+    query_temperature: QueryTemperature | None = None
     qk_norm_sizes: tuple[int, int] = (0, 0)
     in_chunks: bool = False
     own_sizes: tuple[LayerSizes, ...] | None = None
@@ -342,7 +343,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "model_type": hf.model_type,
         "vocab_size": hf.vocab_size,
         "hidden_size": hf.hidden_size,
-        "intermediate_size": hf.intermediate_size,
+        "intermediate_size": getattr(hf, "intermediate_size", None),
         "num_layers": hf.num_hidden_layers,
         "num_heads": hf.num_attention_heads,
         "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,

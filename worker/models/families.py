@@ -19,6 +19,7 @@ from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.mamba2 import Mamba2Config
+from worker.models.query_temperature import QueryTemperature
 
 HfConfig = Any
 """A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
@@ -50,12 +51,26 @@ def _mistral(hf: HfConfig) -> dict[str, Any]:
     return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
 
 
+def _ministral3(hf: HfConfig) -> dict[str, Any]:
+    rope = hf.rope_parameters
+    factor, tokens = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return _mistral(hf) | {"query_temperature": QueryTemperature(tokens, factor) if factor else None}
+
+
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": True}
 
 
 def _qwen3(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "head"}
+
+
+def _seed_oss(hf: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_out_bias, "mlp_bias": hf.mlp_bias}
+
+
+def _cwm(hf: HfConfig) -> dict[str, Any]:
+    return {"mlp_bias": hf.mlp_bias}
 
 
 def _gemma(hf: HfConfig) -> dict[str, Any]:
@@ -165,6 +180,20 @@ def _olmo2(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _rotated_windows(hf: HfConfig) -> RopeRules:
+    """Layers with a window rotate, and those without do not."""
+    return RopeRules(layers={index: kind == "sliding_attention" for index, kind in enumerate(hf.layer_types)})
+
+
+def _exaone(hf: HfConfig) -> dict[str, Any]:
+    """Attention of EXAONE 4. Models without windows rotate in all layers."""
+    return {"qk_norm": "head", "rope_rules": RopeRules() if hf.sliding_window is None else _rotated_windows(hf)}
+
+
+def _exaone4(hf: HfConfig) -> dict[str, Any]:
+    return _exaone(hf) | {"pre_norms": False, "sandwich_norms": True}
+
+
 def _phi3(hf: HfConfig) -> dict[str, Any]:
     return {"windows": (hf.sliding_window,) * hf.num_hidden_layers, "rope_rules": RopeRules(is_partial=True)}
 
@@ -186,6 +215,9 @@ def _ernie(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts")  # names of the number of shared experts
+
+
 def _expert_count(hf: HfConfig) -> int:
     """Number of experts of a layer. Raises ValueError if the configuration has none."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -193,6 +225,11 @@ def _expert_count(hf: HfConfig) -> int:
     if count is None:
         raise ValueError(f"the configuration of the {hf.model_type} model says no number of experts")
     return int(count)
+
+
+def _sparse_layers(hf: HfConfig) -> tuple[bool, ...]:
+    """For each layer whether it has experts."""
+    return tuple(kind == "sparse" for kind in hf.mlp_layer_types)
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
@@ -224,6 +261,12 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
     return _qwen3(hf) | {"windows": (hf.sliding_window,) * hf.num_hidden_layers, "experts": _qwen_experts(hf)}
 
 
+def _mellum(hf: HfConfig) -> dict[str, Any]:
+    routing = Routing(hf.num_experts_per_tok, is_normalised=hf.norm_topk_prob)
+    experts = ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, _sparse_layers(hf))
+    return _qwen3(hf) | {"rope_rules": RopeRules(is_partial=True), "experts": experts}
+
+
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
     experts = _qwen_experts(hf, shared_size=hf.shared_expert_intermediate_size, has_shared_gate=True)
     return {"qkv_bias": hf.qkv_bias, "experts": experts}
@@ -239,8 +282,8 @@ def _qwen_experts(hf: HfConfig, **shared: Any) -> ExpertsConfig:
 
 
 def _olmoe(hf: HfConfig) -> dict[str, Any]:
-    if hf.clip_qkv is not None:
-        raise ValueError("olmoe models with clip_qkv are not supported")
+    if getattr(hf, "clip_qkv", None) is not None:
+        raise ValueError(f"{hf.model_type} models with clip_qkv are not supported")
     routing = Routing(hf.num_experts_per_tok, is_normalised=hf.norm_topk_prob)
     layers = (True,) * hf.num_hidden_layers
     return {
@@ -249,6 +292,10 @@ def _olmoe(hf: HfConfig) -> dict[str, Any]:
         "qk_norm": "all",
         "experts": ExpertsConfig(_expert_count(hf), hf.intermediate_size, routing, layers),
     }
+
+
+def _flex_olmo(hf: HfConfig) -> dict[str, Any]:
+    return _olmo2(hf) | {"experts": _olmoe(hf)["experts"]}
 
 
 def _granite_moe(hf: HfConfig) -> dict[str, Any]:
@@ -262,6 +309,14 @@ def _granite_moe(hf: HfConfig) -> dict[str, Any]:
     return _granite(hf) | {"experts": experts}
 
 
+def _refuse_other_than(hf: HfConfig, **computed: Any) -> None:
+    """Raises ValueError if one of these fields, which `transformers` does not read, says something else than what is
+    computed. A field that is missing or None says nothing."""
+    for name, value in computed.items():
+        if (said := getattr(hf, name, None)) is not None and said != value:
+            raise ValueError(f"{hf.model_type} models with {name} {said!r} are not supported")
+
+
 def _prediction_layers(hf: HfConfig) -> int:
     """Number of layers for the prediction of several tokens, which a checkpoint has after the others."""
     return int(getattr(hf, "num_nextn_predict_layers", 0) or getattr(hf, "num_mtp_layers", 0))
@@ -270,6 +325,8 @@ def _prediction_layers(hf: HfConfig) -> int:
 def _sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> ExpertsConfig:
     """Experts as DeepSeek-V3 has them. `layers` says which layers have them, where the configuration does not say how
     many at the begin have not."""
+    if getattr(hf, "scoring_func", None) == "softmax":
+        raise ValueError(f"{hf.model_type} models with scoring_func 'softmax' are not supported")
     routing = Routing(
         hf.num_experts_per_tok,
         "sigmoid",
@@ -281,8 +338,17 @@ def _sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> Ex
     )
     if layers is None:
         layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
-    shared_size = hf.moe_intermediate_size * (hf.n_shared_experts or 0)
+    shared = next((value for name in _SHARED_EXPERTS if (value := getattr(hf, name, None))), 0)
+    shared_size = hf.moe_intermediate_size * shared
     return ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size, has_bias=True)
+
+
+def _ungrouped_sigmoid_experts(
+    hf: HfConfig, size: int, layers: tuple[bool, ...], scale: float = 1.0, shared: int = 0
+) -> ExpertsConfig:
+    """The same without groups, with `shared` experts that all tokens use. `size`: of an expert."""
+    routing = Routing(hf.num_experts_per_tok, "sigmoid", scale=scale, least_sum=1e-20)
+    return ExpertsConfig(_expert_count(hf), size, routing, layers, size * shared, has_bias=True)
 
 
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
@@ -297,6 +363,41 @@ def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _dots1(hf: HfConfig) -> dict[str, Any]:
     return _qwen3(hf) | {"experts": _sigmoid_experts(hf)}
+
+
+def _solar_open(hf: HfConfig) -> dict[str, Any]:
+    _refuse_other_than(hf, use_qk_norm=False, first_k_dense_replace=0)
+    return {
+        "intermediate_size": hf.moe_intermediate_size,  # the layers have no other MLP
+        "qkv_bias": hf.attention_bias,
+        "rope_rules": RopeRules(is_partial=True),
+        "experts": _sigmoid_experts(hf, (True,) * hf.num_hidden_layers),
+    }
+
+
+def _exaone_moe(hf: HfConfig) -> dict[str, Any]:
+    return _exaone(hf) | {"experts": _sigmoid_experts(hf, _sparse_layers(hf))}
+
+
+def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
+    _refuse_other_than(
+        hf, use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", shared_intermediate_size=0
+    )
+    if not all(getattr(hf, "attn_type_list", None) or [True]):
+        raise ValueError("minimax_m2 models with linear attention are not supported")
+    return {
+        "qk_norm": "all",
+        "rope_rules": RopeRules(is_partial=True),
+        "experts": _ungrouped_sigmoid_experts(hf, hf.intermediate_size, (True,) * hf.num_hidden_layers),
+    }
+
+
+def _hy_v3(hf: HfConfig) -> dict[str, Any]:
+    _refuse_other_than(hf, qk_norm=True, route_norm=True, moe_router_use_sigmoid=True)
+    experts = _ungrouped_sigmoid_experts(
+        hf, hf.moe_intermediate_size, _sparse_layers(hf), hf.router_scaling_factor, hf.num_shared_experts or 0
+    )
+    return _qwen3(hf) | {"mlp_bias": hf.mlp_bias, "experts": experts, "extra_layers": _prediction_layers(hf)}
 
 
 def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
@@ -364,7 +465,7 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
-    experts = _sigmoid_experts(hf, tuple(kind == "sparse" for kind in hf.mlp_layer_types))
+    experts = _sigmoid_experts(hf, _sparse_layers(hf))
     return _latent(hf) | {"experts": experts, "extra_layers": _prediction_layers(hf)}
 
 
@@ -386,6 +487,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
     if hf.num_experts_per_tok != 1:
         raise ValueError(f"llama4 models with {hf.num_experts_per_tok} experts a token are not supported")
     layers = range(hf.num_hidden_layers)
+    temperature = QueryTemperature(hf.floor_scale, hf.attn_scale, first=1, in_rotated=False)
     experts = ExpertsConfig(
         _expert_count(hf),
         hf.intermediate_size,
@@ -399,7 +501,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
         "qkv_bias": hf.attention_bias,
         "out_bias": hf.attention_bias,
         "qk_norm": "rotated" if hf.use_qk_norm else None,
-        "query_temperature": (hf.floor_scale, hf.attn_scale) if hf.attn_temperature_tuning else None,
+        "query_temperature": temperature if hf.attn_temperature_tuning else None,
         "rope_rules": RopeRules(
             is_interleaved=True, layers={index: bool(hf.no_rope_layers[index]) for index in layers}
         ),
@@ -486,8 +588,13 @@ def _bamba(hf: HfConfig) -> dict[str, Any]:
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
+    "ministral3": _ministral3,
+    "internlm3": _llama,
+    "iquestcoder": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "seed_oss": _seed_oss,
+    "cwm": _cwm,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
@@ -496,6 +603,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "granite": _granite,
     "olmo2": _olmo2,
     "olmo3": _olmo2,
+    "exaone4": _exaone4,
     "phi3": _phi3,
     "glm": _glm,
     "glm4": _glm4,
@@ -504,11 +612,17 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "phimoe": _phimoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "mellum": _mellum,
     "olmoe": _olmoe,
+    "flex_olmo": _flex_olmo,
     "granitemoe": _granite_moe,
     "granitemoeshared": _granite_moe,
     "glm4_moe": _glm4_moe,
     "dots1": _dots1,
+    "solar_open": _solar_open,
+    "exaone_moe": _exaone_moe,
+    "minimax_m2": _minimax_m2,
+    "hy_v3": _hy_v3,
     "ernie4_5_moe": _ernie_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,

@@ -21,6 +21,7 @@ from worker.models.experts import ExpertMLP, ExpertsBesideMLP, ExpertsConfig, Sh
 from worker.models.forward_context import ForwardContext
 from worker.models.latent_attention import LatentAttention
 from worker.models.layer_inputs import LayerInput
+from worker.models.query_temperature import QueryTemperature
 from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import Activation, ResidualStream
 
@@ -64,9 +65,10 @@ class SelfAttention:
         return self.config.ropes[self.index]
 
     @property
-    def temperature(self) -> tuple[float, float] | None:
-        """`DecoderConfig.query_temperature`; None in a layer that rotates."""
-        return self.config.query_temperature if self.rope.rotated == 0 else None
+    def temperature(self) -> QueryTemperature | None:
+        """`DecoderConfig.query_temperature`; None in a layer without."""
+        own = self.config.query_temperature
+        return own if own is not None and (own.in_rotated or self.rope.rotated == 0) else None
 
     def project(self, x: ResidualStream, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queries, keys and values before rotation, then gates if the model has any, `[n, projected_size]`, in `out` if
@@ -119,11 +121,7 @@ class SelfAttention:
 
     def _tempered(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The queries `[n, num_heads, head_dim]` times their `temperature`, in place."""
-        if self.temperature is None:
-            return queries
-        tokens, factor = self.temperature
-        scales = torch.log1p(((positions + 1) / tokens).floor()) * factor + 1.0
-        return queries.mul_(scales.to(queries.dtype)[:, None, None])
+        return queries if self.temperature is None else self.temperature.apply(queries, positions)
 
     def _normalise_all(
         self, qkv: torch.Tensor, x: ResidualStream, q_norm: torch.Tensor, k_norm: torch.Tensor

@@ -156,6 +156,40 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         decoder_config(BambaConfig(**changes))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size 8"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "linear attention"),
+        ("solar_open", {"use_qk_norm": True}, "use_qk_norm True"),
+        ("hy_v3", {"route_norm": False}, "route_norm False"),
+        ("exaone_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv"),
+    ],
+)
+def test_fields_that_would_be_computed_wrongly(model_type: str, changes: dict, message: str) -> None:
+    """Most of them `transformers` ignores."""
+    config = AutoConfig.for_model(model_type, **changes)
+    with pytest.raises(ValueError, match=f"{model_type} models with {message} are not supported"):
+        decoder_config(config)
+
+
+@pytest.mark.parametrize("model_type", ["solar_open", "qwen3_5_moe_text"])
+def test_models_whose_layers_all_have_experts_need_no_size_of_an_mlp(model_type: str) -> None:
+    hf = AutoConfig.for_model(model_type)
+    assert not hasattr(hf, "intermediate_size")
+    assert decoder_config(hf).intermediate_size == hf.moe_intermediate_size
+
+
+def test_what_a_published_configuration_says_of_minimax_m2() -> None:
+    said = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "attn_type_list": [1] * 62}
+    config = decoder_config(AutoConfig.for_model("minimax_m2", rotary_dim=64, shared_intermediate_size=0, **said))
+    assert (config.head_dim, config.ropes[0].rotated) == (128, 64)
+
+
 def test_the_longest_context_chooses_the_factors_of_longrope(tiny_model: Callable[[str], Path]) -> None:
     whole = decoder_config(read_config(tiny_model("phi3_longrope")))
     scaling = whole.ropes[0].scaling
