@@ -143,6 +143,13 @@ def common(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def model_class(model_type: str) -> Any:
+    """The class of `transformers` that makes and reads models of a family."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if model_type == "mistral4" else AutoModelForCausalLM
+
+
 def models(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     """Models by name: `model_type`, and what differs from `common`."""
     return _dense(sizes) | _windowed(sizes) | _with_experts(sizes) | _latent(sizes) | _recurrent(sizes)
@@ -198,6 +205,7 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "gemma": ("gemma", {"tie_word_embeddings": True}),
         "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
         "granite": ("granite", _granite(sizes) | {"attention_bias": True}),
+        "hyperclovax": ("hyperclovax", _granite(sizes) | {"residual_multiplier": 1.0}),
         "olmo2": ("olmo2", {}),
         "phi3": ("phi3", {"sliding_window": None}),
         "phi3_partial": ("phi3", _rope("default", partial_rotary_factor=0.5)),
@@ -276,6 +284,12 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "exaone_moe": (
             "exaone_moe",
             window | {"layer_types": SLIDING} | _experts(sizes) | {"num_shared_experts": 2, "first_k_dense_replace": 1},
+        ),
+        "afmoe": (
+            "afmoe",
+            window
+            | _experts(sizes)
+            | {"layer_types": SLIDING, "num_dense_layers": 1, "route_scale": 1.8, "mup_enabled": True},
         ),
         "mellum_moe": (
             "mellum",
@@ -427,6 +441,20 @@ def _latent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     return {
         "deepseek_v2_moe": ("deepseek_v2", latent | _sigmoid(sizes) | unlike | yarn),
         "deepseek_v3_moe": ("deepseek_v3", latent | _sigmoid(sizes) | yarn),
+        "mistral4_moe": (
+            "mistral4",
+            latent
+            | _sigmoid(sizes)
+            | {"head_dim": plain + rotated}
+            | _rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.4,
+            ),
+        ),
         "glm4_moe_lite": (
             "glm4_moe_lite",
             latent

@@ -110,23 +110,29 @@ MODELS: dict[str, RandomModel] = {
 def is_known(name: str) -> bool:
     """Whether the installed `transformers` has the architecture of the model `name`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     model_type = MODELS[name].model_type
-    return model_type in CONFIG_MAPPING_NAMES and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return model_type in CONFIG_MAPPING_NAMES and model_type in known
 
 
 def make(name: str, folder: Path) -> Path:
     """Writes the random model `name` to a Hugging Face folder, in float32 and without an end token. Returns the
     folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     random_model = MODELS[name]
     config = AutoConfig.for_model(random_model.model_type, **random_model.config, dtype="float32")
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).float()
-    # A family that divides its logits, or does not divide attention's products, has weights that make up for it.
-    spread = LOGIT_SPREAD * getattr(config, "logits_scaling", 1.0)
+    model = families.model_class(random_model.model_type).from_config(config).float()
+    # A family that divides its logits, or does not divide attention's products, has weights that make up for it; so has
+    # HyperCLOVA X, which multiplies them.
+    scaling = getattr(config, "logits_scaling", 1.0)
+    spread = LOGIT_SPREAD * (1 / scaling if random_model.model_type == "hyperclovax" else scaling)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             _randomise(key, parameter, spread)
@@ -203,11 +209,12 @@ class Reference:
     """A model as `transformers` runs it."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
         self.device = device
         # Eager, since some versions leave out soft caps in other implementations, and say nothing.
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        class_ = families.model_class(AutoConfig.from_pretrained(folder).model_type)
+        model = class_.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self.model = model.to(device).eval()
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:

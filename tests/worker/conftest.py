@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from bench.correctness import families
 from tests.worker.driver import Driver
@@ -37,6 +37,18 @@ COMMON = families.common(families.TINY)
 # By name: model_type, and what differs from COMMON.
 TINY = families.models(families.TINY)
 
+_SECTIONS = {"mrope_section": [2, 2, 2], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 1e4}
+# Models with a vision part, by `model_type`: that of the text part, and what differs from COMMON in it.
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral3": TINY["ministral3"],
+    "exaone4_5": TINY["exaone4"],
+    "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _SECTIONS}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "rope_parameters": _SECTIONS},
+    ),
+}
+
 # Layers that normalise each head's output magnify what is rounded off: on such models float32 logits of transformers
 # are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
@@ -52,7 +64,15 @@ def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) 
     model_type, changes = TINY[name]
     torch.manual_seed(sum(name.encode()))
     config = AutoConfig.for_model(model_type, **(COMMON | changes | sizes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = families.model_class(model_type).from_config(config, attn_implementation="eager").eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    return folder
+
+
+def randomise(model: Any) -> None:
+    """Gives random values to all parameters of a model, also to those that begin training with one value."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key:
@@ -64,9 +84,6 @@ def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) 
                 buffer.normal_(0.0, 0.25)
             if "layer_scalar" in key:
                 buffer.uniform_(0.6, 1.2)
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    return folder
 
 
 @pytest.fixture(scope="session")

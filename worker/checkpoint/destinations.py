@@ -16,6 +16,7 @@ from worker.models.sharding import Shard
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
 _FUSED_GATE_UP = ("phi3", "glm", "glm4", "granitemoeshared", "granitemoehybrid")  # and with one for gates and ups
+_OWN_GATES = ("afmoe",)  # with gates of heads apart from the queries
 _MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {
     "input_layernorm": "input_norm",
@@ -23,17 +24,32 @@ _SANDWICH_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_out_norm",
 }
+_NORMS = {  # of families that have other names
+    "glm4": {
+        "input_layernorm": "input_norm",
+        "post_self_attn_layernorm": "attention_out_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "post_mlp_layernorm": "mlp_out_norm",
+    },
+    "afmoe": {
+        "input_layernorm": "input_norm",
+        "post_attention_layernorm": "attention_out_norm",
+        "pre_mlp_layernorm": "mlp_norm",
+        "post_mlp_layernorm": "mlp_out_norm",
+    },
+    "hyperclovax": {
+        "input_layernorm": "input_norm",
+        "post_norm1": "attention_out_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "post_norm2": "mlp_out_norm",
+    },
+    "bamba": {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"},
+}
 _NORMS_BESIDE_MLP = {
     "mlp.gate.scale": "router_norm",
     "pre_feedforward_layernorm_2.weight": "experts_norm",
     "post_feedforward_layernorm_1.weight": "shared_out_norm",
     "post_feedforward_layernorm_2.weight": "experts_out_norm",
-}
-_GLM4_NORMS = {
-    "input_layernorm": "input_norm",
-    "post_self_attn_layernorm": "attention_out_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_mlp_layernorm": "mlp_out_norm",
 }
 
 
@@ -123,12 +139,15 @@ def _head_destinations(shard: Shard, order: tuple[int, ...] | None) -> dict[str,
         destinations["self_attn.qkv_proj.weight"] = Destination("qkv", (rows, hidden), 0, all_pieces)
     else:
         queries: tuple[TensorPiece, ...] = (TensorPiece(0, q, order),)
-        if whole.output_gate:  # the rows of each head's queries are followed by those of its gate
+        first_gate = first_v + own.num_kv_heads * size
+        has_gates_in_queries = whole.output_gate and whole.model_type not in _OWN_GATES
+        if has_gates_in_queries:  # the rows of each head's queries are followed by those of its gate
             parts = [(i * size, 2 * head * size) for i, head in enumerate(shard.heads)]
-            first_gate = first_v + own.num_kv_heads * size
             queries = tuple(TensorPiece(to, range(row, row + size), order) for to, row in parts)
             queries += tuple(TensorPiece(first_gate + to, range(row + size, row + 2 * size)) for to, row in parts)
-        products = [("self_attn.q_proj", (2 if whole.output_gate else 1) * q_rows, queries)]
+        products = [("self_attn.q_proj", (2 if has_gates_in_queries else 1) * q_rows, queries)]
+        if whole.output_gate and not has_gates_in_queries:
+            products.append(("self_attn.gate_proj", q_rows, (TensorPiece(first_gate, q),)))
         keys, values = TensorPiece(first_k, kv, order), TensorPiece(first_v, kv)
         if whole.keys_are_values:
             products.append(("self_attn.k_proj", kv_rows, (keys, values)))
@@ -292,10 +311,8 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
 
 
 def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
-    if config.model_type == "glm4":
-        names = _GLM4_NORMS
-    elif config.model_type == "bamba":
-        names = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
+    if config.model_type in _NORMS:
+        names = _NORMS[config.model_type]
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     elif config.sandwich_norms:

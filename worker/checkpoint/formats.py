@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from worker.checkpoint import awq, compressed_tensors, fp8, gguf_file, gptq, llama4_experts
+from worker.checkpoint import awq, compressed_tensors, fp8, gguf_file, gptq, turned_experts
 from worker.checkpoint.gpt_oss_experts import arranged
 from worker.checkpoint.safetensors_files import stored_tensors
 from worker.checkpoint.tensors import ModelTensor, StoredTensor
@@ -42,8 +42,8 @@ def model_tensors(model: Path, config: DecoderConfig, device: torch.device, dtyp
         return list(arranged(stored, device, dtype))
     said = quantization_config(read_config(model))
     format_ = quantization(config.model_type, said)
-    if config.model_type == "llama4_text" and format_ is None:
-        return list(llama4_experts.arranged(stored))
+    if config.model_type in turned_experts.FAMILIES and format_ is None:
+        return list(turned_experts.arranged(stored, config.model_type, config.hidden_size))
     tensors = _plain(stored) if format_ is None else FORMATS[format_.method](stored, format_, device)
     return [*tensors, *_gguf(model)]
 

@@ -226,7 +226,11 @@ class DecoderConfig:
         )
 
 
-_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4")  # models whose text part is served by itself
+# Models whose text part is served by itself.
+_WITH_TEXT_PART = (
+    *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3", "exaone4_5"),
+    "kimi_k25",
+)
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -249,8 +253,10 @@ def read_config(model: Path) -> HfConfig:
     if values.get("model_type") in _WITH_TEXT_PART:
         text = values["text_config"]
         of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text["tie_word_embeddings"])}
-        of_all["quantization_config"] = values.get("quantization_config")
+        of_all["quantization_config"] = values.get("quantization_config") or text.get("quantization_config")
         of_all["eos_token_id"] = values.get("eos_token_id") or text.get("eos_token_id")
+        if of_all["tie_word_embeddings"] and "lm_head.weight" in _tensor_names(model):
+            of_all["tie_word_embeddings"] = False  # the files know better than a default of the whole model
         values = text | of_all
     hf = SimpleNamespace(**values)
     if not getattr(hf, "tie_word_embeddings", True) and _is_headless(model):
@@ -261,18 +267,25 @@ def read_config(model: Path) -> HfConfig:
 def _is_headless(model: Path) -> bool:
     """Whether a folder's safetensors are those of a model without a head: the layers alone, whose tensors' names begin
     without `model.`. False for a folder without safetensors that can be read."""
+    names = _tensor_names(model)
+    return "embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+def _tensor_names(model: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors, those of a text part as if it were the model. Empty for a folder
+    without safetensors that can be read."""
     from safetensors import SafetensorError, safe_open
 
     index = model / "model.safetensors.index.json"
     try:
         if index.exists():
-            names = set(json.loads(index.read_text())["weight_map"])
+            names: set[str] = set(json.loads(index.read_text())["weight_map"])
         else:
             with safe_open(model / "model.safetensors", framework="np") as file:
                 names = set(file.keys())
     except (OSError, ValueError, KeyError, TypeError, SafetensorError):
-        return False
-    return "embed_tokens.weight" in names and "lm_head.weight" not in names
+        return set()
+    return {name.removeprefix("language_model.") for name in names}
 
 
 def _config_values(model: Path) -> dict[str, Any]:
@@ -393,6 +406,8 @@ def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index:
     parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
     part = 1.0 if kind == "proportional" else parameters.pop("partial_rotary_factor", 1.0)
+    if rules.head_dim is not None:  # what is said is the size of that part
+        part = 1.0
     if kind == "longrope":
         original = parameters.get("original_max_position_embeddings") or hf.original_max_position_embeddings
         parameters["original_max_position_embeddings"] = original

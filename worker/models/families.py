@@ -52,9 +52,13 @@ def _mistral(hf: HfConfig) -> dict[str, Any]:
 
 
 def _ministral3(hf: HfConfig) -> dict[str, Any]:
+    return _mistral(hf) | {"query_temperature": _temperature(hf)}
+
+
+def _temperature(hf: HfConfig) -> QueryTemperature | None:
     rope = hf.rope_parameters
-    factor, tokens = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    return _mistral(hf) | {"query_temperature": QueryTemperature(tokens, factor) if factor else None}
+    factor = rope.get("llama_4_scaling_beta")
+    return QueryTemperature(rope["original_max_position_embeddings"], factor) if factor else None
 
 
 def _qwen2(hf: HfConfig) -> dict[str, Any]:
@@ -170,6 +174,13 @@ def _granite(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _hyperclovax(hf: HfConfig) -> dict[str, Any]:
+    """Norms after sublayers come before the multiplier, which `_granite` cannot undo."""
+    if hf.use_post_norm and hf.residual_multiplier != 1.0:
+        raise ValueError(f"hyperclovax models with residual_multiplier {hf.residual_multiplier} are not supported")
+    return _granite(hf) | {"sandwich_norms": hf.use_post_norm, "logit_scale": hf.logits_scaling}
+
+
 def _olmo2(hf: HfConfig) -> dict[str, Any]:
     return {
         "qkv_bias": hf.attention_bias,
@@ -267,17 +278,24 @@ def _mellum(hf: HfConfig) -> dict[str, Any]:
     return _qwen3(hf) | {"rope_rules": RopeRules(is_partial=True), "experts": experts}
 
 
+def _qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
+    return _qwen3(hf) | {"experts": _qwen_experts(hf, is_normalised=True)}
+
+
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
     experts = _qwen_experts(hf, shared_size=hf.shared_expert_intermediate_size, has_shared_gate=True)
     return {"qkv_bias": hf.qkv_bias, "experts": experts}
 
 
-def _qwen_experts(hf: HfConfig, **shared: Any) -> ExpertsConfig:
+def _qwen_experts(hf: HfConfig, is_normalised: bool | None = None, **shared: Any) -> ExpertsConfig:
+    """`is_normalised`: whether weights are, where the configuration does not say."""
     layers = tuple(
         index not in hf.mlp_only_layers and (index + 1) % hf.decoder_sparse_step == 0
         for index in range(hf.num_hidden_layers)
     )
-    routing = Routing(hf.num_experts_per_tok, is_normalised=hf.norm_topk_prob)
+    if is_normalised is None:
+        is_normalised = hf.norm_topk_prob
+    routing = Routing(hf.num_experts_per_tok, is_normalised=is_normalised)
     return ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, **shared)
 
 
@@ -392,6 +410,24 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _afmoe(hf: HfConfig) -> dict[str, Any]:
+    _refuse_other_than(hf, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
+    if hf.attention_bias:
+        raise ValueError("afmoe models with attention_bias are not supported")
+    layers = tuple(index >= hf.num_dense_layers for index in range(hf.num_hidden_layers))
+    return {
+        "qk_norm": "head",
+        "output_gate": True,
+        "float32_norms": True,
+        "sandwich_norms": True,
+        "embedding_scale": hf.hidden_size**0.5 if hf.mup_enabled else 1.0,
+        "rope_rules": _rotated_windows(hf),
+        "experts": _ungrouped_sigmoid_experts(
+            hf, hf.moe_intermediate_size, layers, hf.route_scale, hf.num_shared_experts or 0
+        ),
+    }
+
+
 def _hy_v3(hf: HfConfig) -> dict[str, Any]:
     _refuse_other_than(hf, qk_norm=True, route_norm=True, moe_router_use_sigmoid=True)
     experts = _ungrouped_sigmoid_experts(
@@ -467,6 +503,23 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
 def _glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
     experts = _sigmoid_experts(hf, _sparse_layers(hf))
     return _latent(hf) | {"experts": experts, "extra_layers": _prediction_layers(hf)}
+
+
+def _mistral4(hf: HfConfig) -> dict[str, Any]:
+    routing = Routing(
+        hf.num_experts_per_tok,
+        is_normalised=hf.norm_topk_prob,
+        scale=hf.routed_scaling_factor,
+        groups=hf.n_group,
+        groups_kept=hf.topk_group,
+        least_sum=1e-20,
+    )
+    layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
+    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
+    return _latent(hf) | {
+        "query_temperature": _temperature(hf),
+        "experts": ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size),
+    }
 
 
 def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
@@ -593,6 +646,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "iquestcoder": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_vl_text": _qwen3,
     "seed_oss": _seed_oss,
     "cwm": _cwm,
     "gemma": _gemma,
@@ -601,6 +655,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "gemma4_text": _gemma4,
     "smollm3": _smollm3,
     "granite": _granite,
+    "hyperclovax": _hyperclovax,
     "olmo2": _olmo2,
     "olmo3": _olmo2,
     "exaone4": _exaone4,
@@ -612,6 +667,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "phimoe": _phimoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl_moe_text": _qwen3_vl_moe,
     "mellum": _mellum,
     "olmoe": _olmoe,
     "flex_olmo": _flex_olmo,
@@ -623,10 +679,12 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "exaone_moe": _exaone_moe,
     "minimax_m2": _minimax_m2,
     "hy_v3": _hy_v3,
+    "afmoe": _afmoe,
     "ernie4_5_moe": _ernie_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
+    "mistral4": _mistral4,
     "youtu": _latent,
     "gpt_oss": _gpt_oss,
     "llama4_text": _llama4,

@@ -87,7 +87,7 @@ class LatentAttention:
             out = context.attention.attend(self.kv_layer, queries)
         else:
             queries, rows = self._rotate(qkv, *context.angles[self.rope])
-            out = context.attention.run(self.kv_layer, queries, rows, rows)
+            out = context.attention.run(self.kv_layer, self._tempered(queries, context.positions), rows, rows)
         return out.flatten(1)
 
     def add_output(self, x: ResidualStream, attended: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class LatentAttention:
 
         assert self.rope_table is not None, "Decoder.build_rope_tables makes it"
         q, rows = self._queries_and_rows(qkv)
-        return rotate_and_store(
+        rotated = rotate_and_store(
             q,
             rows,
             self.config.num_heads,
@@ -114,6 +114,12 @@ class LatentAttention:
             NORM_EPS,
             queries,
         )
+        return self._tempered(rotated, positions)
+
+    def _tempered(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The queries `[n, num_heads, heads.query]` times their temperature, in place, if the model has one."""
+        temperature = self.config.query_temperature
+        return queries if temperature is None else temperature.apply(queries, positions)
 
     def _queries_and_rows(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The queries before rotation, `[n, num_heads * heads.query]`, and the latents before their norm with the keys

@@ -5,13 +5,15 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.worker.conftest import HYBRIDS, TINY, without_grammars
+from bench.correctness.families import model_class
+from tests.worker.conftest import COMMON, HYBRIDS, TEXT_PARTS, TINY, Sequences, randomise, without_grammars
 from tests.worker.engines import checked_engines
 from tests.worker.executor.test_multi_rank import generated, prompts
 from worker.config import WorkerConfig
@@ -20,12 +22,15 @@ from worker.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-NAMES = [name for name in TINY if "moe" in name or name in ("mixtral", "gpt_oss", "gemma4", *HYBRIDS)]
+NAMES = [
+    name for name, (_, own) in TINY.items() if any("experts" in key for key in own) or name in ("gemma4", *HYBRIDS)
+]
 
 
 @torch.inference_mode()
 def expected(folder: Path, batch: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    class_ = model_class(AutoConfig.from_pretrained(folder).model_type)
+    model = class_.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     settings = {"max_new_tokens": GREEDY.max_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     inputs = [torch.tensor([one]) for one in batch]  # without a mask, its tokens 0 would be padding
     outputs = [model.generate(one, attention_mask=torch.ones_like(one), **settings)[0] for one in inputs]
@@ -101,6 +106,12 @@ def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> Non
             ],
         ),
         ("llama4_moe", "llama4", "language_model.model.", ["vision_model.class_embedding"]),
+        (
+            "deepseek_v3_moe",
+            "kimi_k25",
+            "language_model.model.",
+            ["vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight"],
+        ),
     ],
 )
 def test_the_text_part_of_a_checkpoint_with_images(
@@ -121,3 +132,52 @@ def test_the_text_part_of_a_checkpoint_with_images(
     got, got_logits = generated(ModelRunner(tmp_path, config))
     assert got == tokens
     torch.testing.assert_close(got_logits, logits)
+
+
+_BLOCKS = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": COMMON["hidden_size"],
+}
+_VISION: dict[str, dict[str, Any]] = {
+    "mistral3": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "exaone4_5": {**_BLOCKS, "num_key_value_heads": 1},
+    "qwen3_vl": {**_BLOCKS, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {**_BLOCKS, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
+}
+
+
+@pytest.mark.parametrize("name", TEXT_PARTS)
+@torch.inference_mode()
+def test_the_text_part_of_what_transformers_computes_whole(name: str, tmp_path: Path) -> None:
+    """In the layout that it writes. A head is found in the files, whatever the configuration says of it."""
+    model_type, changes = TEXT_PARTS[name]
+    text = COMMON | changes | {"model_type": model_type}
+    torch.manual_seed(sum(name.encode()))
+    config = AutoConfig.for_model(name, text_config=text, vision_config=_VISION[name], tie_word_embeddings=False)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": True}))
+    tokens = [token for prompt in prompts(8) for token in prompt][:60]
+    wanted = model(input_ids=torch.tensor([tokens])).logits[0]
+    got = _logits(tmp_path, tokens)
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    if name == "qwen3_vl_moe":  # as it was published
+        tensors = load_file(tmp_path / "model.safetensors")
+        turned = {key: tensors[key].transpose(1, 2).contiguous() for key in tensors if ".experts." in key}
+        assert turned
+        save_file(tensors | turned, tmp_path / "model.safetensors")
+        torch.testing.assert_close(_logits(tmp_path, tokens), got)
+
+
+def _logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """Those of all tokens, in chunks of 7."""
+    sequences = Sequences(ModelRunner(folder, WorkerConfig(device="cpu", dtype="float32", kv_tokens=512)))
+    sequences.add(0, tokens)
+    while sequences.computed[0] < len(tokens):
+        sequences.advance({0: 7})
+    return torch.cat(sequences.logits[0])

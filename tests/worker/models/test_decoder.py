@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
+from transformers import AutoConfig, BambaConfig, GPT2Config, LlamaConfig
 
-from tests.worker.conftest import DELTA_NETS, TINY, Sequences
+from bench.correctness.families import model_class
+from tests.worker.conftest import DELTA_NETS, TEXT_PARTS, TINY, Sequences
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
 from worker.models.config import ARCHITECTURES, decoder_config, eos_token_ids, read_config
@@ -25,7 +26,8 @@ def prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]:
 @torch.inference_mode()
 def expected(folder: Path, batch: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
     """For each prompt: it and the tokens that transformers adds, and the logits of all positions but the last."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    class_ = model_class(AutoConfig.from_pretrained(folder).model_type)
+    model = class_.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     results = []
     for prompt in batch:
         tokens = model.generate(
@@ -119,7 +121,8 @@ def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
 
 
 def test_every_architecture_is_tested() -> None:
-    assert {model_type for model_type, _ in TINY.values()} == set(ARCHITECTURES)
+    tested = {model_type for model_type, _ in (*TINY.values(), *TEXT_PARTS.values())}
+    assert tested == set(ARCHITECTURES)
 
 
 def test_other_architecture_lists_what_is_supported() -> None:
@@ -167,6 +170,9 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm True"),
         ("hy_v3", {"route_norm": False}, "route_norm False"),
         ("exaone_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("afmoe", {"score_func": "softmax"}, "score_func 'softmax'"),
+        ("afmoe", {"n_group": 2}, "n_group 2"),
+        ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
         ("flex_olmo", {"clip_qkv": 8.0}, "clip_qkv"),
     ],
 )
