@@ -221,6 +221,7 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
                 long_factor=_repeated([1.1, 2.5, 7.0], sizes.head_dim // 4),
             ),
         ),
+        "hunyuan_v1_dense": ("hunyuan_v1_dense", _rope("dynamic", alpha=50.0, factor=1.0) | {"attention_bias": True}),
         "glm": ("glm", {"attention_bias": True}),
         "glm4": ("glm4", {"attention_bias": True, "rms_norm_eps": 1e-5}),
         "ernie4_5": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
@@ -389,6 +390,10 @@ def _with_experts(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "qwen3_moe": ("qwen3_moe", _experts(sizes) | {"norm_topk_prob": True}),
         "qwen3_moe_sparse_step": ("qwen3_moe", _experts(sizes) | sparse_step),
+        "hunyuan_v1_moe": (
+            "hunyuan_v1_moe",
+            {"num_experts": 6, "moe_topk": [3, 3, 3, 3], "intermediate_size": sizes.expert},
+        ),
         "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": sizes.expert}),
         "flex_olmo_moe": (
             "flex_olmo",

@@ -18,6 +18,7 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.router(\.layer|\.gate)?\.(weight|bias)$"), r".mlp.gate.\2"),
     (re.compile(r"\.shared_mlp\.input_linear\."), ".mlp.shared_experts.gate_up_proj."),
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
+    (re.compile(r"\.mlp\.gate\.wg\."), ".mlp.gate."),
     (re.compile(r"\.mlp\.shared_(expert|mlp)\."), ".mlp.shared_experts."),
     (re.compile(r"\.mlp\.(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
@@ -38,6 +39,7 @@ def full_name(name: str) -> str:
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
+    name = re.sub(r"\.self_attn\.(?:(q)uery|(k)ey)_layernorm\.", r".self_attn.\1\2_norm.", name)  # Hunyuan's
     name = re.sub(r"\bfinal_layernorm\.", "norm.", name)  # Bamba's
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 

@@ -47,7 +47,7 @@ class DecoderConfig:
     | `layer_norms` | norms subtract the mean and have biases |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
-    | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate |
+    | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate. `after`: each head by itself, after rotation |
     | `value_norm` | values are normalised, each head by itself and without weights |
     | `query_temperature` | factor of queries that grows with the position |
     | `qk_norm_sizes` | for `all`: number of elements of the queries, and of the keys, of all ranks |
@@ -88,7 +88,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["head", "all", "rotated"] | None = None
+    qk_norm: Literal["head", "all", "rotated", "after"] | None = None
     query_temperature: QueryTemperature | None = None
     qk_norm_sizes: tuple[int, int] = (0, 0)
     in_chunks: bool = False
@@ -412,6 +412,8 @@ def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index:
         original = parameters.get("original_max_position_embeddings") or hf.original_max_position_embeddings
         parameters["original_max_position_embeddings"] = original
         parameters["factor"] = parameters.get("factor") or hf.max_position_embeddings / original
+    if kind == "dynamic" and (alpha := parameters.get("alpha")):  # Hunyuan's, the same for all lengths
+        kind, theta = "default", theta * alpha ** (head_dim / (head_dim - 2))
     if not rules.layers.get(index, True):
         return Rope(head_dim, theta, rotated=0)
     if part != 1.0 and not rules.is_partial:

@@ -209,6 +209,11 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
     return {"windows": (hf.sliding_window,) * hf.num_hidden_layers, "rope_rules": RopeRules(is_partial=True)}
 
 
+def _hunyuan(hf: HfConfig) -> dict[str, Any]:
+    _refuse_other_than(hf, use_qk_norm=True, use_cla=False)
+    return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "after"}
+
+
 def _glm(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "rope_rules": RopeRules(is_partial=True, is_interleaved=True)}
 
@@ -297,6 +302,27 @@ def _qwen_experts(hf: HfConfig, is_normalised: bool | None = None, **shared: Any
         is_normalised = hf.norm_topk_prob
     routing = Routing(hf.num_experts_per_tok, is_normalised=is_normalised)
     return ExpertsConfig(_expert_count(hf), hf.moe_intermediate_size, routing, layers, **shared)
+
+
+def _hunyuan_moe(hf: HfConfig) -> dict[str, Any]:
+    """Shared experts are as large as one. Layers could differ by their fields, and do not in what is published."""
+    size, layers = hf.intermediate_size, hf.num_hidden_layers
+    for name, computed in (("num_shared_expert", 1), ("moe_intermediate_size", size)):
+        if _of_all_layers(hf, name) not in (None, computed):
+            raise ValueError(f"{hf.model_type} models with {name} {getattr(hf, name)} are not supported")
+    routing = Routing(_of_all_layers(hf, "moe_topk"))
+    experts = ExpertsConfig(_of_all_layers(hf, "num_experts"), size, routing, (True,) * layers, shared_size=size)
+    return _hunyuan(hf) | {"experts": experts}
+
+
+def _of_all_layers(hf: HfConfig, name: str) -> Any:
+    """A field that may have a value for each layer; None if it is missing. Raises ValueError if layers differ."""
+    said = getattr(hf, name, None)
+    if isinstance(said, list):
+        if len(set(said)) > 1:
+            raise ValueError(f"{hf.model_type} models whose layers differ in {name} are not supported")
+        return said[0]
+    return said
 
 
 def _olmoe(hf: HfConfig) -> dict[str, Any]:
@@ -660,6 +686,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "olmo3": _olmo2,
     "exaone4": _exaone4,
     "phi3": _phi3,
+    "hunyuan_v1_dense": _hunyuan,
     "glm": _glm,
     "glm4": _glm4,
     "ernie4_5": _ernie,
@@ -669,6 +696,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_vl_moe_text": _qwen3_vl_moe,
     "mellum": _mellum,
+    "hunyuan_v1_moe": _hunyuan_moe,
     "olmoe": _olmoe,
     "flex_olmo": _flex_olmo,
     "granitemoe": _granite_moe,

@@ -33,7 +33,8 @@ class SelfAttention:
 
     `kv_layer` is the number of the layer whose keys and values it reads, among those that have any. `rope_table` is the
     `Rope.table` of this layer, on a GPU. `sinks` are for the attention backend. `q_norm`, `k_norm` and `v_norm` are for
-    each head by itself, `norms_of_all` for all heads together.
+    each head by itself, `norms_of_all` for all heads together. `query_scale`, float32 `[head_dim]`, multiplies rotated
+    queries.
     """
 
     config: DecoderConfig
@@ -49,6 +50,7 @@ class SelfAttention:
     rope_table: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     norms_of_all: tuple[torch.Tensor, torch.Tensor] | None = None
+    query_scale: torch.Tensor | None = None
 
     @property
     def projected_size(self) -> int:
@@ -120,7 +122,9 @@ class SelfAttention:
         return self._tempered(rotated, positions)
 
     def _tempered(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The queries `[n, num_heads, head_dim]` times their `temperature`, in place."""
+        """The rotated queries `[n, num_heads, head_dim]` times `query_scale` and `temperature`, in place."""
+        if self.query_scale is not None:
+            queries.mul_(self.query_scale)
         return queries if self.temperature is None else self.temperature.apply(queries, positions)
 
     def _normalise_all(
@@ -257,6 +261,7 @@ def _attention(
         parameters.get("attention_out_norm"),
         sinks=parameters.get("sinks"),
         norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
+        query_scale=parameters["q_norm"].float() * parameters["k_norm"].float() if config.qk_norm == "after" else None,
     )
 
 
@@ -266,6 +271,11 @@ def _head_norms(
     """Weights of the norms of each head's query and key."""
     if config.qk_norm == "head":
         return parameters["q_norm"], parameters.get("k_norm")
+    if config.qk_norm == "after":
+        # Rotation keeps the length of a head. What remains of the norms is a factor of each product of a query's and a
+        # key's element, which the query has (`SelfAttention.query_scale`).
+        ones = torch.ones_like(parameters["q_norm"])
+        return ones, ones
     if config.qk_norm == "rotated" and config.ropes[index].rotated != 0:
         ones = torch.ones_like(parameters["input_norm"][: config.head_dim])
         return ones, ones

@@ -63,7 +63,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         layer["qkv_bias"] = (config.qkv_size,)
     if config.out_bias:
         layer["out_bias"] = (hidden,)
-    if config.qk_norm == "head":
+    if config.qk_norm in ("head", "after"):
         layer["q_norm"] = (head_dim,)
         if not config.kv_before:
             layer["k_norm"] = (head_dim,)

@@ -170,6 +170,8 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("solar_open", {"use_qk_norm": True}, "use_qk_norm True"),
         ("hy_v3", {"route_norm": False}, "route_norm False"),
         ("exaone_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla True"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [2, 2]}, r"num_shared_expert \[2, 2\]"),
         ("afmoe", {"score_func": "softmax"}, "score_func 'softmax'"),
         ("afmoe", {"n_group": 2}, "n_group 2"),
         ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
