@@ -85,6 +85,22 @@ _TOOLS = (
         ),
     ),
     ToolsFormat(
+        "seed_oss",
+        begin="<seed:tool_call>",
+        end="</seed:tool_call>",
+        calls=(
+            TaggedCall(
+                begin="<function=",
+                name_end=">",
+                key_begin="<parameter=",
+                key_end=">",
+                value_end="</parameter>",
+                end="</function>",
+                trims=True,
+            ),
+        ),
+    ),
+    ToolsFormat(
         "llama3_json",
         begin="<|python_tag|>",
         calls=(JsonCall(other_keys=("type", "id"), needs_arguments=True, separators=(";",)),),
@@ -232,6 +248,7 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|open|>", "<|close|>", "<|sep|>"), "kimi_k3"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<seed:tool_call>",), "seed_oss"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_start|>",), "llama4_pythonic"),
@@ -244,7 +261,8 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("[func_name1(",), "pythonic"),
 )
 _CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no template
-    "mistral": "mistral", "mistral3": "mistral", "mixtral": "mistral", "deepseek_v32": "deepseek_v32",
+    "mistral": "mistral", "mistral3": "mistral", "ministral3": "mistral", "mistral4": "mistral",
+    "mixtral": "mistral", "seed_oss": "seed_oss", "deepseek_v32": "deepseek_v32",
     "deepseek_v4": "deepseek_v4", "kimi_k2": "kimi_k2", "kimi_k3": "kimi_k3", "minimax_m2": "minimax_m2",
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ LONGER = """": |", "|"}|"]|}}|]]|true|12|0.5|\n\n|\\"|é|😀|</|</parameter>\n|
 ENDERS = ['"', "]", "}", ",", ")", '"}', '"]', "}}", "]]", "</", "<", "</parameter>\n"]
 END = "<end of text>"
 NAMES: dict[str, Spelling] = {"pythonic": "python", "llama4_pythonic": "python"}
-TAGGED = ("qwen3_coder", "glm45", "kimi_k3", "minimax_m2", "deepseek_v32", "deepseek_v4")
+TAGGED = ("qwen3_coder", "seed_oss", "glm45", "kimi_k3", "minimax_m2", "deepseek_v32", "deepseek_v4")
 NAMES |= dict.fromkeys(TAGGED, "tags")
 FORM = {
     "type": "object",

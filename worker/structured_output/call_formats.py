@@ -122,6 +122,19 @@ FORMATS: Mapping[str, CallFormat] = {
             ends=("</parameter>", "<parameter=", "</function>"),
         ),
     ),
+    "seed_oss": CallFormat(
+        before=("<seed:tool_call>\n<function=",),
+        between=(">\n",),
+        after=("</function>\n</seed:tool_call>",),
+        separator=(_LINE_END,),
+        arguments=Tags(
+            before="<parameter=",
+            between=(">",),
+            after=("</parameter>\n",),
+            ends=("</parameter>", "<parameter=", "</function>"),
+            trims=True,
+        ),
+    ),
     "glm45": CallFormat(
         before=("<tool_call>",),
         between=(_LINE_END,),
@@ -225,6 +238,7 @@ HARMONY = HarmonyMarkers()
 MARKERS = (
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>", "◁think▷", "◁/think▷"),
     *("<|start_of_thinking|>", "<|end_of_thinking|>"),
+    *("<seed:tool_call>", "</seed:tool_call>"),
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
     *("<|python_start|>", "<|python_end|>", "<|tool_call|>", _DSML),

@@ -35,6 +35,11 @@ def qwen(name: str, *pairs: tuple[str, str]) -> str:
     return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
 
 
+def seed(name: str, *pairs: tuple[str, str]) -> str:
+    inside = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in pairs)
+    return f"<seed:tool_call>\n<function={name}>\n{inside}</function>\n</seed:tool_call>"
+
+
 def dsml(name: str, *triples: tuple[str, str, str]) -> str:
     inside = "".join(
         f'<{DSML}parameter name="{key}" string="{is_string}">{value}</{DSML}parameter>\n'
@@ -142,6 +147,17 @@ CASES: dict[str, list[Case]] = {
         ("cut in a tag", "<tool_call>\n<function=weather>\n<parameter=ci", [("weather", "", "open")]),
         ("cut in the name", "<tool_call>\n<function=wea", ["<tool_call>\n<function=wea"]),
         ("JSON instead", '<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+    ],
+    "seed_oss": [
+        ("one call", seed("weather", ("city", "Oslo"), ("days", "3")), [("weather", WEATHER)]),
+        ("text before", "Sure!\n" + seed("weather", ("city", "Oslo")), ["Sure!\n", ("weather", {"city": "Oslo"})]),
+        ("no arguments", "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", [("now", "{}")]),
+        ("two calls", seed("f", ("a", "1")) + "\n" + seed("g"), [("f", {"a": "1"}), ("g", "{}")]),
+        ("types", seed("types", ("int", "42"), ("bool", "true"), ("array", "[1]"), ("any", "7")), [("types", {"int": 42, "bool": True, "array": [1], "any": "7"})]),
+        ("a value on lines of its own", seed("weather", ("city", "\nA\n  B\n")), [("weather", {"city": "A\n  B"})]),
+        ("the markers of another family", qwen("weather", ("city", "Oslo")), [qwen("weather", ("city", "Oslo"))]),
+        ("cut in a value", "<seed:tool_call>\n<function=weather>\n<parameter=city>Os", [("weather", '{"city": "Os', "open")]),
+        ("cut in the name", "<seed:tool_call>\n<function=wea", ["<seed:tool_call>\n<function=wea"]),
     ],
     "llama3_json": [
         ("no call", "Just text with { and }.", ["Just text with { and }."]),

@@ -22,6 +22,7 @@ TEMPLATES = {
     "Qwen2.5": ("{% if tools %}within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\"name\": ...}", "hermes", None),
     "Qwen3": ("{% if tools %}<tool_call>{\"name\": ..., }{% endif %}{{ content.split('</think>')[-1] }}<think>", "hermes", "<think>"),
     "Qwen3-Coder": ("{% if tools %}<tool_call>\\n<function=example>\\n<parameter=a>", "qwen3_coder", None),
+    "Seed-OSS": ("{%- set begin = '<seed:tool_call>' %}<seed:think><function=example>\\n<parameter=a>", "seed_oss", "<seed:think>"),
     "Llama-3.1": ('{% if tools %}{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json", None),
     "Llama-3.3": ("{% if builtin_tools %}<|python_tag|>", "llama3_json", None),
     "Llama-3.2, pythonic": ("{% if tools %}[func_name1(params_name1=params_value1)]", "pythonic", None),

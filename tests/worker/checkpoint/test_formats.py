@@ -158,7 +158,7 @@ def test_logits_in_8_bits(name: str, tp: int, written: Written) -> None:
     assert 0.005 < (got - wanted).norm() / wanted.norm() < 0.25
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3_moe", "mixtral", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3_moe", "mixtral", "minimax_m2_moe", "qwen3_next"])
 def test_other_families(name: str, tmp_path: Path) -> None:
     """Experts, latent attention and gated delta nets in 8 bits, as they are published."""
     folder, plain = write(tmp_path, name, in_blocks("weight_scale_inv"), BLOCKS, head_dim=16, intermediate_size=80)
