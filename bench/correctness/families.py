@@ -162,6 +162,7 @@ def _rope(kind: str, theta: float = 1e4, **own: Any) -> dict[str, Any]:
 _LLAMA3 = _rope(
     "llama3", 5e5, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, factor=4.0
 )
+_TWO_LAYERS = {"num_hidden_layers": 2}  # where they are alike
 _GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "logits_scaling": 3.0}
 
 
@@ -188,7 +189,8 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "mistral": ("mistral", {"sliding_window": None}),
         "ministral3": (
             "ministral3",
-            _rope(
+            _TWO_LAYERS
+            | _rope(
                 "yarn",
                 factor=4.0,
                 original_max_position_embeddings=16,
@@ -199,13 +201,11 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "qwen2": ("qwen2", {}),
         "qwen3": ("qwen3", {}),
-        "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
-        "internlm3": ("internlm3", _rope("dynamic", factor=6.0)),
-        "iquestcoder": ("iquestcoder", {}),
+        "seed_oss": ("seed_oss", _TWO_LAYERS | {"attention_out_bias": True, "mlp_bias": True}),
         "gemma": ("gemma", {"tie_word_embeddings": True}),
         "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
         "granite": ("granite", _granite(sizes) | {"attention_bias": True}),
-        "hyperclovax": ("hyperclovax", _granite(sizes) | {"residual_multiplier": 1.0}),
+        "hyperclovax": ("hyperclovax", _TWO_LAYERS | _granite(sizes) | {"residual_multiplier": 1.0}),
         "olmo2": ("olmo2", {}),
         "phi3": ("phi3", {"sliding_window": None}),
         "phi3_partial": ("phi3", _rope("default", partial_rotary_factor=0.5)),
@@ -221,7 +221,10 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
                 long_factor=_repeated([1.1, 2.5, 7.0], sizes.head_dim // 4),
             ),
         ),
-        "hunyuan_v1_dense": ("hunyuan_v1_dense", _rope("dynamic", alpha=50.0, factor=1.0) | {"attention_bias": True}),
+        "hunyuan_v1_dense": (
+            "hunyuan_v1_dense",
+            _TWO_LAYERS | _rope("dynamic", alpha=50.0, factor=1.0) | {"attention_bias": True},
+        ),
         "glm": ("glm", {"attention_bias": True}),
         "glm4": ("glm4", {"attention_bias": True, "rms_norm_eps": 1e-5}),
         "ernie4_5": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
@@ -392,12 +395,13 @@ def _with_experts(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen3_moe_sparse_step": ("qwen3_moe", _experts(sizes) | sparse_step),
         "hunyuan_v1_moe": (
             "hunyuan_v1_moe",
-            {"num_experts": 6, "moe_topk": [3, 3, 3, 3], "intermediate_size": sizes.expert},
+            _TWO_LAYERS | {"num_experts": 6, "moe_topk": [3, 3], "intermediate_size": sizes.expert},
         ),
         "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": sizes.expert}),
         "flex_olmo_moe": (
             "flex_olmo",
-            {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": sizes.expert, "attention_bias": True},
+            _TWO_LAYERS
+            | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": sizes.expert, "attention_bias": True},
         ),
         "granitemoe": ("granitemoe", granite),
         "granitemoeshared": ("granitemoeshared", granite | {"shared_intermediate_size": sizes.shared}),
@@ -406,10 +410,14 @@ def _with_experts(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             _sigmoid(sizes) | {"use_qk_norm": True, "attention_bias": True, "head_dim": sizes.wide_head},
         ),
         "dots1": ("dots1", _sigmoid(sizes) | {"sliding_window": None}),
-        "solar_open_moe": ("solar_open", _sigmoid(sizes) | {"first_k_dense_replace": 0, "attention_bias": True}),
+        "solar_open_moe": (
+            "solar_open",
+            _TWO_LAYERS | _sigmoid(sizes) | {"first_k_dense_replace": 0, "attention_bias": True},
+        ),
         "minimax_m2_moe": (
             "minimax_m2",
-            {
+            _TWO_LAYERS
+            | {
                 "num_local_experts": 8,
                 "num_experts_per_tok": 3,
                 "intermediate_size": sizes.expert,
@@ -417,7 +425,7 @@ def _with_experts(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
                 "head_dim": sizes.wide_head,
             },
         ),
-        "hy_v3_moe": ("hy_v3", _experts(sizes) | {"num_shared_experts": 2, "router_scaling_factor": 1.8}),
+        "hy_v3_moe": ("hy_v3", _TWO_LAYERS | _experts(sizes) | {"num_shared_experts": 2, "router_scaling_factor": 1.8}),
         "ernie4_5_moe": (
             "ernie4_5_moe",
             {
@@ -450,7 +458,7 @@ def _latent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "mistral4",
             latent
             | _sigmoid(sizes)
-            | {"head_dim": plain + rotated}
+            | {"head_dim": plain + rotated, "num_hidden_layers": 2}
             | _rope(
                 "yarn",
                 factor=4.0,

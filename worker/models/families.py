@@ -437,7 +437,9 @@ def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _afmoe(hf: HfConfig) -> dict[str, Any]:
-    _refuse_other_than(hf, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
+    _refuse_other_than(
+        hf, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1
+    )
     if hf.attention_bias:
         raise ValueError("afmoe models with attention_bias are not supported")
     layers = tuple(index >= hf.num_dense_layers for index in range(hf.num_hidden_layers))
@@ -455,7 +457,7 @@ def _afmoe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _hy_v3(hf: HfConfig) -> dict[str, Any]:
-    _refuse_other_than(hf, qk_norm=True, route_norm=True, moe_router_use_sigmoid=True)
+    _refuse_other_than(hf, qk_norm=True, route_norm=True, moe_router_use_sigmoid=True, n_group=1)
     experts = _ungrouped_sigmoid_experts(
         hf, hf.moe_intermediate_size, _sparse_layers(hf), hf.router_scaling_factor, hf.num_shared_experts or 0
     )
@@ -536,11 +538,11 @@ def _mistral4(hf: HfConfig) -> dict[str, Any]:
         hf.num_experts_per_tok,
         is_normalised=hf.norm_topk_prob,
         scale=hf.routed_scaling_factor,
-        groups=hf.n_group,
-        groups_kept=hf.topk_group,
+        groups=hf.n_group or 1,
+        groups_kept=hf.topk_group or 1,
         least_sum=1e-20,
     )
-    layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
+    layers = tuple(index >= (hf.first_k_dense_replace or 0) for index in range(hf.num_hidden_layers))
     shared_size = hf.moe_intermediate_size * hf.n_shared_experts
     return _latent(hf) | {
         "query_temperature": _temperature(hf),

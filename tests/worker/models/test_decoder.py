@@ -2,20 +2,23 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, BambaConfig, GPT2Config, LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bench.correctness.families import model_class
-from tests.worker.conftest import DELTA_NETS, TEXT_PARTS, TINY, Sequences
+from tests.worker.conftest import COMMON, DELTA_NETS, TEXT_PARTS, TINY, Sequences
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
 from worker.models.config import ARCHITECTURES, decoder_config, eos_token_ids, read_config
 from worker.step import Chunk, Plan
 
 NEW_TOKENS = 8
+AS_LLAMA = ("internlm3", "iquestcoder")
 
 
 def prompts(lengths: tuple[int, ...], vocab_size: int) -> list[list[int]]:
@@ -122,7 +125,19 @@ def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
 
 def test_every_architecture_is_tested() -> None:
     tested = {model_type for model_type, _ in (*TINY.values(), *TEXT_PARTS.values())}
-    assert tested == set(ARCHITECTURES)
+    assert tested | set(AS_LLAMA) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("model_type", AS_LLAMA)
+def test_families_that_are_llamas(model_type: str) -> None:
+    """`transformers` computes them by Llama's class too."""
+    same = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0}}
+    own, llama = (
+        decoder_config(AutoConfig.for_model(name, **COMMON, **same, attention_bias=True, mlp_bias=True))
+        for name in (model_type, "llama")
+    )
+    assert replace(own, model_type="llama") == llama
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["llama"]
 
 
 def test_other_architecture_lists_what_is_supported() -> None:
