@@ -37,12 +37,19 @@ COMMON = families.common(families.TINY)
 # By name: model_type, and what differs from COMMON.
 TINY = families.models(families.TINY)
 
-_SECTIONS = {"mrope_section": [2, 2, 2], "mrope_interleaved": True, "rope_type": "default", "rope_theta": 1e4}
+_SECTIONS = {"mrope_section": [2, 2, 2], "rope_type": "default", "rope_theta": 1e4}
+_HALF = {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}}
 # Models with a vision part, by `model_type`: that of the text part, and what differs from COMMON in it.
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": TINY["ministral3"],
     "exaone4_5": TINY["exaone4"],
-    "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _SECTIONS}),
+    "glm46v": ("glm4v_text", _HALF),
+    "glm4v_moe": (
+        "glm4v_moe_text",
+        TINY["glm4_moe"][1] | _HALF | {"use_qk_norm": False, "head_dim": COMMON["head_dim"]},
+    ),
+    "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": _SECTIONS}),
+    "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _SECTIONS | {"mrope_interleaved": True}}),
     "qwen3_vl_moe": (
         "qwen3_vl_moe_text",
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "rope_parameters": _SECTIONS},

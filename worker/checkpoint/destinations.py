@@ -15,7 +15,14 @@ from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
-_FUSED_GATE_UP = ("phi3", "glm", "glm4", "granitemoeshared", "granitemoehybrid")  # and with one for gates and ups
+_FUSED_GATE_UP = (
+    "phi3",
+    "glm",
+    "glm4",
+    "glm4v_text",
+    "granitemoeshared",
+    "granitemoehybrid",
+)  # and with one for gates and ups
 _OWN_GATES = ("afmoe",)  # with gates of heads apart from the queries
 _MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {
@@ -313,6 +320,8 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
 def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
     if config.model_type in _NORMS:
         names = _NORMS[config.model_type]
+    elif config.model_type == "glm4v_text":
+        names = _NORMS["glm4"]
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     elif config.sandwich_norms:

@@ -228,8 +228,8 @@ class DecoderConfig:
 
 # Models whose text part is served by itself.
 _WITH_TEXT_PART = (
-    *("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3", "exaone4_5"),
-    "kimi_k25",
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3"),
+    *("exaone4_5", "kimi_k25", "glm4v", "glm46v", "glm4v_moe"),
 )
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
@@ -252,7 +252,7 @@ def read_config(model: Path) -> HfConfig:
     values = _config_values(model)
     if values.get("model_type") in _WITH_TEXT_PART:
         text = values["text_config"]
-        of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text["tie_word_embeddings"])}
+        of_all = {"tie_word_embeddings": values.get("tie_word_embeddings", text.get("tie_word_embeddings", True))}
         of_all["quantization_config"] = values.get("quantization_config") or text.get("quantization_config")
         of_all["eos_token_id"] = values.get("eos_token_id") or text.get("eos_token_id")
         if of_all["tie_word_embeddings"] and "lm_head.weight" in _tensor_names(model):

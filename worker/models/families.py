@@ -222,6 +222,14 @@ def _glm4(hf: HfConfig) -> dict[str, Any]:
     return _glm(hf) | {"sandwich_norms": True}
 
 
+def _glm4v(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "qkv_bias": True,
+        "sandwich_norms": True,
+        "rope_rules": RopeRules(is_partial=True, is_interleaved=True),
+    }
+
+
 def _ernie(hf: HfConfig) -> dict[str, Any]:
     return {
         "qkv_bias": hf.use_bias,
@@ -398,7 +406,7 @@ def _ungrouped_sigmoid_experts(
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
     return {
         "qkv_bias": hf.attention_bias,
-        "qk_norm": "head" if hf.use_qk_norm else None,
+        "qk_norm": "head" if getattr(hf, "use_qk_norm", False) else None,
         "rope_rules": RopeRules(is_partial=True),
         "experts": _sigmoid_experts(hf),
         "extra_layers": _prediction_layers(hf),
@@ -673,6 +681,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "internlm3": _llama,
     "iquestcoder": _llama,
     "qwen2": _qwen2,
+    "qwen2_5_vl_text": _qwen2,
     "qwen3": _qwen3,
     "qwen3_vl_text": _qwen3,
     "seed_oss": _seed_oss,
@@ -691,6 +700,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "hunyuan_v1_dense": _hunyuan,
     "glm": _glm,
     "glm4": _glm4,
+    "glm4v_text": _glm4v,
     "ernie4_5": _ernie,
     "mixtral": _mixtral,
     "phimoe": _phimoe,
@@ -704,6 +714,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "granitemoe": _granite_moe,
     "granitemoeshared": _granite_moe,
     "glm4_moe": _glm4_moe,
+    "glm4v_moe_text": _glm4_moe,
     "dots1": _dots1,
     "solar_open": _solar_open,
     "exaone_moe": _exaone_moe,

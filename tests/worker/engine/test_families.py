@@ -144,6 +144,9 @@ _BLOCKS = {
 _VISION: dict[str, dict[str, Any]] = {
     "mistral3": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     "exaone4_5": {**_BLOCKS, "num_key_value_heads": 1},
+    "glm46v": _BLOCKS,
+    "glm4v_moe": _BLOCKS,
+    "qwen2_5_vl": _BLOCKS,
     "qwen3_vl": {**_BLOCKS, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": {**_BLOCKS, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]},
 }

@@ -213,6 +213,17 @@ def test_what_a_published_configuration_says_of_minimax_m2() -> None:
     assert (config.head_dim, config.ropes[0].rotated) == (128, 64)
 
 
+def test_a_text_part_without_a_configuration_of_its_own(tmp_path: Path) -> None:
+    """Qwen2.5-VL was published with the fields of its text part beside `vision_config`."""
+    rope = {"rope_theta": 1e5, "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}
+    said = COMMON | rope | {"model_type": "qwen2_5_vl", "eos_token_id": 5, "vision_config": {"hidden_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    hf = read_config(tmp_path)
+    config = decoder_config(hf)
+    assert (hf.eos_token_id, config.num_layers, config.tied_embeddings) == (5, 4, False)
+    assert (config.ropes[0].kind, config.ropes[0].theta) == ("default", 1e5)
+
+
 def test_the_longest_context_chooses_the_factors_of_longrope(tiny_model: Callable[[str], Path]) -> None:
     whole = decoder_config(read_config(tiny_model("phi3_longrope")))
     scaling = whole.ropes[0].scaling
