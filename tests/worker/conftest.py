@@ -43,6 +43,10 @@ _HALF = {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 1], "partial_ro
 TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": TINY["ministral3"],
     "exaone4_5": TINY["exaone4"],
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {key: value for key, value in TINY["gemma4_moe"][1].items() if "moe" not in key and "experts" not in key},
+    ),
     "glm46v": ("glm4v_text", _HALF),
     "glm4v_moe": (
         "glm4v_moe_text",

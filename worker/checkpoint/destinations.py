@@ -15,14 +15,8 @@ from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
-_FUSED_GATE_UP = (
-    "phi3",
-    "glm",
-    "glm4",
-    "glm4v_text",
-    "granitemoeshared",
-    "granitemoehybrid",
-)  # and with one for gates and ups
+# And with one for gates and ups.
+_FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoehybrid")
 _OWN_GATES = ("afmoe",)  # with gates of heads apart from the queries
 _MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {
@@ -31,13 +25,15 @@ _SANDWICH_NORMS = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_out_norm",
 }
+_GLM4_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_self_attn_layernorm": "attention_out_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_mlp_layernorm": "mlp_out_norm",
+}
 _NORMS = {  # of families that have other names
-    "glm4": {
-        "input_layernorm": "input_norm",
-        "post_self_attn_layernorm": "attention_out_norm",
-        "post_attention_layernorm": "mlp_norm",
-        "post_mlp_layernorm": "mlp_out_norm",
-    },
+    "glm4": _GLM4_NORMS,
+    "glm4v_text": _GLM4_NORMS,
     "afmoe": {
         "input_layernorm": "input_norm",
         "post_attention_layernorm": "attention_out_norm",
@@ -320,8 +316,6 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
 def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
     if config.model_type in _NORMS:
         names = _NORMS[config.model_type]
-    elif config.model_type == "glm4v_text":
-        names = _NORMS["glm4"]
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     elif config.sandwich_norms:

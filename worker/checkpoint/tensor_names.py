@@ -26,7 +26,7 @@ _EXPERT_NAMES = (
 
 _OF_MEDIA = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector."),
-    *("embed_vision.", "audio_tower.", "embed_audio."),
+    *("vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
 )
 
 

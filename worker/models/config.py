@@ -229,7 +229,7 @@ class DecoderConfig:
 # Models whose text part is served by itself.
 _WITH_TEXT_PART = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3"),
-    *("exaone4_5", "kimi_k25", "glm4v", "glm46v", "glm4v_moe"),
+    *("gemma4_unified", "exaone4_5", "kimi_k25", "glm4v", "glm46v", "glm4v_moe"),
 )
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.

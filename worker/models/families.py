@@ -102,11 +102,11 @@ def _gemma3(hf: HfConfig) -> dict[str, Any]:
 def _gemma4(hf: HfConfig) -> dict[str, Any]:
     """Full attention has heads of another size than windows. Small models have inputs of each layer, and their last
     layers read keys and values of earlier ones; large ones have values made of the keys' product, some have experts."""
-    layers, inputs = hf.num_hidden_layers, hf.hidden_size_per_layer_input or 0
+    layers, inputs = hf.num_hidden_layers, getattr(hf, "hidden_size_per_layer_input", None) or 0
     if inputs and hf.vocab_size_per_layer_input != hf.vocab_size:
         raise ValueError("gemma4 models whose layers' inputs have a vocabulary of their own are not supported")
     experts = None
-    if hf.enable_moe_block:
+    if getattr(hf, "enable_moe_block", False):
         routing = Routing(hf.top_k_experts)
         every = (True,) * layers
         experts = ExpertsConfig(
@@ -211,6 +211,8 @@ def _phi3(hf: HfConfig) -> dict[str, Any]:
 
 def _hunyuan(hf: HfConfig) -> dict[str, Any]:
     _refuse_other_than(hf, use_qk_norm=True, use_cla=False)
+    if (kind := hf.rope_parameters["rope_type"]) in ("yarn", "longrope"):  # norms would undo their amplitude
+        raise ValueError(f"{hf.model_type} models with rope_type {kind!r} are not supported")
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "qk_norm": "after"}
 
 
@@ -690,6 +692,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
     "smollm3": _smollm3,
     "granite": _granite,
     "hyperclovax": _hyperclovax,

@@ -143,6 +143,7 @@ _BLOCKS = {
 }
 _VISION: dict[str, dict[str, Any]] = {
     "mistral3": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "gemma4_unified": {"mm_embed_dim": 16, "mm_posemb_size": 4, "output_proj_dims": 16},
     "exaone4_5": {**_BLOCKS, "num_key_value_heads": 1},
     "glm46v": _BLOCKS,
     "glm4v_moe": _BLOCKS,

@@ -186,6 +186,19 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ("hy_v3", {"route_norm": False}, "route_norm False"),
         ("exaone_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
         ("hunyuan_v1_dense", {"use_cla": True}, "use_cla True"),
+        (
+            "hunyuan_v1_dense",
+            {
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                },
+            },
+            "rope_type 'yarn'",
+        ),
         ("hunyuan_v1_moe", {"num_shared_expert": [2, 2]}, r"num_shared_expert \[2, 2\]"),
         ("afmoe", {"score_func": "softmax"}, "score_func 'softmax'"),
         ("afmoe", {"n_group": 2}, "n_group 2"),
