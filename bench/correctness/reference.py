@@ -133,7 +133,7 @@ def make(name: str, folder: Path) -> Path:
             if random_model.model_type == "gemma4_text" and key.endswith("q_norm.weight"):
                 parameter.mul_(QUERY_KEY_GAIN * len(parameter) ** -0.5)
         for key, buffer in model.named_buffers():
-            if "e_score_correction_bias" in key:
+            if "e_score_correction_bias" in key or "expert_bias" in key:
                 buffer.normal_(0.0, 0.1)
             if "layer_scalar" in key:
                 buffer.uniform_(0.6, 1.2)
