@@ -111,7 +111,7 @@ def _pointers(x: torch.Tensor, gates: ConvolutionGates | None) -> ConvolutionGat
 
 @triton.jit
 def _gated_inputs(x, gates, place, mask, GATED: tl.constexpr):
-    """What the convolution mixes, in the dtype of `x`, as it is kept."""
+    """Inputs as the convolution mixes them, in the dtype of `x`, in which they are kept."""
     seen = tl.load(x + place, mask=mask, other=0.0)
     if GATED:
         gate = tl.load(gates + place, mask=mask, other=0.0)

@@ -261,6 +261,11 @@ CASES: dict[str, list[Case]] = {
         ("no list", "<|python_start|>print(1)<|python_end|>", ["<|python_start|>print(1)<|python_end|>"]),
         ("cut in a string", "<|python_start|>[weather(city='Os", [("weather", "{\"city\": 'Os", "open")]),
     ],
+    "lfm2": [
+        ("text after", '<|tool_call_start|>[weather(city="Oslo", days=3)]<|tool_call_end|>Let me see.', [("weather", WEATHER), "Let me see."]),
+        ("two calls", "Well. <|tool_call_start|>[f(a='x'), g()]<|tool_call_end|>", ["Well. ", ("f", {"a": "x"}), ("g", "{}")]),
+        ("no markers", "[f(a=1)]", ["[f(a=1)]"]),
+    ],
     "mistral": [
         ("no call", "This is a test.", ["This is a test."]),
         ("list", '[TOOL_CALLS][{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', [("add", '{"a": 3.5, "b": 4}')]),
