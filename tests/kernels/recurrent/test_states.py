@@ -239,7 +239,11 @@ def test_tokens_of_many_sequences_at_once(make: Make, rule: Rule, rows: tuple[in
     torch.testing.assert_close(states.recurrent[0, 2], states.recurrent[0, rows[1]])
 
 
-@pytest.mark.parametrize("before", [1, 2, 70])
+@pytest.mark.parametrize(
+    ("rule", "before"),
+    [*((rule, before) for rule in (Rule, Mamba2Rule) for before in (1, 2, 70)), (Convolution, 2)],
+    indirect=["rule"],
+)
 def test_another_row_goes_on_from_a_copy(make: Make, rule: Rule, before: int) -> None:
     """States copied inside a chunk, at its end, and after a chunk of one token, which stands last in the step."""
     states, one, other = make(2), Inputs.random(rule, 140, 4), Inputs.random(rule, 60, 5)
