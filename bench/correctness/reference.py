@@ -212,7 +212,8 @@ class Reference:
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """NEW_TOKENS greedy output tokens for each prompt."""
-        if self.model.config.model_type == "llama4_text":  # its queries grow with positions that count padding too
+        # Llama 4's queries grow with positions that count padding too. Biases make padding unlike zero for a convolution.
+        if self.model.config.model_type == "llama4_text" or getattr(self.model.config, "conv_bias", False):
             return [self._generate([prompt])[0] for prompt in prompts]
         return self._generate(prompts)
 

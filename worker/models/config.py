@@ -225,7 +225,8 @@ class DecoderConfig:
         )
 
 
-_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4")  # models whose text part is served by itself
+# Models whose text part is served by itself.
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "lfm2_vl")
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
