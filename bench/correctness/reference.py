@@ -212,7 +212,7 @@ class Reference:
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """NEW_TOKENS greedy output tokens for each prompt."""
-        # Positions count padding in Llama 4, whose queries grow with them. After a bias, padding is no zero to a convolution.
+        # Llama 4's queries grow with positions, which count padding too. A bias makes padding no zero to a convolution.
         if self.model.config.model_type == "llama4_text" or getattr(self.model.config, "conv_bias", False):
             return [self._generate([prompt])[0] for prompt in prompts]
         return self._generate(prompts)

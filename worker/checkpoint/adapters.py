@@ -134,11 +134,12 @@ def _adaptable(shard: Shard) -> dict[str, Destination]:
         name = to.parameter.rpartition(".")[2]
         if name not in ADAPTED or not tensor.endswith(".weight"):
             continue
-        is_of_attention = name in ("qkv", "out")
         index = int(to.parameter.split(".")[1])
-        if is_of_attention and config.recurrent is not None and config.recurrent.layers[index]:
-            continue
-        if config.latent is None if is_of_attention else config.experts_of(index) is None:
+        if name in ("qkv", "out"):
+            is_adaptable = config.latent is None and index in config.attention_layers
+        else:
+            is_adaptable = config.experts_of(index) is None
+        if is_adaptable:
             modules[tensor.removesuffix(".weight")] = to
     return modules
 

@@ -231,8 +231,6 @@ _WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "lfm2
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-_WITH_NORM_EPS = ("lfm2", "lfm2_moe")  # families with another name for the epsilon of norms
-
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -350,7 +348,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "num_heads": hf.num_attention_heads,
         "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
         "head_dim": head_dim,
-        "norm_eps": hf.norm_eps if hf.model_type in _WITH_NORM_EPS else hf.rms_norm_eps,
+        "norm_eps": getattr(hf, "rms_norm_eps", None),
         "activation": _activation(hf),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,

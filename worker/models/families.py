@@ -493,7 +493,7 @@ def _short_convolutions(hf: HfConfig) -> dict[str, Any]:
     layers, size = tuple(kind == "conv" for kind in hf.layer_types), math.gcd(hf.hidden_size, 16)
     states = StateShape(hf.hidden_size // size, hf.hidden_size // size, 0, size, hf.conv_L_cache)
     recurrent = ShortConvolutionConfig(states, layers, hf.conv_bias)
-    return {"qk_norm": "head", "recurrent": recurrent if any(layers) else None}
+    return {"norm_eps": hf.norm_eps, "qk_norm": "head", "recurrent": recurrent if any(layers) else None}
 
 
 def _lfm2(hf: HfConfig) -> dict[str, Any]:
