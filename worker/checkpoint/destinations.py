@@ -6,6 +6,7 @@ import torch
 
 from worker.checkpoint.delta_net_weights import net_tensors
 from worker.checkpoint.mamba2_weights import mamba2_tensors
+from worker.checkpoint.short_convolution_weights import convolution_tensors
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 from worker.models.gated_delta_net import DeltaNetConfig
@@ -13,6 +14,7 @@ from worker.models.mamba2 import Mamba2Config
 from worker.models.parameters import parameter_shapes
 from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
+from worker.models.short_convolution import ShortConvolutionConfig
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
 # And with one for gates and ups.
@@ -31,6 +33,7 @@ _GLM4_NORMS = {
     "post_attention_layernorm": "mlp_norm",
     "post_mlp_layernorm": "mlp_out_norm",
 }
+_LFM2_NORMS = {"operator_norm": "input_norm", "ffn_norm": "mlp_norm"}
 _NORMS = {  # of families that have other names
     "glm4": _GLM4_NORMS,
     "glm4v_text": _GLM4_NORMS,
@@ -47,6 +50,8 @@ _NORMS = {  # of families that have other names
         "post_norm2": "mlp_out_norm",
     },
     "bamba": {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"},
+    "lfm2": _LFM2_NORMS,
+    "lfm2_moe": _LFM2_NORMS,
 }
 _NORMS_BESIDE_MLP = {
     "mlp.gate.scale": "router_norm",
@@ -205,6 +210,8 @@ def _recurrent_destinations(shard: Shard, whole: RecurrentConfig) -> dict[str, D
     """`_attention_destinations` of a recurrent layer."""
     if isinstance(whole, Mamba2Config):
         prefix, tensors = "mamba", mamba2_tensors(shard, whole)
+    elif isinstance(whole, ShortConvolutionConfig):
+        prefix, tensors = "conv", convolution_tensors(shard, whole)
     else:
         assert isinstance(whole, DeltaNetConfig)
         prefix, tensors = "linear_attn", net_tensors(shard, whole)

@@ -24,6 +24,15 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
 )
 
+# Those of LFM2's attention and MLPs and of Hunyuan's norms, and those of most families.
+_LAYER_NAMES = (
+    (re.compile(r"\.mlp\.w1\."), ".mlp.gate_proj."),
+    (re.compile(r"\.mlp\.w3\."), ".mlp.up_proj."),
+    (re.compile(r"\.mlp\.w2\."), ".mlp.down_proj."),
+    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.([qk])(?:uery|ey)?_layernorm\."), r".self_attn.\1_norm."),
+)
+
 _OF_MEDIA = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector."),
     *("vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio."),
@@ -39,8 +48,10 @@ def full_name(name: str) -> str:
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
-    name = re.sub(r"\.self_attn\.(?:(q)uery|(k)ey)_layernorm\.", r".self_attn.\1\2_norm.", name)  # Hunyuan's
-    name = re.sub(r"\bfinal_layernorm\.", "norm.", name)  # Bamba's
+    name = re.sub(r"\b(final_layernorm|embedding_norm)\.", "norm.", name)  # Bamba's and LFM2's
+    if ".mlp." in name or ".self_attn." in name:
+        for pattern, new in _LAYER_NAMES:
+            name = pattern.sub(new, name)
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 

@@ -229,7 +229,7 @@ class DecoderConfig:
 # Models whose text part is served by itself.
 _WITH_TEXT_PART = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "mistral3"),
-    *("gemma4_unified", "exaone4_5", "kimi_k25", "glm4v", "glm46v", "glm4v_moe"),
+    *("gemma4_unified", "exaone4_5", "kimi_k25", "lfm2_vl", "glm4v", "glm46v", "glm4v_moe"),
 )
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
@@ -361,7 +361,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "num_heads": hf.num_attention_heads,
         "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
         "head_dim": head_dim,
-        "norm_eps": hf.rms_norm_eps,
+        "norm_eps": getattr(hf, "rms_norm_eps", None),
         "activation": _activation(hf),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,
@@ -389,14 +389,14 @@ def quantization_config(hf: HfConfig) -> dict[str, Any] | None:
 
 def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    known = {"full_attention", "linear_attention", *_WINDOW_SIZES}
+    known = {"full_attention", "linear_attention", "conv", *_WINDOW_SIZES}
     if (unknown := set(kinds) - known) or _WINDOW_SIZES.keys() <= set(kinds):
         raise ValueError(f"layer types {sorted(unknown or set(kinds))} are not supported")
     return list(kinds)
 
 
 def _activation(hf: HfConfig) -> Literal["silu", "gelu_tanh"]:
-    name = getattr(hf, "hidden_activation", None) or hf.hidden_act
+    name = getattr(hf, "hidden_activation", None) or getattr(hf, "hidden_act", "silu")
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not supported; these are: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]

@@ -93,10 +93,16 @@ def test_ranks_hold_their_parts(case: Case, ranks: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi3", "gemma3", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["phi3", "gemma3", "qwen3_5", "qwen3_moe", "bamba", "lfm2"])
 def test_fused_gated_and_mixed_layers(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     base = tiny_model(name)
-    targets = ("qkv_proj", "gate_up_proj", "o_proj") if name == "phi3" else ("q_proj", "k_proj", "o_proj")
+    own_names = {
+        "phi3": ("qkv_proj", "gate_up_proj", "o_proj"),
+        "qwen3_5": ("q_proj", "k_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj"),
+        "bamba": ("in_proj", "out_proj"),
+        "lfm2": ("q_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+    }
+    targets = own_names.get(name, ("q_proj", "k_proj", "o_proj"))
     path = write_adapter(tmp_path / "one", base, 0, targets=targets)
     batch = prompts(3)
     with checked_engines(base, page_size=4, kv_tokens=512, max_loras=1) as make:
