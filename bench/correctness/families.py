@@ -178,7 +178,9 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "llama_dynamic": ("llama", _rope("dynamic", factor=2.0)),
         "llama_llama3": ("llama", _LLAMA3),
         "llama_yarn": ("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+        "arcee": ("arcee", {}),
         "mistral": ("mistral", {"sliding_window": None}),
+        "nemotron": ("nemotron", {"mlp_bias": True} | _rope("default", partial_rotary_factor=0.5)),
         "qwen2": ("qwen2", {}),
         "qwen3": ("qwen3", {}),
         "gemma": ("gemma", {"tie_word_embeddings": True}),
@@ -219,6 +221,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     }
     return {
         "mistral_window": ("mistral", window),
+        "starcoder2": ("starcoder2", window | {"tie_word_embeddings": True}),
         "qwen2_window": ("qwen2", window | {"use_sliding_window": True, "max_window_layers": 2}),
         "gemma2": ("gemma2", gemma),
         "gemma3": (

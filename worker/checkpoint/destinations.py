@@ -197,14 +197,19 @@ def _mlp_destinations(
     name: str,
     rows: int,
     kept: range,
-    parameters: tuple[str, str] = ("gate_up", "down"),
+    prefix: str = "",
     own_rows: int | None = None,
 ) -> dict[str, Destination]:
-    """Destinations of the tensors of the gated MLP `name`, of whose `rows` intermediate elements this rank has `kept`.
-    `own_rows`: their number with padding; by default the share of one rank."""
-    gate_up, down = parameters
+    """Destinations of the tensors of the MLP `name`, of whose `rows` intermediate elements this rank has `kept`.
+    `prefix`: of the parameters' names. `own_rows`: their number with padding; by default the share of one rank."""
+    gate_up, down = f"{prefix}gate_up", f"{prefix}down"
     hidden, own_rows = shard.whole.hidden_size, -(-rows // shard.size) if own_rows is None else own_rows
     destinations = _outward(f"{name}.down_proj", down, shard, rows, kept)
+    if not shard.whole.gated_mlps:
+        up, whole = f"{prefix}up", (TensorPiece(0, kept),)
+        destinations[f"{name}.up_proj.weight"] = Destination(up, (rows, hidden), 0, whole)
+        destinations[f"{name}.up_proj.bias"] = Destination(f"{up}_bias", (rows,), 0, whole)
+        return destinations
     ups = range(kept.start + rows, kept.stop + rows)
     if shard.whole.model_type in _FUSED_GATE_UP:
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, ups)
@@ -259,8 +264,7 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         destinations["mlp.experts.down_proj_bias"] = Destination("experts_down_bias", biases, 1, once)
         return destinations
     for place, expert in enumerate(own.own):
-        parameters, name = ("experts_gate_up", "experts_down"), f"mlp.experts.{expert}"
-        one = _mlp_destinations(shard, name, rows, kept, parameters, own_rows)
+        one = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, "experts_", own_rows)
         destinations |= {name: to._replace(expert=place) for name, to in one.items() if name.endswith(".weight")}
     return destinations
 

@@ -5,7 +5,8 @@ import re
 from worker.models.config import DecoderConfig
 from worker.models.sharding import Shard
 
-# The names of experts in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's and Ernie's.
+# The names of experts and MLPs in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's, Ernie's and
+# StarCoder2's.
 _EXPERT_NAMES = (
     (re.compile(r"\.(block_sparse_moe|feed_forward)\."), ".mlp."),
     (re.compile(r"(layers\.\d+)\.(experts|router)\."), r"\1.mlp.\2."),
@@ -20,6 +21,8 @@ _EXPERT_NAMES = (
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
     (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
+    (re.compile(r"\.mlp\.c_fc\."), ".mlp.up_proj."),
+    (re.compile(r"\.mlp\.c_proj\."), ".mlp.down_proj."),
 )
 
 _OF_MEDIA = (

@@ -32,7 +32,7 @@ Kept = Literal["numbers", "blocks", "fp8"]
 """How a parameter is in memory: in floating point, or as its format has it."""
 
 _FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip", ".expert_scales")
-_QUANTIZED = ("qkv", "q_b", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
+_QUANTIZED = ("qkv", "q_b", "out", "gate_up", "up", "down")  # matrices of the layers: nearly all of a model's weights
 _EXPERTS = ("experts_gate_up", "experts_down")
 _EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 8 bits
 _IN_BLOCKS = (*_QUANTIZED, "embedding", "head")
@@ -202,7 +202,8 @@ class _Loading:
         else:
             numbers = self._numbers.pop(name)
             if self._config.gemma_norms and is_norm(name):
-                numbers += 1
+                weights = numbers if numbers.ndim == 1 else numbers[0]  # the others are biases
+                weights += 1
             is_rounded = in_8_bits and name.rpartition(".")[2] in _QUANTIZED
             self.parameters[name] = Fp8Weight(*quantize(numbers)) if is_rounded else numbers
 

@@ -11,11 +11,11 @@ from kernels.lora.lora_weights import ColumnPart, LoraWeights
 from kernels.lora.segments import Segments
 from worker.models.adapted_linear import AdaptedLinear
 from worker.models.decoder import Decoder
-from worker.models.layer import DecoderLayer, GatedMLP, SelfAttention
+from worker.models.layer import DecoderLayer, GatedMLP, PlainMLP, SelfAttention
 from worker.models.parameters import parameter_shapes
 
-ADAPTED = ("qkv", "out", "gate_up", "down")
-"""Linear layers that adapters may change, of attention over keys and values and of gated MLPs."""
+ADAPTED = ("qkv", "out", "gate_up", "up", "down")
+"""Linear layers that adapters may change, of attention over keys and values and of MLPs."""
 
 
 class AdaptedLayers:
@@ -74,4 +74,6 @@ class AdaptedLayers:
             attention = replace(attention, **linears(attention, "qkv", "out"))
         if isinstance(mlp, GatedMLP):
             mlp = replace(mlp, **linears(mlp, "gate_up", "down"))
+        elif isinstance(mlp, PlainMLP):
+            mlp = replace(mlp, **linears(mlp, "up", "down"))
         return replace(layer, attention=attention, mlp=mlp)

@@ -46,6 +46,7 @@ class DecoderConfig:
     | `layer_norms` | norms subtract the mean and have biases |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
+    | `gated_mlps` | MLPs and experts multiply the activation of a product, the gate, by another one; else they have one product before the last |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate |
     | `value_norm` | values are normalised, each head by itself and without weights |
     | `query_temperature` | (tokens t, factor f): a query at position p is multiplied by 1 + f log(1 + floor((p + 1) / t)), in layers that do not rotate (https://arxiv.org/abs/2501.19399) |
@@ -78,7 +79,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Literal["silu", "gelu_tanh", "relu2"]
     context_length: int
     tied_embeddings: bool
     windows: tuple[int | None, ...]
@@ -87,6 +88,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    gated_mlps: bool = True
     qk_norm: Literal["head", "all", "rotated"] | None = None
     query_temperature: tuple[float, float] | None = None
     qk_norm_sizes: tuple[int, int] = (0, 0)
@@ -230,7 +232,9 @@ _WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4")  # mo
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Activations of gates, and of MLPs without a gate.
+_GATED: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_PLAIN: dict[str, Literal["gelu_tanh", "relu2"]] = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_config(model: Path) -> HfConfig:
@@ -347,8 +351,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "num_heads": hf.num_attention_heads,
         "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
         "head_dim": head_dim,
-        "norm_eps": hf.rms_norm_eps,
-        "activation": _activation(hf),
+        "norm_eps": getattr(hf, "rms_norm_eps", None),
+        "activation": _activation(hf, own.get("gated_mlps", True)),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,
         "windows": tuple(getattr(hf, _WINDOW_SIZES[kind]) if kind in _WINDOW_SIZES else None for kind in layer_types),
@@ -381,11 +385,13 @@ def _layer_types(hf: HfConfig) -> list[str]:
     return list(kinds)
 
 
-def _activation(hf: HfConfig) -> Literal["silu", "gelu_tanh"]:
+def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu_tanh", "relu2"]:
     name = getattr(hf, "hidden_activation", None) or hf.hidden_act
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is not supported; these are: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+    known = _GATED if has_gate else _PLAIN
+    if name not in known:
+        where = "" if has_gate else " of MLPs without a gate"
+        raise ValueError(f"activation {name!r}{where} is not supported; these are: {', '.join(known)}")
+    return known[name]
 
 
 def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index: int) -> Rope:

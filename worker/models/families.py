@@ -46,6 +46,31 @@ def _llama(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
 
 
+def _arcee(hf: HfConfig) -> dict[str, Any]:
+    return _llama(hf) | {"gated_mlps": False}
+
+
+def _nemotron(hf: HfConfig) -> dict[str, Any]:
+    return _llama(hf) | {
+        "norm_eps": hf.norm_eps,
+        "layer_norms": True,
+        "gemma_norms": True,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(is_partial=True),
+    }
+
+
+def _starcoder2(hf: HfConfig) -> dict[str, Any]:
+    return _mistral(hf) | {
+        "norm_eps": hf.norm_epsilon,
+        "qkv_bias": hf.use_bias,
+        "out_bias": hf.use_bias,
+        "mlp_bias": hf.use_bias,
+        "layer_norms": True,
+        "gated_mlps": False,
+    }
+
+
 def _mistral(hf: HfConfig) -> dict[str, Any]:
     return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
 
@@ -485,7 +510,10 @@ def _bamba(hf: HfConfig) -> dict[str, Any]:
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
+    "arcee": _arcee,
     "mistral": _mistral,
+    "nemotron": _nemotron,
+    "starcoder2": _starcoder2,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma": _gemma,

@@ -13,7 +13,7 @@ import torch
 from kernels.attention.interface import KVSlots
 from kernels.experts.experts import Experts
 from kernels.linear.any_linear import AnyLinear
-from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
@@ -23,6 +23,9 @@ from worker.models.latent_attention import LatentAttention
 from worker.models.layer_inputs import LayerInput
 from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import Activation, ResidualStream
+
+_GATED: dict[str, Activation] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+_PLAIN: dict[str, Activation] = {"relu2": relu2, "gelu_tanh": gelu_tanh}
 
 
 @dataclass
@@ -166,8 +169,25 @@ class GatedMLP:
 
     def forward(self, x: ResidualStream) -> None:
         """Adds the MLP's output."""
-        gated = x.project_gated(self.norm, self.gate_up, self.activation)
+        gated = x.project_activated(self.norm, self.gate_up, self.activation)
         x.add(self.down, gated, self.out_norm)
+
+
+@dataclass(frozen=True)
+class PlainMLP:
+    """MLP of a layer without a gate: the activation of one product, and another product. Parameters are named as in
+    `parameter_shapes`."""
+
+    norm: torch.Tensor | None
+    up: AnyLinear
+    down: AnyLinear
+    activation: Activation
+    out_norm: torch.Tensor | None = None
+
+    def forward(self, x: ResidualStream) -> None:
+        """Adds the MLP's output."""
+        activated = x.project_activated(self.norm, self.up, self.activation)
+        x.add(self.down, activated, self.out_norm)
 
 
 @dataclass(frozen=True)
@@ -180,28 +200,26 @@ class DecoderLayer:
     """
 
     attention: SelfAttention | LatentAttention | RecurrentLayer
-    mlp: GatedMLP | ExpertMLP
+    mlp: GatedMLP | PlainMLP | ExpertMLP
     input: LayerInput | None = None
     scale: torch.Tensor | None = None
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
-        `qkv`, `out`, `gate_up` and `down` are linear layers."""
+        `qkv`, `out`, `gate_up`, `up` and `down` are linear layers."""
         attention = _attention(config, index, parameters)
-        activation = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
+        activation = (_GATED if config.gated_mlps else _PLAIN)[config.activation]
         experts = config.experts_of(index)
-        mlp: GatedMLP | ExpertMLP
+        mlp: GatedMLP | PlainMLP | ExpertMLP
         if experts is not None:
             mlp = _expert_mlp(experts, activation, parameters)
         else:
-            mlp = GatedMLP(
-                parameters.get("mlp_norm"),
-                parameters["gate_up"],
-                parameters["down"],
-                activation,
-                parameters.get("mlp_out_norm"),
-            )
+            norms, down = (parameters.get("mlp_norm"), parameters.get("mlp_out_norm")), parameters["down"]
+            if config.gated_mlps:
+                mlp = GatedMLP(norms[0], parameters["gate_up"], down, activation, norms[1])
+            else:
+                mlp = PlainMLP(norms[0], parameters["up"], down, activation, norms[1])
         own_input = None
         if config.layer_inputs is not None:
             gate, out = parameters["layer_input_gate"], parameters["layer_input_out"]
@@ -211,12 +229,13 @@ class DecoderLayer:
     @property
     def linears(self) -> list[tuple[AnyLinear, bool]]:
         """All linear layers, each with whether its product is what a sublayer adds to the hidden states."""
-        mlp = self.mlp if isinstance(self.mlp, GatedMLP) else self.mlp.shared
+        mlp = self.mlp.shared if isinstance(self.mlp, ExpertMLP) else self.mlp
         own: list[tuple[AnyLinear, bool]] = [(self.attention.qkv, False), (self.attention.out, True)]
         if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
             own.append((self.attention.q_b, False))
         if mlp is not None:
-            own += [(mlp.gate_up, False), (mlp.down, isinstance(mlp, GatedMLP))]
+            first = mlp.up if isinstance(mlp, PlainMLP) else mlp.gate_up
+            own += [(first, False), (mlp.down, not isinstance(mlp, SharedExperts))]
         return own
 
     def forward(self, x: ResidualStream, context: ForwardContext) -> None:

@@ -98,9 +98,10 @@ def _latent_shapes(config: DecoderConfig, latent: LatentHeads) -> dict[str, tupl
 
 def _mlp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, size = config.hidden_size, config.intermediate_size
-    layer: dict[str, tuple[int, ...]] = {"gate_up": (2 * size, hidden), "down": (hidden, size)}
+    first, rows = ("gate_up", 2 * size) if config.gated_mlps else ("up", size)
+    layer: dict[str, tuple[int, ...]] = {first: (rows, hidden), "down": (hidden, size)}
     if config.mlp_bias:
-        layer |= {"gate_up_bias": (2 * size,), "down_bias": (hidden,)}
+        layer |= {f"{first}_bias": (rows,), "down_bias": (hidden,)}
     return layer
 
 
@@ -137,7 +138,7 @@ def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dic
     become linear layers; `dtype` is that of the activations."""
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)}
-    for name in ("qkv", "q_b", "out", "gate_up", "down", "router", "layer_input_gate", "layer_input_out"):
+    for name in ("qkv", "q_b", "out", "gate_up", "up", "down", "router", "layer_input_gate", "layer_input_out"):
         if name not in own:
             continue
         weight, bias = own[name], own.pop(f"{name}_bias", None)

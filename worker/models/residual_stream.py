@@ -1,7 +1,7 @@
 """The residual stream, which the sublayers of a decoder read and add to, and three ways to run that on a device.
 
-A sublayer reads the stream through a norm (`project`, `project_gated`, `normalised`) and ends with a product that is
-added to the stream (`add`, `add_product`). `worker.models.layer` says once which sublayers a layer has. The classes
+A sublayer reads the stream through a norm (`project`, `project_activated`, `normalised`) and ends with a product that
+is added to the stream (`add`, `add_product`). `worker.models.layer` says once which sublayers a layer has. The classes
 here say which kernels that makes, and when the ranks of tensor parallelism sum their parts. The sublayers are the same
 in each.
 """
@@ -13,13 +13,14 @@ import torch
 from kernels.linear.any_linear import AnyLinear
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
-from kernels.ops.activation import gelu_tanh_and_mul
+from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.ops.norm import add_rms_norm, normalise, rms_norm
 from worker.models.adapted_linear import AdaptedLinear
 from worker.parallel.communicator import Communicator
 
 Activation = Callable[..., torch.Tensor]
-"""Gated activation, `[n, 2 * size]` to `[n, size]`, of a tensor or of the sum of two."""
+"""Activation of an MLP, of a tensor or of the sum of two: gated, `[n, 2 * size]` to `[n, size]`; without a gate,
+`[n, size]` to the same."""
 
 Part = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Last operator of a sublayer, `[n, size]` to this rank's part of the output, `[n, hidden_size]`, in the second tensor
@@ -61,10 +62,10 @@ class ResidualStream:
         `kernels.ops.norm.normalise`, or None for the hidden states as they are."""
         return linear(self.normalised(norm), out)
 
-    def project_gated(
+    def project_activated(
         self, norm: torch.Tensor | None, linear: AnyLinear | AdaptedLinear, activation: Activation
     ) -> torch.Tensor:
-        """`project`, followed by the activation: `[n, linear's outputs / 2]`."""
+        """`project`, followed by the activation: `[n, linear's outputs / 2]`, or without a gate all of them."""
         if isinstance(linear, AdaptedLinear):
             return activation(*linear.apart(self.normalised(norm)))
         return activation(linear(self.normalised(norm)))
@@ -173,11 +174,13 @@ class OneTokenStream(ResidualStream):
 
         return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, out=out)
 
-    def project_gated(
+    def project_activated(
         self, norm: torch.Tensor | None, linear: AnyLinear | AdaptedLinear, activation: Activation
     ) -> torch.Tensor:
         if not isinstance(linear, Linear | Fp8Linear):
-            return super().project_gated(norm, linear, activation)
+            return super().project_activated(norm, linear, activation)
+        if activation not in (silu_and_mul, gelu_tanh_and_mul):
+            return activation(self.project(norm, linear))
         from kernels.linear.gemv import gated_gemv
 
         gelu = activation is gelu_tanh_and_mul

@@ -93,10 +93,11 @@ def test_ranks_hold_their_parts(case: Case, ranks: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi3", "gemma3", "qwen3_5", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["phi3", "gemma3", "arcee", "qwen3_5", "qwen3_moe"])
 def test_fused_gated_and_mixed_layers(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     base = tiny_model(name)
-    targets = ("qkv_proj", "gate_up_proj", "o_proj") if name == "phi3" else ("q_proj", "k_proj", "o_proj")
+    own = {"phi3": ("qkv_proj", "gate_up_proj", "o_proj"), "arcee": ("up_proj", "down_proj", "o_proj")}
+    targets = own.get(name, ("q_proj", "k_proj", "o_proj"))
     path = write_adapter(tmp_path / "one", base, 0, targets=targets)
     batch = prompts(3)
     with checked_engines(base, page_size=4, kv_tokens=512, max_loras=1) as make:

@@ -27,6 +27,7 @@ from worker.step import Chunk, Plan
 
 CPU = torch.device("cpu")
 NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe", "gpt_oss"]
+NAMES += ["starcoder2"]
 
 
 def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "auto") -> dict[str, torch.Tensor]:
@@ -78,6 +79,7 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
     cut: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "qkv": stacked,
         "gate_up": gated,
+        "up": lambda x: padded(x[rows(shard.intermediate)], own.intermediate_size),
         "out": lambda x: padded(x[:, rows(shard.heads, size)], own.num_heads * size, 1),
         "down": lambda x: padded(x[:, rows(inner(x.shape[1])[0])], inner(x.shape[1])[1], 1),
         "embedding": lambda x: padded(x[rows(shard.vocabulary)], own.vocab_rows),
@@ -85,6 +87,7 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
     }
     cut |= {"experts_gate_up": experts_gated, "experts_down": experts_down}
     cut |= {"experts_gate_up_bias": experts_gated, "experts_down_bias": cut["out_bias"]}
+    cut["up_bias"] = cut["up"]
     cut["sinks"] = lambda x: padded(x[rows(shard.heads)], own.num_heads)
     cut |= {"qkv_bias": stacked, "gate_up_bias": gated, "head": cut["embedding"], "down_bias": cut["out_bias"]}
     return {name: cut.get(name.split(".")[-1], torch.clone)(x) for name, x in whole.items()}
@@ -252,20 +255,17 @@ def in_8_bits(folder: Path, rank: int = 0, size: int = 1) -> weight_loader.Param
     return load_weights(folder, shard, CPU, torch.float32, "auto", quantization="fp8")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_matrices_of_layers_are_rounded(size: int, tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("name", "size"), [("llama_biased_tied", 1), ("llama_biased_tied", 2), ("starcoder2", 2)])
+def test_matrices_of_layers_are_rounded(name: str, size: int, tiny_model: Callable[[str], Path]) -> None:
     for rank in range(size):
-        whole, got = (
-            load(tiny_model("llama_biased_tied"), rank, size),
-            in_8_bits(tiny_model("llama_biased_tied"), rank, size),
-        )
+        whole, got = load(tiny_model(name), rank, size), in_8_bits(tiny_model(name), rank, size)
         assert got.keys() == whole.keys()
-        for name, value in got.items():
-            if name.rpartition(".")[2] in ("qkv", "out", "gate_up", "down"):
+        for parameter, value in got.items():
+            if parameter.rpartition(".")[2] in ("qkv", "out", "gate_up", "up", "down"):
                 assert isinstance(value, Fp8Weight)
-                assert all(map(torch.equal, value, quantize(whole[name])))
+                assert all(map(torch.equal, value, quantize(whole[parameter])))
             else:
-                assert isinstance(value, torch.Tensor) and torch.equal(value, whole[name])
+                assert isinstance(value, torch.Tensor) and torch.equal(value, whole[parameter])
 
 
 def test_one_layer_at_a_time_is_there_twice(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
