@@ -425,4 +425,21 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "bamba",
             mamba | {"mamba_n_groups": sizes.mamba_groups[1], "mamba_conv_bias": False, "attn_layer_indices": [1]},
         ),
+        "nemotron_h": ("nemotron_h", _nemotron_h(sizes, "M-*-M--")),
+    }
+
+
+def _nemotron_h(sizes: Sizes, pattern: str) -> dict[str, Any]:
+    """`pattern` has a letter for each layer, as in published configurations. In prompts, `transformers` 5.23 takes
+    `time_step_min` for the least step, which its authors' code does not, and neither does in outputs."""
+    _, heads, head_dim, state, chunk = sizes.mamba
+    return {
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head_dim,
+        "ssm_state_size": state,
+        "n_groups": sizes.mamba_groups[0],
+        "chunk_size": chunk,
+        "time_step_min": 1e-30,
     }

@@ -132,11 +132,14 @@ def _adaptable(shard: Shard) -> dict[str, Destination]:
     modules = {}
     for tensor, to in destinations(shard, stacked=True).items():
         name = to.parameter.rpartition(".")[2]
-        if name not in ADAPTED or not tensor.endswith(".weight") or ".linear_attn." in tensor:
+        if name not in ADAPTED or not tensor.endswith(".weight"):
             continue
-        is_of_attention = name in ("qkv", "out")
         index = int(to.parameter.split(".")[1])
-        if config.latent is None if is_of_attention else config.experts_of(index) is None:
+        if name in ("qkv", "out"):
+            is_adaptable = config.latent is None and index in config.attention_layers
+        else:
+            is_adaptable = config.experts_of(index) is None
+        if is_adaptable:
             modules[tensor.removesuffix(".weight")] = to
     return modules
 

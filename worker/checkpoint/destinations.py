@@ -84,7 +84,9 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         destinations["model.per_layer_projection_norm.weight"] = _whole("layer_inputs_norm", (inputs.size,))
     for own, index in enumerate(shard.layers):
         part = shard.of_layer(index)
-        layer = _attention_destinations(part, index) | _norm_destinations(shard.whole) | _further_destinations(shard)
+        layer = _norm_destinations(shard.whole, index) | _further_destinations(shard)
+        if shard.whole.has_attention(index):
+            layer |= _attention_destinations(part, index)
         experts = shard.config.experts_of(own)
         if experts is None:
             name = _MLPS.get(shard.whole.model_type, "mlp")
@@ -295,8 +297,10 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
     return destinations
 
 
-def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
-    if config.model_type == "glm4":
+def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destination]:
+    if config.sublayers is not None:
+        names = {"norm": "input_norm" if config.has_attention(index) else "mlp_norm"}
+    elif config.model_type == "glm4":
         names = _GLM4_NORMS
     elif config.model_type == "bamba":
         names = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}

@@ -25,6 +25,16 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.c_proj\."), ".mlp.down_proj."),
 )
 
+# Nemotron-H's names: a layer's one sublayer is its mixer, whatever it is.
+_MIXER_NAMES = (
+    (re.compile(r"^backbone\."), "model."),
+    (re.compile(r"\bembeddings\."), "embed_tokens."),
+    (re.compile(r"\bnorm_f\."), "norm."),
+    (re.compile(r"\.mixer\.([qkvo]_proj)\."), r".self_attn.\1."),
+    (re.compile(r"\.mixer\.(up_proj|down_proj|gate|experts|shared_experts)\."), r".mlp.\1."),
+    (re.compile(r"\.mixer\."), ".mamba."),
+)
+
 _OF_MEDIA = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
     *("embed_vision.", "audio_tower.", "embed_audio."),
@@ -37,6 +47,9 @@ def full_name(name: str) -> str:
     # Next to a vision part: as transformers has it, and as checkpoints were published before.
     name = name.replace("model.language_model.", "model.", 1)
     name = re.sub(r"^language_model\.(?=model\.|lm_head\.)", "", name)
+    if re.search(r"\.mixer\.|\bembeddings\.|\bnorm_f\.|^backbone\.", name):
+        for pattern, new in _MIXER_NAMES:
+            name = pattern.sub(new, name)
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)

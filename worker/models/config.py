@@ -56,6 +56,7 @@ class DecoderConfig:
     | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
     | `recurrent` | of the layers that have recurrent states in place of attention |
+    | `sublayers` | for each layer which one it has, where each has one: attention, or what is in its place, or an MLP or experts; None: both |
     | `layer_inputs` | inputs of each layer besides the hidden states |
     | `layer_scales` | the output of each layer is multiplied by a number |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
@@ -113,6 +114,7 @@ class DecoderConfig:
     output_gate: bool = False
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
+    sublayers: tuple[Literal["attention", "mlp"], ...] | None = None
     layer_inputs: LayerInputsConfig | None = None
     layer_scales: bool = False
     extra_layers: int = 0
@@ -148,11 +150,20 @@ class DecoderConfig:
         """The experts of layer `index`; None if it has an MLP."""
         return self.experts if self.experts is not None and self.experts.layers[index] else None
 
+    def has_attention(self, index: int) -> bool:
+        """Whether layer `index` has attention, or recurrent states in place of it."""
+        return self.sublayers is None or self.sublayers[index] == "attention"
+
+    def has_mlp(self, index: int) -> bool:
+        """Whether layer `index` has an MLP or experts."""
+        return self.sublayers is None or self.sublayers[index] == "mlp"
+
     @property
     def attention_layers(self) -> list[int]:
-        """The layers with attention."""
+        """The layers with attention, and not with recurrent states in place of it."""
         recurrent = None if self.recurrent is None else self.recurrent.layers
-        return [index for index in range(self.num_layers) if recurrent is None or not recurrent[index]]
+        layers = (index for index in range(self.num_layers) if self.has_attention(index))
+        return [index for index in layers if recurrent is None or not recurrent[index]]
 
     @property
     def kv_layers(self) -> list[int]:
@@ -332,6 +343,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     this variant of it."""
     if not isinstance(hf, SimpleNamespace):
         hf = SimpleNamespace(**hf.to_dict())  # where layers differ, transformers refuses to say what holds for most
+    if not hasattr(hf, "num_hidden_layers") and hasattr(hf, "layers_block_type"):  # where the number follows from it
+        hf = SimpleNamespace(**vars(hf), num_hidden_layers=len(hf.layers_block_type))
     if hf.model_type not in ARCHITECTURES:
         raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
     if getattr(hf, "use_bidirectional_attention", False) not in (None, False, "vision"):  # text is causal with "vision"
@@ -386,7 +399,7 @@ def _layer_types(hf: HfConfig) -> list[str]:
 
 
 def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu_tanh", "relu2"]:
-    name = getattr(hf, "hidden_activation", None) or hf.hidden_act
+    name = getattr(hf, "hidden_activation", None) or getattr(hf, "mlp_hidden_act", None) or hf.hidden_act
     known = _GATED if has_gate else _PLAIN
     if name not in known:
         where = "" if has_gate else " of MLPs without a gate"
@@ -395,7 +408,10 @@ def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu_tanh", "r
 
 
 def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index: int) -> Rope:
-    parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
+    said = getattr(hf, "rope_parameters", None)
+    if said is None:  # a family that never rotates
+        return Rope(head_dim, 1e4, rotated=0)
+    parameters = dict(said.get(layer_type) or said)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
     part = 1.0 if kind == "proportional" else parameters.pop("partial_rotary_factor", 1.0)
     if kind == "longrope":

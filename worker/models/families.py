@@ -477,16 +477,22 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _mamba2(hf: HfConfig, layers: tuple[bool, ...]) -> Mamba2Config | None:
     """Layers with Mamba2, as Bamba names their sizes; None if there are none."""
+    states = StateShape(hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_state, hf.mamba_d_head, hf.mamba_d_conv)
+    return _mamba2_layers(hf, layers, states, hf.hidden_act, hf.rms_norm_eps, hf.mamba_conv_bias)
+
+
+def _mamba2_layers(
+    hf: HfConfig, layers: tuple[bool, ...], states: StateShape, activation: str, eps: float, has_bias: bool
+) -> Mamba2Config | None:
     if hf.mamba_proj_bias:
         raise ValueError(f"{hf.model_type} models with mamba_proj_bias are not supported")
     least, most = hf.time_step_limit or (0.0, math.inf)
     if least > 0.0 or most < math.inf:
         raise ValueError(f"{hf.model_type} models with time_step_limit {[least, most]} are not supported")
-    if hf.hidden_act != "silu":
-        raise ValueError(f"{hf.model_type} models with activation {hf.hidden_act!r} are not supported")
-    states = StateShape(hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_state, hf.mamba_d_head, hf.mamba_d_conv)
+    if activation != "silu":
+        raise ValueError(f"{hf.model_type} models with activation {activation!r} are not supported")
     group_size = states.value_heads * states.value_dim // states.key_heads
-    return Mamba2Config(states, layers, hf.rms_norm_eps, hf.mamba_conv_bias, group_size) if any(layers) else None
+    return Mamba2Config(states, layers, eps, has_bias, group_size) if any(layers) else None
 
 
 def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
@@ -504,6 +510,26 @@ def _bamba(hf: HfConfig) -> dict[str, Any]:
     return _llama(hf) | {
         "rope_rules": RopeRules(is_partial=True),
         "recurrent": _mamba2(hf, tuple(index not in with_attention for index in range(hf.num_hidden_layers))),
+    }
+
+
+def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
+    """Each layer has one sublayer: Mamba2, attention, an MLP or experts. Nothing rotates."""
+    for name in ("use_bias", "attention_bias", "sliding_window"):
+        if getattr(hf, name):
+            raise ValueError(f"nemotron_h models with {name} are not supported")
+    kinds = hf.layers_block_type
+    if "moe" in kinds:
+        raise ValueError("nemotron_h models with experts are not supported")
+    states = StateShape(hf.n_groups, hf.mamba_num_heads, hf.ssm_state_size, hf.mamba_head_dim, hf.conv_kernel)
+    eps, with_mamba2 = hf.layer_norm_epsilon, tuple(kind == "linear_attention" for kind in kinds)
+    return {
+        "norm_eps": eps,
+        "mlp_bias": hf.mlp_bias,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(layers=dict.fromkeys(range(len(kinds)), False)),
+        "sublayers": tuple("mlp" if kind in ("mlp", "moe") else "attention" for kind in kinds),
+        "recurrent": _mamba2_layers(hf, with_mamba2, states, hf.mamba_hidden_act, eps, hf.use_conv_bias),
     }
 
 
@@ -549,4 +575,5 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     "granitemoehybrid": _granite_hybrid,
     "bamba": _bamba,
+    "nemotron_h": _nemotron_h,
 }

@@ -192,15 +192,15 @@ class PlainMLP:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A layer: attention, then an MLP. Each reads the residual stream through a norm, and adds its output to it. Some
-    models add an input of the layer then, or multiply the stream by `scale`, `[1]`.
+    """A layer: attention, then an MLP, or one of the two. Each reads the residual stream through a norm, and adds its
+    output to it. Some models add an input of the layer then, or multiply the stream by `scale`, `[1]`.
 
     The parts are members, so that a layer of another kind has another member, such as attention with a state of its own
     in place of `attention`.
     """
 
-    attention: SelfAttention | LatentAttention | RecurrentLayer
-    mlp: GatedMLP | PlainMLP | ExpertMLP
+    attention: SelfAttention | LatentAttention | RecurrentLayer | None
+    mlp: GatedMLP | PlainMLP | ExpertMLP | None
     input: LayerInput | None = None
     scale: torch.Tensor | None = None
 
@@ -208,18 +208,9 @@ class DecoderLayer:
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
         `qkv`, `out`, `gate_up`, `up` and `down` are linear layers."""
-        attention = _attention(config, index, parameters)
+        attention = _attention(config, index, parameters) if config.has_attention(index) else None
         activation = (_GATED if config.gated_mlps else _PLAIN)[config.activation]
-        experts = config.experts_of(index)
-        mlp: GatedMLP | PlainMLP | ExpertMLP
-        if experts is not None:
-            mlp = _expert_mlp(experts, activation, parameters)
-        else:
-            norms, down = (parameters.get("mlp_norm"), parameters.get("mlp_out_norm")), parameters["down"]
-            if config.gated_mlps:
-                mlp = GatedMLP(norms[0], parameters["gate_up"], down, activation, norms[1])
-            else:
-                mlp = PlainMLP(norms[0], parameters["up"], down, activation, norms[1])
+        mlp = _mlp(config, index, activation, parameters) if config.has_mlp(index) else None
         own_input = None
         if config.layer_inputs is not None:
             gate, out = parameters["layer_input_gate"], parameters["layer_input_out"]
@@ -230,7 +221,9 @@ class DecoderLayer:
     def linears(self) -> list[tuple[AnyLinear, bool]]:
         """All linear layers, each with whether its product is what a sublayer adds to the hidden states."""
         mlp = self.mlp.shared if isinstance(self.mlp, ExpertMLP) else self.mlp
-        own: list[tuple[AnyLinear, bool]] = [(self.attention.qkv, False), (self.attention.out, True)]
+        own: list[tuple[AnyLinear, bool]] = []
+        if self.attention is not None:
+            own += [(self.attention.qkv, False), (self.attention.out, True)]
         if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
             own.append((self.attention.q_b, False))
         if mlp is not None:
@@ -240,15 +233,20 @@ class DecoderLayer:
 
     def forward(self, x: ResidualStream, context: ForwardContext) -> None:
         """Runs the layer: the part before attention, attention, and the part after it."""
-        qkv = self.attention.project(x)
-        attended = self.attention.forward(qkv, context)
+        attended = None
+        if self.attention is not None:
+            qkv = self.attention.project(x)
+            attended = self.attention.forward(qkv, context)
         self.post_attention(x, attended)
 
-    def post_attention(self, x: ResidualStream, attended: torch.Tensor) -> None:
-        """The part after attention, `attended` being the output of `SelfAttention.forward`. Needs no other token's
-        hidden states."""
-        self.attention.add_output(x, attended)
-        self.mlp.forward(x)
+    def post_attention(self, x: ResidualStream, attended: torch.Tensor | None) -> None:
+        """The part after attention, `attended` being the output of `SelfAttention.forward`; None in a layer without.
+        Needs no other token's hidden states."""
+        if self.attention is not None:
+            assert attended is not None, "the layer has attention"
+            self.attention.add_output(x, attended)
+        if self.mlp is not None:
+            self.mlp.forward(x)
         if self.input is not None:
             self.input.forward(x)
         if self.scale is not None:
@@ -279,6 +277,18 @@ def _attention(
         sinks=parameters.get("sinks"),
         norms_of_all=(parameters["q_norm"], parameters["k_norm"]) if config.qk_norm == "all" else None,
     )
+
+
+def _mlp(
+    config: DecoderConfig, index: int, activation: Activation, parameters: dict[str, Any]
+) -> GatedMLP | PlainMLP | ExpertMLP:
+    experts = config.experts_of(index)
+    if experts is not None:
+        return _expert_mlp(experts, activation, parameters)
+    norm, out_norm, down = parameters.get("mlp_norm"), parameters.get("mlp_out_norm"), parameters["down"]
+    if config.gated_mlps:
+        return GatedMLP(norm, parameters["gate_up"], down, activation, out_norm)
+    return PlainMLP(norm, parameters["up"], down, activation, out_norm)
 
 
 def _head_norms(

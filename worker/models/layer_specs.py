@@ -20,6 +20,8 @@ def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
     if recurrent is not None and recurrent.layers[index]:
         weights = hidden * (sum(recurrent.projected_sizes) + recurrent.attended_size)
         layer = LayerSpec(weights, 0, 0, 0, 1, 0, state_bytes=recurrent.states.row_bytes(torch.bfloat16))
+    elif not config.has_attention(index):
+        layer = LayerSpec(0, 0, 0, 0, 1, 0)
     else:
         kv = own.num_kv_heads * own.head_dim * (2 if config.latent is None else 1)
         attended = own.num_heads * ((own.query_size + own.output_size) // 2)
@@ -37,6 +39,8 @@ def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
         weights += 2 * hidden * inputs.size
         if index == 0 and config.is_first:
             weights += hidden * inputs.size * inputs.layers
+    if not config.has_mlp(index):
+        return replace(layer, weights=weights)
     if experts is None:
         return replace(layer, weights=weights + products * hidden * own.intermediate_size, inner=own.intermediate_size)
     return replace(

@@ -31,13 +31,15 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         if config.head_bias:
             shapes["head_bias"] = (config.vocab_rows,)
     for index in range(config.num_layers):
-        experts, own = config.experts_of(index), config.of_layer(index)
-        mlp = _mlp_shapes(own) if experts is None else _expert_shapes(config, experts)
-        recurrent = config.recurrent
+        experts, own, recurrent = config.experts_of(index), config.of_layer(index), config.recurrent
+        layer: dict[str, tuple[int, ...]] = {}
         if recurrent is not None and recurrent.layers[index]:
-            layer = recurrent.parameter_shapes(config.hidden_size) | mlp
-        else:
-            layer = _attention_shapes(own) | mlp
+            layer |= recurrent.parameter_shapes(config.hidden_size)
+        elif config.has_attention(index):
+            layer |= _attention_shapes(own)
+        if config.has_mlp(index):
+            layer |= _mlp_norm_shapes(config)
+            layer |= _mlp_shapes(own) if experts is None else _expert_shapes(config, experts)
         if config.layer_inputs is not None:
             size, hidden = config.layer_inputs.size, config.hidden_size
             layer |= {"layer_input_gate": (size, hidden), "layer_input_out": (hidden, size)}
@@ -58,7 +60,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.latent is not None:
         layer |= _latent_shapes(config, config.latent)
     if config.pre_norms:
-        layer |= {"input_norm": _norm_shape(config), "mlp_norm": _norm_shape(config)}
+        layer["input_norm"] = _norm_shape(config)
     if config.qkv_bias:
         layer["qkv_bias"] = (config.qkv_size,)
     if config.out_bias:
@@ -72,7 +74,16 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.has_sinks:
         layer["sinks"] = (config.num_heads,)
     if config.sandwich_norms:
-        layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
+        layer["attention_out_norm"] = (hidden,)
+    return layer
+
+
+def _mlp_norm_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    layer: dict[str, tuple[int, ...]] = {}
+    if config.pre_norms:
+        layer["mlp_norm"] = _norm_shape(config)
+    if config.sandwich_norms:
+        layer["mlp_out_norm"] = (config.hidden_size,)
     return layer
 
 

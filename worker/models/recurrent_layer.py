@@ -52,7 +52,6 @@ class RecurrentConfig(ABC):
             "conv": (self.states.channels, 1, self.states.width),
             "decay_log": (self.states.value_heads,),
             "input_norm": (hidden_size,),
-            "mlp_norm": (hidden_size,),
         }
 
     @abstractmethod

@@ -7,6 +7,7 @@ in each.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +33,25 @@ tensor to write to, if any."""
 
 EMBEDDING_TURN = 2
 """Turn of `Communicator.reduce_buffer` for the sum of embeddings, and for a sum between two of a stream. The sums of a
-stream alternate between turns 0 and 1, and the last sum of a step has turn 1. So consecutive sums differ, also from one
-step to the next."""
+stream alternate between turns 0 and 1, and the last sum of a step has turn 1 (`FirstSum`). So consecutive sums differ,
+also from one step to the next."""
+
+
+class FirstSum(NamedTuple):
+    """The first of the sums over ranks that a stream makes: its `turn`, and whether it `is_apart`, which is a sum that
+    goes through no shared memory."""
+
+    turn: int = 0
+    is_apart: bool = False
+
+    @classmethod
+    def of(cls, sums: int, follows_embedding: bool) -> "FirstSum":
+        """Returns the first sum of a stream that makes the last `sums` sums of a step. An odd number begins with the
+        turn that it ends with: an embedding's sum must be before the first one then, or the first one is apart."""
+        return cls(sums % 2, sums % 2 == 1 and not follows_embedding)
+
+
+_EVEN = FirstSum()
 
 
 class ResidualStream:
@@ -46,13 +64,18 @@ class ResidualStream:
     """
 
     def __init__(
-        self, x: torch.Tensor, communicator: Communicator, eps: float, layer_inputs: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        communicator: Communicator,
+        eps: float,
+        layer_inputs: torch.Tensor | None = None,
+        first_sum: FirstSum = _EVEN,
     ) -> None:
         """x: `[n, hidden_size]`, contiguous, the same on all ranks of `communicator`. Overwritten. `eps` is that of all
         norms. `layer_inputs`: `[n, layers, size]`, for `worker.models.layer_inputs.LayerInput`."""
         self.x, self.eps, self.layer_inputs = x, eps, layer_inputs
         self._communicator = communicator
-        self._turn = 0
+        self._turn, self._is_apart = first_sum
         # Output of the last sublayer where x lacks it: this rank's part, or the sum of all ranks' parts.
         self._update: torch.Tensor | None = None
         self._is_summed = False
@@ -133,6 +156,9 @@ class ResidualStream:
         """Memory for this rank's part of the next sum (`Communicator.reduce_buffer`)."""
         if turn is None:
             turn, self._turn = self._turn, 1 - self._turn
+            is_apart, self._is_apart = self._is_apart, False
+            if is_apart:
+                return None
         return self._communicator.reduce_buffer(len(self.x), self.x.shape[1], self.x.dtype, turn)
 
 

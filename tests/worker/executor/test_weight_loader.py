@@ -1,6 +1,7 @@
 """Weights in the decoder's own parameters: whole, cut over ranks, random."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,6 +166,19 @@ def test_experts_as_one_tensor_and_each_by_itself(name: str, tiny_model: Callabl
     for rank in range(2):
         got, wanted = load(tmp_path, rank, 2), load(folder, rank, 2)
         assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "model."])
+def test_names_of_nemotron_h(prefix: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As published, with layers for drafts, and as transformers has them in memory."""
+    folder = tiny_model("nemotron_h")
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {re.sub(r"^\w+\.(?=layers|embeddings|norm_f)", prefix, name): x for name, x in tensors.items()}
+    assert {f"{prefix}{name}" for name in ("embeddings.weight", "norm_f.weight", "layers.0.mixer.A_log")} < set(renamed)
+    save_file(renamed | {"mtp.layers.0.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    got, wanted = load(tmp_path), load(folder)
+    assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
 
 
 def test_layers_after_the_last_are_left_out(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

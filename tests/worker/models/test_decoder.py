@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig, NemotronHConfig
 
 from tests.worker.conftest import DELTA_NETS, TINY, Sequences
 from worker.config import WorkerConfig
@@ -105,7 +105,7 @@ def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Call
             torch.testing.assert_close(got, wanted[: len(got)], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4", "nemotron_h"])
 def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +154,24 @@ def test_unsupported_variants(changes: dict, message: str) -> None:
 def test_unsupported_variants_of_mamba2(changes: dict) -> None:
     with pytest.raises(ValueError, match=r"bamba models with (mamba_proj_bias|time_step_limit|activation) .*not supp"):
         decoder_config(BambaConfig(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ({"time_step_limit": (0.001, float("inf"))}, "time_step_limit"),
+        ({"mamba_hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"mlp_hidden_act": "silu"}, "activation 'silu' of MLPs without a gate"),
+        ({"use_bias": True}, "use_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": 8}, "sliding_window"),
+        ({"hybrid_override_pattern": "ME*-"}, "experts"),
+    ],
+)
+def test_unsupported_variants_of_nemotron_h(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"{message}.* not supported"):
+        decoder_config(NemotronHConfig(**({"hybrid_override_pattern": "M-*-"} | changes)))
 
 
 def test_the_longest_context_chooses_the_factors_of_longrope(tiny_model: Callable[[str], Path]) -> None:
