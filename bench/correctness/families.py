@@ -426,6 +426,7 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             mamba | {"mamba_n_groups": sizes.mamba_groups[1], "mamba_conv_bias": False, "attn_layer_indices": [1]},
         ),
         "nemotron_h": ("nemotron_h", _nemotron_h(sizes, "M-*-M--")),
+        "nemotron_h_moe": ("nemotron_h", _nemotron_h_moe(sizes, "EM*EM-E")),
     }
 
 
@@ -443,3 +444,11 @@ def _nemotron_h(sizes: Sizes, pattern: str) -> dict[str, Any]:
         "chunk_size": chunk,
         "time_step_min": 1e-30,
     }
+
+
+def _nemotron_h_moe(sizes: Sizes, pattern: str) -> dict[str, Any]:
+    return (
+        _nemotron_h(sizes, pattern)
+        | _sigmoid(sizes)
+        | {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 2 * sizes.expert}
+    )

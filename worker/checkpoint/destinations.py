@@ -254,6 +254,9 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     if stacked and own.held is not None:
         return destinations | _whole_experts(experts, hidden, own.held)
     if stacked:
+        if not shard.whole.gated_mlps:
+            shape, piece = (experts.count, rows, hidden), TensorPiece(0, kept)
+            destinations["mlp.experts.up_proj"] = Destination("experts_up", shape, 1, (piece,))
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, range(kept.start + rows, kept.stop + rows))
         shape = experts.count, 2 * rows, hidden
         destinations["mlp.experts.gate_up_proj"] = Destination("experts_gate_up", shape, 1, pieces)
@@ -276,6 +279,7 @@ def _whole_experts(experts: ExpertsConfig, hidden: int, held: range) -> dict[str
     count, rows = experts.count, experts.intermediate_size
     shapes = {
         "gate_up_proj": (count, 2 * rows, hidden),
+        "up_proj": (count, rows, hidden),
         "down_proj": (count, hidden, rows),
         "gate_up_proj_bias": (count, 2 * rows),
         "down_proj_bias": (count, hidden),

@@ -33,7 +33,7 @@ Kept = Literal["numbers", "blocks", "fp8"]
 
 _FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip", ".expert_scales")
 _QUANTIZED = ("qkv", "q_b", "out", "gate_up", "up", "down")  # matrices of the layers: nearly all of a model's weights
-_EXPERTS = ("experts_gate_up", "experts_down")
+_EXPERTS = ("experts_gate_up", "experts_up", "experts_down")
 _EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 8 bits
 _IN_BLOCKS = (*_QUANTIZED, "embedding", "head")
 
@@ -94,7 +94,8 @@ def _matched(
         wanted = destinations(shard, stacked=True)
         return wanted, list(random_tensors(wanted, config.gemma_norms, device, dtype))
     found = [tensor._replace(name=full_name(tensor.name)) for tensor in model_tensors(model, config, device, dtype)]
-    wanted = destinations(shard, any(".mlp.experts.gate_up_proj" in tensor.name for tensor in found))
+    of_all = (".mlp.experts.gate_up_proj", ".mlp.experts.up_proj")
+    wanted = destinations(shard, any(name in tensor.name for tensor in found for name in of_all))
     tensors = [
         tensor for tensor in found if not is_ignored(tensor.name, config) and not is_elsewhere(tensor.name, shard)
     ]

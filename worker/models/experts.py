@@ -59,7 +59,8 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """Gated MLP that all tokens use, next to the experts. `gate`: `[1, hidden_size]`, or None."""
+    """MLP that all tokens use, next to the experts, gated or not as they are: without a gate, `gate_up` has ups alone.
+    `gate`, of the output: `[1, hidden_size]`, or None."""
 
     gate_up: AnyLinear
     down: AnyLinear
@@ -182,9 +183,9 @@ class WithShared(NamedTuple):
 def with_shared(
     gate_up: torch.Tensor | Fp8Weight, down: torch.Tensor | Fp8Weight, shared: SharedExperts, router: Linear
 ) -> WithShared | None:
-    """The weights of the experts, `[experts, 2 * size, hidden_size]` and `[experts, hidden_size, size]`, followed by
-    those of the shared experts, cut into experts of the same size. None where a rank has a part of the experts, or
-    dtypes or sizes differ.
+    """The weights of the experts, `[experts, 2 * size, hidden_size]`, or `[experts, size, hidden_size]` without a gate,
+    and `[experts, hidden_size, size]`, followed by those of the shared experts, cut into experts of the same size. None
+    where a rank has a part of the experts, or dtypes or sizes differ.
 
     With them no step has products of the shared experts alone: five kernels less for each layer.
     """
@@ -196,7 +197,7 @@ def with_shared(
     size, dtypes = down.shape[2], {gate_up.dtype, down.dtype, first.weight.dtype, last.weight.dtype}
     if last.weight.shape[1] % size or len(dtypes) > 1 or len(router.weight) != len(gate_up):
         return None
-    own = first.weight.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(1, 2)
+    own = first.weight.unflatten(0, (gate_up.shape[1] // size, -1, size)).transpose(0, 1).flatten(1, 2)
     ends = last.weight.unflatten(1, (-1, size)).transpose(0, 1)
     if shared.gate is not None:
         router = Linear(torch.cat((router.weight, shared.gate.to(router.weight.dtype))), router.bias)

@@ -6,7 +6,7 @@ to add one.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kernels.attention.interface import LatentHeads
@@ -513,14 +513,21 @@ def _bamba(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _nemotron_h_experts(hf: HfConfig) -> ExpertsConfig:
+    """Experts of Nemotron 3. The configuration says the size of the shared ones together."""
+    for name in ("moe_latent_size", "mlp_bias"):
+        if getattr(hf, name):
+            raise ValueError(f"nemotron_h models with experts and {name} are not supported")
+    experts = _sigmoid_experts(hf, tuple(kind == "moe" for kind in hf.layers_block_type))
+    return replace(experts, shared_size=hf.moe_shared_expert_intermediate_size)
+
+
 def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     """Each layer has one sublayer: Mamba2, attention, an MLP or experts. Nothing rotates."""
     for name in ("use_bias", "attention_bias", "sliding_window"):
         if getattr(hf, name):
             raise ValueError(f"nemotron_h models with {name} are not supported")
     kinds = hf.layers_block_type
-    if "moe" in kinds:
-        raise ValueError("nemotron_h models with experts are not supported")
     states = StateShape(hf.n_groups, hf.mamba_num_heads, hf.ssm_state_size, hf.mamba_head_dim, hf.conv_kernel)
     eps, with_mamba2 = hf.layer_norm_epsilon, tuple(kind == "linear_attention" for kind in kinds)
     return {
@@ -529,6 +536,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
         "gated_mlps": False,
         "rope_rules": RopeRules(layers=dict.fromkeys(range(len(kinds)), False)),
         "sublayers": tuple("mlp" if kind in ("mlp", "moe") else "attention" for kind in kinds),
+        "experts": _nemotron_h_experts(hf) if "moe" in kinds else None,
         "recurrent": _mamba2_layers(hf, with_mamba2, states, hf.mamba_hidden_act, eps, hf.use_conv_bias),
     }
 

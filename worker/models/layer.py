@@ -304,10 +304,10 @@ def _head_norms(
 
 
 def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict[str, Any]) -> ExpertMLP:
-    shared = None
+    shared, first = None, "gate_up" if activation in _GATED.values() else "up"
     if experts.shared_size:
-        shared = SharedExperts(parameters["gate_up"], parameters["down"], activation, parameters.get("shared_gate"))
-    gate_up, down = parameters.pop("experts_gate_up"), parameters.pop("experts_down")
+        shared = SharedExperts(parameters[first], parameters["down"], activation, parameters.get("shared_gate"))
+    gate_up, down = parameters.pop(f"experts_{first}"), parameters.pop("experts_down")
     biases = None
     if experts.has_product_biases:
         biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]

@@ -118,9 +118,10 @@ def _mlp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
     hidden, size = config.hidden_size, experts.intermediate_size
+    first, rows = ("gate_up", 2) if config.gated_mlps else ("up", 1)
     layer: dict[str, tuple[int, ...]] = {
         "router": (experts.count, hidden),
-        "experts_gate_up": (len(experts.own), 2 * size, hidden),
+        f"experts_{first}": (len(experts.own), rows * size, hidden),
         "experts_down": (len(experts.own), hidden, size),
     }
     if experts.has_bias:
@@ -130,7 +131,7 @@ def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, t
         own = len(experts.own)
         layer |= {"experts_gate_up_bias": (own, 2 * size), "experts_down_bias": (own, hidden)}
     if experts.shared_size:
-        layer |= {"gate_up": (2 * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
+        layer |= {first: (rows * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
     if experts.has_shared_gate:
         layer["shared_gate"] = (1, hidden)
     if experts.is_beside_mlp:
