@@ -427,6 +427,10 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "nemotron_h": ("nemotron_h", _nemotron_h(sizes, "M-*-M--")),
         "nemotron_h_moe": ("nemotron_h", _nemotron_h_moe(sizes, "EM*EM-E")),
+        "nemotron_h_latent_moe": (
+            "nemotron_h",
+            _nemotron_h_moe(sizes, "MEM*EME") | {"moe_latent_size": sizes.wide_shared},
+        ),
     }
 
 

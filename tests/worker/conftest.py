@@ -41,7 +41,8 @@ TINY = families.models(families.TINY)
 # are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 # With recurrent states.
-HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba", "nemotron_h", "nemotron_h_moe"]
+HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
+HYBRIDS += ["nemotron_h", "nemotron_h_moe", "nemotron_h_latent_moe"]
 
 
 def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:

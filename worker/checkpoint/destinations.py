@@ -201,12 +201,14 @@ def _mlp_destinations(
     kept: range,
     prefix: str = "",
     own_rows: int | None = None,
+    hidden: int | None = None,
 ) -> dict[str, Destination]:
     """Destinations of the tensors of the MLP `name`, of whose `rows` intermediate elements this rank has `kept`.
-    `prefix`: of the parameters' names. `own_rows`: their number with padding; by default the share of one rank."""
+    `prefix`: of the parameters' names. `own_rows`: their number with padding; by default the share of one rank.
+    `hidden`: elements of its inputs and outputs, by default those of the hidden states."""
     gate_up, down = f"{prefix}gate_up", f"{prefix}down"
-    hidden, own_rows = shard.whole.hidden_size, -(-rows // shard.size) if own_rows is None else own_rows
-    destinations = _outward(f"{name}.down_proj", down, shard, rows, kept)
+    hidden, own_rows = hidden or shard.whole.hidden_size, -(-rows // shard.size) if own_rows is None else own_rows
+    destinations = _outward(f"{name}.down_proj", down, shard, rows, kept, hidden)
     if not shard.whole.gated_mlps:
         up, whole = f"{prefix}up", (TensorPiece(0, kept),)
         destinations[f"{name}.up_proj.weight"] = Destination(up, (rows, hidden), 0, whole)
@@ -224,9 +226,11 @@ def _mlp_destinations(
     return destinations
 
 
-def _outward(tensor: str, parameter: str, shard: Shard, columns: int, kept: range) -> dict[str, Destination]:
-    """Destinations of a matrix that ends a sublayer, and of its bias."""
-    hidden = shard.whole.hidden_size
+def _outward(
+    tensor: str, parameter: str, shard: Shard, columns: int, kept: range, hidden: int | None = None
+) -> dict[str, Destination]:
+    """Destinations of a matrix that ends a sublayer, and of its bias. `hidden`: as for `_mlp_destinations`."""
+    hidden = hidden or shard.whole.hidden_size
     once = range(hidden if shard.rank == 0 else 0)  # only rank 0 has the bias: ranks' outputs are added up
     return {
         f"{tensor}.weight": Destination(parameter, (hidden, columns), 1, (TensorPiece(0, kept),)),
@@ -241,6 +245,7 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     own = shard.config.experts
     assert own is not None
     rows, kept, own_rows = experts.intermediate_size, shard.expert_intermediate, own.intermediate_size
+    width = experts.latent_size or hidden
     shared = "mlp" if experts.is_beside_mlp else "mlp.shared_experts"
     destinations = _mlp_destinations(shard, shared, experts.shared_size, shard.shared_intermediate)
     if experts.is_beside_mlp:
@@ -251,16 +256,18 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
     destinations["mlp.gate.bias"] = _whole("router_bias", (experts.count,))
     destinations["mlp.gate.e_score_correction_bias"] = _whole("choice_bias", (experts.count,))
+    destinations["mlp.fc1_latent_proj.weight"] = _whole("latent_in", (width, hidden))
+    destinations["mlp.fc2_latent_proj.weight"] = _whole("latent_out", (hidden, width))
     if stacked and own.held is not None:
-        return destinations | _whole_experts(experts, hidden, own.held)
+        return destinations | _whole_experts(experts, width, own.held)
     if stacked:
         if not shard.whole.gated_mlps:
-            shape, piece = (experts.count, rows, hidden), TensorPiece(0, kept)
+            shape, piece = (experts.count, rows, width), TensorPiece(0, kept)
             destinations["mlp.experts.up_proj"] = Destination("experts_up", shape, 1, (piece,))
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, range(kept.start + rows, kept.stop + rows))
-        shape = experts.count, 2 * rows, hidden
+        shape = experts.count, 2 * rows, width
         destinations["mlp.experts.gate_up_proj"] = Destination("experts_gate_up", shape, 1, pieces)
-        shape = experts.count, hidden, rows
+        shape = experts.count, width, rows
         destinations["mlp.experts.down_proj"] = Destination("experts_down", shape, 2, (TensorPiece(0, kept),))
         biases = experts.count, 2 * rows
         destinations["mlp.experts.gate_up_proj_bias"] = Destination("experts_gate_up_bias", biases, 1, pieces)
@@ -269,7 +276,7 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         destinations["mlp.experts.down_proj_bias"] = Destination("experts_down_bias", biases, 1, once)
         return destinations
     for place, expert in enumerate(own.own):
-        one = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, "experts_", own_rows)
+        one = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, "experts_", own_rows, width)
         destinations |= {name: to._replace(expert=place) for name, to in one.items() if name.endswith(".weight")}
     return destinations
 

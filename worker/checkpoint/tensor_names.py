@@ -31,7 +31,7 @@ _MIXER_NAMES = (
     (re.compile(r"\bembeddings\."), "embed_tokens."),
     (re.compile(r"\bnorm_f\."), "norm."),
     (re.compile(r"\.mixer\.([qkvo]_proj)\."), r".self_attn.\1."),
-    (re.compile(r"\.mixer\.(up_proj|down_proj|gate|experts|shared_experts)\."), r".mlp.\1."),
+    (re.compile(r"\.mixer\.(up_proj|down_proj|gate|experts|shared_experts|fc[12]_latent_proj)\."), r".mlp.\1."),
     (re.compile(r"\.mixer\."), ".mamba."),
 )
 

@@ -33,6 +33,7 @@ class ExpertsConfig:
     | `activation` | the experts' own; None for that of the MLPs |
     | `is_beside_mlp` | the layer has an MLP too, of `shared_size`, with norms of its own (`ExpertsBesideMLP`) |
     | `scales_inputs` | with one expert a token: its weight multiplies the expert's input, in place of its output |
+    | `latent_size` | of latents between two products, which the experts read and write; None: the hidden states |
     | `held` | with expert parallelism, the numbers of the experts that the rank holds, each whole; None: all experts |
 
     With several ranks the sizes are those of one rank.
@@ -49,6 +50,7 @@ class ExpertsConfig:
     activation: ClampedSwiGLU | None = None
     is_beside_mlp: bool = False
     scales_inputs: bool = False
+    latent_size: int | None = None
     held: range | None = None
 
     @property
@@ -80,6 +82,9 @@ class ExpertMLP:
     All ranks route all tokens, by the same numbers, and each computes its part of the experts: a part of each, or some
     experts whole. Either way the ranks' outputs are summed up. `load` counts the tokens of each expert, if given.
 
+    With `latent`, experts read the first of its products, and the second one reads the sum of their outputs. The ranks
+    have both products whole, and sum up what the second one gives.
+
     On a GPU, shared experts may be the last `always` of `experts`, which every token has (`with_shared`). If
     `is_always_gated`, the last row of `router` is their gate.
     """
@@ -95,6 +100,7 @@ class ExpertMLP:
     is_always_gated: bool = False
     load: torch.Tensor | None = None
     scales_inputs: bool = False
+    latent: tuple[AnyLinear, AnyLinear] | None = None
 
     @property
     def experts_of_token(self) -> int:
@@ -114,7 +120,10 @@ class ExpertMLP:
         own = x
         if self.scales_inputs:
             own, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-        total = self.experts(own, chosen, weights, out)
+        if self.latent is None:
+            total = self.experts(own, chosen, weights, out)
+        else:
+            total = self.latent[1](self.experts(self.latent[0](own), chosen, weights), out)
         return total if self.shared is None else total.add_(self.shared(x))
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +133,8 @@ class ExpertMLP:
     def _is_fused_for_one(self) -> bool:
         """Whether norm and residual of a single token are part of the experts' kernels."""
         return (
-            not (self.shared or self.scales_inputs) and self.experts.tiles(1, self.experts_of_token).rows == EACH_PAIR
+            not (self.shared or self.scales_inputs or self.latent)
+            and self.experts.tiles(1, self.experts_of_token).rows == EACH_PAIR
         )
 
     def _product_of_one(

@@ -515,11 +515,10 @@ def _bamba(hf: HfConfig) -> dict[str, Any]:
 
 def _nemotron_h_experts(hf: HfConfig) -> ExpertsConfig:
     """Experts of Nemotron 3. The configuration says the size of the shared ones together."""
-    for name in ("moe_latent_size", "mlp_bias"):
-        if getattr(hf, name):
-            raise ValueError(f"nemotron_h models with experts and {name} are not supported")
+    if hf.mlp_bias:
+        raise ValueError("nemotron_h models with experts and mlp_bias are not supported")
     experts = _sigmoid_experts(hf, tuple(kind == "moe" for kind in hf.layers_block_type))
-    return replace(experts, shared_size=hf.moe_shared_expert_intermediate_size)
+    return replace(experts, shared_size=hf.moe_shared_expert_intermediate_size, latent_size=hf.moe_latent_size)
 
 
 def _nemotron_h(hf: HfConfig) -> dict[str, Any]:

@@ -229,6 +229,8 @@ class DecoderLayer:
         if mlp is not None:
             first = mlp.up if isinstance(mlp, PlainMLP) else mlp.gate_up
             own += [(first, False), (mlp.down, not isinstance(mlp, SharedExperts))]
+        if isinstance(self.mlp, ExpertMLP) and self.mlp.latent is not None:
+            own += [(each, False) for each in self.mlp.latent]
         return own
 
     def forward(self, x: ResidualStream, context: ForwardContext) -> None:
@@ -328,7 +330,9 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
             shared_out_norm=parameters["shared_out_norm"],
             experts_out_norm=parameters["experts_out_norm"],
         )
-    can_join = router.weight.is_cuda and experts.activation is None and biases is None and not experts.scales_inputs
+    latent = None if experts.latent_size is None else (parameters["latent_in"], parameters["latent_out"])
+    unlike = experts.activation is not None or biases is not None or experts.scales_inputs or latent is not None
+    can_join = router.weight.is_cuda and not unlike
     if shared is not None and can_join and (whole := with_shared(gate_up, down, shared, router)) is not None:
         always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
         (gate_up, down, router), shared = whole, None
@@ -344,4 +348,5 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
         is_gated,
         parameters.get("expert_load"),
         experts.scales_inputs,
+        latent,
     )

@@ -43,13 +43,14 @@ def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
         return replace(layer, weights=weights)
     if experts is None:
         return replace(layer, weights=weights + products * hidden * own.intermediate_size, inner=own.intermediate_size)
+    always = experts.count + products * experts.shared_size + 2 * (experts.latent_size or 0)
     return replace(
         layer,
-        weights=weights + hidden * (experts.count + products * experts.shared_size),
+        weights=weights + hidden * always,
         inner=experts.routing.top_k * experts.intermediate_size + experts.shared_size,
         experts=experts.count,
         chosen=experts.routing.top_k,
-        expert_weights=products * hidden * experts.intermediate_size,
+        expert_weights=products * (experts.latent_size or hidden) * experts.intermediate_size,
     )
 
 

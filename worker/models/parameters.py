@@ -9,6 +9,11 @@ from kernels.linear.any_linear import make_linear
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 
+_LINEARS = (
+    *("qkv", "q_b", "out", "gate_up", "up", "down", "router", "latent_in", "latent_out"),
+    *("layer_input_gate", "layer_input_out"),
+)
+
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the decoder's parameters, by name. Matrices are `[out, in]`. The rows of `qkv` and `gate_up` are
@@ -119,11 +124,14 @@ def _mlp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
     hidden, size = config.hidden_size, experts.intermediate_size
     first, rows = ("gate_up", 2) if config.gated_mlps else ("up", 1)
+    width = experts.latent_size or hidden
     layer: dict[str, tuple[int, ...]] = {
         "router": (experts.count, hidden),
-        f"experts_{first}": (len(experts.own), rows * size, hidden),
-        "experts_down": (len(experts.own), hidden, size),
+        f"experts_{first}": (len(experts.own), rows * size, width),
+        "experts_down": (len(experts.own), width, size),
     }
+    if experts.latent_size is not None:
+        layer |= {"latent_in": (width, hidden), "latent_out": (hidden, width)}
     if experts.has_bias:
         layer["choice_bias"] = (experts.count,)
     if experts.has_product_biases:
@@ -150,7 +158,7 @@ def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dic
     become linear layers; `dtype` is that of the activations."""
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)}
-    for name in ("qkv", "q_b", "out", "gate_up", "up", "down", "router", "layer_input_gate", "layer_input_out"):
+    for name in _LINEARS:
         if name not in own:
             continue
         weight, bias = own[name], own.pop(f"{name}_bias", None)

@@ -71,7 +71,7 @@ def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Pa
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3_moe", "llama4_moe", "gemma4_moe", "nemotron_h_moe"]
+    "name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3_moe", "llama4_moe", "gemma4_moe", "nemotron_h_latent_moe"]
 )
 def test_whole_experts_on_each_rank(name: str, tiny_model: Callable[[str], Path]) -> None:
     """Experts in both layouts of checkpoints, with biases, shared ones, groups, and a number that two ranks cannot

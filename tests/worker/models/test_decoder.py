@@ -166,7 +166,6 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
         ({"use_bias": True}, "use_bias"),
         ({"attention_bias": True}, "attention_bias"),
         ({"sliding_window": 8}, "sliding_window"),
-        ({"hybrid_override_pattern": "ME*-", "moe_latent_size": 8}, "experts and moe_latent_size"),
         ({"hybrid_override_pattern": "ME*-", "mlp_bias": True}, "experts and mlp_bias"),
     ],
 )
