@@ -543,8 +543,8 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
-    "arcee": _arcee,
     "mistral": _mistral,
+    "arcee": _arcee,
     "nemotron": _nemotron,
     "starcoder2": _starcoder2,
     "qwen2": _qwen2,
