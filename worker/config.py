@@ -68,9 +68,9 @@ class WorkerConfig(BaseModel):
     state_checkpoints: int | None = Field(
         None,
         ge=0,
-        description="for models with recurrent states (linear attention): how many copies of states are kept, from "
-        "which prompts that begin alike go on; 0 for none, so that every prompt is computed whole. By default as many "
-        "as take the memory of the KV cache",
+        description="for models with recurrent states (linear attention, short convolutions): how many copies of states"
+        " are kept, from which prompts that begin alike go on; 0 for none, so that every prompt is computed whole. By "
+        "default as many as take the memory of the KV cache, and at most one for 64 tokens of it",
     )
     checkpoint_interval: int = Field(
         2048,

@@ -10,6 +10,7 @@ from typing import Any
 
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+CONVOLVED = ["conv", "full_attention", "conv", "conv"]
 
 
 @dataclass(frozen=True)
@@ -430,6 +431,15 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "nemotron_h_latent_moe": (
             "nemotron_h",
             _nemotron_h_moe(sizes, "MEM*EME") | {"moe_latent_size": sizes.wide_shared},
+        ),
+        "lfm2": (
+            "lfm2",
+            {"full_attn_idxs": [1], "conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": True}
+            | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 16},
+        ),
+        "lfm2_moe": (
+            "lfm2_moe",
+            _experts(sizes) | {"layer_types": CONVOLVED, "num_dense_layers": 1, "routed_scaling_factor": 1.8},
         ),
     }
 

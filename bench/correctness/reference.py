@@ -133,7 +133,7 @@ def make(name: str, folder: Path) -> Path:
             if random_model.model_type == "gemma4_text" and key.endswith("q_norm.weight"):
                 parameter.mul_(QUERY_KEY_GAIN * len(parameter) ** -0.5)
         for key, buffer in model.named_buffers():
-            if "e_score_correction_bias" in key:
+            if "e_score_correction_bias" in key or "expert_bias" in key:
                 buffer.normal_(0.0, 0.1)
             if "layer_scalar" in key:
                 buffer.uniform_(0.6, 1.2)
@@ -212,7 +212,8 @@ class Reference:
 
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """NEW_TOKENS greedy output tokens for each prompt."""
-        if self.model.config.model_type == "llama4_text":  # its queries grow with positions that count padding too
+        # Llama 4's queries grow with positions, which count padding too. A bias makes padding no zero to a convolution.
+        if self.model.config.model_type == "llama4_text" or getattr(self.model.config, "conv_bias", False):
             return [self._generate([prompt])[0] for prompt in prompts]
         return self._generate(prompts)
 

@@ -101,7 +101,7 @@ def routing_errors(shape: ExpertShape, device: torch.device) -> int:
     """Number of tokens whose experts differ from PyTorch's choice."""
     logits = torch.randn(512, shape.count, device=device)
     wrong = 0
-    for routing in (Routing(shape.top_k), Routing(shape.top_k, "sigmoid", scale=2.5, least_sum=1e-20)):
+    for routing in (Routing(shape.top_k), Routing(shape.top_k, "sigmoid", scale=2.5, added_to_sum=1e-20)):
         bias = torch.rand(shape.count, device=device) if routing.scores == "sigmoid" else None
         (got, got_shares), (wanted, wanted_shares) = route(logits, routing, bias), choose(logits, routing, bias)
         wrong += int((got != wanted).any(1).sum())

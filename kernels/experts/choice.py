@@ -19,7 +19,7 @@ class Routing:
     | `scale` | factor of all weights, applied last |
     | `groups`, `groups_kept` | experts are in `groups` equal groups; a token's are in `groups_kept` of them |
     | `group_top` | number of a group's largest scores whose sum is the group's score |
-    | `least_sum` | least divisor of the normalisation |
+    | `added_to_sum` | added to the divisor of the normalisation |
 
     A softmax over the logits of the chosen experts alone, as some models have, is a softmax over all logits whose
     chosen scores are normalised.
@@ -31,7 +31,7 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     groups_kept: int = 1
-    least_sum: float = 0.0
+    added_to_sum: float = 0.0
     group_top: int = 2
     jitter: float = 0.0
 
@@ -54,7 +54,7 @@ def choose(
     chosen = ranks.topk(routing.top_k)[1]
     weights = scores.gather(1, chosen)
     if routing.is_normalised:
-        weights = weights / weights.sum(-1, keepdim=True).clamp_(min=routing.least_sum)
+        weights = weights / weights.sum(-1, keepdim=True).add_(routing.added_to_sum)
     return chosen.int(), weights * routing.scale
 
 

@@ -40,7 +40,7 @@ def route(
         experts,
         columns,
         routing.scale,
-        routing.least_sum,
+        routing.added_to_sum,
         routing.scores == "sigmoid",
         bias is not None,
         load is not None,
@@ -75,7 +75,7 @@ def _route(
     experts,
     columns,
     scale,
-    least_sum,
+    added_to_sum,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     LOAD: tl.constexpr,
@@ -113,7 +113,7 @@ def _route(
     weight = _score(tl.load(own_logits + own, mask=is_chosen, other=float("-inf")), largest, divisor, SIGMOID)
     weight = tl.where(is_chosen, weight, 0.0)
     if NORMALISED:
-        weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
+        weight = weight / (tl.sum(weight, 0) + added_to_sum)
     if LOAD:
         tl.atomic_add(load + own, tl.full([SLOTS], 1, tl.int64), mask=is_chosen)
     weight *= scale

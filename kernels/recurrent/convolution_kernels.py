@@ -1,5 +1,5 @@
-"""The short causal convolution before a recurrence, as Triton kernels: for one token of each of many sequences, and for
-the blocks of chunks.
+"""The short causal convolution before a recurrence, or between gates in place of one, as Triton kernels: for one token
+of each of many sequences, and for the blocks of chunks.
 
 1. `_convolve_singles` mixes each token, and moves the last inputs of its row on.
 2. `_convolve_blocks` mixes the tokens of all blocks, and then `_keep_inputs` keeps the last inputs of each chunk.
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels import pdl
 from kernels.pdl import launch_dependents, wait_for_previous
-from kernels.recurrent.recurrence import BLOCK, ChunkBlocks, SingleTokens
+from kernels.recurrent.recurrence import BLOCK, ChunkBlocks, ConvolutionGates, SingleTokens
 
 _SINGLE_CHANNELS = 512  # channels that one program of `_convolve_singles` mixes
 _CHANNELS, _TOKENS = 256, 8  # channels, and tokens of a block at a time, that one program of `_convolve_blocks` mixes
@@ -24,6 +24,7 @@ def convolve_singles(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    gates: ConvolutionGates | None,
     inputs: torch.Tensor,
     out: torch.Tensor,
     singles: SingleTokens,
@@ -37,12 +38,14 @@ def convolve_singles(
         x,
         weight,
         weight if bias is None else bias,
+        *_pointers(x, gates),
         inputs,
         out,
         *singles,
         x.stride(0),
         channels,
         bias is not None,
+        gates is not None,
         width,
         _SINGLE_CHANNELS,
         num_warps=4,
@@ -54,6 +57,7 @@ def convolve_blocks(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    gates: ConvolutionGates | None,
     inputs: torch.Tensor,
     out: torch.Tensor,
     blocks: ChunkBlocks,
@@ -67,12 +71,14 @@ def convolve_blocks(
         x,
         weight,
         weight if bias is None else bias,
+        *_pointers(x, gates),
         inputs,
         out,
         blocks.blocks,
         x.stride(0),
         channels,
         bias is not None,
+        gates is not None,
         width,
         _TOKENS,
         _CHANNELS,
@@ -81,11 +87,13 @@ def convolve_blocks(
     )
     _keep_inputs[(len(blocks.kept_chunks), triton.cdiv(channels, _KEPT_CHANNELS))](
         x,
+        _pointers(x, gates).inputs,
         inputs,
         blocks.kept,
         blocks.kept_chunks,
         x.stride(0),
         channels,
+        gates is not None,
         width,
         _KEPT_CHANNELS,
         num_warps=4,
@@ -93,11 +101,40 @@ def convolve_blocks(
     )
 
 
+def _pointers(x: torch.Tensor, gates: ConvolutionGates | None) -> ConvolutionGates:
+    """The gates as kernels take them: without any, another tensor that is not read."""
+    if gates is None:
+        return ConvolutionGates(x, x)
+    assert gates.inputs.stride() == gates.outputs.stride() == x.stride(), "gates lie as the inputs do"
+    return gates
+
+
+@triton.jit
+def _gated_inputs(x, gates, place, mask, GATED: tl.constexpr):
+    """Inputs as the convolution mixes them, in the dtype of `x`, in which they are kept."""
+    seen = tl.load(x + place, mask=mask, other=0.0)
+    if GATED:
+        gate = tl.load(gates + place, mask=mask, other=0.0)
+        seen = (seen.to(tl.float32) * gate.to(tl.float32)).to(seen.dtype)
+    return seen
+
+
+@triton.jit
+def _gated_outputs(total, gates, place, mask, GATED: tl.constexpr):
+    if GATED:
+        result = total * tl.load(gates + place, mask=mask, other=0.0).to(tl.float32)
+    else:
+        result = total * tl.sigmoid(total)
+    return result
+
+
 @triton.jit
 def _convolve_singles(
     x,
     weight,
     bias,
+    input_gates,
+    output_gates,
     inputs,
     out,
     tokens,
@@ -106,6 +143,7 @@ def _convolve_singles(
     stride,
     channels,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -117,7 +155,7 @@ def _convolve_singles(
     own = inputs + (row * channels + channel) * (WIDTH - 1)
     copied = inputs + (copy * channels + channel) * (WIDTH - 1)
     wait_for_previous()
-    newest = tl.load(x + token * stride + channel, mask=inside, other=0.0)
+    newest = _gated_inputs(x, input_gates, token * stride + channel, inside, GATED)
     total = newest.to(tl.float32) * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
@@ -130,7 +168,8 @@ def _convolve_singles(
             tl.store(copied + place - 1, seen, mask=inside & (copy >= 0))
     tl.store(own + WIDTH - 2, newest, mask=inside)
     tl.store(copied + WIDTH - 2, newest, mask=inside & (copy >= 0))
-    tl.store(out + token * channels + channel, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=inside)
+    result = _gated_outputs(total, output_gates, token * stride + channel, inside, GATED)
+    tl.store(out + token * channels + channel, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -138,12 +177,15 @@ def _convolve_blocks(
     x,
     weight,
     bias,
+    input_gates,
+    output_gates,
     inputs,
     out,
     blocks,
     stride,
     channels,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -161,25 +203,29 @@ def _convolve_blocks(
     for place in tl.static_range(WIDTH):
         source = at + (place - (WIDTH - 1))  # counted from the block's first token
         is_here = (before + source >= 0)[:, None]
-        seen = tl.load(x + (first + source)[:, None] * stride + channel[None, :], mask=mask & is_here, other=0.0)
+        own = (first + source)[:, None] * stride + channel[None, :]
+        seen = _gated_inputs(x, input_gates, own, mask & is_here, GATED)
         old = inputs + (row * channels + channel)[None, :] * (WIDTH - 1) + (before + source + (WIDTH - 1))[:, None]
         earlier = tl.load(old, mask=mask & ((before + source) < 0)[:, None], other=0.0)
         factor = tl.load(weight + channel * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
         total += (seen.to(tl.float32) + earlier.to(tl.float32)) * factor[None, :]
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    result = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
-    tl.store(out + (first + at)[:, None] * channels + channel[None, :], result, mask=mask)
+    result = _gated_outputs(total, output_gates, (first + at)[:, None] * stride + channel[None, :], mask, GATED)
+    place = (first + at)[:, None] * channels + channel[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _keep_inputs(
     x,
+    input_gates,
     inputs,
     kept,
     kept_chunks,
     stride,
     channels,
+    GATED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -196,6 +242,6 @@ def _keep_inputs(
         # Each thread has channels of its own. What it reads of the chunk's row lies after what it has written there.
         for place in tl.static_range(WIDTH - 1):
             source = count - (WIDTH - 1) + place
-            new = tl.load(x + (first + source) * stride + channel, mask=inside & (source >= 0), other=0.0)
+            new = _gated_inputs(x, input_gates, (first + source) * stride + channel, inside & (source >= 0), GATED)
             old = tl.load(own + source + (WIDTH - 1), mask=inside & (source < 0), other=0.0)
             tl.store(target + place, tl.where(source >= 0, new, old), mask=inside)

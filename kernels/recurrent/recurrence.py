@@ -11,6 +11,14 @@ from kernels.recurrent.shape import StateShape
 BLOCK = 64  # tokens of a block
 
 
+class ConvolutionGates(NamedTuple):
+    """The gates of a convolution that is followed by no recurrence: factors of its inputs, and of its outputs. Both
+    `[num_tokens, channels]`, with the stride of the inputs between tokens."""
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+
+
 class SingleTokens(NamedTuple):
     """Chunks of one token: their places in the step, their rows, and the rows that get copies of the states afterwards,
     -1 for none. int64, on the device."""

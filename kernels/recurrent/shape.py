@@ -8,7 +8,8 @@ import torch
 @dataclass(frozen=True)
 class StateShape:
     """Sizes of the states of one layer on one rank. Key head `h // (value_heads // key_heads)` belongs to value head h.
-    In a Mamba2 layer, key heads are groups, and `key_dim` is the size of the state.
+    In a Mamba2 layer, key heads are groups, and `key_dim` is the size of the state. A layer whose only state is that of
+    the convolution has as many key heads as value heads, and a `key_dim` of 0.
 
     `width` is the number of tokens that the convolution sees.
     """

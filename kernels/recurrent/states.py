@@ -3,7 +3,7 @@
 In place of keys and values, a recurrent layer keeps two tensors of fixed size for each sequence, after its tokens so
 far:
 
-- the recurrent state, float32 `[value_heads, value_dim, key_dim]`;
+- the recurrent state, float32 `[value_heads, value_dim, key_dim]`, of no elements in a layer without a recurrence;
 - the last inputs of its convolution, `[channels, width - 1]` in the dtype of the activations, the newest last.
 
 Both lie in rows: one for each sequence, and further ones for copies of states that later sequences begin with.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kernels.host_device import to_device
-from kernels.recurrent.recurrence import Recurrence
+from kernels.recurrent.recurrence import ConvolutionGates, Recurrence
 from kernels.recurrent.shape import StateShape
 
 NO_COPIES = np.empty((0, 3), dtype=np.int32)
@@ -46,7 +46,7 @@ class StateBatch:
 class RecurrentStates(ABC):
     """The states of all recurrent layers of a rank, and the operators that read and write them.
 
-    `plan` is called once a step, then for each layer `convolve` and `update`.
+    `plan` is called once a step, then for each layer `convolve`, and `update` if it has a recurrence.
     """
 
     def __init__(self, recurrent: torch.Tensor, inputs: torch.Tensor, shape: StateShape) -> None:
@@ -61,11 +61,18 @@ class RecurrentStates(ABC):
 
     @abstractmethod
     def convolve(
-        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        layer: int,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gates: ConvolutionGates | None = None,
     ) -> torch.Tensor:
-        """Mixes each channel with its last inputs, adds the bias and applies the silu. x: `[num_tokens, channels]`,
-        tokens at any stride. weight: `[channels, width]`. bias: `[channels]`. Returns `[num_tokens, channels]`,
-        contiguous."""
+        """Mixes each channel with its last inputs, adds the bias and applies the silu, or in place of it the gates, if
+        given. The inputs that are kept are those after their gate.
+
+        x: `[num_tokens, channels]`, tokens at any stride. weight: `[channels, width]`. bias: `[channels]`. Returns
+        `[num_tokens, channels]`, contiguous."""
 
     @abstractmethod
     def update(self, layer: int, recurrence: Recurrence) -> torch.Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels.recurrent.recurrence import Recurrence
+from kernels.recurrent.recurrence import ConvolutionGates, Recurrence
 from kernels.recurrent.states import RecurrentStates, StateBatch
 
 
@@ -52,8 +52,14 @@ class TorchStates(RecurrentStates):
         self.begin(batch)
 
     def convolve(
-        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        layer: int,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gates: ConvolutionGates | None = None,
     ) -> torch.Tensor:
+        x = x if gates is None else x * gates.inputs
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         inputs, before = self.inputs[layer], weight.shape[1] - 1
         if self._num_singles:
@@ -63,15 +69,14 @@ class TorchStates(RecurrentStates):
                 which, rows = self._copied
                 inputs[rows] = seen[which, :, 1:]
             mixed = (seen * weight).sum(2)
-            out[self._single_tokens] = F.silu(mixed if bias is None else mixed + bias)
+            out[self._single_tokens] = mixed if bias is None else mixed + bias
         for chunk in self._long:
             seen = torch.cat((inputs[chunk.row], x[chunk.first : chunk.last].t()), dim=1)
             inputs[chunk.row] = seen[:, -before:]
             for count, row in chunk.saves:
                 inputs[row] = seen[:, count : count + before]
-            mixed = F.conv1d(seen[None], weight[:, None], bias, groups=len(weight))[0]
-            out[chunk.first : chunk.last] = F.silu(mixed).t()
-        return out
+            out[chunk.first : chunk.last] = F.conv1d(seen[None], weight[:, None], bias, groups=len(weight))[0].t()
+        return F.silu(out, inplace=True) if gates is None else out.mul_(gates.outputs)
 
     def update(self, layer: int, recurrence: Recurrence) -> torch.Tensor:
         out, sources = recurrence.output(), recurrence.sources()

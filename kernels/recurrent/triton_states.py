@@ -8,7 +8,7 @@ import torch
 
 from kernels.host_device import all_to_device
 from kernels.recurrent import convolution_kernels
-from kernels.recurrent.recurrence import BLOCK, ChunkBlocks, Recurrence, SingleTokens
+from kernels.recurrent.recurrence import BLOCK, ChunkBlocks, ConvolutionGates, Recurrence, SingleTokens
 from kernels.recurrent.states import RecurrentStates, StateBatch
 
 
@@ -38,13 +38,18 @@ class TritonStates(RecurrentStates):
         self._singles, self._blocks = SingleTokens(tokens, rows, copies), None
 
     def convolve(
-        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        layer: int,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        gates: ConvolutionGates | None = None,
     ) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if self._singles is not None:
-            convolution_kernels.convolve_singles(x, weight, bias, self.inputs[layer], out, self._singles)
+            convolution_kernels.convolve_singles(x, weight, bias, gates, self.inputs[layer], out, self._singles)
         if self._blocks is not None:
-            convolution_kernels.convolve_blocks(x, weight, bias, self.inputs[layer], out, self._blocks)
+            convolution_kernels.convolve_blocks(x, weight, bias, gates, self.inputs[layer], out, self._blocks)
         return out
 
     def update(self, layer: int, recurrence: Recurrence) -> torch.Tensor:

@@ -105,6 +105,7 @@ _TOOLS = (
         calls=(JsonCall(list_begin="[", list_end="]", separators=(",",)),),
     ),
     ToolsFormat("pythonic", calls=(PythonicCall(),), bare="["),
+    ToolsFormat("lfm2", begin="<|tool_call_start|>", end="<|tool_call_end|>", calls=(PythonicCall(),)),
     ToolsFormat("llama4_pythonic", begin="<|python_start|>", end="<|python_end|>", calls=(PythonicCall(),), bare="["),
     ToolsFormat(
         "mistral",
@@ -249,6 +250,8 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (('"parameters": dictionary of argument name and its value',), "llama3_json"),
     (("[func_name1(", "<|header_start|>"), "llama4_pythonic"),
     (("[func_name1(",), "pythonic"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("List of tools: ",), "lfm2"),  # since version 2.5
 )
 _CONFIG_TELLS: Mapping[str, str] = {  # model types whose files may have no template
     "mistral": "mistral", "mistral3": "mistral", "mixtral": "mistral", "deepseek_v32": "deepseek_v32",

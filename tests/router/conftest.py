@@ -133,9 +133,9 @@ def real_folder() -> Path:
 
 
 class DirectPlacer:
-    """Asks the fleet at once; with no replica it waits a moment."""
+    """Asks the fleet at once; with no replica it waits `wait_s` for one."""
 
-    def __init__(self, fleet: Fleet, replicas: Replicas, wait_s: float = 0.2) -> None:
+    def __init__(self, fleet: Fleet, replicas: Replicas, wait_s: float) -> None:
         self.fleet, self.replicas, self.wait_s = fleet, replicas, wait_s
         self.placed: list[tuple[str, list[int], str]] = []
 
@@ -526,7 +526,7 @@ def make_service(tokenizer: Tokenizer) -> Iterator[ServiceMaker]:
             return Service(
                 tokens,
                 replicas,
-                DirectPlacer(fleet, replicas),
+                DirectPlacer(fleet, replicas, min(settings.replica_wait_s, WAIT_S)),
                 fleet,
                 metrics.model(name),
                 model=name,

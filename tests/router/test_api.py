@@ -182,7 +182,7 @@ def test_one_failing_choice_stops_the_others(make_stack: Callable[..., Any], mak
 
 
 def test_no_replica(make_stack: Callable[..., Any]) -> None:
-    stack = make_stack()
+    stack = make_stack(config=RouterConfig(replica_wait_s=0))
     assert httpx.get(f"{stack.url}/health").status_code == 200
     assert httpx.get(f"{stack.url}/ready").status_code == 503
     with pytest.raises(openai.InternalServerError) as error:

@@ -145,7 +145,6 @@ def test_a_stream_ends_with_its_time(make_stack: Any, make_replica: Any) -> None
 def test_a_request_that_waits_for_a_replica_ends_with_its_time(make_stack: Any, make_replica: Any) -> None:
     fake = make_replica()
     stack = make_stack(fake)
-    stack.placer.wait_s = 60
     fake.die()
     stack.ready()
     with pytest.raises(openai.APIStatusError) as caught:

@@ -65,7 +65,6 @@ def test_a_fleet_tells_the_demand_on_all_of_its_replicas() -> None:
 
 def test_a_sleeping_model_is_ready_and_its_requests_wait_for_a_replica(make_stack: Any, make_replica: Any) -> None:
     stack = make_stack(sleep=Sleep(start_s=60))
-    stack.placer.wait_s = 60
     assert httpx.get(f"{stack.url}/ready").status_code == 503
     stack.service.told_wanted(0, "idle")
     assert httpx.get(f"{stack.url}/ready").status_code == 200

@@ -196,6 +196,7 @@ def test_the_list_has_every_name(door: Door) -> None:
 
 def test_a_model_without_replicas_is_named_and_the_other_answers(door: Door) -> None:
     large = door.models.service("large")
+    large._placer.wait_s = 0
     large.replicas.set_replicas({})
 
     async def gone() -> None:

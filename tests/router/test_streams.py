@@ -15,6 +15,7 @@ import pytest
 
 from router import replica_connection as connections
 from router import service
+from router.config import RouterConfig
 from router.sse import Emit, EventStream
 from router.tokenizer import Tokenizer
 from worker.messages import Failure, Generate, Output, Outputs, SamplingParams
@@ -134,7 +135,6 @@ def test_the_replica_may_come_back_as_itself(make_stack: Make, make_replica: Mak
     """A broken connection is not a dead replica: with only one there is, the stream waits for it and goes on."""
     fake = make_replica().hold()
     stack = make_stack(fake)
-    stack.placer.wait_s = WAIT_S
     fake.allow(2)
     with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True, logprobs=True) as stream:
         chunks: list[Any] = []
@@ -173,7 +173,6 @@ def test_replicas_that_are_taken_away_do_not_count_as_dead(make_stack: Make, mak
     """A roll-out takes away one replica after the other; a long stream goes on over all of them."""
     fakes = [make_replica().hold() for _ in range(6)]
     stack = make_stack(fakes[0])
-    stack.placer.wait_s = WAIT_S
     for fake in fakes:
         fake.allow(1)
     with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True, logprobs=True) as stream:
@@ -214,7 +213,7 @@ def test_a_failure_in_the_middle_is_an_error_event(
 
 def test_no_replica_left_in_the_middle(make_stack: Make, make_replica: Make) -> None:
     fake = make_replica().hold()
-    stack = make_stack(fake)
+    stack = make_stack(fake, config=RouterConfig(replica_wait_s=0))
     fake.allow(1)
     with stack.client.chat.completions.create(model="tiny", messages=HELLO, stream=True) as stream:
         next(stream)

@@ -41,7 +41,7 @@ TINY = families.models(families.TINY)
 # are up to 4e-4 from its own with matrix products in float64, and ours up to 6e-4.
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 # With recurrent states.
-HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba"]
+HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba", "lfm2", "lfm2_moe"]
 HYBRIDS += ["nemotron_h", "nemotron_h_moe", "nemotron_h_latent_moe"]
 
 
@@ -61,7 +61,7 @@ def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) 
             else:
                 parameter.normal_(0.0, 0.25)
         for key, buffer in model.named_buffers():
-            if "e_score_correction_bias" in key:
+            if "e_score_correction_bias" in key or "expert_bias" in key:
                 buffer.normal_(0.0, 0.25)
             if "layer_scalar" in key:
                 buffer.uniform_(0.6, 1.2)

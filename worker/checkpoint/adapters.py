@@ -136,7 +136,7 @@ def _adaptable(shard: Shard) -> dict[str, Destination]:
             continue
         index = int(to.parameter.split(".")[1])
         if name in ("qkv", "out"):
-            is_adaptable = config.latent is None and index in config.attention_layers
+            is_adaptable = config.latent is None
         else:
             is_adaptable = config.experts_of(index) is None
         if is_adaptable:

@@ -6,6 +6,7 @@ import torch
 
 from worker.checkpoint.delta_net_weights import net_tensors
 from worker.checkpoint.mamba2_weights import mamba2_tensors
+from worker.checkpoint.short_convolution_weights import convolution_tensors
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 from worker.models.gated_delta_net import DeltaNetConfig
@@ -13,6 +14,7 @@ from worker.models.mamba2 import Mamba2Config
 from worker.models.parameters import parameter_shapes
 from worker.models.recurrent_layer import RecurrentConfig
 from worker.models.sharding import Shard
+from worker.models.short_convolution import ShortConvolutionConfig
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
 _FUSED_GATE_UP = ("phi3", "glm", "glm4", "granitemoeshared", "granitemoehybrid")  # and with one for gates and ups
@@ -185,6 +187,8 @@ def _recurrent_destinations(shard: Shard, whole: RecurrentConfig) -> dict[str, D
     """`_attention_destinations` of a recurrent layer."""
     if isinstance(whole, Mamba2Config):
         prefix, tensors = "mamba", mamba2_tensors(shard, whole)
+    elif isinstance(whole, ShortConvolutionConfig):
+        prefix, tensors = "conv", convolution_tensors(shard, whole)
     else:
         assert isinstance(whole, DeltaNetConfig)
         prefix, tensors = "linear_attn", net_tensors(shard, whole)
@@ -315,6 +319,8 @@ def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destinati
         names = _GLM4_NORMS
     elif config.model_type == "bamba":
         names = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
+    elif config.model_type in ("lfm2", "lfm2_moe"):
+        names = {"operator_norm": "input_norm", "ffn_norm": "mlp_norm"}
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     elif config.sandwich_norms:

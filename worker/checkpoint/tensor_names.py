@@ -21,6 +21,7 @@ _EXPERT_NAMES = (
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_experts.down_proj."),
     (re.compile(r"\.mlp\.shared_expert\."), ".mlp.shared_experts."),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
+    (re.compile(r"\.mlp\.expert_bias$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.mlp\.c_fc\."), ".mlp.up_proj."),
     (re.compile(r"\.mlp\.c_proj\."), ".mlp.down_proj."),
 )
@@ -33,6 +34,15 @@ _MIXER_NAMES = (
     (re.compile(r"\.mixer\.([qkvo]_proj)\."), r".self_attn.\1."),
     (re.compile(r"\.mixer\.(up_proj|down_proj|gate|experts|shared_experts|fc[12]_latent_proj)\."), r".mlp.\1."),
     (re.compile(r"\.mixer\."), ".mamba."),
+)
+
+# Those of LFM2's attention and MLPs, and those of most families.
+_LFM2_NAMES = (
+    (re.compile(r"\.mlp\.w1\."), ".mlp.gate_proj."),
+    (re.compile(r"\.mlp\.w3\."), ".mlp.up_proj."),
+    (re.compile(r"\.mlp\.w2\."), ".mlp.down_proj."),
+    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.self_attn\.([qk])_layernorm\."), r".self_attn.\1_norm."),
 )
 
 _OF_MEDIA = (
@@ -53,7 +63,10 @@ def full_name(name: str) -> str:
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)
-    name = re.sub(r"\bfinal_layernorm\.", "norm.", name)  # Bamba's
+    name = re.sub(r"\b(final_layernorm|embedding_norm)\.", "norm.", name)  # Bamba's and LFM2's
+    if ".mlp." in name or ".self_attn." in name:
+        for pattern, new in _LFM2_NAMES:
+            name = pattern.sub(new, name)
     return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 

@@ -12,6 +12,9 @@ from worker.models.config import DecoderConfig
 # Bytes of checkpoints by default, for each byte of KV. A row of Qwen3.5-35B-A3B (63 MB) takes as much as the KV of
 # 3,000 tokens, and a prompt of a few thousand tokens gets one or two.
 BYTES_PER_KV_BYTE = 1.0
+# Tokens of KV for each checkpoint, at least, by default. Rows of short convolutions are as small as the KV of 7 tokens
+# (LFM2-1.2B), and few prompts are so short that more checkpoints would have a use.
+TOKENS_PER_CHECKPOINT = 64
 
 
 def row_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -22,20 +25,26 @@ def row_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
 
 def num_checkpoints(whole: DecoderConfig, dtype: torch.dtype, kv_tokens: int, configured: int | None) -> int:
     """Returns the number of checkpoints next to a KV cache of `kv_tokens`: the configured one, or as many as take the
-    bytes of the KV cache. `whole`: the model without any cut, so that all ranks have the same number."""
+    bytes of the KV cache, and at most one for `TOKENS_PER_CHECKPOINT`. `whole`: the model without any cut, so that all
+    ranks have the same number."""
     row = row_bytes(whole, dtype)
     if not row:
         return 0
     if configured is not None:
         return configured
-    return int(BYTES_PER_KV_BYTE * kv_tokens * kv_cache.token_bytes(whole, dtype)) // row
+    return int(kv_tokens * _bytes_per_token(whole, dtype)) // row
 
 
 def checkpoint_bytes(config: DecoderConfig, whole: DecoderConfig, dtype: torch.dtype) -> float:
     """Returns the bytes of checkpoints on a rank, for each token of KV, where their number is not configured."""
     row = row_bytes(whole, dtype)
-    share = BYTES_PER_KV_BYTE * kv_cache.token_bytes(whole, dtype)
-    return share * row_bytes(config, dtype) / row if row else 0.0
+    return _bytes_per_token(whole, dtype) * row_bytes(config, dtype) / row if row else 0.0
+
+
+def _bytes_per_token(whole: DecoderConfig, dtype: torch.dtype) -> float:
+    """Bytes of checkpoints of the whole model for each token of KV."""
+    of_kv = BYTES_PER_KV_BYTE * kv_cache.token_bytes(whole, dtype)
+    return min(of_kv, row_bytes(whole, dtype) / TOKENS_PER_CHECKPOINT)
 
 
 def first_checkpoint(slots: int) -> int:

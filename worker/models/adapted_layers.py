@@ -13,9 +13,10 @@ from worker.models.adapted_linear import AdaptedLinear
 from worker.models.decoder import Decoder
 from worker.models.layer import DecoderLayer, GatedMLP, PlainMLP, SelfAttention
 from worker.models.parameters import parameter_shapes
+from worker.models.recurrent_layer import RecurrentLayer
 
 ADAPTED = ("qkv", "out", "gate_up", "up", "down")
-"""Linear layers that adapters may change, of attention over keys and values and of MLPs."""
+"""Linear layers that adapters may change, of attention over keys and values, of recurrent layers and of MLPs."""
 
 
 class AdaptedLayers:
@@ -70,7 +71,7 @@ class AdaptedLayers:
             }
 
         attention, mlp = layer.attention, layer.mlp
-        if isinstance(attention, SelfAttention):
+        if isinstance(attention, SelfAttention | RecurrentLayer):
             attention = replace(attention, **linears(attention, "qkv", "out"))
         if isinstance(mlp, GatedMLP):
             mlp = replace(mlp, **linears(mlp, "gate_up", "down"))

@@ -238,11 +238,13 @@ class DecoderConfig:
         )
 
 
-_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4")  # models whose text part is served by itself
+# Models whose text part is served by itself.
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "llama4", "lfm2_vl")
 
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
+_ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act")
 # Activations of gates, and of MLPs without a gate.
 _GATED: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _PLAIN: dict[str, Literal["gelu_tanh", "relu2"]] = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -392,14 +394,14 @@ def quantization_config(hf: HfConfig) -> dict[str, Any] | None:
 
 def _layer_types(hf: HfConfig) -> list[str]:
     kinds = getattr(hf, "layer_types", None) or ["full_attention"] * hf.num_hidden_layers
-    known = {"full_attention", "linear_attention", *_WINDOW_SIZES}
+    known = {"full_attention", "linear_attention", "conv", *_WINDOW_SIZES}
     if (unknown := set(kinds) - known) or _WINDOW_SIZES.keys() <= set(kinds):
         raise ValueError(f"layer types {sorted(unknown or set(kinds))} are not supported")
     return list(kinds)
 
 
 def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu_tanh", "relu2"]:
-    name = getattr(hf, "hidden_activation", None) or getattr(hf, "mlp_hidden_act", None) or hf.hidden_act
+    name = next((said for field in _ACTIVATION_NAMES if (said := getattr(hf, field, None))), "silu")
     known = _GATED if has_gate else _PLAIN
     if name not in known:
         where = "" if has_gate else " of MLPs without a gate"

@@ -19,6 +19,7 @@ from worker.models.gated_delta_net import DeltaNetConfig
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.mamba2 import Mamba2Config
+from worker.models.short_convolution import ShortConvolutionConfig
 
 HfConfig = Any
 """A Hugging Face configuration: a `transformers.PretrainedConfig`, or its values as `read_config` keeps them."""
@@ -302,7 +303,7 @@ def _sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> Ex
         hf.routed_scaling_factor,
         hf.n_group,
         hf.topk_group,
-        least_sum=1e-20,
+        added_to_sum=1e-20,
     )
     if layers is None:
         layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
@@ -334,7 +335,7 @@ def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
     experts = ExpertsConfig(
         _expert_count(hf),
         hf.moe_intermediate_size,
-        Routing(hf.moe_k, least_sum=hf.moe_norm_min),
+        Routing(hf.moe_k, added_to_sum=hf.moe_norm_min),
         layers,
         hf.moe_intermediate_size * hf.moe_num_shared_experts,
         has_bias=True,
@@ -540,6 +541,40 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def _short_convolutions(hf: HfConfig) -> dict[str, Any]:
+    """Layers with a short convolution among layers of attention. Ranks divide channels in groups, of which each takes
+    whole ones: matrix products on a GPU have sizes that are multiples of 16."""
+    if hf.conv_L_cache < 2:
+        raise ValueError(f"{hf.model_type} models with conv_L_cache {hf.conv_L_cache} are not supported")
+    if not hf.layer_types:
+        raise ValueError(f"{hf.model_type} models without layer_types are not supported")
+    layers, size = tuple(kind == "conv" for kind in hf.layer_types), math.gcd(hf.hidden_size, 16)
+    states = StateShape(hf.hidden_size // size, hf.hidden_size // size, 0, size, hf.conv_L_cache)
+    recurrent = ShortConvolutionConfig(states, layers, hf.conv_bias)
+    return {"norm_eps": hf.norm_eps, "qk_norm": "head", "recurrent": recurrent if any(layers) else None}
+
+
+def _lfm2(hf: HfConfig) -> dict[str, Any]:
+    """The configuration may have the MLP's size before it is made two thirds of it, and a multiple of a number."""
+    inner = hf.intermediate_size
+    if hf.block_auto_adjust_ff_dim:
+        inner = int(2 * inner / 3)
+        if hf.block_ffn_dim_multiplier is not None:
+            inner = -(-int(hf.block_ffn_dim_multiplier * inner) // hf.block_multiple_of) * hf.block_multiple_of
+    return _short_convolutions(hf) | {"intermediate_size": inner}
+
+
+def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
+    experts = ExpertsConfig(
+        _expert_count(hf),
+        hf.moe_intermediate_size,
+        Routing(hf.num_experts_per_tok, "sigmoid", hf.norm_topk_prob, hf.routed_scaling_factor, added_to_sum=1e-6),
+        tuple(index >= hf.num_dense_layers for index in range(hf.num_hidden_layers)),
+        has_bias=hf.use_expert_bias,
+    )
+    return _short_convolutions(hf) | {"experts": experts}
+
+
 # Differences from a plain Llama without biases, by `model_type`. An entry `rope_rules` is a `RopeRules`.
 ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _llama,
@@ -583,4 +618,6 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "granitemoehybrid": _granite_hybrid,
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
 }

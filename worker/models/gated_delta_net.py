@@ -14,9 +14,15 @@ from worker.models.recurrent_layer import RecurrentConfig, RecurrentLayer
 
 @dataclass(frozen=True)
 class DeltaNetConfig(RecurrentConfig):
-    """The layers with a gated delta net. `is_fused`: a checkpoint has the input products of a layer in two tensors, key
-    head after key head."""
+    """The layers with a gated delta net.
 
+    | field | meaning |
+    | --- | --- |
+    | `eps` | epsilon of the norm of a layer's outputs, whatever the scale of the hidden states |
+    | `is_fused` | a checkpoint has the input products of a layer in two tensors, key head after key head |
+    """
+
+    eps: float
     is_fused: bool
 
     @property
@@ -28,6 +34,7 @@ class DeltaNetConfig(RecurrentConfig):
     def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         states = self.states
         return super().parameter_shapes(hidden_size) | {
+            "decay_log": (states.value_heads,),
             "decay_bias": (states.value_heads,),
             "head_scale": (states.value_dim,),
         }

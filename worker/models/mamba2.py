@@ -19,11 +19,13 @@ class Mamba2Config(RecurrentConfig):
 
     | field | meaning |
     | --- | --- |
+    | `eps` | epsilon of the norm of a layer's outputs, whatever the scale of the hidden states |
     | `has_bias` | the convolution has a bias |
     | `group_size` | elements of a group's outputs, on all ranks that have some |
     | `shared_group` | where several ranks have heads of one group: its number, and how many groups there are |
     """
 
+    eps: float
     has_bias: bool
     group_size: int
     shared_group: tuple[int, int] | None = None
@@ -36,6 +38,7 @@ class Mamba2Config(RecurrentConfig):
     def parameter_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         states = self.states
         shapes = super().parameter_shapes(hidden_size) | {
+            "decay_log": (states.value_heads,),
             "step_bias": (states.value_heads,),
             "skip": (states.value_heads,),
             "gated_norm": (self.attended_size,),

@@ -21,12 +21,10 @@ class RecurrentConfig(ABC):
     | --- | --- |
     | `states` | sizes of a layer's heads and of its convolution; with several ranks, those of one rank |
     | `layers` | for each layer whether it is recurrent; the others have attention |
-    | `eps` | epsilon of the norm of a layer's outputs, whatever the scale of the hidden states |
     """
 
     states: StateShape
     layers: tuple[bool, ...]
-    eps: float
 
     @property
     def num_layers(self) -> int:
@@ -36,7 +34,7 @@ class RecurrentConfig(ABC):
     @property
     @abstractmethod
     def projected_sizes(self) -> tuple[int, ...]:
-        """Outputs of the input product: first what the convolution mixes, then gates, then numbers of the heads."""
+        """Outputs of the input product, which has all that a token puts in."""
 
     @property
     def attended_size(self) -> int:
@@ -50,7 +48,6 @@ class RecurrentConfig(ABC):
             "qkv": (sum(self.projected_sizes), hidden_size),
             "out": (hidden_size, self.attended_size),
             "conv": (self.states.channels, 1, self.states.width),
-            "decay_log": (self.states.value_heads,),
             "input_norm": (hidden_size,),
         }
 

@@ -207,6 +207,7 @@ FORMATS: Mapping[str, CallFormat] = {
         before=('{"name": "',), between=('", "parameters": ',), after=("}",), separator=("; ",), bare=True
     ),
     "pythonic": replace(_PYTHONIC, bare=True),
+    "lfm2": replace(_PYTHONIC, opening=("<|tool_call_start|>[",), closing=("]<|tool_call_end|>",)),
     "llama4_pythonic": replace(_PYTHONIC, opening=("<|python_start|>[",), closing=("]<|python_end|>",)),
 }
 ALIASES = {"minimax_m2": "minimax", "openai": "harmony"}
@@ -236,7 +237,7 @@ MARKERS = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
     *("<TOOLCALL>", "</TOOLCALL>"),
-    *("<|python_start|>", "<|python_end|>", "<|tool_call|>", _DSML),
+    *("<|python_start|>", "<|python_end|>", "<|tool_call|>", "<|tool_call_start|>", _DSML),
     *(f"<{_BAR}tool▁{name}{_BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),

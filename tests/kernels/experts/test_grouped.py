@@ -39,7 +39,7 @@ def routed(tokens: int, top_k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     [
         Routing(1),
         Routing(3, is_normalised=False),
-        Routing(3, "sigmoid", scale=2.5, least_sum=1e-20),
+        Routing(3, "sigmoid", scale=2.5, added_to_sum=0.1),
         Routing(2, "sigmoid", groups=2, groups_kept=1),
     ],
 )

@@ -1,5 +1,5 @@
-"""Recurrences against their formulas, token by token in float64, however the tokens are cut into steps: in plain
-PyTorch, and by Triton's kernels."""
+"""Recurrences, and a convolution without one, against their formulas, token by token in float64, however the tokens are
+cut into steps: in plain PyTorch, and by Triton's kernels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from kernels.delta_rule.gated_norm import gated_rms_norm
 from kernels.delta_rule.gates import TokenGates
 from kernels.delta_rule.rule import DeltaRule
-from kernels.recurrent.recurrence import Recurrence
+from kernels.recurrent.recurrence import ConvolutionGates, Recurrence
 from kernels.recurrent.shape import StateShape
 from kernels.recurrent.states import RecurrentStates, StateBatch
 from kernels.recurrent.torch_states import TorchStates
@@ -29,10 +29,19 @@ class Rule:
 
     numbers = 2 * HEADS  # that a token puts in besides `x`
     bias: torch.Tensor | None = None
+    shape = SHAPE
 
     def __init__(self) -> None:
         self.decay_log, self.decay_bias = torch.tensor([0.1, -0.7, 0.3, -3.0]), torch.tensor([-0.5, 0.2, 0.0, 0.4])
         self.weight = torch.randn(SHAPE.channels, SHAPE.width, generator=torch.Generator().manual_seed(1))
+
+    def outputs(self, states: RecurrentStates, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """Those of the tokens of a planned step."""
+        mixed = states.convolve(0, x, *self.convolution(x.device))
+        return states.update(0, self.recurrence(mixed, numbers))
+
+    def convolution(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.weight.to(device), None if self.bias is None else self.bias.to(device)
 
     def recurrence(self, mixed: torch.Tensor, numbers: torch.Tensor) -> Recurrence:
         strength, decay = numbers.split(HEADS, 1)
@@ -43,13 +52,13 @@ class Rule:
 
     def formula(self, inputs: "Inputs") -> torch.Tensor:
         """The outputs of all tokens of a sequence, float64 `[n, value_heads, value_dim]`."""
-        return self.of_mixed(self.convolved(inputs.x.double()), inputs.numbers.double())
+        return self.of_mixed(F.silu(self.convolved(inputs.x.double())), inputs.numbers.double())
 
     def convolved(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.double()
         seen = F.pad(x, (0, 0, SHAPE.width - 1, 0))
         mixed = sum(seen[i : i + len(x)] * weight[:, i] for i in range(SHAPE.width))
-        return F.silu(mixed if self.bias is None else mixed + self.bias)
+        return mixed if self.bias is None else mixed + self.bias
 
     def of_mixed(self, mixed: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         size = SHAPE.key_heads * SHAPE.key_dim
@@ -101,7 +110,27 @@ class Mamba2Rule(Rule):
         return out * gate
 
 
-@pytest.fixture(params=[Rule, Mamba2Rule])
+class Convolution(Rule):
+    """A layer with a short convolution alone. A token puts in `x`, and gates of inputs and of outputs."""
+
+    numbers = 2 * SHAPE.channels
+    shape = StateShape(key_heads=11, value_heads=11, key_dim=0, value_dim=4, width=SHAPE.width)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.linspace(-0.5, 0.5, SHAPE.channels)
+
+    def outputs(self, states: RecurrentStates, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        gates = ConvolutionGates(*numbers.split(SHAPE.channels, 1))
+        return states.convolve(0, x, *self.convolution(x.device), gates)
+
+    def formula(self, inputs: "Inputs") -> torch.Tensor:
+        """`[n, channels]`."""
+        before, after = inputs.numbers.double().split(SHAPE.channels, 1)
+        return after * self.convolved(before * inputs.x)
+
+
+@pytest.fixture(params=[Rule, Mamba2Rule, Convolution])
 def rule(request: pytest.FixtureRequest) -> Rule:
     made: Rule = request.param()
     return made
@@ -138,7 +167,7 @@ Make = Callable[..., RecurrentStates]
         pytest.param(("triton", "cuda"), id="cuda", marks=pytest.mark.gpu),
     ]
 )
-def make(request: pytest.FixtureRequest) -> Make:
+def make(request: pytest.FixtureRequest, rule: Rule) -> Make:
     """Makes states full of numbers that no sequence may see."""
     kind, device = request.param
     if kind == "torch":
@@ -149,12 +178,15 @@ def make(request: pytest.FixtureRequest) -> Make:
         states = TritonStates
 
     def make_states(layers: int = 1) -> RecurrentStates:
-        heads = (SHAPE.value_heads, SHAPE.value_dim, SHAPE.key_dim)
-        recurrent = torch.full((layers, ROWS, *heads), float("nan"), device=device)
+        recurrent = torch.full((layers, ROWS, *heads_of(rule.shape)), float("nan"), device=device)
         inputs = torch.full((layers, ROWS, SHAPE.channels, SHAPE.width - 1), float("nan"), device=device)
-        return states(recurrent, inputs, SHAPE)
+        return states(recurrent, inputs, rule.shape)
 
     return make_states
+
+
+def heads_of(shape: StateShape) -> tuple[int, int, int]:
+    return shape.value_heads, shape.value_dim, shape.key_dim
 
 
 def run(
@@ -174,9 +206,7 @@ def attended(states: RecurrentStates, parts: list[Inputs]) -> list[torch.Tensor]
     rule = parts[0].rule
     columns = torch.cat([torch.cat((part.x, part.numbers), 1) for part in parts]).to(states.device)
     x, numbers = columns.split((SHAPE.channels, rule.numbers), 1)
-    bias = None if rule.bias is None else rule.bias.to(states.device)
-    mixed = states.convolve(0, x, rule.weight.to(states.device), bias)
-    return list(states.update(0, rule.recurrence(mixed, numbers)).cpu().split([len(part.x) for part in parts]))
+    return list(rule.outputs(states, x, numbers).cpu().split([len(part.x) for part in parts]))
 
 
 @pytest.mark.parametrize("cuts", [[150], [1] * 20, [64, 64, 22], [3, 1, 70, 1, 1, 2]])
@@ -209,7 +239,11 @@ def test_tokens_of_many_sequences_at_once(make: Make, rule: Rule, rows: tuple[in
     torch.testing.assert_close(states.recurrent[0, 2], states.recurrent[0, rows[1]])
 
 
-@pytest.mark.parametrize("before", [1, 2, 70])
+@pytest.mark.parametrize(
+    ("rule", "before"),
+    [*((rule, before) for rule in (Rule, Mamba2Rule) for before in (1, 2, 70)), (Convolution, 2)],
+    indirect=["rule"],
+)
 def test_another_row_goes_on_from_a_copy(make: Make, rule: Rule, before: int) -> None:
     """States copied inside a chunk, at its end, and after a chunk of one token, which stands last in the step."""
     states, one, other = make(2), Inputs.random(rule, 140, 4), Inputs.random(rule, 60, 5)
@@ -235,10 +269,10 @@ def test_a_row_that_is_read_may_be_written_in_the_same_step(make: Make, rule: Ru
     torch.testing.assert_close(got.double(), one.formula()[15:], atol=2e-5, rtol=1e-4)
 
 
-def test_bytes_of_a_row(make: Make) -> None:
+def test_bytes_of_a_row(make: Make, rule: Rule) -> None:
     states = make()
     row = states.recurrent[0, 0].nbytes + states.inputs[0, 0].nbytes
-    assert SHAPE.row_bytes(torch.float32) == row
+    assert rule.shape.row_bytes(torch.float32) == row
 
 
 @pytest.mark.interpreter
@@ -246,8 +280,8 @@ def test_decodes_planned_on_the_device(rule: Rule) -> None:
     """As in a CUDA graph: rows and copies are tensors, and the last row is padding."""
     from kernels.recurrent.triton_states import TritonStates, copies_of_singles
 
-    heads = (SHAPE.value_heads, SHAPE.value_dim, SHAPE.key_dim)
-    states = TritonStates(torch.zeros(1, ROWS, *heads), torch.zeros(1, ROWS, SHAPE.channels, SHAPE.width - 1), SHAPE)
+    recurrent = torch.zeros(1, ROWS, *heads_of(rule.shape))
+    states = TritonStates(recurrent, torch.zeros(1, ROWS, SHAPE.channels, SHAPE.width - 1), rule.shape)
     one, other, padding = Inputs.random(rule, 9, 8), Inputs.random(rule, 9, 9), Inputs.random(rule, 2, 10)
     outs = []
     for at in range(9):

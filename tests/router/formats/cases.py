@@ -273,6 +273,16 @@ CASES: dict[str, list[Case]] = {
         ("no list", "<|python_start|>print(1)<|python_end|>", ["<|python_start|>print(1)<|python_end|>"]),
         ("cut in a string", "<|python_start|>[weather(city='Os", [("weather", "{\"city\": 'Os", "open")]),
     ],
+    "lfm2": [
+        ("text after", '<|tool_call_start|>[weather(city="Oslo", days=3)]<|tool_call_end|>Let me see.', [("weather", WEATHER), "Let me see."]),
+        ("two calls", "Well. <|tool_call_start|>[f(a='x'), g()]<|tool_call_end|>", ["Well. ", ("f", {"a": "x"}), ("g", "{}")]),
+        ("no markers", "[f(a=1)]", ["[f(a=1)]"]),
+        ("no call", "How can I help?", ["How can I help?"]),
+        ("types", "<|tool_call_start|>[f(a=None, b=True, c={'k': ['v', 1.5]}, d='')]<|tool_call_end|>", [("f", {"a": None, "b": True, "c": {"k": ["v", 1.5]}, "d": ""})]),
+        ("a name with dots", "<|tool_call_start|>[shop.order(a=1)]<|tool_call_end|>", [("shop.order", {"a": 1})]),
+        ("a space before the end", '<|tool_call_start|>[f(a="x")] <|tool_call_end|>', [("f", {"a": "x"})]),
+        ("cut in a string", "<|tool_call_start|>[weather(city='Os", [("weather", "{\"city\": 'Os", "open")]),
+    ],
     "mistral": [
         ("no call", "This is a test.", ["This is a test."]),
         ("list", '[TOOL_CALLS][{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', [("add", '{"a": 3.5, "b": 4}')]),

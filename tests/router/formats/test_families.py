@@ -29,6 +29,8 @@ TEMPLATES = {
     "Nemotron-Nano-v2": ("{% if tools %}use the format <TOOLCALL>[{\"name\": ...}]</TOOLCALL>{% endif %}<think>", "nemotron_json", "<think>"),
     "Llama-4": ("{% if tools %}<|python_start|>[func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
     "Llama-4, without its markers": ("<|header_start|>{% if tools %}[func_name1(param1=value1)]", "llama4_pythonic", None),
+    "LFM2": ('{% if tools %}List of tools: <|tool_list_start|>[', "lfm2", None),
+    "LFM2.5": ('{% if tools %}{% set text = "List of tools: [" %}{{ content.split("</think>")[-1] }}', "lfm2", "<think>"),
     "Mistral": ("{% if tools %}[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
     "Magistral": ("{% if tools %}[THINK][/THINK][TOOL_CALLS]name[ARGS]", "mistral", "[THINK]"),
     "DeepSeek-R1": (f"<{BAR}tool▁calls▁begin{BAR}> function \\n```json <think>", "deepseek_v3", "<think>"),

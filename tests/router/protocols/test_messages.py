@@ -298,14 +298,15 @@ def test_errors_of_the_service(
     make_stack: Any, make_replica: Any, ask: Callable[..., Any], thinker: Tokenizer, caplog: Any
 ) -> None:
     """No replica before the stream; a replica that fails in the middle of one."""
-    empty = make_stack()
+    at_once = RouterConfig(replica_wait_s=0)
+    empty = make_stack(config=at_once)
     with pytest.raises(anthropic.InternalServerError) as none:
         ask(empty)
     body: Any = none.value.body
     assert none.value.status_code == 503 and body["error"]["type"] == "overloaded_error"
 
     fake = make_replica().hold()
-    stack = make_stack(fake)
+    stack = make_stack(fake, config=at_once)
     fake.allow(3)
     stream = ask(stack, stream=True)
     events = [next(stream) for _ in range(3)]

@@ -373,7 +373,7 @@ def test_following_a_stream_in_the_background(says: Callable[..., Any]) -> None:
 
 
 def test_a_background_response_fails(make_stack: Any, tmp_path: Path) -> None:
-    stack = make_stack(config=RouterConfig(response_store_dir=tmp_path))  # no replica
+    stack = make_stack(config=RouterConfig(response_store_dir=tmp_path, replica_wait_s=0))  # no replica
     made = ask(stack, background=True, stream=True)
     *_, error, failed = made
     assert (error.type, error.code, failed.type) == ("error", "no_replica", "response.failed")

@@ -5,20 +5,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.worker.adapters import merged, write_adapter
 from tests.worker.conftest import without_grammars
 from tests.worker.engine.test_families import GREEDY, expected
 from tests.worker.engines import checked_engines
 from tests.worker.executor.test_multi_rank import prompts
-from worker.checkpoint.adapters import AdapterLayout
 from worker.config import WorkerConfig
 from worker.engine.engine import Engine
 from worker.executor.model_runner import ModelRunner
 from worker.messages import Adapter, Generate
-from worker.models.config import decoder_config, read_config
-from worker.models.sharding import Shard
 
 ADAPTERS: dict[str, dict] = {
     "all": {"rank": 4},
@@ -97,28 +93,23 @@ def test_ranks_hold_their_parts(case: Case, ranks: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi3", "gemma3", "arcee", "qwen3_5", "qwen3_moe", "nemotron_h"])
+@pytest.mark.parametrize("name", ["phi3", "gemma3", "arcee", "qwen3_5", "qwen3_moe", "bamba", "lfm2", "nemotron_h"])
 def test_fused_gated_and_mixed_layers(name: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     base = tiny_model(name)
-    own = {"phi3": ("qkv_proj", "gate_up_proj", "o_proj")}
-    own |= dict.fromkeys(("arcee", "nemotron_h"), ("q_proj", "up_proj", "down_proj"))
-    targets = own.get(name, ("q_proj", "k_proj", "o_proj"))
+    own_names = {
+        "phi3": ("qkv_proj", "gate_up_proj", "o_proj"),
+        "arcee": ("q_proj", "up_proj", "down_proj"),
+        "qwen3_5": ("q_proj", "k_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj"),
+        "bamba": ("in_proj", "out_proj"),
+        "lfm2": ("q_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+        "nemotron_h": ("q_proj", "in_proj", "up_proj", "down_proj"),
+    }
+    targets = own_names.get(name, ("q_proj", "k_proj", "o_proj"))
     path = write_adapter(tmp_path / "one", base, 0, targets=targets)
     batch = prompts(3)
     with checked_engines(base, page_size=4, kv_tokens=512, max_loras=1) as make:
         found = make(load).generate(batch, GREEDY, adapters=[Adapter("one", str(path))] * 3)
         assert [done.token_ids for done in found] == expected(merged(tmp_path / "merged", base, path), batch)
-
-
-@pytest.mark.parametrize(("name", "target"), [("qwen3_5", "out_proj"), ("granitemoehybrid_dense", "in_proj")])
-def test_adapters_of_recurrent_layers_are_refused(
-    name: str, target: str, tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = tiny_model(name)
-    path = write_adapter(tmp_path / "one", folder, 0, targets=(target,))
-    layout = AdapterLayout(Shard(decoder_config(read_config(folder))))
-    with pytest.raises(ValueError, match=rf"changes model\.layers\.0\.\w+\.{target}, which is not supported"):
-        layout.read(path, 16, torch.float32)
 
 
 def test_what_cannot_be_used_fails_its_own_request(case: Case, tmp_path: Path) -> None:

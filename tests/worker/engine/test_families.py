@@ -101,6 +101,7 @@ def test_drafts_are_refused(name: str, tiny_model: Callable[[str], Path]) -> Non
             ],
         ),
         ("llama4_moe", "llama4", "language_model.model.", ["vision_model.class_embedding"]),
+        ("lfm2", "lfm2_vl", "model.language_model.", ["model.multi_modal_projector.linear_1.weight"]),
     ],
 )
 def test_the_text_part_of_a_checkpoint_with_images(

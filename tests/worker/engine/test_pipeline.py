@@ -391,7 +391,7 @@ def test_batched_chunked_cached_and_preempted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "pp", "tp"), [("qwen3_next", 2, 1), ("qwen3_next", 1, 2), ("granitemoehybrid", 1, 2)])
+@pytest.mark.parametrize(("name", "pp", "tp"), [("qwen3_next", 1, 2), ("granitemoehybrid", 1, 2), ("lfm2", 2, 2)])
 def test_recurrent_states_go_on_from_checkpoints(
     name: str, pp: int, tp: int, tiny_model: Callable[[str], Path], alone: Callable, crowded: None
 ) -> None:

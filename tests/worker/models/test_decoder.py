@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig, NemotronHConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BambaConfig,
+    GPT2Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    LlamaConfig,
+    NemotronHConfig,
+)
 
 from tests.worker.conftest import DELTA_NETS, TINY, Sequences
 from worker.config import WorkerConfig
@@ -172,6 +181,30 @@ def test_unsupported_variants_of_mamba2(changes: dict) -> None:
 def test_unsupported_variants_of_nemotron_h(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=rf"{message}.* not supported"):
         decoder_config(NemotronHConfig(**({"hybrid_override_pattern": "M-*-"} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Lfm2Config(conv_L_cache=1, full_attn_idxs=[2]), "lfm2 models with conv_L_cache 1 are not supported"),
+        (Lfm2MoeConfig(), "lfm2_moe models without layer_types are not supported"),
+    ],
+)
+def test_unsupported_variants_of_short_convolutions(config: Lfm2Config | Lfm2MoeConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoder_config(config)
+
+
+def test_a_published_configuration_of_lfm2() -> None:
+    """LFM2-1.2B's, with the names of its first version."""
+    own = {"block_ff_dim": 12288, "tie_embedding": True, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "rope_theta": 1e6}
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = decoder_config(Lfm2Config(**sizes, **own))
+    assert config.intermediate_size == 8192
+    assert config.tied_embeddings
+    assert config.attention_layers == [2, 5, 8, 10, 12, 14]
+    assert config.recurrent is not None
+    assert config.recurrent.states.row_bytes(torch.bfloat16) == 2048 * 2 * 2
 
 
 def test_the_longest_context_chooses_the_factors_of_longrope(tiny_model: Callable[[str], Path]) -> None:

@@ -78,8 +78,11 @@ def test_a_window_limits_what_a_step_reads(config_of: Callable[[str], DecoderCon
     assert later - first == pytest.approx(pairs_s + prefixes_s)
 
 
-def test_a_step_reads_and_writes_states_whatever_the_context(config_of: Callable[[str], DecoderConfig]) -> None:
-    config = config_of("qwen3_next")
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_a_step_reads_and_writes_states_whatever_the_context(
+    name: str, config_of: Callable[[str], DecoderConfig]
+) -> None:
+    config = config_of(name)
     layers = layer_specs(config)
     assert config.recurrent is not None
     assert [layer.state_bytes > 0 for layer in layers] == list(config.recurrent.layers)
