@@ -6,6 +6,7 @@ has float32 safetensors, or refers to the file for its quantized matrices (`clus
 """
 
 import io
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
@@ -34,10 +35,10 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
     """
     if kept != "float32":
         say(f"reading the tokenizer of {path.name}")
-        from transformers import AutoConfig, GenerationConfig
+        from transformers import GenerationConfig
 
         with _alone(path) as only, _parsed_once(), _bars_on_terminals_only():
-            config = AutoConfig.from_pretrained(only.parent, gguf_file=only.name)
+            config = _config(only)
             tokenizer = _tokenizer(only, config.max_position_embeddings)
             if kept == "blocks":
                 say(f"reading where the matrices of {path.name} are")
@@ -50,6 +51,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
     from transformers import AutoModelForCausalLM
 
     with _alone(path) as only, _parsed_once(), _bars_on_terminals_only():
+        _config(only)  # raises before the work
         model = AutoModelForCausalLM.from_pretrained(only.parent, gguf_file=only.name, dtype=torch.float32)
         tokenizer = _tokenizer(only, model.config.max_position_embeddings)
     config = model.config
@@ -59,6 +61,24 @@ def convert(path: Path, folder: Path, say: Callable[[str], None], kept: Kept = "
     say(f"writing {sum(tensor.nbytes for tensor in state.values()) / 1e6:.0f} MB of float32 weights")
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     _write(folder, config, model.generation_config, tokenizer)
+
+
+def _config(path: Path) -> Any:
+    """The file's configuration as transformers reads it. Raises ValueError if that lacks the file's own base of
+    rotation, which transformers leaves out for some architectures."""
+    import gguf
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    fields = gguf.GGUFReader(str(path)).fields
+    architecture = str(fields["general.architecture"].contents())
+    base, read = fields.get(f"{architecture}.rope.freq_base"), (getattr(config, "rope_parameters", None) or {})
+    if base is not None and not math.isclose(
+        said := float(base.contents()), read.get("rope_theta", said), rel_tol=1e-6
+    ):
+        what = f"{path.name} has a {architecture} model that rotates with base {said:g}"
+        raise ValueError(f"{what}, which is not read from such files: take the model's safetensors")
+    return config
 
 
 def _write(folder: Path, config: Any, generation_config: Any, tokenizer: Any) -> None:

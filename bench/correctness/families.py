@@ -187,6 +187,7 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
         "llama_dynamic": ("llama", _rope("dynamic", factor=2.0)),
         "llama_llama3": ("llama", _LLAMA3),
         "llama_yarn": ("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+        "arcee": ("arcee", {}),
         "mistral": ("mistral", {"sliding_window": None}),
         "ministral3": (
             "ministral3",
@@ -200,6 +201,7 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
                 llama_4_scaling_beta=0.4,
             ),
         ),
+        "nemotron": ("nemotron", {"mlp_bias": True} | _rope("default", partial_rotary_factor=0.5)),
         "qwen2": ("qwen2", {}),
         "qwen3": ("qwen3", {}),
         "seed_oss": ("seed_oss", _TWO_LAYERS | {"attention_out_bias": True, "mlp_bias": True}),
@@ -246,6 +248,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     }
     return {
         "mistral_window": ("mistral", window),
+        "starcoder2": ("starcoder2", window | {"tie_word_embeddings": True}),
         "qwen2_window": ("qwen2", window | {"use_sliding_window": True, "max_window_layers": 2}),
         "gemma2": ("gemma2", gemma),
         "gemma3": (
@@ -518,6 +521,12 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             "bamba",
             mamba | {"mamba_n_groups": sizes.mamba_groups[1], "mamba_conv_bias": False, "attn_layer_indices": [1]},
         ),
+        "nemotron_h": ("nemotron_h", _nemotron_h(sizes, "M-*-M--")),
+        "nemotron_h_moe": ("nemotron_h", _nemotron_h_moe(sizes, "EM*EM-E")),
+        "nemotron_h_latent_moe": (
+            "nemotron_h",
+            _nemotron_h_moe(sizes, "MEM*EME") | {"moe_latent_size": sizes.wide_shared},
+        ),
         "lfm2": (
             "lfm2",
             {"full_attn_idxs": [1], "conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": True}
@@ -528,3 +537,27 @@ def _recurrent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             _experts(sizes) | {"layer_types": CONVOLVED, "num_dense_layers": 1, "routed_scaling_factor": 1.8},
         ),
     }
+
+
+def _nemotron_h(sizes: Sizes, pattern: str) -> dict[str, Any]:
+    """`pattern` has a letter for each layer, as in published configurations. In prompts, `transformers` 5.23 takes
+    `time_step_min` for the least step, which its authors' code does not, and neither does in outputs."""
+    _, heads, head_dim, state, chunk = sizes.mamba
+    return {
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head_dim,
+        "ssm_state_size": state,
+        "n_groups": sizes.mamba_groups[0],
+        "chunk_size": chunk,
+        "time_step_min": 1e-30,
+    }
+
+
+def _nemotron_h_moe(sizes: Sizes, pattern: str) -> dict[str, Any]:
+    return (
+        _nemotron_h(sizes, pattern)
+        | _sigmoid(sizes)
+        | {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 2 * sizes.expert}
+    )

@@ -171,7 +171,7 @@ def _randomise(name: str, parameter: torch.Tensor, spread: float) -> None:
         parameter.add_(0.2 * torch.randn_like(parameter))
     elif "lm_head" in name:
         parameter.normal_(0.0, spread * parameter.shape[1] ** -0.5)
-    elif "embed_tokens" in name:
+    elif "embed_tokens" in name or "embeddings" in name:
         parameter.normal_(0.0, LOGIT_SPREAD * parameter.shape[1] ** -0.5)
     else:
         gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)

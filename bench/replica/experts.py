@@ -24,7 +24,7 @@ from kernels.experts.choice import Routing, choose
 from kernels.experts.experts import Experts
 from kernels.experts.routing import route
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, default_tiles
-from kernels.ops.activation import silu_and_mul
+from kernels.ops.activation import relu2, silu_and_mul
 
 LAYERS = 4  # so that no run finds its weights in the L2 cache
 ROUNDS = 20
@@ -33,12 +33,13 @@ TOLERANCE = 0.02  # relative error of bfloat16 against float32
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of a layer's experts."""
+    """Sizes of a layer's experts. Without a gate they are activated by the square of the relu."""
 
     count: int
     top_k: int
     hidden: int
     size: int
+    is_gated: bool = True
 
 
 SHAPES = {
@@ -46,6 +47,7 @@ SHAPES = {
     "qwen3-30b-a3b-tp2": ExpertShape(128, 8, 2048, 384),
     "mixtral-8x7b": ExpertShape(8, 2, 4096, 14336),
     "olmoe": ExpertShape(64, 8, 2048, 1024),
+    "nemotron-3-nano-30b-a3b": ExpertShape(128, 6, 2688, 1856, is_gated=False),
     "tiny": ExpertShape(8, 2, 64, 32),
 }
 
@@ -59,7 +61,8 @@ def make_layers(shape: ExpertShape, device: torch.device, dtype: torch.dtype) ->
         return made.normal_(0.0, sizes[-1] ** -0.5, generator=generator)
 
     count, hidden, size = shape.count, shape.hidden, shape.size
-    return [Experts(random(count, 2 * size, hidden), random(count, hidden, size), silu_and_mul) for _ in range(LAYERS)]
+    rows, activation = (2 * size, silu_and_mul) if shape.is_gated else (size, relu2)
+    return [Experts(random(count, rows, hidden), random(count, hidden, size), activation) for _ in range(LAYERS)]
 
 
 def reference(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -67,8 +70,13 @@ def reference(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, shares: t
     total = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         tokens, number = torch.where(chosen == expert)
-        gate, up = (x[tokens].float() @ experts.weights.gate_up[expert].float().t()).chunk(2, dim=1)
-        product = (torch.nn.functional.silu(gate) * up) @ experts.weights.down[expert].float().t()
+        first = x[tokens].float() @ experts.weights.gate_up[expert].float().t()
+        if experts.weights.is_gated:
+            gate, up = first.chunk(2, dim=1)
+            activated = torch.nn.functional.silu(gate) * up
+        else:
+            activated = first.relu().square()
+        product = activated @ experts.weights.down[expert].float().t()
         total.index_add_(0, tokens, product * shares[tokens, number, None])
     return total
 
@@ -104,7 +112,7 @@ def routing_errors(shape: ExpertShape, device: torch.device) -> int:
 def floor_us(shape: ExpertShape, tokens: int, bytes_per_s: float, flops: float) -> float:
     """Microseconds of a layer's experts at a device's rates."""
     hit = shape.count * (1 - (1 - shape.top_k / shape.count) ** tokens)
-    weights = 3 * shape.hidden * shape.size
+    weights = (3 if shape.is_gated else 2) * shape.hidden * shape.size
     return 1e6 * max(hit * weights * 2 / bytes_per_s, 2 * weights * tokens * shape.top_k / flops)
 
 

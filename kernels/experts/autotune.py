@@ -245,6 +245,7 @@ def _identity(own: Experts, top_k: int) -> str:
         dtype = f"e4m3-{scales.factors.shape[1]}"
     device = torch.cuda.get_device_name(own.weights.down.device) if own.weights.down.is_cuda else "cpu"
     shape = f"{count}x{hidden}x{size}" if own.total == count else f"{count}of{own.total}x{hidden}x{size}"
+    shape += "" if own.weights.is_gated else "-plain"
     return f"experts-{VERSION}-{device}-triton{triton.__version__}-{shape}-top{top_k}-{dtype}"
 
 

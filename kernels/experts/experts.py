@@ -1,4 +1,5 @@
-"""The products of a layer's experts: gated MLPs (https://arxiv.org/abs/2002.05202), of which each token uses a few."""
+"""The products of a layer's experts: MLPs, gated (https://arxiv.org/abs/2002.05202) or not, of which each token uses a
+few."""
 
 from collections.abc import Callable
 
@@ -8,15 +9,17 @@ from kernels.experts.tiles import ExpertTiles, TunedTiles, default_tiles
 from kernels.experts.weights import ExpertWeights, in_memory
 from kernels.linear.fp8_linear import Fp8Weight
 from kernels.linear.linear import Linear
-from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import ClampedSwiGLU, gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-"""Gated activation, `[n, 2 * size]` to `[n, size]`."""
+"""Gated activation, `[n, 2 * size]` to `[n, size]`; without a gate, `[n, size]` to the same."""
+
+_PLAIN = relu2, gelu_tanh
 
 
 class Experts:
     """A layer's experts, or the part of them that a rank holds: for a token x, the sum of `weight * down(gate * up)`
-    over its experts, with `gate` activated.
+    over its experts, with `gate` activated; without a gate of `weight * down(up)`, with `up` activated.
 
     | where | how |
     | --- | --- |
@@ -36,23 +39,26 @@ class Experts:
         total: int | None = None,
     ) -> None:
         """gate_up: `[experts, 2 * size, hidden_size]`, the gates first. down: `[experts, hidden_size, size]`. The
-        activation is `silu_and_mul`, `gelu_tanh_and_mul` or a `ClampedSwiGLU`. biases: of gate_up, `[experts, 2 *
-        size]`, and of down, `[experts, hidden_size]`. On a GPU weights may be in 8 bits: activations are not. total:
-        number of the layer's experts, of which the router chooses; by default those here."""
+        activation is `silu_and_mul`, `gelu_tanh_and_mul` or a `ClampedSwiGLU`. With `relu2` or `gelu_tanh` there is no
+        gate: gate_up is `[experts, size, hidden_size]`. biases: of gate_up, `[experts, 2 * size]`, and of down,
+        `[experts, hidden_size]`. On a GPU weights may be in 8 bits: activations are not. total: number of the layer's
+        experts, of which the router chooses; by default those here."""
         clamped = activation if isinstance(activation, ClampedSwiGLU) else None
-        if clamped is None and activation not in (silu_and_mul, gelu_tanh_and_mul):
-            raise ValueError("experts are activated by silu, the tanh form of gelu, or a clamped SwiGLU")
+        if clamped is None and activation not in (silu_and_mul, gelu_tanh_and_mul, *_PLAIN):
+            known = "silu, the tanh form of gelu, or a clamped SwiGLU; without a gate by the square of relu, or gelu"
+            raise ValueError(f"experts are activated by {known}")
         self.first, self.count = first, len(gate_up if isinstance(gate_up, torch.Tensor) else gate_up.values)
         self.total = self.count if total is None else total
         self.activation = activation
         self.tuned: TunedTiles | None = None  # set by `kernels.experts.autotune.autotune`
         self._each: list[tuple[Linear, Linear]] = []
         if isinstance(gate_up, Fp8Weight) or isinstance(down, Fp8Weight) or gate_up.is_cuda:
-            is_gelu = activation is gelu_tanh_and_mul
+            is_gelu, is_gated = activation in (gelu_tanh_and_mul, gelu_tanh), activation not in _PLAIN
             first_bias, last_bias = (None, None) if biases is None else (each.contiguous() for each in biases)
             (first_weight, first_scales), (last_weight, last_scales) = in_memory(gate_up), in_memory(down)
+            biases_and_scales = first_bias, last_bias, first_scales, last_scales
             self.weights = ExpertWeights(
-                first_weight, last_weight, first, is_gelu, clamped, first_bias, last_bias, first_scales, last_scales
+                first_weight, last_weight, first, is_gelu, clamped, *biases_and_scales, is_gated
             )
         else:
             first_biases, last_biases = ([None] * len(gate_up),) * 2 if biases is None else biases

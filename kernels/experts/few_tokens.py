@@ -19,7 +19,7 @@ from kernels import pdl
 from kernels.experts.fp8_numbers import arguments, numbers, scales_of
 from kernels.experts.tiles import ExpertTiles
 from kernels.experts.weights import ExpertWeights
-from kernels.ops.fused import gated
+from kernels.ops.fused import gated, plain
 from kernels.pdl import launch_dependents, wait_for_previous
 
 # Numbers of the gates that a thread of `_gate_up_pair` reads at once, and as many of the ups.
@@ -76,6 +76,7 @@ def gate_up(
         count,
         eps,
         norm is not None,
+        weights.is_gated,
         weights.is_gelu,
         *weights.clamp,
         weights.gate_up_bias is not None,
@@ -156,6 +157,7 @@ def _gate_up_pair(
     experts,
     eps,
     NORM: tl.constexpr,
+    GATED: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -175,10 +177,12 @@ def _gate_up_pair(
     begin, stride = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     own = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
-    gates = weight + expert * 2 * size * hidden
+    # Without a gate, the ups are read, summed and activated in place of gates.
+    HALVES: tl.constexpr = 2 if GATED else 1
+    gates = weight + expert * HALVES * size * hidden
     ups = gates + size * hidden
     source = x + pair // top_k * hidden
-    opened, lifted = _read_pair(gates, ups, begin + own, at, size, hidden)
+    opened, lifted = _read_pair(gates, ups, begin + own, at, size, hidden, GATED)
     squares = tl.zeros([BLOCK], dtype=tl.float32)
     for chunk in tl.static_range(CHUNKS):
         value, square = _factors(source, norm, chunk * BLOCK + at, hidden, NORM)
@@ -195,7 +199,7 @@ def _gate_up_pair(
                 next_row, next_place = row, (chunk + 1) * BLOCK + at
             else:
                 next_row, next_place = row + stride, at
-            next_opened, next_lifted = _read_pair(gates, ups, next_row, next_place, size, hidden)
+            next_opened, next_lifted = _read_pair(gates, ups, next_row, next_place, size, hidden, GATED)
             place = chunk * BLOCK + at
             if CHUNKS > 1:
                 value, square = _factors(source, norm, place, hidden, NORM)
@@ -203,28 +207,37 @@ def _gate_up_pair(
             if SCALES > 0:
                 lines, group = row[:, None], place[None, :]
                 mask = (lines < size) & (group < hidden)
-                opened *= scales_of(scales, expert, group, lines, hidden, 2 * size, mask, SCALES)
-                lifted *= scales_of(scales, expert, group, size + lines, hidden, 2 * size, mask, SCALES)
+                opened *= scales_of(scales, expert, group, lines, hidden, HALVES * size, mask, SCALES)
+                if GATED:
+                    lifted *= scales_of(scales, expert, group, size + lines, hidden, HALVES * size, mask, SCALES)
             gate += opened * value[None, :]
-            up += lifted * value[None, :]
+            if GATED:
+                up += lifted * value[None, :]
             opened, lifted = next_opened, next_lifted
         opened_sum, lifted_sum = tl.sum(gate, 1) * scale, tl.sum(up, 1) * scale
         is_row = row < size
         if BIAS:
-            biases = bias + expert * 2 * size + row
+            biases = bias + expert * HALVES * size + row
             opened_sum += tl.load(biases, mask=is_row, other=0.0).to(tl.float32)
-            lifted_sum += tl.load(biases + size, mask=is_row, other=0.0).to(tl.float32)
-        result = gated(opened_sum, lifted_sum, GELU, LIMIT, ALPHA)
+            if GATED:
+                lifted_sum += tl.load(biases + size, mask=is_row, other=0.0).to(tl.float32)
+        if GATED:
+            result = gated(opened_sum, lifted_sum, GELU, LIMIT, ALPHA)
+        else:
+            result = plain(opened_sum, GELU)
         tl.store(inner + pair * size + row, result.to(inner.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
-def _read_pair(gates, ups, row, place, size, hidden):
-    """A tile of an expert's gates and the same of its ups."""
+def _read_pair(gates, ups, row, place, size, hidden, GATED: tl.constexpr):
+    """A tile of an expert's gates and the same of its ups; without a gate twice the tile of its ups, read once."""
     mask = (row < size)[:, None] & (place < hidden)[None, :]
     lines = row[:, None] * hidden + place[None, :]
     opened = tl.load(gates + lines, mask=mask, other=0.0, eviction_policy="evict_first")
-    lifted = tl.load(ups + lines, mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        lifted = tl.load(ups + lines, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        lifted = opened
     return opened, lifted
 
 

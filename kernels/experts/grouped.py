@@ -2,7 +2,7 @@
 
 1. `_count` and `_place` sort the (token, expert) pairs by expert, and cut each expert's into blocks. For few pairs
    `_place` does it alone.
-2. `_gate_up` computes gates and ups of a block for some columns, and their activation.
+2. `_gate_up` computes gates and ups of a block for some columns, or ups alone, and their activation.
 3. `_down` computes the output of each pair, times its weight.
 4. `_combine` adds the outputs of each token's pairs, in their order.
 
@@ -22,7 +22,7 @@ from kernels import pdl
 from kernels.experts.fp8_numbers import arguments, numbers, scales_of
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles
 from kernels.experts.weights import ExpertWeights
-from kernels.ops.fused import gated
+from kernels.ops.fused import gated, plain
 from kernels.pdl import launch_dependents, wait_for_previous
 
 _MOST_COMPARED = 32768  # elements of the matrix that compares a chunk of pairs with all experts
@@ -128,6 +128,7 @@ def gate_up(
         hidden,
         size,
         top_k,
+        weights.is_gated,
         weights.is_gelu,
         *weights.clamp,
         weights.gate_up_bias is not None,
@@ -285,6 +286,7 @@ def _gate_up(
     hidden,
     size,
     top_k,
+    GATED: tl.constexpr,
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -313,38 +315,52 @@ def _gate_up(
     at = tl.arange(0, DEPTH)
     source = x + token.to(tl.int64)[:, None] * hidden + at[None, :]
     is_column = column < size
-    gates = weight + expert * 2 * size * hidden + tl.where(is_column, column, 0)[None, :] * hidden + at[:, None]
-    ups = gates + size * hidden
+    # Without a gate, the ups are read, summed and activated in place of gates.
+    HALVES: tl.constexpr = 2 if GATED else 1
+    gates = weight + expert * HALVES * size * hidden + tl.where(is_column, column, 0)[None, :] * hidden + at[:, None]
+    if GATED:
+        ups = gates + size * hidden
     gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    if GATED:
+        up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for begin in range(0, hidden, DEPTH):
         if EVEN:
             a = tl.load(source, mask=is_row[:, None], other=0.0)
             b = tl.load(gates)
-            c = tl.load(ups)
+            if GATED:
+                c = tl.load(ups)
         else:
             inside = at < hidden - begin
             a = tl.load(source, mask=is_row[:, None] & inside[None, :], other=0.0)
             b = tl.load(gates, mask=inside[:, None], other=0.0)
-            c = tl.load(ups, mask=inside[:, None], other=0.0)
+            if GATED:
+                c = tl.load(ups, mask=inside[:, None], other=0.0)
         if SCALES > 0:
             tl.static_assert(SCALES % DEPTH == 0, "a part of the weight has one scale a row")
             opened = tl.dot(a, numbers(b, a.dtype, SCALES), input_precision=PRECISION)
-            gate += opened * scales_of(scales, expert, begin, column, hidden, 2 * size, is_column, SCALES)[None, :]
-            lifted = tl.dot(a, numbers(c, a.dtype, SCALES), input_precision=PRECISION)
-            up += lifted * scales_of(scales, expert, begin, size + column, hidden, 2 * size, is_column, SCALES)[None, :]
+            gate += opened * scales_of(scales, expert, begin, column, hidden, HALVES * size, is_column, SCALES)[None, :]
+            if GATED:
+                lifted = tl.dot(a, numbers(c, a.dtype, SCALES), input_precision=PRECISION)
+                factors = scales_of(scales, expert, begin, size + column, hidden, HALVES * size, is_column, SCALES)
+                up += lifted * factors[None, :]
         else:
             gate = tl.dot(a, b, gate, input_precision=PRECISION)
-            up = tl.dot(a, c, up, input_precision=PRECISION)
+            if GATED:
+                up = tl.dot(a, c, up, input_precision=PRECISION)
         source += DEPTH
         gates += DEPTH
-        ups += DEPTH
+        if GATED:
+            ups += DEPTH
     if BIAS:
-        own = bias + expert * 2 * size + column
+        own = bias + expert * HALVES * size + column
         gate += tl.load(own, mask=is_column, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(own + size, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(own + size, mask=is_column, other=0.0).to(tl.float32)[None, :]
     target = inner + place.to(tl.int64)[:, None] * size + column[None, :]
-    result = gated(gate, up, GELU, LIMIT, ALPHA)
+    if GATED:
+        result = gated(gate, up, GELU, LIMIT, ALPHA)
+    else:
+        result = plain(gate, GELU)
     tl.store(target, result.to(inner.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 

@@ -24,7 +24,10 @@ class ExpertWeights(NamedTuple):
     """The weights of a layer's experts: `[experts, 2 * size, hidden]`, gates first, and `[experts, hidden, size]`, both
     contiguous. `first` is the number of the first expert, `is_gelu` whether gates are activated by gelu. `clamped` is
     the activation in place of silu or gelu. The biases are `[experts, 2 * size]` and `[experts, hidden]`, contiguous,
-    both or neither. Weights with scales are the bytes of e4m3, uint8."""
+    both or neither. Weights with scales are the bytes of e4m3, uint8.
+
+    Experts that have no gate, by `is_gated`, have `[experts, size, hidden]` and `[experts, size]` in place of `gate_up`
+    and its bias; their activation is the square of the relu, or gelu."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -35,6 +38,7 @@ class ExpertWeights(NamedTuple):
     down_bias: torch.Tensor | None = None
     gate_up_scales: ExpertScales | None = None
     down_scales: ExpertScales | None = None
+    is_gated: bool = True
 
     @property
     def clamp(self) -> tuple[float, float]:

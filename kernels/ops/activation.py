@@ -1,4 +1,5 @@
-"""The gated activations between a layer's two large matrix products (https://arxiv.org/abs/2002.05202)."""
+"""The activations between a layer's two large matrix products: gated ones (https://arxiv.org/abs/2002.05202), and those
+of MLPs without a gate."""
 
 from dataclasses import dataclass
 
@@ -26,6 +27,25 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) 
         return fused.gelu_tanh_and_mul(gate_up, added)
     gate, up = (gate_up if added is None else gate_up + added).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def relu2(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the square of `relu(up)`, `[..., n]` both (https://arxiv.org/abs/2109.08668). With `added`, up is the sum
+    of both tensors."""
+    if up.is_cuda:
+        from kernels.ops import fused
+
+        return fused.relu2(up, added)
+    return F.relu(up if added is None else up + added).square()
+
+
+def gelu_tanh(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `gelu(up)`, `[..., n]` both, in its tanh form. With `added`, up is the sum of both tensors."""
+    if up.is_cuda:
+        from kernels.ops import fused
+
+        return fused.gelu_tanh(up, added)
+    return F.gelu(up if added is None else up + added, approximate="tanh")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kernels.pdl import launch_dependents, wait_for_previous
 
 # Heads that one program of `rotate_and_store` computes. With 4 heads it takes twice as long for many tokens (H200).
 _HEADS_A_PROGRAM = 8
-# Columns that one program of `_gate` computes.
+# Columns that one program of `_gate` or `_activate` computes.
 _GATED_COLUMNS = 1024
 
 
@@ -48,6 +48,16 @@ def silu_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> to
 def gelu_tanh_and_mul(gate_up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
     """`kernels.ops.activation.gelu_tanh_and_mul` for contiguous `[n, 2 * size]`."""
     return _gate(gate_up, added, True)
+
+
+def relu2(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """`kernels.ops.activation.relu2` for contiguous `[n, size]`."""
+    return _activate(up, added, False)
+
+
+def gelu_tanh(up: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+    """`kernels.ops.activation.gelu_tanh` for contiguous `[n, size]`."""
+    return _activate(up, added, True)
 
 
 def rotate_and_store(
@@ -129,6 +139,23 @@ def _gate(gate_up: torch.Tensor, added: torch.Tensor | None, gelu: bool) -> torc
     return out
 
 
+def _activate(up: torch.Tensor, added: torch.Tensor | None, gelu: bool) -> torch.Tensor:
+    n, size = up.shape
+    out = torch.empty_like(up)
+    _plain[(triton.cdiv(size, _GATED_COLUMNS), n)](
+        up,
+        up if added is None else added,
+        out,
+        size,
+        added is not None,
+        gelu,
+        _GATED_COLUMNS,
+        num_warps=4,
+        **pdl.OPTIONS,
+    )
+    return out
+
+
 def _warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
@@ -163,6 +190,17 @@ def activated(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def plain(up, GELU: tl.constexpr):
+    """The activation of an MLP without a gate, of float32 values: the tanh form of gelu, or the square of the relu."""
+    if GELU:
+        result = activated(up, True)
+    else:
+        positive = tl.maximum(up, 0.0)
+        result = positive * positive
+    return result
+
+
+@triton.jit
 def gated(gate, up, GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """The product of activated gates and ups, float32. With a LIMIT other than 0 it is
     `kernels.ops.activation.ClampedSwiGLU`."""
@@ -187,6 +225,19 @@ def _gated(gate_up, added, out, size, ADDED: tl.constexpr, GELU: tl.constexpr, B
         gate += tl.load(added + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(added + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + at, (activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _plain(up, added, out, size, ADDED: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    launch_dependents()
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    wait_for_previous()
+    value = tl.load(up + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        value += tl.load(added + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, plain(value, GELU).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

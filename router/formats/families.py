@@ -114,6 +114,12 @@ _TOOLS = (
             JsonCall(begin="<tool_call>", list_begin="[", list_end="]", separators=(",",), bare=True),  # version 3.1
         ),
     ),
+    ToolsFormat(
+        "nemotron_json",
+        begin="<TOOLCALL>",
+        end="</TOOLCALL>",
+        calls=(JsonCall(list_begin="[", list_end="]", separators=(",",)),),
+    ),
     ToolsFormat("pythonic", calls=(PythonicCall(),), bare="["),
     ToolsFormat("lfm2", begin="<|tool_call_start|>", end="<|tool_call_end|>", calls=(PythonicCall(),)),
     ToolsFormat("llama4_pythonic", begin="<|python_start|>", end="<|python_end|>", calls=(PythonicCall(),), bare="["),
@@ -252,6 +258,7 @@ _TEMPLATE_TELLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<seed:tool_call>",), "seed_oss"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<TOOLCALL>",), "nemotron_json"),
     (("<|python_start|>",), "llama4_pythonic"),
     (("<|tool_call|>", "<|start_of_role|>"), "granite"),
     (("<|tool_call>", "<tool_call|>"), "gemma4"),

@@ -150,6 +150,20 @@ def test_a_hybrid_is_refused_by_name(tmp_path: Path) -> None:
         gguf_index.write(tmp_path / "tiny.gguf", config, tmp_path)
 
 
+@pytest.mark.parametrize("kept", ["nothing", "float32"])
+def test_a_rotation_that_is_not_read_is_refused(kept: str, tmp_path: Path) -> None:
+    """transformers reads a StarCoder2 without the base of its rotation."""
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "starcoder2")
+    writer.add_block_count(1)
+    writer.add_rope_freq_base(1e5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"tiny\.gguf has a starcoder2 model that rotates with base 100000, which"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "none", lambda line: None, kept)
+
+
 def test_a_file_that_is_gone_is_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for file in folders[0].iterdir():
         if file.name != FILE:

@@ -65,6 +65,7 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 # With recurrent states.
 HYBRIDS = [*DELTA_NETS, "granitemoehybrid", "granitemoehybrid_dense", "bamba", "lfm2", "lfm2_moe"]
+HYBRIDS += ["nemotron_h", "nemotron_h_moe", "nemotron_h_latent_moe"]
 
 
 def make_tiny(name: str, folder: Path, layers: int | None = None, **sizes: int) -> Path:

@@ -108,7 +108,9 @@ def destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         destinations["model.per_layer_projection_norm.weight"] = _whole("layer_inputs_norm", (inputs.size,))
     for own, index in enumerate(shard.layers):
         part = shard.of_layer(index)
-        layer = _attention_destinations(part, index) | _norm_destinations(shard.whole) | _further_destinations(shard)
+        layer = _norm_destinations(shard.whole, index) | _further_destinations(shard)
+        if shard.whole.has_attention(index):
+            layer |= _attention_destinations(part, index)
         experts = shard.config.experts_of(own)
         if experts is None:
             name = _MLPS.get(shard.whole.model_type, "mlp")
@@ -226,14 +228,21 @@ def _mlp_destinations(
     name: str,
     rows: int,
     kept: range,
-    parameters: tuple[str, str] = ("gate_up", "down"),
+    prefix: str = "",
     own_rows: int | None = None,
+    hidden: int | None = None,
 ) -> dict[str, Destination]:
-    """Destinations of the tensors of the gated MLP `name`, of whose `rows` intermediate elements this rank has `kept`.
-    `own_rows`: their number with padding; by default the share of one rank."""
-    gate_up, down = parameters
-    hidden, own_rows = shard.whole.hidden_size, -(-rows // shard.size) if own_rows is None else own_rows
-    destinations = _outward(f"{name}.down_proj", down, shard, rows, kept)
+    """Destinations of the tensors of the MLP `name`, of whose `rows` intermediate elements this rank has `kept`.
+    `prefix`: of the parameters' names. `own_rows`: their number with padding; by default the share of one rank.
+    `hidden`: elements of its inputs and outputs, by default those of the hidden states."""
+    gate_up, down = f"{prefix}gate_up", f"{prefix}down"
+    hidden, own_rows = hidden or shard.whole.hidden_size, -(-rows // shard.size) if own_rows is None else own_rows
+    destinations = _outward(f"{name}.down_proj", down, shard, rows, kept, hidden)
+    if not shard.whole.gated_mlps:
+        up, whole = f"{prefix}up", (TensorPiece(0, kept),)
+        destinations[f"{name}.up_proj.weight"] = Destination(up, (rows, hidden), 0, whole)
+        destinations[f"{name}.up_proj.bias"] = Destination(f"{up}_bias", (rows,), 0, whole)
+        return destinations
     ups = range(kept.start + rows, kept.stop + rows)
     if shard.whole.model_type in _FUSED_GATE_UP:
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, ups)
@@ -246,9 +255,11 @@ def _mlp_destinations(
     return destinations
 
 
-def _outward(tensor: str, parameter: str, shard: Shard, columns: int, kept: range) -> dict[str, Destination]:
-    """Destinations of a matrix that ends a sublayer, and of its bias."""
-    hidden = shard.whole.hidden_size
+def _outward(
+    tensor: str, parameter: str, shard: Shard, columns: int, kept: range, hidden: int | None = None
+) -> dict[str, Destination]:
+    """Destinations of a matrix that ends a sublayer, and of its bias. `hidden`: as for `_mlp_destinations`."""
+    hidden = hidden or shard.whole.hidden_size
     once = range(hidden if shard.rank == 0 else 0)  # only rank 0 has the bias: ranks' outputs are added up
     return {
         f"{tensor}.weight": Destination(parameter, (hidden, columns), 1, (TensorPiece(0, kept),)),
@@ -263,6 +274,7 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     own = shard.config.experts
     assert own is not None
     rows, kept, own_rows = experts.intermediate_size, shard.expert_intermediate, own.intermediate_size
+    width = experts.latent_size or hidden
     shared = "mlp" if experts.is_beside_mlp else "mlp.shared_experts"
     destinations = _mlp_destinations(shard, shared, experts.shared_size, shard.shared_intermediate)
     if experts.is_beside_mlp:
@@ -273,13 +285,18 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
     destinations["mlp.gate.weight"] = _whole("router", (experts.count, hidden))
     destinations["mlp.gate.bias"] = _whole("router_bias", (experts.count,))
     destinations["mlp.gate.e_score_correction_bias"] = _whole("choice_bias", (experts.count,))
+    destinations["mlp.fc1_latent_proj.weight"] = _whole("latent_in", (width, hidden))
+    destinations["mlp.fc2_latent_proj.weight"] = _whole("latent_out", (hidden, width))
     if stacked and own.held is not None:
-        return destinations | _whole_experts(experts, hidden, own.held)
+        return destinations | _whole_experts(experts, width, own.held)
     if stacked:
+        if not shard.whole.gated_mlps:
+            shape, piece = (experts.count, rows, width), TensorPiece(0, kept)
+            destinations["mlp.experts.up_proj"] = Destination("experts_up", shape, 1, (piece,))
         pieces = TensorPiece(0, kept), TensorPiece(own_rows, range(kept.start + rows, kept.stop + rows))
-        shape = experts.count, 2 * rows, hidden
+        shape = experts.count, 2 * rows, width
         destinations["mlp.experts.gate_up_proj"] = Destination("experts_gate_up", shape, 1, pieces)
-        shape = experts.count, hidden, rows
+        shape = experts.count, width, rows
         destinations["mlp.experts.down_proj"] = Destination("experts_down", shape, 2, (TensorPiece(0, kept),))
         biases = experts.count, 2 * rows
         destinations["mlp.experts.gate_up_proj_bias"] = Destination("experts_gate_up_bias", biases, 1, pieces)
@@ -288,8 +305,7 @@ def _expert_destinations(shard: Shard, stacked: bool) -> dict[str, Destination]:
         destinations["mlp.experts.down_proj_bias"] = Destination("experts_down_bias", biases, 1, once)
         return destinations
     for place, expert in enumerate(own.own):
-        parameters, name = ("experts_gate_up", "experts_down"), f"mlp.experts.{expert}"
-        one = _mlp_destinations(shard, name, rows, kept, parameters, own_rows)
+        one = _mlp_destinations(shard, f"mlp.experts.{expert}", rows, kept, "experts_", own_rows, width)
         destinations |= {name: to._replace(expert=place) for name, to in one.items() if name.endswith(".weight")}
     return destinations
 
@@ -299,6 +315,7 @@ def _whole_experts(experts: ExpertsConfig, hidden: int, held: range) -> dict[str
     count, rows = experts.count, experts.intermediate_size
     shapes = {
         "gate_up_proj": (count, 2 * rows, hidden),
+        "up_proj": (count, rows, hidden),
         "down_proj": (count, hidden, rows),
         "gate_up_proj_bias": (count, 2 * rows),
         "down_proj_bias": (count, hidden),
@@ -320,8 +337,10 @@ def _further_destinations(shard: Shard) -> dict[str, Destination]:
     return destinations
 
 
-def _norm_destinations(config: DecoderConfig) -> dict[str, Destination]:
-    if config.model_type in _NORMS:
+def _norm_destinations(config: DecoderConfig, index: int) -> dict[str, Destination]:
+    if config.sublayers is not None:
+        names = {"norm": "input_norm" if config.has_attention(index) else "mlp_norm"}
+    elif config.model_type in _NORMS:
         names = _NORMS[config.model_type]
     elif not config.pre_norms:
         names = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}

@@ -5,7 +5,8 @@ import re
 from worker.models.config import DecoderConfig
 from worker.models.sharding import Shard
 
-# The names of experts in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's and Ernie's.
+# The names of experts and MLPs in checkpoints, and those of `destinations`: Mixtral's, Granite's, Qwen2's, Ernie's and
+# StarCoder2's.
 _EXPERT_NAMES = (
     (re.compile(r"\.(block_sparse_moe|feed_forward)\."), ".mlp."),
     (re.compile(r"(layers\.\d+)\.(experts|router)\."), r"\1.mlp.\2."),
@@ -22,6 +23,18 @@ _EXPERT_NAMES = (
     (re.compile(r"\.mlp\.shared_(expert|mlp)\."), ".mlp.shared_experts."),
     (re.compile(r"\.mlp\.(e_score_correction_bias|expert_bias)$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.mlp\.(gate\.)?moe_statics\.e_score"), ".mlp.gate.e_score"),
+    (re.compile(r"\.mlp\.c_fc\."), ".mlp.up_proj."),
+    (re.compile(r"\.mlp\.c_proj\."), ".mlp.down_proj."),
+)
+
+# Nemotron-H's names: a layer's one sublayer is its mixer, whatever it is.
+_MIXER_NAMES = (
+    (re.compile(r"^backbone\."), "model."),
+    (re.compile(r"\bembeddings\."), "embed_tokens."),
+    (re.compile(r"\bnorm_f\."), "norm."),
+    (re.compile(r"\.mixer\.([qkvo]_proj)\."), r".self_attn.\1."),
+    (re.compile(r"\.mixer\.(up_proj|down_proj|gate|experts|shared_experts|fc[12]_latent_proj)\."), r".mlp.\1."),
+    (re.compile(r"\.mixer\."), ".mamba."),
 )
 
 # Those of LFM2's attention and MLPs and of Hunyuan's norms, and those of most families.
@@ -45,6 +58,9 @@ def full_name(name: str) -> str:
     # Next to a vision part: as transformers has it, and as checkpoints were published before.
     name = name.replace("model.language_model.", "model.", 1)
     name = re.sub(r"^language_model\.(?=model\.|lm_head\.)", "", name)
+    if re.search(r"\.mixer\.|\bembeddings\.|\bnorm_f\.|^backbone\.", name):
+        for pattern, new in _MIXER_NAMES:
+            name = pattern.sub(new, name)
     if re.search(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|experts|router)\.", name):
         for pattern, new in _EXPERT_NAMES:
             name = pattern.sub(new, name)

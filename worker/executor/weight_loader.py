@@ -32,8 +32,8 @@ Kept = Literal["numbers", "blocks", "fp8"]
 """How a parameter is in memory: in floating point, or as its format has it."""
 
 _FLOAT32 = (".choice_bias", ".sinks", ".decay_log", ".decay_bias", ".step_bias", ".skip", ".expert_scales")
-_QUANTIZED = ("qkv", "q_b", "out", "gate_up", "down")  # matrices of the layers: nearly all of a model's weights
-_EXPERTS = ("experts_gate_up", "experts_down")
+_QUANTIZED = ("qkv", "q_b", "out", "gate_up", "up", "down")  # matrices of the layers: nearly all of a model's weights
+_EXPERTS = ("experts_gate_up", "experts_up", "experts_down")
 _EXPERT_DEVICES = ("cuda",)  # devices that multiply with experts in 8 bits
 _IN_BLOCKS = (*_QUANTIZED, "embedding", "head")
 
@@ -94,7 +94,8 @@ def _matched(
         wanted = destinations(shard, stacked=True)
         return wanted, list(random_tensors(wanted, config.gemma_norms, device, dtype))
     found = [tensor._replace(name=full_name(tensor.name)) for tensor in model_tensors(model, config, device, dtype)]
-    wanted = destinations(shard, any(".mlp.experts.gate_up_proj" in tensor.name for tensor in found))
+    of_all = (".mlp.experts.gate_up_proj", ".mlp.experts.up_proj")
+    wanted = destinations(shard, any(name in tensor.name for tensor in found for name in of_all))
     tensors = [
         tensor for tensor in found if not is_ignored(tensor.name, config) and not is_elsewhere(tensor.name, shard)
     ]
@@ -202,7 +203,8 @@ class _Loading:
         else:
             numbers = self._numbers.pop(name)
             if self._config.gemma_norms and is_norm(name):
-                numbers += 1
+                weights = numbers if numbers.ndim == 1 else numbers[0]  # the others are biases
+                weights += 1
             is_rounded = in_8_bits and name.rpartition(".")[2] in _QUANTIZED
             self.parameters[name] = Fp8Weight(*quantize(numbers)) if is_rounded else numbers
 

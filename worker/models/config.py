@@ -47,6 +47,7 @@ class DecoderConfig:
     | `layer_norms` | norms subtract the mean and have biases |
     | `pre_norms` | attention and MLP read the hidden states through a norm |
     | `sandwich_norms` | attention and MLP are also followed by a norm, before the residual sum |
+    | `gated_mlps` | MLPs and experts multiply the activation of a product, the gate, by another one; else they have one product before the last |
     | `qk_norm` | queries and keys are normalised before rotation: each head by itself, or all heads together; or each head by itself and without weights, in layers that rotate. `after`: each head by itself, after rotation |
     | `value_norm` | values are normalised, each head by itself and without weights |
     | `query_temperature` | factor of queries that grows with the position |
@@ -56,6 +57,7 @@ class DecoderConfig:
     | `output_gate` | each head's output is multiplied by the sigmoid of a gate, which the query's product gives |
     | `experts` | of the layers that have experts in place of an MLP |
     | `recurrent` | of the layers that have recurrent states in place of attention |
+    | `sublayers` | for each layer which one it has, where each has one: attention, or what is in its place, or an MLP or experts; None: both |
     | `layer_inputs` | inputs of each layer besides the hidden states |
     | `layer_scales` | the output of each layer is multiplied by a number |
     | `has_sinks` | attention has sinks (`kernels.attention.interface.AttentionShape`) |
@@ -79,7 +81,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Literal["silu", "gelu_tanh", "relu2"]
     context_length: int
     tied_embeddings: bool
     windows: tuple[int | None, ...]
@@ -88,6 +90,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    gated_mlps: bool = True
     qk_norm: Literal["head", "all", "rotated", "after"] | None = None
     query_temperature: QueryTemperature | None = None
     qk_norm_sizes: tuple[int, int] = (0, 0)
@@ -112,6 +115,7 @@ class DecoderConfig:
     output_gate: bool = False
     experts: ExpertsConfig | None = None
     recurrent: RecurrentConfig | None = None
+    sublayers: tuple[Literal["attention", "mlp"], ...] | None = None
     layer_inputs: LayerInputsConfig | None = None
     layer_scales: bool = False
     extra_layers: int = 0
@@ -147,11 +151,20 @@ class DecoderConfig:
         """The experts of layer `index`; None if it has an MLP."""
         return self.experts if self.experts is not None and self.experts.layers[index] else None
 
+    def has_attention(self, index: int) -> bool:
+        """Whether layer `index` has attention, or recurrent states in place of it."""
+        return self.sublayers is None or self.sublayers[index] == "attention"
+
+    def has_mlp(self, index: int) -> bool:
+        """Whether layer `index` has an MLP or experts."""
+        return self.sublayers is None or self.sublayers[index] == "mlp"
+
     @property
     def attention_layers(self) -> list[int]:
-        """The layers with attention."""
+        """The layers with attention, and not with recurrent states in place of it."""
         recurrent = None if self.recurrent is None else self.recurrent.layers
-        return [index for index in range(self.num_layers) if recurrent is None or not recurrent[index]]
+        layers = (index for index in range(self.num_layers) if self.has_attention(index))
+        return [index for index in layers if recurrent is None or not recurrent[index]]
 
     @property
     def kv_layers(self) -> list[int]:
@@ -235,7 +248,10 @@ _WITH_TEXT_PART = (
 # Kinds of layers that see a part of the context, by the field that says how many tokens.
 _WINDOW_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATION_NAMES = ("hidden_activation", "mlp_hidden_act", "hidden_act")
+# Activations of gates, and of MLPs without a gate.
+_GATED: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_PLAIN: dict[str, Literal["gelu_tanh", "relu2"]] = {"relu2": "relu2", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_config(model: Path) -> HfConfig:
@@ -342,6 +358,8 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
     this variant of it."""
     if not isinstance(hf, SimpleNamespace):
         hf = SimpleNamespace(**hf.to_dict())  # where layers differ, transformers refuses to say what holds for most
+    if not hasattr(hf, "num_hidden_layers") and hasattr(hf, "layers_block_type"):  # where the number follows from it
+        hf = SimpleNamespace(**vars(hf), num_hidden_layers=len(hf.layers_block_type))
     if hf.model_type not in ARCHITECTURES:
         raise ValueError(f"model type {hf.model_type!r} is not supported; these are: {', '.join(ARCHITECTURES)}")
     if getattr(hf, "use_bidirectional_attention", False) not in (None, False, "vision"):  # text is causal with "vision"
@@ -362,7 +380,7 @@ def decoder_config(hf: HfConfig) -> DecoderConfig:
         "num_kv_heads": hf.num_key_value_heads or hf.num_attention_heads,
         "head_dim": head_dim,
         "norm_eps": getattr(hf, "rms_norm_eps", None),
-        "activation": _activation(hf),
+        "activation": _activation(hf, own.get("gated_mlps", True)),
         "context_length": hf.max_position_embeddings,
         "tied_embeddings": hf.tie_word_embeddings,
         "windows": tuple(getattr(hf, _WINDOW_SIZES[kind]) if kind in _WINDOW_SIZES else None for kind in layer_types),
@@ -395,15 +413,20 @@ def _layer_types(hf: HfConfig) -> list[str]:
     return list(kinds)
 
 
-def _activation(hf: HfConfig) -> Literal["silu", "gelu_tanh"]:
-    name = getattr(hf, "hidden_activation", None) or getattr(hf, "hidden_act", "silu")
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"activation {name!r} is not supported; these are: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+def _activation(hf: HfConfig, has_gate: bool) -> Literal["silu", "gelu_tanh", "relu2"]:
+    name = next((said for field in _ACTIVATION_NAMES if (said := getattr(hf, field, None))), "silu")
+    known = _GATED if has_gate else _PLAIN
+    if name not in known:
+        where = "" if has_gate else " of MLPs without a gate"
+        raise ValueError(f"activation {name!r}{where} is not supported; these are: {', '.join(known)}")
+    return known[name]
 
 
 def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index: int) -> Rope:
-    parameters = dict(hf.rope_parameters.get(layer_type) or hf.rope_parameters)
+    said = getattr(hf, "rope_parameters", None)
+    if said is None:  # a family that never rotates
+        return Rope(head_dim, 1e4, rotated=0)
+    parameters = dict(said.get(layer_type) or said)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
     part = 1.0 if kind == "proportional" else parameters.pop("partial_rotary_factor", 1.0)
     if rules.head_dim is not None:  # what is said is the size of that part

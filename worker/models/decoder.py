@@ -33,8 +33,13 @@ from worker.models.latent_attention import LatentAttention
 from worker.models.layer import DecoderLayer, SelfAttention
 from worker.models.layer_inputs import LayerInputs
 from worker.models.parameters import pop_layer
-from worker.models.recurrent_layer import RecurrentLayer
-from worker.models.residual_stream import EMBEDDING_TURN, HalfBatchStream, OneTokenStream, ResidualStream
+from worker.models.residual_stream import (
+    EMBEDDING_TURN,
+    FirstSum,
+    HalfBatchStream,
+    OneTokenStream,
+    ResidualStream,
+)
 from worker.parallel.communicator import Communicator
 
 HALVES_FROM_TOKENS = 2048
@@ -105,7 +110,7 @@ class Decoder:
         activations."""
         self.config, self.dtype = config, dtype
         self.communicator = group or Communicator.single()
-        some = parameters["layers.0.out"]
+        some = next(value for name, value in parameters.items() if name.startswith("layers."))
         self.device = some.device if isinstance(some, BlockMatrix) else some[0].device
         self.embedding: torch.Tensor | BlockMatrix | None = parameters.pop("embedding", None)
         self.layer_inputs, self._inputs_embedding = self._make_layer_inputs(parameters)
@@ -119,6 +124,11 @@ class Decoder:
             DecoderLayer.from_parameters(config, index, self._pop_layer(parameters, index))
             for index in range(config.num_layers)
         ]
+        # The last layer with attention: what follows it needs no other token. 0 on a stage without attention.
+        self._last = max((i for i, layer in enumerate(self.layers) if layer.attention is not None), default=0)
+        sums = [(layer.attention is not None) + (layer.mlp is not None) for layer in self.layers]
+        # Of a stream that begins with layer i.
+        self._first_sums = [FirstSum.of(sum(sums[i:]), config.is_first or i > 0) for i in range(config.num_layers)]
         # The scale is rounded to the embedding's dtype: Gemma was trained so.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.is_on_gpu = self.device.type == "cuda"
@@ -140,9 +150,11 @@ class Decoder:
 
     @property
     def has_pieces(self) -> bool:
-        """Whether `piece` supports the model: all layers have the same sizes, attention, and no inputs of their own."""
+        """Whether `piece` supports the model: all layers have the same sizes and sublayers, attention, and no inputs of
+        their own."""
         config = self.config
-        return config.recurrent is None and config.own_sizes is None and config.layer_inputs is None
+        others = (config.recurrent, config.own_sizes, config.layer_inputs, config.sublayers)
+        return all(each is None for each in others)
 
     def _make_expert_load(self) -> torch.Tensor | None:
         """Counts of the tokens of each layer and expert so far, int64 `[num_layers, experts]`, with expert
@@ -173,7 +185,7 @@ class Decoder:
         """Makes the tables of rotary angles for positions below `context_length`. On a GPU, call before `forward`."""
         tables = {rope: rope.table(context_length, self.device) for rope in set(self.config.ropes)}
         for layer in self.layers:
-            if not isinstance(layer.attention, RecurrentLayer):
+            if isinstance(layer.attention, SelfAttention | LatentAttention):
                 layer.attention.rope_table = tables[layer.attention.rope]
 
     @torch.inference_mode()
@@ -213,7 +225,8 @@ class Decoder:
             x = torch.ones(n, config.hidden_size, dtype=self.dtype, device=self.device)
             own = config.layer_inputs
             inputs = None if own is None else x.new_ones(n, own.layers, own.size)
-            attended = x.new_ones(n, self.layers[-1].attention.attended_size)
+            attention = self.layers[self._last].attention
+            attended = None if attention is None else x.new_ones(n, attention.attended_size)
             self.logits(self.finish(x, attended, layer_inputs=inputs))
 
     def forward(
@@ -247,16 +260,18 @@ class Decoder:
         if self._has_one_token_path and len(x) == 1:
             x = self._forward_one_token(x, context)
             return x if logit_indices is None else x[logit_indices]
-        *layers, last = self.layers
+        layers, last = self.layers[: self._last], self.layers[self._last]
         stream = self._stream(x, layer_inputs)
         if self.communicator.size > 1 and len(x) >= HALVES_FROM_TOKENS and not self.config.sandwich_norms:
-            # The last layer is not run in halves: after its attention few tokens are left.
+            # The last attention, and what follows it, is not run in halves: few tokens are left then.
             self._forward_in_halves(layers, x, context)
         else:
             for layer in layers:
                 layer.forward(stream, context)
-        qkv = last.attention.project(stream)
-        x = self.finish(x, last.attention.forward(qkv, context), logit_indices, layer_inputs)
+        attended = None
+        if last.attention is not None:
+            attended = last.attention.forward(last.attention.project(stream), context)
+        x = self.finish(x, attended, logit_indices, layer_inputs)
         return self._end(x, layer_inputs)
 
     def piece(self, index: int, buffers: PieceBuffers, adapted: Sequence[DecoderLayer] | None = None) -> None:
@@ -276,23 +291,27 @@ class Decoder:
             stream.complete()
             return
         attention = layers[index].attention
-        assert not isinstance(attention, RecurrentLayer), "models with recurrent layers are not run in pieces"
+        assert isinstance(attention, SelfAttention | LatentAttention), "`has_pieces` says which models have pieces"
         attention.rotate_and_store(attention.project(stream), buffers.positions, buffers, buffers.queries)
 
     def finish(
         self,
         x: torch.Tensor,
-        attended: torch.Tensor,
+        attended: torch.Tensor | None,
         logit_indices: torch.Tensor | None = None,
         layer_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rest of `forward`, after the last layer's attention, which was given x and returned `attended`."""
+        """The rest of `forward`, after the last attention, which was given x and returned `attended`; None on a stage
+        without attention."""
         if logit_indices is not None:
             # The other tokens are needed only for their keys and values, which are in the pages now.
-            x, attended = x[logit_indices], attended[logit_indices]
+            x, attended = x[logit_indices], None if attended is None else attended[logit_indices]
             layer_inputs = None if layer_inputs is None else layer_inputs[logit_indices]
-        stream = self._stream(x, layer_inputs)
-        self.layers[-1].post_attention(stream, attended)
+        stream = self._stream(x, layer_inputs, self._last)
+        last, *others = self.layers[self._last :]
+        last.post_attention(stream, attended)
+        for layer in others:
+            layer.post_attention(stream, None)
         return stream.complete()
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -315,8 +334,9 @@ class Decoder:
         """`forward`'s output after the final norm, float32 `[n, hidden_size]`."""
         return normalise(hidden, self.norm, self.config.norm_eps).float()
 
-    def _stream(self, x: torch.Tensor, layer_inputs: torch.Tensor | None = None) -> ResidualStream:
-        return ResidualStream(x, self.communicator, self.config.norm_eps, layer_inputs)
+    def _stream(self, x: torch.Tensor, layer_inputs: torch.Tensor | None = None, first: int = 0) -> ResidualStream:
+        """The stream that layers from `first` on read and add to."""
+        return ResidualStream(x, self.communicator, self.config.norm_eps, layer_inputs, self._first_sums[first])
 
     def _begin(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states before the first layer, and the inputs of all layers from there on, `[n, layers, size]`, if the
@@ -372,14 +392,16 @@ class Decoder:
         halves = (slice(0, len(x) // 2), slice(len(x) // 2, len(x)))
         streams = [HalfBatchStream(x[half], self.communicator, self.config.norm_eps) for half in halves]
         for layer in layers:
-            qkv = x.new_empty(len(x), layer.attention.projected_size)
-            for half, stream in zip(halves, streams, strict=True):
-                layer.attention.project(stream, qkv[half])
-            attended = layer.attention.forward(qkv, context)
-            for half, stream in zip(halves, streams, strict=True):
-                layer.attention.add_output(stream, attended[half])
-            for stream in streams:
-                layer.mlp.forward(stream)
+            if (attention := layer.attention) is not None:
+                qkv = x.new_empty(len(x), attention.projected_size)
+                for half, stream in zip(halves, streams, strict=True):
+                    attention.project(stream, qkv[half])
+                attended = attention.forward(qkv, context)
+                for half, stream in zip(halves, streams, strict=True):
+                    attention.add_output(stream, attended[half])
+            if layer.mlp is not None:
+                for stream in streams:
+                    layer.mlp.forward(stream)
         for stream in streams:
             stream.complete()
 
@@ -398,7 +420,7 @@ class Decoder:
 
     def _forward_one_token(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Runs all layers for one token (`OneTokenStream`)."""
-        stream = OneTokenStream(x, self.communicator, self.config.norm_eps)
+        stream = OneTokenStream(x, self.communicator, self.config.norm_eps, first_sum=self._first_sums[0])
         for layer in self.layers:
             layer.forward(stream, context)
         return stream.complete()

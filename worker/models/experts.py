@@ -33,6 +33,7 @@ class ExpertsConfig:
     | `activation` | the experts' own; None for that of the MLPs |
     | `is_beside_mlp` | the layer has an MLP too, of `shared_size`, with norms of its own (`ExpertsBesideMLP`) |
     | `scales_inputs` | with one expert a token: its weight multiplies the expert's input, in place of its output |
+    | `latent_size` | of latents between two products, which the experts read and write; None: the hidden states |
     | `held` | with expert parallelism, the numbers of the experts that the rank holds, each whole; None: all experts |
 
     With several ranks the sizes are those of one rank.
@@ -49,6 +50,7 @@ class ExpertsConfig:
     activation: ClampedSwiGLU | None = None
     is_beside_mlp: bool = False
     scales_inputs: bool = False
+    latent_size: int | None = None
     held: range | None = None
 
     @property
@@ -59,7 +61,8 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """Gated MLP that all tokens use, next to the experts. `gate`: `[1, hidden_size]`, or None."""
+    """MLP that all tokens use, next to the experts, gated or not as they are: without a gate, `gate_up` has ups alone.
+    `gate`, of the output: `[1, hidden_size]`, or None."""
 
     gate_up: AnyLinear
     down: AnyLinear
@@ -79,6 +82,9 @@ class ExpertMLP:
     All ranks route all tokens, by the same numbers, and each computes its part of the experts: a part of each, or some
     experts whole. Either way the ranks' outputs are summed up. `load` counts the tokens of each expert, if given.
 
+    With `latent`, experts read the first of its products, and the second one reads the sum of their outputs. The ranks
+    have both products whole, and sum up what the second one gives.
+
     On a GPU, shared experts may be the last `always` of `experts`, which every token has (`with_shared`). If
     `is_always_gated`, the last row of `router` is their gate.
     """
@@ -94,6 +100,7 @@ class ExpertMLP:
     is_always_gated: bool = False
     load: torch.Tensor | None = None
     scales_inputs: bool = False
+    latent: tuple[AnyLinear, AnyLinear] | None = None
 
     @property
     def experts_of_token(self) -> int:
@@ -113,7 +120,10 @@ class ExpertMLP:
         own = x
         if self.scales_inputs:
             own, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-        total = self.experts(own, chosen, weights, out)
+        if self.latent is None:
+            total = self.experts(own, chosen, weights, out)
+        else:
+            total = self.latent[1](self.experts(self.latent[0](own), chosen, weights), out)
         return total if self.shared is None else total.add_(self.shared(x))
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +133,8 @@ class ExpertMLP:
     def _is_fused_for_one(self) -> bool:
         """Whether norm and residual of a single token are part of the experts' kernels."""
         return (
-            not (self.shared or self.scales_inputs) and self.experts.tiles(1, self.experts_of_token).rows == EACH_PAIR
+            not (self.shared or self.scales_inputs or self.latent)
+            and self.experts.tiles(1, self.experts_of_token).rows == EACH_PAIR
         )
 
     def _product_of_one(
@@ -182,9 +193,9 @@ class WithShared(NamedTuple):
 def with_shared(
     gate_up: torch.Tensor | Fp8Weight, down: torch.Tensor | Fp8Weight, shared: SharedExperts, router: Linear
 ) -> WithShared | None:
-    """The weights of the experts, `[experts, 2 * size, hidden_size]` and `[experts, hidden_size, size]`, followed by
-    those of the shared experts, cut into experts of the same size. None where a rank has a part of the experts, or
-    dtypes or sizes differ.
+    """The weights of the experts, `[experts, 2 * size, hidden_size]`, or `[experts, size, hidden_size]` without a gate,
+    and `[experts, hidden_size, size]`, followed by those of the shared experts, cut into experts of the same size. None
+    where a rank has a part of the experts, or dtypes or sizes differ.
 
     With them no step has products of the shared experts alone: five kernels less for each layer.
     """
@@ -196,7 +207,7 @@ def with_shared(
     size, dtypes = down.shape[2], {gate_up.dtype, down.dtype, first.weight.dtype, last.weight.dtype}
     if last.weight.shape[1] % size or len(dtypes) > 1 or len(router.weight) != len(gate_up):
         return None
-    own = first.weight.unflatten(0, (2, -1, size)).transpose(0, 1).flatten(1, 2)
+    own = first.weight.unflatten(0, (gate_up.shape[1] // size, -1, size)).transpose(0, 1).flatten(1, 2)
     ends = last.weight.unflatten(1, (-1, size)).transpose(0, 1)
     if shared.gate is not None:
         router = Linear(torch.cat((router.weight, shared.gate.to(router.weight.dtype))), router.bias)

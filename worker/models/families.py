@@ -6,7 +6,7 @@ to add one.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kernels.attention.interface import LatentHeads
@@ -46,6 +46,31 @@ class RopeRules:
 
 def _llama(hf: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": hf.attention_bias, "out_bias": hf.attention_bias, "mlp_bias": hf.mlp_bias}
+
+
+def _arcee(hf: HfConfig) -> dict[str, Any]:
+    return _llama(hf) | {"gated_mlps": False}
+
+
+def _nemotron(hf: HfConfig) -> dict[str, Any]:
+    return _llama(hf) | {
+        "norm_eps": hf.norm_eps,
+        "layer_norms": True,
+        "gemma_norms": True,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(is_partial=True),
+    }
+
+
+def _starcoder2(hf: HfConfig) -> dict[str, Any]:
+    return _mistral(hf) | {
+        "norm_eps": hf.norm_epsilon,
+        "qkv_bias": hf.use_bias,
+        "out_bias": hf.use_bias,
+        "mlp_bias": hf.use_bias,
+        "layer_norms": True,
+        "gated_mlps": False,
+    }
 
 
 def _mistral(hf: HfConfig) -> dict[str, Any]:
@@ -646,16 +671,22 @@ def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
 
 def _mamba2(hf: HfConfig, layers: tuple[bool, ...]) -> Mamba2Config | None:
     """Layers with Mamba2, as Bamba names their sizes; None if there are none."""
+    states = StateShape(hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_state, hf.mamba_d_head, hf.mamba_d_conv)
+    return _mamba2_layers(hf, layers, states, hf.hidden_act, hf.rms_norm_eps, hf.mamba_conv_bias)
+
+
+def _mamba2_layers(
+    hf: HfConfig, layers: tuple[bool, ...], states: StateShape, activation: str, eps: float, has_bias: bool
+) -> Mamba2Config | None:
     if hf.mamba_proj_bias:
         raise ValueError(f"{hf.model_type} models with mamba_proj_bias are not supported")
     least, most = hf.time_step_limit or (0.0, math.inf)
     if least > 0.0 or most < math.inf:
         raise ValueError(f"{hf.model_type} models with time_step_limit {[least, most]} are not supported")
-    if hf.hidden_act != "silu":
-        raise ValueError(f"{hf.model_type} models with activation {hf.hidden_act!r} are not supported")
-    states = StateShape(hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_state, hf.mamba_d_head, hf.mamba_d_conv)
+    if activation != "silu":
+        raise ValueError(f"{hf.model_type} models with activation {activation!r} are not supported")
     group_size = states.value_heads * states.value_dim // states.key_heads
-    return Mamba2Config(states, layers, hf.rms_norm_eps, hf.mamba_conv_bias, group_size) if any(layers) else None
+    return Mamba2Config(states, layers, eps, has_bias, group_size) if any(layers) else None
 
 
 def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
@@ -673,6 +704,33 @@ def _bamba(hf: HfConfig) -> dict[str, Any]:
     return _llama(hf) | {
         "rope_rules": RopeRules(is_partial=True),
         "recurrent": _mamba2(hf, tuple(index not in with_attention for index in range(hf.num_hidden_layers))),
+    }
+
+
+def _nemotron_h_experts(hf: HfConfig) -> ExpertsConfig:
+    """Experts of Nemotron 3. The configuration says the size of the shared ones together."""
+    if hf.mlp_bias:
+        raise ValueError("nemotron_h models with experts and mlp_bias are not supported")
+    experts = _sigmoid_experts(hf, tuple(kind == "moe" for kind in hf.layers_block_type))
+    return replace(experts, shared_size=hf.moe_shared_expert_intermediate_size, latent_size=hf.moe_latent_size)
+
+
+def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
+    """Each layer has one sublayer: Mamba2, attention, an MLP or experts. Nothing rotates."""
+    for name in ("use_bias", "attention_bias", "sliding_window"):
+        if getattr(hf, name):
+            raise ValueError(f"nemotron_h models with {name} are not supported")
+    kinds = hf.layers_block_type
+    states = StateShape(hf.n_groups, hf.mamba_num_heads, hf.ssm_state_size, hf.mamba_head_dim, hf.conv_kernel)
+    eps, with_mamba2 = hf.layer_norm_epsilon, tuple(kind == "linear_attention" for kind in kinds)
+    return {
+        "norm_eps": eps,
+        "mlp_bias": hf.mlp_bias,
+        "gated_mlps": False,
+        "rope_rules": RopeRules(layers=dict.fromkeys(range(len(kinds)), False)),
+        "sublayers": tuple("mlp" if kind in ("mlp", "moe") else "attention" for kind in kinds),
+        "experts": _nemotron_h_experts(hf) if "moe" in kinds else None,
+        "recurrent": _mamba2_layers(hf, with_mamba2, states, hf.mamba_hidden_act, eps, hf.use_conv_bias),
     }
 
 
@@ -717,6 +775,9 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "ministral3": _ministral3,
     "internlm3": _llama,
     "iquestcoder": _llama,
+    "arcee": _arcee,
+    "nemotron": _nemotron,
+    "starcoder2": _starcoder2,
     "qwen2": _qwen2,
     "qwen2_5_vl_text": _qwen2,
     "qwen3": _qwen3,
@@ -772,6 +833,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     "granitemoehybrid": _granite_hybrid,
     "bamba": _bamba,
+    "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
 }

@@ -13,7 +13,7 @@ import torch
 from kernels.attention.interface import KVSlots
 from kernels.experts.experts import Experts
 from kernels.linear.any_linear import AnyLinear
-from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
 from kernels.ops.rotary import Rope, rotate
 from worker.models.config import DecoderConfig
@@ -24,6 +24,9 @@ from worker.models.layer_inputs import LayerInput
 from worker.models.query_temperature import QueryTemperature
 from worker.models.recurrent_layer import RecurrentLayer
 from worker.models.residual_stream import Activation, ResidualStream
+
+_GATED: dict[str, Activation] = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+_PLAIN: dict[str, Activation] = {"relu2": relu2, "gelu_tanh": gelu_tanh}
 
 
 @dataclass
@@ -168,42 +171,48 @@ class GatedMLP:
 
     def forward(self, x: ResidualStream) -> None:
         """Adds the MLP's output."""
-        gated = x.project_gated(self.norm, self.gate_up, self.activation)
+        gated = x.project_activated(self.norm, self.gate_up, self.activation)
         x.add(self.down, gated, self.out_norm)
 
 
 @dataclass(frozen=True)
+class PlainMLP:
+    """MLP of a layer without a gate: the activation of one product, and another product. Parameters are named as in
+    `parameter_shapes`."""
+
+    norm: torch.Tensor | None
+    up: AnyLinear
+    down: AnyLinear
+    activation: Activation
+    out_norm: torch.Tensor | None = None
+
+    def forward(self, x: ResidualStream) -> None:
+        """Adds the MLP's output."""
+        activated = x.project_activated(self.norm, self.up, self.activation)
+        x.add(self.down, activated, self.out_norm)
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
-    """A layer: attention, then an MLP. Each reads the residual stream through a norm, and adds its output to it. Some
-    models add an input of the layer then, or multiply the stream by `scale`, `[1]`.
+    """A layer: attention, then an MLP, or one of the two. Each reads the residual stream through a norm, and adds its
+    output to it. Some models add an input of the layer then, or multiply the stream by `scale`, `[1]`.
 
     The parts are members, so that a layer of another kind has another member, such as attention with a state of its own
     in place of `attention`.
     """
 
-    attention: SelfAttention | LatentAttention | RecurrentLayer
-    mlp: GatedMLP | ExpertMLP
+    attention: SelfAttention | LatentAttention | RecurrentLayer | None
+    mlp: GatedMLP | PlainMLP | ExpertMLP | None
     input: LayerInput | None = None
     scale: torch.Tensor | None = None
 
     @classmethod
     def from_parameters(cls, config: DecoderConfig, index: int, parameters: dict[str, Any]) -> "DecoderLayer":
         """Layer `index` of the layers in `config`, from its parameters by the names of `parameter_shapes`. Those of
-        `qkv`, `out`, `gate_up` and `down` are linear layers."""
-        attention = _attention(config, index, parameters)
-        activation = silu_and_mul if config.activation == "silu" else gelu_tanh_and_mul
-        experts = config.experts_of(index)
-        mlp: GatedMLP | ExpertMLP
-        if experts is not None:
-            mlp = _expert_mlp(experts, activation, parameters)
-        else:
-            mlp = GatedMLP(
-                parameters.get("mlp_norm"),
-                parameters["gate_up"],
-                parameters["down"],
-                activation,
-                parameters.get("mlp_out_norm"),
-            )
+        `qkv`, `out`, `gate_up`, `up` and `down` are linear layers."""
+        attention = _attention(config, index, parameters) if config.has_attention(index) else None
+        activation = (_GATED if config.gated_mlps else _PLAIN)[config.activation]
+        mlp = _mlp(config, index, activation, parameters) if config.has_mlp(index) else None
         own_input = None
         if config.layer_inputs is not None:
             gate, out = parameters["layer_input_gate"], parameters["layer_input_out"]
@@ -213,25 +222,35 @@ class DecoderLayer:
     @property
     def linears(self) -> list[tuple[AnyLinear, bool]]:
         """All linear layers, each with whether its product is what a sublayer adds to the hidden states."""
-        mlp = self.mlp if isinstance(self.mlp, GatedMLP) else self.mlp.shared
-        own: list[tuple[AnyLinear, bool]] = [(self.attention.qkv, False), (self.attention.out, True)]
+        mlp = self.mlp.shared if isinstance(self.mlp, ExpertMLP) else self.mlp
+        own: list[tuple[AnyLinear, bool]] = []
+        if self.attention is not None:
+            own += [(self.attention.qkv, False), (self.attention.out, True)]
         if isinstance(self.attention, LatentAttention) and self.attention.q_b is not None:
             own.append((self.attention.q_b, False))
         if mlp is not None:
-            own += [(mlp.gate_up, False), (mlp.down, isinstance(mlp, GatedMLP))]
+            first = mlp.up if isinstance(mlp, PlainMLP) else mlp.gate_up
+            own += [(first, False), (mlp.down, not isinstance(mlp, SharedExperts))]
+        if isinstance(self.mlp, ExpertMLP) and self.mlp.latent is not None:
+            own += [(each, False) for each in self.mlp.latent]
         return own
 
     def forward(self, x: ResidualStream, context: ForwardContext) -> None:
         """Runs the layer: the part before attention, attention, and the part after it."""
-        qkv = self.attention.project(x)
-        attended = self.attention.forward(qkv, context)
+        attended = None
+        if self.attention is not None:
+            qkv = self.attention.project(x)
+            attended = self.attention.forward(qkv, context)
         self.post_attention(x, attended)
 
-    def post_attention(self, x: ResidualStream, attended: torch.Tensor) -> None:
-        """The part after attention, `attended` being the output of `SelfAttention.forward`. Needs no other token's
-        hidden states."""
-        self.attention.add_output(x, attended)
-        self.mlp.forward(x)
+    def post_attention(self, x: ResidualStream, attended: torch.Tensor | None) -> None:
+        """The part after attention, `attended` being the output of `SelfAttention.forward`; None in a layer without.
+        Needs no other token's hidden states."""
+        if self.attention is not None:
+            assert attended is not None, "the layer has attention"
+            self.attention.add_output(x, attended)
+        if self.mlp is not None:
+            self.mlp.forward(x)
         if self.input is not None:
             self.input.forward(x)
         if self.scale is not None:
@@ -265,6 +284,18 @@ def _attention(
     )
 
 
+def _mlp(
+    config: DecoderConfig, index: int, activation: Activation, parameters: dict[str, Any]
+) -> GatedMLP | PlainMLP | ExpertMLP:
+    experts = config.experts_of(index)
+    if experts is not None:
+        return _expert_mlp(experts, activation, parameters)
+    norm, out_norm, down = parameters.get("mlp_norm"), parameters.get("mlp_out_norm"), parameters["down"]
+    if config.gated_mlps:
+        return GatedMLP(norm, parameters["gate_up"], down, activation, out_norm)
+    return PlainMLP(norm, parameters["up"], down, activation, out_norm)
+
+
 def _head_norms(
     config: DecoderConfig, index: int, parameters: dict[str, Any]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -283,10 +314,10 @@ def _head_norms(
 
 
 def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict[str, Any]) -> ExpertMLP:
-    shared = None
+    shared, first = None, "gate_up" if activation in _GATED.values() else "up"
     if experts.shared_size:
-        shared = SharedExperts(parameters["gate_up"], parameters["down"], activation, parameters.get("shared_gate"))
-    gate_up, down = parameters.pop("experts_gate_up"), parameters.pop("experts_down")
+        shared = SharedExperts(parameters[first], parameters["down"], activation, parameters.get("shared_gate"))
+    gate_up, down = parameters.pop(f"experts_{first}"), parameters.pop("experts_down")
     biases = None
     if experts.has_product_biases:
         biases = parameters["experts_gate_up_bias"], parameters["experts_down_bias"]
@@ -307,7 +338,9 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
             shared_out_norm=parameters["shared_out_norm"],
             experts_out_norm=parameters["experts_out_norm"],
         )
-    can_join = router.weight.is_cuda and experts.activation is None and biases is None and not experts.scales_inputs
+    latent = None if experts.latent_size is None else (parameters["latent_in"], parameters["latent_out"])
+    unlike = experts.activation is not None or biases is not None or experts.scales_inputs or latent is not None
+    can_join = router.weight.is_cuda and not unlike
     if shared is not None and can_join and (whole := with_shared(gate_up, down, shared, router)) is not None:
         always, is_gated = len(whole.gate_up) - experts.count, shared.gate is not None
         (gate_up, down, router), shared = whole, None
@@ -323,4 +356,5 @@ def _expert_mlp(experts: ExpertsConfig, activation: Activation, parameters: dict
         is_gated,
         parameters.get("expert_load"),
         experts.scales_inputs,
+        latent,
     )

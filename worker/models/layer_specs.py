@@ -16,10 +16,12 @@ def layer_specs(config: DecoderConfig) -> tuple[LayerSpec, ...]:
 
 def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
     own, experts, recurrent = config.of_layer(index), config.experts_of(index), config.recurrent
-    hidden = config.hidden_size
+    hidden, products = config.hidden_size, 3 if config.gated_mlps else 2
     if recurrent is not None and recurrent.layers[index]:
         weights = hidden * (sum(recurrent.projected_sizes) + recurrent.attended_size)
         layer = LayerSpec(weights, 0, 0, 0, 1, 0, state_bytes=recurrent.states.row_bytes(torch.bfloat16))
+    elif not config.has_attention(index):
+        layer = LayerSpec(0, 0, 0, 0, 1, 0)
     else:
         kv = own.num_kv_heads * own.head_dim * (2 if config.latent is None else 1)
         attended = own.num_heads * ((own.query_size + own.output_size) // 2)
@@ -37,15 +39,18 @@ def _layer_spec(config: DecoderConfig, index: int) -> LayerSpec:
         weights += 2 * hidden * inputs.size
         if index == 0 and config.is_first:
             weights += hidden * inputs.size * inputs.layers
+    if not config.has_mlp(index):
+        return replace(layer, weights=weights)
     if experts is None:
-        return replace(layer, weights=weights + 3 * hidden * own.intermediate_size, inner=own.intermediate_size)
+        return replace(layer, weights=weights + products * hidden * own.intermediate_size, inner=own.intermediate_size)
+    always = experts.count + products * experts.shared_size + 2 * (experts.latent_size or 0)
     return replace(
         layer,
-        weights=weights + hidden * (experts.count + 3 * experts.shared_size),
+        weights=weights + hidden * always,
         inner=experts.routing.top_k * experts.intermediate_size + experts.shared_size,
         experts=experts.count,
         chosen=experts.routing.top_k,
-        expert_weights=3 * hidden * experts.intermediate_size,
+        expert_weights=products * (experts.latent_size or hidden) * experts.intermediate_size,
     )
 
 
@@ -61,6 +66,7 @@ def roofline_model(name: str, config: DecoderConfig) -> ModelSpec:
         config.num_kv_heads,
         (config.query_size + config.output_size) // 2,
         config.vocab_size,
+        config.gated_mlps,
     )
     if config.latent is not None:
         model = replace(model, latent=config.latent.row, latent_weights=config.attention_weights)

@@ -9,6 +9,11 @@ from kernels.linear.any_linear import make_linear
 from worker.models.config import DecoderConfig
 from worker.models.experts import ExpertsConfig
 
+_LINEARS = (
+    *("qkv", "q_b", "out", "gate_up", "up", "down", "router", "latent_in", "latent_out"),
+    *("layer_input_gate", "layer_input_out"),
+)
+
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the decoder's parameters, by name. Matrices are `[out, in]`. The rows of `qkv` and `gate_up` are
@@ -31,13 +36,15 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         if config.head_bias:
             shapes["head_bias"] = (config.vocab_rows,)
     for index in range(config.num_layers):
-        experts, own = config.experts_of(index), config.of_layer(index)
-        mlp = _mlp_shapes(own) if experts is None else _expert_shapes(config, experts)
-        recurrent = config.recurrent
+        experts, own, recurrent = config.experts_of(index), config.of_layer(index), config.recurrent
+        layer: dict[str, tuple[int, ...]] = {}
         if recurrent is not None and recurrent.layers[index]:
-            layer = recurrent.parameter_shapes(config.hidden_size) | mlp
-        else:
-            layer = _attention_shapes(own) | mlp
+            layer |= recurrent.parameter_shapes(config.hidden_size)
+        elif config.has_attention(index):
+            layer |= _attention_shapes(own)
+        if config.has_mlp(index):
+            layer |= _mlp_norm_shapes(config)
+            layer |= _mlp_shapes(own) if experts is None else _expert_shapes(config, experts)
         if config.layer_inputs is not None:
             size, hidden = config.layer_inputs.size, config.hidden_size
             layer |= {"layer_input_gate": (size, hidden), "layer_input_out": (hidden, size)}
@@ -58,7 +65,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.latent is not None:
         layer |= _latent_shapes(config, config.latent)
     if config.pre_norms:
-        layer |= {"input_norm": _norm_shape(config), "mlp_norm": _norm_shape(config)}
+        layer["input_norm"] = _norm_shape(config)
     if config.qkv_bias:
         layer["qkv_bias"] = (config.qkv_size,)
     if config.out_bias:
@@ -72,7 +79,16 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.has_sinks:
         layer["sinks"] = (config.num_heads,)
     if config.sandwich_norms:
-        layer |= {"attention_out_norm": (hidden,), "mlp_out_norm": (hidden,)}
+        layer["attention_out_norm"] = (hidden,)
+    return layer
+
+
+def _mlp_norm_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    layer: dict[str, tuple[int, ...]] = {}
+    if config.pre_norms:
+        layer["mlp_norm"] = _norm_shape(config)
+    if config.sandwich_norms:
+        layer["mlp_out_norm"] = (config.hidden_size,)
     return layer
 
 
@@ -98,19 +114,24 @@ def _latent_shapes(config: DecoderConfig, latent: LatentHeads) -> dict[str, tupl
 
 def _mlp_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     hidden, size = config.hidden_size, config.intermediate_size
-    layer: dict[str, tuple[int, ...]] = {"gate_up": (2 * size, hidden), "down": (hidden, size)}
+    first, rows = ("gate_up", 2 * size) if config.gated_mlps else ("up", size)
+    layer: dict[str, tuple[int, ...]] = {first: (rows, hidden), "down": (hidden, size)}
     if config.mlp_bias:
-        layer |= {"gate_up_bias": (2 * size,), "down_bias": (hidden,)}
+        layer |= {f"{first}_bias": (rows,), "down_bias": (hidden,)}
     return layer
 
 
 def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
     hidden, size = config.hidden_size, experts.intermediate_size
+    first, rows = ("gate_up", 2) if config.gated_mlps else ("up", 1)
+    width = experts.latent_size or hidden
     layer: dict[str, tuple[int, ...]] = {
         "router": (experts.count, hidden),
-        "experts_gate_up": (len(experts.own), 2 * size, hidden),
-        "experts_down": (len(experts.own), hidden, size),
+        f"experts_{first}": (len(experts.own), rows * size, width),
+        "experts_down": (len(experts.own), width, size),
     }
+    if experts.latent_size is not None:
+        layer |= {"latent_in": (width, hidden), "latent_out": (hidden, width)}
     if experts.has_bias:
         layer["choice_bias"] = (experts.count,)
     if experts.has_product_biases:
@@ -118,7 +139,7 @@ def _expert_shapes(config: DecoderConfig, experts: ExpertsConfig) -> dict[str, t
         own = len(experts.own)
         layer |= {"experts_gate_up_bias": (own, 2 * size), "experts_down_bias": (own, hidden)}
     if experts.shared_size:
-        layer |= {"gate_up": (2 * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
+        layer |= {first: (rows * experts.shared_size, hidden), "down": (hidden, experts.shared_size)}
     if experts.has_shared_gate:
         layer["shared_gate"] = (1, hidden)
     if experts.is_beside_mlp:
@@ -137,7 +158,7 @@ def pop_layer(parameters: dict[str, Any], index: int, dtype: torch.dtype) -> dic
     become linear layers; `dtype` is that of the activations."""
     prefix = f"layers.{index}."
     own = {name.removeprefix(prefix): parameters.pop(name) for name in list(parameters) if name.startswith(prefix)}
-    for name in ("qkv", "q_b", "out", "gate_up", "down", "router", "layer_input_gate", "layer_input_out"):
+    for name in _LINEARS:
         if name not in own:
             continue
         weight, bias = own[name], own.pop(f"{name}_bias", None)

@@ -49,7 +49,6 @@ class RecurrentConfig(ABC):
             "out": (hidden_size, self.attended_size),
             "conv": (self.states.channels, 1, self.states.width),
             "input_norm": (hidden_size,),
-            "mlp_norm": (hidden_size,),
         }
 
     @abstractmethod

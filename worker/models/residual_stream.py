@@ -1,25 +1,27 @@
 """The residual stream, which the sublayers of a decoder read and add to, and three ways to run that on a device.
 
-A sublayer reads the stream through a norm (`project`, `project_gated`, `normalised`) and ends with a product that is
-added to the stream (`add`, `add_product`). `worker.models.layer` says once which sublayers a layer has. The classes
+A sublayer reads the stream through a norm (`project`, `project_activated`, `normalised`) and ends with a product that
+is added to the stream (`add`, `add_product`). `worker.models.layer` says once which sublayers a layer has. The classes
 here say which kernels that makes, and when the ranks of tensor parallelism sum their parts. The sublayers are the same
 in each.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from kernels.linear.any_linear import AnyLinear
 from kernels.linear.fp8_linear import Fp8Linear
 from kernels.linear.linear import Linear
-from kernels.ops.activation import gelu_tanh_and_mul
+from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.ops.norm import add_rms_norm, normalise, rms_norm
 from worker.models.adapted_linear import AdaptedLinear
 from worker.parallel.communicator import Communicator
 
 Activation = Callable[..., torch.Tensor]
-"""Gated activation, `[n, 2 * size]` to `[n, size]`, of a tensor or of the sum of two."""
+"""Activation of an MLP, of a tensor or of the sum of two: gated, `[n, 2 * size]` to `[n, size]`; without a gate,
+`[n, size]` to the same."""
 
 Part = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Last operator of a sublayer, `[n, size]` to this rank's part of the output, `[n, hidden_size]`, in the second tensor
@@ -31,8 +33,25 @@ tensor to write to, if any."""
 
 EMBEDDING_TURN = 2
 """Turn of `Communicator.reduce_buffer` for the sum of embeddings, and for a sum between two of a stream. The sums of a
-stream alternate between turns 0 and 1, and the last sum of a step has turn 1. So consecutive sums differ, also from one
-step to the next."""
+stream alternate between turns 0 and 1, and the last sum of a step has turn 1 (`FirstSum`). So consecutive sums differ,
+also from one step to the next."""
+
+
+class FirstSum(NamedTuple):
+    """The first of the sums over ranks that a stream makes: its `turn`, and whether it `is_apart`, which is a sum that
+    goes through no shared memory."""
+
+    turn: int = 0
+    is_apart: bool = False
+
+    @classmethod
+    def of(cls, sums: int, follows_embedding: bool) -> "FirstSum":
+        """Returns the first sum of a stream that makes the last `sums` sums of a step. An odd number begins with the
+        turn that it ends with: an embedding's sum must be before the first one then, or the first one is apart."""
+        return cls(sums % 2, sums % 2 == 1 and not follows_embedding)
+
+
+_EVEN = FirstSum()
 
 
 class ResidualStream:
@@ -45,13 +64,18 @@ class ResidualStream:
     """
 
     def __init__(
-        self, x: torch.Tensor, communicator: Communicator, eps: float, layer_inputs: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        communicator: Communicator,
+        eps: float,
+        layer_inputs: torch.Tensor | None = None,
+        first_sum: FirstSum = _EVEN,
     ) -> None:
         """x: `[n, hidden_size]`, contiguous, the same on all ranks of `communicator`. Overwritten. `eps` is that of all
         norms. `layer_inputs`: `[n, layers, size]`, for `worker.models.layer_inputs.LayerInput`."""
         self.x, self.eps, self.layer_inputs = x, eps, layer_inputs
         self._communicator = communicator
-        self._turn = 0
+        self._turn, self._is_apart = first_sum
         # Output of the last sublayer where x lacks it: this rank's part, or the sum of all ranks' parts.
         self._update: torch.Tensor | None = None
         self._is_summed = False
@@ -61,10 +85,10 @@ class ResidualStream:
         `kernels.ops.norm.normalise`, or None for the hidden states as they are."""
         return linear(self.normalised(norm), out)
 
-    def project_gated(
+    def project_activated(
         self, norm: torch.Tensor | None, linear: AnyLinear | AdaptedLinear, activation: Activation
     ) -> torch.Tensor:
-        """`project`, followed by the activation: `[n, linear's outputs / 2]`."""
+        """`project`, followed by the activation: `[n, linear's outputs / 2]`, or without a gate all of them."""
         if isinstance(linear, AdaptedLinear):
             return activation(*linear.apart(self.normalised(norm)))
         return activation(linear(self.normalised(norm)))
@@ -132,6 +156,9 @@ class ResidualStream:
         """Memory for this rank's part of the next sum (`Communicator.reduce_buffer`)."""
         if turn is None:
             turn, self._turn = self._turn, 1 - self._turn
+            is_apart, self._is_apart = self._is_apart, False
+            if is_apart:
+                return None
         return self._communicator.reduce_buffer(len(self.x), self.x.shape[1], self.x.dtype, turn)
 
 
@@ -173,11 +200,13 @@ class OneTokenStream(ResidualStream):
 
         return gemv(self.x, linear.weight, linear.bias, linear.scales, norm=norm, eps=self.eps, out=out)
 
-    def project_gated(
+    def project_activated(
         self, norm: torch.Tensor | None, linear: AnyLinear | AdaptedLinear, activation: Activation
     ) -> torch.Tensor:
         if not isinstance(linear, Linear | Fp8Linear):
-            return super().project_gated(norm, linear, activation)
+            return super().project_activated(norm, linear, activation)
+        if activation not in (silu_and_mul, gelu_tanh_and_mul):
+            return activation(self.project(norm, linear))
         from kernels.linear.gemv import gated_gemv
 
         gelu = activation is gelu_tanh_and_mul

@@ -89,6 +89,7 @@ class Shard:
                 layer_inputs=None if inputs is None else replace(inputs, layers=inputs.layers - layers.start),
                 experts=None if experts is None else replace(experts, layers=experts.layers[layers]),
                 recurrent=None if (own := whole.recurrent) is None else replace(own, layers=own.layers[layers]),
+                sublayers=None if whole.sublayers is None else whole.sublayers[layers],
                 is_first=self.stage == 0,
                 is_last=self.stage == self.stages - 1,
             )

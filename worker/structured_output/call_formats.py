@@ -207,6 +207,14 @@ FORMATS: Mapping[str, CallFormat] = {
         separator=(", ",),
         closing=("]",),
     ),
+    "nemotron_json": CallFormat(
+        opening=("<TOOLCALL>[",),
+        before=('{"name": "',),
+        between=('", "arguments": ',),
+        after=("}",),
+        separator=(", ",),
+        closing=("]</TOOLCALL>",),
+    ),
     "gemma4": CallFormat(before=("<|tool_call>call:",), between=(), after=("<tool_call|>",), arguments=Quotes('<|"|>')),
     "llama3_json": CallFormat(
         before=('{"name": "',), between=('", "parameters": ',), after=("}",), separator=("; ",), bare=True
@@ -242,6 +250,7 @@ MARKERS = (
     *("<seed:tool_call>", "</seed:tool_call>"),
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<TOOLCALL>", "</TOOLCALL>"),
     *("<|python_start|>", "<|python_end|>", "<|tool_call|>", "<|tool_call_start|>", _DSML),
     *(f"<{_BAR}tool▁{name}{_BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kernels.experts.choice import Routing
 from kernels.experts.experts import Experts
 from kernels.experts.routing import route
-from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import ClampedSwiGLU, gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 
 HIDDEN, SIZE, COUNT = 24, 20, 8
 
@@ -49,13 +49,21 @@ def test_clamped_swiglu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "has_biases"), [(silu_and_mul, False), (gelu_tanh_and_mul, True), (ClampedSwiGLU(2.0, 1.7), True)]
+    ("activation", "has_biases"),
+    [
+        (silu_and_mul, False),
+        (gelu_tanh_and_mul, True),
+        (ClampedSwiGLU(2.0, 1.7), True),
+        (relu2, False),
+        (gelu_tanh, True),
+    ],
 )
 @pytest.mark.parametrize(("first", "count"), [(0, COUNT), (3, 4)])
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_only_the_chosen_experts_count(tokens: int, first: int, count: int, activation, has_biases: bool) -> None:
-    gate_up, down = random(COUNT, 2 * SIZE, HIDDEN), random(COUNT, HIDDEN, SIZE)
-    biases = (random(COUNT, 2 * SIZE), random(COUNT, HIDDEN)) if has_biases else None
+    rows = SIZE if activation in (relu2, gelu_tanh) else 2 * SIZE
+    gate_up, down = random(COUNT, rows, HIDDEN), random(COUNT, HIDDEN, SIZE)
+    biases = (random(COUNT, rows), random(COUNT, HIDDEN)) if has_biases else None
     x, (chosen, weights) = random(tokens, HIDDEN), route(random(tokens, COUNT), Routing(3))
     wanted = torch.zeros_like(x)
     for expert in range(first, first + count):

@@ -8,7 +8,7 @@ from kernels.experts.experts import Experts
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile
 from kernels.experts.weights import ExpertWeights
 from kernels.linear.fp8_linear import Fp8Weight, by_column, quantize, quantize_groups
-from kernels.ops.activation import ClampedSwiGLU, gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import ClampedSwiGLU, gelu_tanh, gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
 
 pytest.importorskip("triton")
@@ -126,6 +126,24 @@ def test_products_with_biases_of_a_clamped_swiglu(tokens: int, tiles: ExpertTile
     torch.testing.assert_close(got.cpu(), in_full(x.cpu(), chosen.cpu(), shares.cpu()), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("tokens", "tiles", "activation"),
+    [(50, TILES, relu2), (50, TILES, gelu_tanh), (3, ALONE, gelu_tanh), (2, LOOPED, relu2)],
+)
+def test_products_without_a_gate(tokens: int, tiles: ExpertTiles, activation) -> None:
+    """With biases too, which gelu has here."""
+    first, own, is_gelu = 2, slice(2, 5), activation is gelu_tanh
+    up, down = 0.2 * random(COUNT, SIZE, HIDDEN)[own], 0.2 * random(COUNT, HIDDEN, SIZE)[own]
+    biases = (random(COUNT, SIZE)[own].contiguous(), random(COUNT, HIDDEN)[own].contiguous()) if is_gelu else None
+    x, (chosen, shares) = random(tokens, HIDDEN), routed(tokens)
+    in_full = Experts(up.cpu(), down.cpu(), activation, first, biases)
+    of_biases = (None, None) if biases is None else biases
+    weights = ExpertWeights(up.contiguous(), down.contiguous(), first, is_gelu, None, *of_biases, is_gated=False)
+    got = grouped.experts(weights, x, chosen, shares, tiles)
+    torch.testing.assert_close(got.cpu(), in_full(x.cpu(), chosen.cpu(), shares.cpu()), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("pairs", "experts", "rows", "most"), [(1, 8, 16, 1), (8, 128, 16, 8), (2048, 128, 16, 248)])
 def test_number_of_blocks(pairs: int, experts: int, rows: int, most: int) -> None:
     assert grouped.most_blocks(pairs, experts, rows) == most
@@ -136,23 +154,25 @@ DEEP = ExpertTiles(16, ProductTile(16, 64, 4, 2), ProductTile(32, 128, 4, 2))
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("has_groups", [False, True])
+@pytest.mark.parametrize(("has_groups", "activation"), [(False, silu_and_mul), (True, silu_and_mul), (True, relu2)])
 @pytest.mark.parametrize(("tokens", "tiles"), [pytest.param(40, DEEP, marks=pytest.mark.slow), (2, WIDE)])
-def test_products_of_weights_in_8_bits(tokens: int, tiles: ExpertTiles, has_groups: bool) -> None:
+def test_products_of_weights_in_8_bits(tokens: int, tiles: ExpertTiles, has_groups: bool, activation) -> None:
     """Activations are not rounded. The last group of columns is shorter than the others."""
     hidden, size, first, count = 200, 144, 2, 3
     rounding = quantize_groups if has_groups else quantize
     weights, plain = [], []
-    for rows, columns in ((2 * size, hidden), (hidden, size)):
+    first_rows = size if activation is relu2 else 2 * size
+    for rows, columns in ((first_rows, hidden), (hidden, size)):
         each = [rounding(0.2 * random(rows, columns + expert)[:, expert:]) for expert in range(count)]
         weights.append(Fp8Weight(*(torch.stack([part[i] for part in each]) for i in range(2))))
         plain.append(torch.stack([values.float() * by_column(scales, columns) for values, scales in each]))
     x, (chosen, shares) = random(tokens, hidden), routed(tokens)
-    wanted = Experts(*(part.cpu() for part in plain), silu_and_mul, first)(x.cpu(), chosen.cpu(), shares.cpu())
-    own = Experts(weights[0], weights[1], silu_and_mul, first).weights
+    wanted = Experts(*(part.cpu() for part in plain), activation, first)(x.cpu(), chosen.cpu(), shares.cpu())
+    own = Experts(weights[0], weights[1], activation, first).weights
     assert own.dtype == torch.bfloat16 and own.gate_up.dtype == torch.uint8
     got = grouped.experts(own, x, chosen, shares, tiles)
-    torch.testing.assert_close(got.cpu(), wanted, atol=1e-5, rtol=1e-4)
+    largest = max(1.0, float(wanted.abs().max()))  # squares are large
+    torch.testing.assert_close(got.cpu(), wanted, atol=1e-5 * largest, rtol=1e-4)
 
 
 @pytest.mark.interpreter

@@ -61,6 +61,9 @@ def test_activations(size: int, dtype: torch.dtype, tolerance: float) -> None:
         gate, up = (gate_up.double() + (0 if added is None else added)).chunk(2, dim=-1)
         close(fused.silu_and_mul(gate_up, added), F.silu(gate) * up, tolerance)
         close(fused.gelu_tanh_and_mul(gate_up, added), F.gelu(gate, approximate="tanh") * up, tolerance)
+        both = torch.cat((gate, up), 1)
+        close(fused.relu2(gate_up, added), F.relu(both).square(), tolerance)
+        close(fused.gelu_tanh(gate_up, added), F.gelu(both, approximate="tanh"), tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)

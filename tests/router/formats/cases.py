@@ -224,6 +224,18 @@ CASES: dict[str, list[Case]] = {
         ("cut in the name", '<|tool_call|>[{"name": "f', ['<|tool_call|>[{"name": "f']),
         ("JSON without a marker", '[{"name": "f", "arguments": {}}]', ['[{"name": "f", "arguments": {}}]']),
     ],
+    "nemotron_json": [
+        ("no call", "This is a test.", ["This is a test."]),
+        ("one call", '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]</TOOLCALL>', [("weather", WEATHER)]),
+        ("two calls after text", 'Look:\n<TOOLCALL>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": [1, {}]}}]</TOOLCALL>', ["Look:\n", ("f", "{}"), ("g", {"b": [1, {}]})]),
+        ("with spaces", '<TOOLCALL> [ {"arguments": {"a": 1}, "name": "f"} ]\n</TOOLCALL>\n', [("f", {"a": 1})]),
+        ("text after", '<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL> Done.', [("f", "{}"), " Done."]),
+        ("empty list", "<TOOLCALL>[]</TOOLCALL>", ["<TOOLCALL>[]</TOOLCALL>"]),
+        ("no JSON", "<TOOLCALL>[f(a=1)]</TOOLCALL>", ["<TOOLCALL>[f(a=1)]</TOOLCALL>"]),
+        ("marker in a string", '<TOOLCALL>[{"name": "f", "arguments": {"a": "]}"}}]</TOOLCALL>', [("f", {"a": "]}"})]),
+        ("cut", '<TOOLCALL>[{"name": "f", "arguments": {"a": "x', [("f", '{"a": "x', "open")]),
+        ("cut in the name", '<TOOLCALL>[{"name": "f', ['<TOOLCALL>[{"name": "f']),
+    ],
     "kimi_k3": [
         ("no call", k3_answer("This is a test."), ["This is a test."]),
         ("one call", k3_answer("", k3("weather", ("city", "string", "Oslo"), ("days", "number", "3"))), [("weather", WEATHER)]),

@@ -27,6 +27,7 @@ TEMPLATES = {
     "Llama-3.3": ("{% if builtin_tools %}<|python_tag|>", "llama3_json", None),
     "Llama-3.2, pythonic": ("{% if tools %}[func_name1(params_name1=params_value1)]", "pythonic", None),
     "Granite-3.3": ("<|start_of_role|>{% if tools %}with <|tool_call|> followed by a list", "granite", None),
+    "Nemotron-Nano-v2": ("{% if tools %}use the format <TOOLCALL>[{\"name\": ...}]</TOOLCALL>{% endif %}<think>", "nemotron_json", "<think>"),
     "Llama-4": ("{% if tools %}<|python_start|>[func_name1(params_name1=params_value1)]", "llama4_pythonic", None),
     "Llama-4, without its markers": ("<|header_start|>{% if tools %}[func_name1(param1=value1)]", "llama4_pythonic", None),
     "LFM2": ('{% if tools %}List of tools: <|tool_list_start|>[', "lfm2", None),

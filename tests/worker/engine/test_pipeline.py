@@ -356,6 +356,16 @@ def test_every_architecture(name: str, tiny_model: Callable[[str], Path], alone:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("tp", "stage_layers"), [(1, "1,6"), (2, "4,3"), (1, "5,2")])
+def test_stages_with_one_kind_of_sublayers(
+    tp: int, stage_layers: str, tiny_model: Callable[[str], Path], alone: Callable
+) -> None:
+    """The first has Mamba2 alone; the last an odd number of sublayers; the last has MLPs alone."""
+    with pipeline(tiny_model("nemotron_h"), pp=2, tp=tp, token_budget=16, stage_layers=stage_layers) as engine:
+        assert said(engine) == alone("nemotron_h")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "tp", "changes"),
     [

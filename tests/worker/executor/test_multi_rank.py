@@ -70,7 +70,9 @@ def test_every_architecture(name: str, size: int, tiny_model: Callable[[str], Pa
         torch.testing.assert_close(got[1], logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3_moe", "llama4_moe", "gemma4_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3_moe", "llama4_moe", "gemma4_moe", "nemotron_h_latent_moe"]
+)
 def test_whole_experts_on_each_rank(name: str, tiny_model: Callable[[str], Path]) -> None:
     """Experts in both layouts of checkpoints, with biases, shared ones, groups, and a number that two ranks cannot
     halve."""
@@ -117,7 +119,7 @@ def test_balance_of_steps_that_are_looked_at() -> None:
     assert balance.tokens == [3 * EVERY_STEPS + 2, 3 * EVERY_STEPS + 6]
 
 
-@pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "qwen3", "gemma3", "nemotron_h"])
 def test_many_tokens_in_two_halves(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

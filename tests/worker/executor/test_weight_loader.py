@@ -1,6 +1,7 @@
 """Weights in the decoder's own parameters: whole, cut over ranks, random."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from worker.step import Chunk, Plan
 
 CPU = torch.device("cpu")
 NAMES = ["llama_biased_tied", "llama_one_kv_head", "qwen3", "gemma3", "phi3", "qwen2_moe", "granitemoe", "gpt_oss"]
+NAMES += ["starcoder2"]
 
 
 def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "auto") -> dict[str, torch.Tensor]:
@@ -78,6 +80,7 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
     cut: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "qkv": stacked,
         "gate_up": gated,
+        "up": lambda x: padded(x[rows(shard.intermediate)], own.intermediate_size),
         "out": lambda x: padded(x[:, rows(shard.heads, size)], own.num_heads * size, 1),
         "down": lambda x: padded(x[:, rows(inner(x.shape[1])[0])], inner(x.shape[1])[1], 1),
         "embedding": lambda x: padded(x[rows(shard.vocabulary)], own.vocab_rows),
@@ -85,6 +88,7 @@ def expected(whole: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Te
     }
     cut |= {"experts_gate_up": experts_gated, "experts_down": experts_down}
     cut |= {"experts_gate_up_bias": experts_gated, "experts_down_bias": cut["out_bias"]}
+    cut["up_bias"] = cut["up"]
     cut["sinks"] = lambda x: padded(x[rows(shard.heads)], own.num_heads)
     cut |= {"qkv_bias": stacked, "gate_up_bias": gated, "head": cut["embedding"], "down_bias": cut["out_bias"]}
     return {name: cut.get(name.split(".")[-1], torch.clone)(x) for name, x in whole.items()}
@@ -146,7 +150,7 @@ def test_the_layers_alone(tiny_model: Callable[[str], Path], tmp_path: Path, in_
         assert torch.equal(found[name], tensor), name
 
 
-STACKED = ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe"]
+STACKED = ["mixtral", "qwen2_moe", "qwen3_moe", "granitemoeshared", "glm4_moe", "ernie4_5_moe", "nemotron_h_moe"]
 
 
 @pytest.mark.parametrize("name", STACKED)
@@ -156,12 +160,25 @@ def test_experts_as_one_tensor_and_each_by_itself(name: str, tiny_model: Callabl
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.save_pretrained(tmp_path, save_original_format=False)
     names = load_file(tmp_path / "model.safetensors").keys()
-    assert any(tensor.endswith(".experts.gate_up_proj") for tensor in names)
+    assert any(tensor.endswith((".experts.gate_up_proj", ".experts.up_proj")) for tensor in names)
     if name != "granitemoeshared":  # published as one
         assert any("experts.3." in tensor for tensor in load_file(folder / "model.safetensors"))
     for rank in range(2):
         got, wanted = load(tmp_path, rank, 2), load(folder, rank, 2)
         assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "model."])
+def test_names_of_nemotron_h(prefix: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As published, with layers for drafts, and as transformers has them in memory."""
+    folder = tiny_model("nemotron_h")
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {re.sub(r"^\w+\.(?=layers|embeddings|norm_f)", prefix, name): x for name, x in tensors.items()}
+    assert {f"{prefix}{name}" for name in ("embeddings.weight", "norm_f.weight", "layers.0.mixer.A_log")} < set(renamed)
+    save_file(renamed | {"mtp.layers.0.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    got, wanted = load(tmp_path), load(folder)
+    assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in wanted)
 
 
 def test_layers_after_the_last_are_left_out(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
@@ -252,20 +269,17 @@ def in_8_bits(folder: Path, rank: int = 0, size: int = 1) -> weight_loader.Param
     return load_weights(folder, shard, CPU, torch.float32, "auto", quantization="fp8")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_matrices_of_layers_are_rounded(size: int, tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("name", "size"), [("llama_biased_tied", 1), ("llama_biased_tied", 2), ("starcoder2", 2)])
+def test_matrices_of_layers_are_rounded(name: str, size: int, tiny_model: Callable[[str], Path]) -> None:
     for rank in range(size):
-        whole, got = (
-            load(tiny_model("llama_biased_tied"), rank, size),
-            in_8_bits(tiny_model("llama_biased_tied"), rank, size),
-        )
+        whole, got = load(tiny_model(name), rank, size), in_8_bits(tiny_model(name), rank, size)
         assert got.keys() == whole.keys()
-        for name, value in got.items():
-            if name.rpartition(".")[2] in ("qkv", "out", "gate_up", "down"):
+        for parameter, value in got.items():
+            if parameter.rpartition(".")[2] in ("qkv", "out", "gate_up", "up", "down"):
                 assert isinstance(value, Fp8Weight)
-                assert all(map(torch.equal, value, quantize(whole[name])))
+                assert all(map(torch.equal, value, quantize(whole[parameter])))
             else:
-                assert isinstance(value, torch.Tensor) and torch.equal(value, whole[name])
+                assert isinstance(value, torch.Tensor) and torch.equal(value, whole[parameter])
 
 
 def test_one_layer_at_a_time_is_there_twice(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

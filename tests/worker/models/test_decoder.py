@@ -14,6 +14,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    NemotronHConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -117,7 +118,7 @@ def test_logits_do_not_depend_on_how_many_are_wanted(name: str, tiny_model: Call
             torch.testing.assert_close(got, wanted[: len(got)], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4", "nemotron_h"])
 def test_what_follows_the_last_attention_is_computed_for_all_numbers_of_rows(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,24 @@ def test_a_text_part_without_a_configuration_of_its_own(tmp_path: Path) -> None:
     config = decoder_config(hf)
     assert (hf.eos_token_id, config.num_layers, config.tied_embeddings) == (5, 4, False)
     assert (config.ropes[0].kind, config.ropes[0].theta) == ("default", 1e5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ({"time_step_limit": (0.001, float("inf"))}, "time_step_limit"),
+        ({"mamba_hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"mlp_hidden_act": "silu"}, "activation 'silu' of MLPs without a gate"),
+        ({"use_bias": True}, "use_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": 8}, "sliding_window"),
+        ({"hybrid_override_pattern": "ME*-", "mlp_bias": True}, "experts and mlp_bias"),
+    ],
+)
+def test_unsupported_variants_of_nemotron_h(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"{message}.* not supported"):
+        decoder_config(NemotronHConfig(**({"hybrid_override_pattern": "M-*-"} | changes)))
 
 
 @pytest.mark.parametrize(

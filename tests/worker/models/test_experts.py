@@ -10,7 +10,7 @@ from kernels.experts.experts import Experts
 from kernels.experts.routing import route
 from kernels.experts.tiles import EACH_PAIR, ExpertTiles, ProductTile, TunedTiles
 from kernels.linear.linear import Linear
-from kernels.ops.activation import silu_and_mul
+from kernels.ops.activation import relu2, silu_and_mul
 from tests.worker.conftest import make_tiny
 from worker.config import WorkerConfig
 from worker.executor.model_runner import ModelRunner
@@ -26,21 +26,22 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_shared_experts_among_the_others(gated: bool) -> None:
-    gate_up, down, x = random(COUNT, 2 * SIZE, HIDDEN), random(COUNT, HIDDEN, SIZE), random(7, HIDDEN)
+@pytest.mark.parametrize(("gated", "activation"), [(False, silu_and_mul), (True, silu_and_mul), (False, relu2)])
+def test_shared_experts_among_the_others(gated: bool, activation) -> None:
+    rows = SIZE if activation is relu2 else 2 * SIZE
+    gate_up, down, x = random(COUNT, rows, HIDDEN), random(COUNT, HIDDEN, SIZE), random(7, HIDDEN)
     shared = SharedExperts(
-        Linear(random(6 * SIZE, HIDDEN)), Linear(random(HIDDEN, 3 * SIZE)), silu_and_mul, random(1, HIDDEN)
+        Linear(random(3 * rows, HIDDEN)), Linear(random(HIDDEN, 3 * SIZE)), activation, random(1, HIDDEN)
     )
     if not gated:
-        shared = SharedExperts(shared.gate_up, shared.down, silu_and_mul)
+        shared = SharedExperts(shared.gate_up, shared.down, activation)
     router = Linear(random(COUNT, HIDDEN))
     chosen, shares = route(router(x), Routing(2))
-    wanted = Experts(gate_up, down, silu_and_mul)(x, chosen, shares) + shared(x)
+    wanted = Experts(gate_up, down, activation)(x, chosen, shares) + shared(x)
     whole = with_shared(gate_up, down, shared, router)
     assert whole is not None and len(whole.gate_up) == COUNT + 3
     chosen, shares = route(whole.router(x), Routing(2), None, 3, gated)
-    got = Experts(whole.gate_up, whole.down, silu_and_mul)(x, chosen, shares)
+    got = Experts(whole.gate_up, whole.down, activation)(x, chosen, shares)
     torch.testing.assert_close(got, wanted)
 
 

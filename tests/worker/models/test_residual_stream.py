@@ -1,15 +1,23 @@
 """Every way to run a layer gives the hidden states of its definition: the whole batch, two halves, one token."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from kernels.linear.linear import Linear
-from kernels.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.ops.activation import gelu_tanh_and_mul, relu2, silu_and_mul
 from kernels.ops.norm import rms_norm
-from worker.models.layer import DecoderLayer, GatedMLP, SelfAttention
-from worker.models.residual_stream import Activation, HalfBatchStream, OneTokenStream, ResidualStream
+from worker.models.layer import DecoderLayer, GatedMLP, PlainMLP, SelfAttention
+from worker.models.residual_stream import (
+    EMBEDDING_TURN,
+    Activation,
+    FirstSum,
+    HalfBatchStream,
+    OneTokenStream,
+    ResidualStream,
+)
 from worker.parallel.communicator import Communicator
 
 HIDDEN, SIZE, EPS = 16, 24, 1e-5
@@ -40,10 +48,11 @@ def layer(
 ) -> DecoderLayer:
     config: Any = None  # only attention itself reads it
     qkv, out = Linear(random(3 * HIDDEN, HIDDEN)), Linear(random(HIDDEN, HIDDEN), bias)
-    gate_up, down = Linear(random(2 * SIZE, HIDDEN)), Linear(random(HIDDEN, SIZE))
+    first, down = Linear(random((1 if activation is relu2 else 2) * SIZE, HIDDEN)), Linear(random(HIDDEN, SIZE))
+    kind = PlainMLP if activation is relu2 else GatedMLP
     return DecoderLayer(
         SelfAttention(config, 0, 0, random(HIDDEN), qkv, out, out_norm=out_norm),
-        GatedMLP(random(HIDDEN), gate_up, down, activation, out_norm),
+        kind(random(HIDDEN), first, down, activation, out_norm),
     )
 
 
@@ -55,8 +64,9 @@ def written_out(own: DecoderLayer, x: torch.Tensor, attended: torch.Tensor, rank
 
     attention, mlp = own.attention, own.mlp
     x = x + normalised(attention.out(attended), attention.out_norm)
-    gated = mlp.activation(mlp.gate_up(rms_norm(x, mlp.norm, EPS)))
-    x = x + normalised(mlp.down(gated), mlp.out_norm)
+    first = mlp.up if isinstance(mlp, PlainMLP) else mlp.gate_up
+    activated = mlp.activation(first(rms_norm(x, mlp.norm, EPS)))
+    x = x + normalised(mlp.down(activated), mlp.out_norm)
     return x, attention.qkv(rms_norm(x, attention.input_norm, EPS))
 
 
@@ -79,6 +89,23 @@ def test_whole_batch(ranks: int, has_out_norm: bool, has_bias: bool) -> None:
         assert group.turns == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("follows_embedding", [True, False])
+@pytest.mark.parametrize("sums", [1, 2, 3, 6, 7])
+def test_consecutive_sums_have_different_turns(sums: int, follows_embedding: bool) -> None:
+    """In a step and from one step to the next, also where layers have one sublayer."""
+    group, linear = TwoEqualRanks(), Linear(random(HIDDEN, HIDDEN))
+    for _ in range(3):
+        if follows_embedding:
+            group.turns.append(EMBEDDING_TURN)
+        stream = ResidualStream(random(2, HIDDEN), group, EPS, first_sum=FirstSum.of(sums, follows_embedding))
+        for _ in range(sums):
+            stream.add(linear, random(2, HIDDEN))
+            stream.complete()
+    assert all(turn != following for turn, following in itertools.pairwise(group.turns))
+    apart = 3 if sums % 2 and not follows_embedding else 0
+    assert len(group.turns) == 3 * (sums + follows_embedding) - apart
+
+
 def test_two_halves() -> None:
     own = layer(silu_and_mul)
     x, attended = random(5, HIDDEN), random(5, HIDDEN)
@@ -95,7 +122,7 @@ def test_two_halves() -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul])
+@pytest.mark.parametrize("activation", [silu_and_mul, gelu_tanh_and_mul, relu2])
 def test_one_token(activation: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("kernels.linear.linear._has_blocked_layout", lambda dtype: False)
