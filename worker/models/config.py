@@ -16,7 +16,8 @@ from kernels.attention.interface import AttentionShape, LatentHeads
 from kernels.ops.rotary import Rope
 from worker.folders import cache_folder
 from worker.models.experts import ExpertsConfig
-from worker.models.families import ARCHITECTURES, HfConfig, RopeRules
+from worker.models.families import ARCHITECTURES
+from worker.models.family_rules import HfConfig, RopeRules
 from worker.models.layer_inputs import LayerInputsConfig
 from worker.models.layer_sizes import LayerSizes
 from worker.models.quantization import quantization

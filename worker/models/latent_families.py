@@ -1,0 +1,79 @@
+"""Rows of `worker.models.families`: models with multi-head latent attention, with experts and without."""
+
+from typing import Any
+
+from kernels.attention.interface import LatentHeads
+from kernels.experts.choice import Routing
+from kernels.ops.rotary import yarn_temperature
+from worker.models.dense_families import temperature
+from worker.models.expert_families import sigmoid_experts, sparse_layers
+from worker.models.experts import ExpertsConfig
+from worker.models.family_rules import HfConfig, RopeRules, expert_count, prediction_layers
+
+
+def latent(hf: HfConfig) -> dict[str, Any]:
+    """Multi-head latent attention. YaRN multiplies scores by the square of a temperature, which is not that of the
+    rotation (`Rope.amplitude`)."""
+    if hf.attention_bias:
+        raise ValueError(f"{hf.model_type} models with attention_bias are not supported")
+    heads = LatentHeads(hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
+    if heads.v_head_dim > heads.query:
+        raise ValueError(f"{hf.model_type} models whose values have more elements than queries are not supported")
+    scale, rope = heads.query**-0.5, hf.rope_parameters
+    if rope.get("rope_type", "default") != "default" and (over := rope.get("mscale_all_dim")):
+        scale *= yarn_temperature(rope["factor"], over) ** 2
+    return {
+        "latent": heads,
+        "q_lora_rank": hf.q_lora_rank,
+        "num_kv_heads": 1,
+        "head_dim": heads.row,
+        "attention_scale": scale,
+        "rope_rules": RopeRules(is_interleaved=getattr(hf, "rope_interleave", True), head_dim=hf.qk_rope_head_dim),
+    }
+
+
+def deepseek_v2(hf: HfConfig) -> dict[str, Any]:
+    if hf.norm_topk_prob:
+        raise ValueError("deepseek_v2 models with norm_topk_prob are not supported")
+    is_grouped = {"greedy": False, "group_limited_greedy": True}.get(hf.topk_method)
+    if is_grouped is None:
+        raise ValueError(f"deepseek_v2 models with topk_method {hf.topk_method!r} are not supported")
+    routing = Routing(
+        hf.num_experts_per_tok,
+        is_normalised=False,
+        scale=hf.routed_scaling_factor,
+        groups=hf.n_group if is_grouped else 1,
+        groups_kept=hf.topk_group if is_grouped else 1,
+        group_top=1,
+    )
+    layers = tuple(index >= hf.first_k_dense_replace for index in range(hf.num_hidden_layers))
+    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
+    return latent(hf) | {
+        "experts": ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size)
+    }
+
+
+def deepseek_v3(hf: HfConfig) -> dict[str, Any]:
+    return latent(hf) | {"experts": sigmoid_experts(hf), "extra_layers": prediction_layers(hf)}
+
+
+def glm4_moe_lite(hf: HfConfig) -> dict[str, Any]:
+    experts = sigmoid_experts(hf, sparse_layers(hf))
+    return latent(hf) | {"experts": experts, "extra_layers": prediction_layers(hf)}
+
+
+def mistral4(hf: HfConfig) -> dict[str, Any]:
+    routing = Routing(
+        hf.num_experts_per_tok,
+        is_normalised=hf.norm_topk_prob,
+        scale=hf.routed_scaling_factor,
+        groups=hf.n_group or 1,
+        groups_kept=hf.topk_group or 1,
+        added_to_sum=1e-20,
+    )
+    layers = tuple(index >= (hf.first_k_dense_replace or 0) for index in range(hf.num_hidden_layers))
+    shared_size = hf.moe_intermediate_size * hf.n_shared_experts
+    return latent(hf) | {
+        "query_temperature": temperature(hf),
+        "experts": ExpertsConfig(expert_count(hf), hf.moe_intermediate_size, routing, layers, shared_size),
+    }
