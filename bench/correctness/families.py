@@ -202,6 +202,7 @@ def _dense(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             ),
         ),
         "nemotron": ("nemotron", {"mlp_bias": True} | _rope("default", partial_rotary_factor=0.5)),
+        "jais2": ("jais2", _TWO_LAYERS),
         "qwen2": ("qwen2", {}),
         "qwen3": ("qwen3", {}),
         "seed_oss": ("seed_oss", _TWO_LAYERS | {"attention_out_bias": True, "mlp_bias": True}),

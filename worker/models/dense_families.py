@@ -28,6 +28,10 @@ def nemotron(hf: HfConfig) -> dict[str, Any]:
     }
 
 
+def jais2(hf: HfConfig) -> dict[str, Any]:
+    return llama(hf) | {"norm_eps": hf.layer_norm_eps, "layer_norms": True, "gated_mlps": False}
+
+
 def starcoder2(hf: HfConfig) -> dict[str, Any]:
     return mistral(hf) | {
         "norm_eps": hf.norm_epsilon,

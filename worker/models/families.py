@@ -22,6 +22,7 @@ ARCHITECTURES: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "iquestcoder": dense.llama,
     "arcee": dense.arcee,
     "nemotron": dense.nemotron,
+    "jais2": dense.jais2,
     "starcoder2": dense.starcoder2,
     "qwen2": dense.qwen2,
     "qwen2_5_vl_text": dense.qwen2,
