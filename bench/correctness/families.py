@@ -239,6 +239,7 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     """With windows or chunks, the models with experts among them too."""
     window = {"sliding_window": sizes.window}
     gemma = window | {"tie_word_embeddings": True, "query_pre_attn_scalar": sizes.query_scale}
+    swash = window | _granite(sizes) | {"tie_word_embeddings": True, "layer_rope_theta": [1e4, 0, 1e5, 1e5]}
     gemma4 = window | {
         "tie_word_embeddings": True,
         "layer_types": SLIDING,
@@ -288,6 +289,13 @@ def _windowed(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
             },
         ),
         "olmo3": ("olmo3", window),
+        "granite_swa": ("granite_swa", swash | {"layer_types": SLIDING}),
+        "granitemoe_swa": (
+            "granitemoe_swa",
+            swash
+            | {"num_hidden_layers": 2, "layer_types": SLIDING[:2], "layer_rope_theta": [1e4, 1e5]}
+            | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": sizes.shared},
+        ),
         "cwm": ("cwm", window | {"layer_types": SLIDING} | _LLAMA3),
         "exaone4": ("exaone4", window | {"layer_types": SLIDING}),
         "exaone_moe": (
@@ -457,6 +465,18 @@ def _latent(sizes: Sizes) -> dict[str, tuple[str, dict[str, Any]]]:
     yarn = _rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9)
     unlike = {"topk_method": "group_limited_greedy", "norm_topk_prob": False, "q_lora_rank": None}
     return {
+        "minicpm3": (
+            "minicpm3",
+            _TWO_LAYERS
+            | latent
+            | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": sizes.hidden // 3, "tie_word_embeddings": True}
+            | _rope(
+                "longrope",
+                original_max_position_embeddings=sizes.positions,
+                short_factor=_repeated([1.0, 1.1, 1.3, 2.0], rotated // 2),
+                long_factor=_repeated([1.1, 2.5, 7.0], rotated // 2),
+            ),
+        ),
         "deepseek_v2_moe": ("deepseek_v2", latent | _sigmoid(sizes) | unlike | yarn),
         "deepseek_v3_moe": ("deepseek_v3", latent | _sigmoid(sizes) | yarn),
         "mistral4_moe": (

@@ -18,7 +18,7 @@ from worker.models.short_convolution import ShortConvolutionConfig
 
 _FUSED_QKV = ("phi3",)  # families with one tensor for queries, keys and values
 # And with one for gates and ups.
-_FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoehybrid")
+_FUSED_GATE_UP = ("phi3", "glm", "glm4", "glm4v_text", "granitemoeshared", "granitemoe_swa", "granitemoehybrid")
 _OWN_GATES = ("afmoe",)  # with gates of heads apart from the queries
 _MLPS = {"granitemoehybrid": "mlp.shared_experts"}  # names of MLPs of layers without experts
 _SANDWICH_NORMS = {

@@ -429,6 +429,8 @@ def _rope(hf: HfConfig, layer_type: str, head_dim: int, rules: RopeRules, index:
         return Rope(head_dim, 1e4, rotated=0)
     parameters = dict(said.get(layer_type) or said)
     kind, theta = parameters.pop("rope_type", "default"), parameters.pop("rope_theta")
+    if rules.thetas is not None:
+        theta = rules.thetas[index]
     part = 1.0 if kind == "proportional" else parameters.pop("partial_rotary_factor", 1.0)
     if rules.head_dim is not None:  # what is said is the size of that part
         part = 1.0

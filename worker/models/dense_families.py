@@ -155,19 +155,31 @@ def smollm3(hf: HfConfig) -> dict[str, Any]:
     return llama(hf) | {"rope_rules": RopeRules(layers=rotated)}
 
 
+def scaled_residuals(hf: HfConfig, embedding: float, residual: float) -> dict[str, Any]:
+    """Embeddings are multiplied by one number, and sublayers' outputs by another as they are added. The decoder keeps
+    the hidden states divided by the latter, which norms undo: their epsilon is divided by its square."""
+    return {"norm_eps": hf.rms_norm_eps / residual**2, "embedding_scale": embedding / residual}
+
+
 def granite(hf: HfConfig) -> dict[str, Any]:
-    """Sublayers' outputs are multiplied by `residual_multiplier` as they are added. The decoder keeps the hidden states
-    divided by it, which norms undo: their epsilon is divided by its square."""
-    multiplier = hf.residual_multiplier
-    return {
+    return scaled_residuals(hf, hf.embedding_multiplier, hf.residual_multiplier) | {
         "qkv_bias": hf.attention_bias,
         "out_bias": hf.attention_bias,
         "mlp_bias": getattr(hf, "mlp_bias", False),
-        "norm_eps": hf.rms_norm_eps / multiplier**2,
-        "embedding_scale": hf.embedding_multiplier / multiplier,
         "attention_scale": hf.attention_multiplier,
         "logit_scale": 1.0 / hf.logits_scaling,
     }
+
+
+def granite_swa(hf: HfConfig) -> dict[str, Any]:
+    return granite(hf) | swash_attention(hf)
+
+
+def swash_attention(hf: HfConfig) -> dict[str, Any]:
+    """Attention of Granite Swash. A layer with base 0 does not rotate."""
+    thetas = tuple(float(theta) for theta in hf.layer_rope_theta)
+    rotated = {index: theta != 0 for index, theta in enumerate(thetas)}
+    return {"has_sinks": True, "rope_rules": RopeRules(layers=rotated, thetas=thetas)}
 
 
 def hyperclovax(hf: HfConfig) -> dict[str, Any]:

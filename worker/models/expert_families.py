@@ -4,7 +4,17 @@ from typing import Any
 
 from kernels.experts.choice import Routing
 from kernels.ops.activation import ClampedSwiGLU
-from worker.models.dense_families import ernie, exaone, granite, hunyuan, mistral, olmo2, qwen3, rotated_windows
+from worker.models.dense_families import (
+    ernie,
+    exaone,
+    granite,
+    hunyuan,
+    mistral,
+    olmo2,
+    qwen3,
+    rotated_windows,
+    swash_attention,
+)
 from worker.models.experts import ExpertsConfig
 from worker.models.family_rules import HfConfig, RopeRules, expert_count, prediction_layers, refuse_other_than
 from worker.models.query_temperature import QueryTemperature
@@ -120,6 +130,10 @@ def granite_moe(hf: HfConfig) -> dict[str, Any]:
         shared_size=getattr(hf, "shared_intermediate_size", 0),
     )
     return granite(hf) | {"experts": experts}
+
+
+def granite_moe_swa(hf: HfConfig) -> dict[str, Any]:
+    return granite_moe(hf) | swash_attention(hf)
 
 
 def sigmoid_experts(hf: HfConfig, layers: tuple[bool, ...] | None = None) -> ExpertsConfig:

@@ -18,12 +18,14 @@ class RopeRules:
     | `is_partial` | only the first dimensions of a head may be rotated |
     | `is_interleaved` | neighbouring dimensions are a pair, in place of dimension i and `i + head_dim / 2` |
     | `layers` | whether the layer of a number is rotated; by default it is |
+    | `thetas` | base of each layer's angles, where layers differ in it |
     | `head_dim` | elements of the part of a head that counts as a head here; None: of the whole head |
     """
 
     is_partial: bool = False
     is_interleaved: bool = False
     layers: Mapping[int, bool] = field(default_factory=dict)
+    thetas: tuple[float, ...] | None = None
     head_dim: int | None = None
 
 
